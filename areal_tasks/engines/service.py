@@ -1,0 +1,102 @@
+"""What every resident service shares: its specification, its bearer token, its lifeline and its registration.
+
+A service is `python -m <module>`. It learns what it is from the environment, listens on a free loopback port, says in
+the store where it listens, and dies with whoever started it: the lifeline is a pipe whose other end only the
+supervisor holds, so that end-of-file means that nobody is left to serve.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import signal
+import socket
+import threading
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import uvicorn
+from pydantic import BaseModel, ConfigDict
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.paths import service as service_path
+from schemas.manifest import ServiceRecord, WeightsRef
+
+SPEC: Final = "AREAL_SERVICE_SPEC"
+TOKEN: Final = "AREAL_SERVICE_TOKEN"
+LIFELINE: Final = "AREAL_LIFELINE_FD"
+
+
+class ServiceSpec(BaseModel):
+    """What a service is told at its start. Holds no secret."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    restart: int
+    store_url: str
+    run: str
+    owner: int
+    recipe: dict[str, Any]
+    weights: WeightsRef | None = None
+
+
+def read_spec() -> ServiceSpec:
+    """The specification handed over by the launcher in the environment."""
+    return ServiceSpec.model_validate_json(os.environ[SPEC])
+
+
+def watch_lifeline() -> None:
+    """Kill this process group when the lifeline pipe reaches end-of-file. Does nothing without a lifeline."""
+    fd = os.environ.get(LIFELINE)
+    if fd is not None:
+        threading.Thread(target=_die_at_eof, args=(int(fd),), name="lifeline", daemon=True).start()
+
+
+def _die_at_eof(fd: int) -> None:
+    while os.read(fd, 1):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+class BearerAuth:
+    """ASGI middleware: refuses every request that does not carry the service's token."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self.app = app
+        self.expected = f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._allowed(scope):
+            await JSONResponse({"error": "missing or wrong bearer token"}, status_code=401)(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(given, self.expected)
+
+
+def serve(app: Starlette, spec: ServiceSpec, host: str = "127.0.0.1") -> None:
+    """Serve `app` behind the token on a free port of `host`, registered in the store, until told to end."""
+    token = os.environ.pop(TOKEN)  # popped: children of the service do not inherit it
+    app.add_middleware(BearerAuth, token=token)
+    with socket.create_server((host, 0), backlog=512) as listener:
+        _register(spec, f"http://{host}:{listener.getsockname()[1]}")
+        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=120)
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _register(spec: ServiceSpec, url: str) -> None:
+    record = ServiceRecord(
+        name=spec.name,
+        restart=spec.restart,
+        url=url,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        started=datetime.now(UTC).isoformat(),
+    )
+    open_store(spec.store_url).create(service_path(spec.run, spec.owner, spec.name, spec.restart), record.encode())

@@ -1,0 +1,183 @@
+"""The sections of a recipe, shared by the flows."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from schemas.recipe.fields import Section, operational, section, semantic
+
+
+class ScratchModel(Section):
+    """A small character-level Llama made from nothing: no download, for the quickstart and for tests."""
+
+    layers: int = semantic(2, ge=1, le=64, description="Transformer layers.")
+    hidden: int = semantic(128, ge=16, le=4096, description="Width of the residual stream.")
+    heads: int = semantic(4, ge=1, le=64, description="Attention heads; divides `hidden`.")
+    intermediate: int = semantic(344, ge=16, le=16384, description="Width of the feed-forward layer.")
+    alphabet: str = semantic("0123456789+=", min_length=2, description="Characters of the vocabulary.")
+
+
+class Model(Section):
+    """The policy's initial weights (version 0) and tokenizer. Exactly one of `path`, `scratch`, `warm_start`."""
+
+    path: str = semantic(
+        "",
+        description="Hugging Face folder or model name, or `run://NAME` / `run://NAME@VERSION` for the weights of a run.",
+    )
+    scratch: ScratchModel | None = semantic(None, description="Make a small character-level model instead.")
+    warm_start: str = semantic("", description="An SFT recipe to run first (`NAME-sft`); its last weights are version 0.")
+    max_length: int = semantic(1024, ge=8, le=1_048_576, description="Tokens a sample may have, prompt included.")
+    dtype: Literal["float32", "bfloat16"] = semantic("float32", description="Precision of the forward pass.")
+
+
+class Data(Section):
+    """The prompts and their answers."""
+
+    source: str = semantic(
+        description="Data-set name, JSONL/Parquet path or URL (`{split}` is replaced), or `sums://TERMS` (made up).",
+    )
+    subset: str = semantic("", description="Configuration name of a Hugging Face data set.")
+    train_split: str = semantic("train", min_length=1, description="Split that is trained on.")
+    eval_split: str = semantic("test", min_length=1, description="Held-out split that `evaluate` reads.")
+    prompt_column: str = semantic("question", min_length=1, description="Column with the prompt.")
+    answer_column: str = semantic("answer", min_length=1, description="Column with the reference answer.")
+    template: str = semantic("{prompt}", description="How a row becomes the user's message; must contain `{prompt}`.")
+    system: str = semantic("", description="System message; needs `chat`.")
+    chat: bool = semantic(False, description="Apply the tokenizer's chat template.")
+    on_long_prompt: Literal["error", "drop"] = semantic("error", description="What to do with a prompt that leaves no room.")
+    limit: int = semantic(0, ge=0, description="Use only the first rows of each split; 0 is all.")
+
+
+class Rollout(Section):
+    """How completions are sampled for training: from the whole vocabulary, since a trainer can reproduce only that."""
+
+    groups: int = semantic(32, ge=1, le=65536, description="Prompts an iteration.")
+    group_size: int = semantic(8, ge=1, le=1024, description="Completions a prompt.")
+    max_new_tokens: int = semantic(256, ge=1, le=131072, description="Longest completion, in tokens.")
+    temperature: float = semantic(1.0, gt=0, le=10, description="Softmax temperature; logprobs are taken at it too.")
+    stop: list[str] = semantic([], description="Strings that end a completion (kept in it).")
+
+
+class Workflow(Section):
+    """How one sample is produced."""
+
+    name: str = semantic("single_turn", description="`single_turn`, or your own as `package.module:object`.")
+    arguments: dict[str, Any] = semantic({}, description="Keyword arguments of your own workflow.")
+
+
+class Reward(Section):
+    """How a completion is judged, in processes that can be killed."""
+
+    verifier: str = semantic("math", description="`math`, `exact`, or your own as `package.module:object`.")
+    arguments: dict[str, Any] = semantic({}, description="Keyword arguments of the verifier.")
+    unparseable_reward: float = semantic(0.0, ge=-1e3, le=1e3, description="Reward where no answer can be found in the text.")
+    on_unverified: Literal["drop_sample", "drop_group", "reward"] = semantic(
+        "drop_sample", description="What a `timeout` or `error` verdict costs."
+    )
+    unverified_reward: float = semantic(0.0, ge=-1e3, le=1e3, description="The reward when `on_unverified` is `reward`.")
+    max_unverified: float = semantic(0.2, ge=0, le=1, description="Share of `timeout` and `error` verdicts that stops the run.")
+    timeout_seconds: float = semantic(10.0, gt=0, le=3600, description="Deadline for one completion.")
+    memory_mb: int = semantic(2048, ge=128, le=1_048_576, description="Address space a verifier may use beyond its start.")
+    workers: int = operational(2, ge=1, le=256, description="Verifier processes.")
+
+
+class Grpo(Section):
+    """Group-relative policy optimisation (DeepSeekMath, arXiv:2402.03300, §4.1)."""
+
+    reward_norm: Literal["mean_std", "mean", "none"] = semantic(
+        "mean_std", description="Reward minus its group's mean, over its group's standard deviation; or less of it."
+    )
+    advantage_norm: Literal["none", "group", "batch"] = semantic(
+        "none", description="Whiten the advantages over the generated tokens of the group or the batch."
+    )
+    clip_ratio: float = semantic(0.2, gt=0, lt=1, description="PPO's ε: the ratio is clipped to [1-ε, 1+ε].")
+    kl: Literal["none", "reward", "loss"] = semantic(
+        "none", description="KL to version 0: in the reward (k1, per token) or in the loss (k3)."
+    )
+    kl_coef: float = semantic(0.0, ge=0, le=100, description="Weight of the KL term.")
+    loss: Literal["token_mean", "sequence_mean"] = semantic(
+        "token_mean", description="Mean over all tokens, or over sequences of their token means."
+    )
+    minibatches: int = semantic(1, ge=1, le=1024, description="Optimizer steps an iteration; divides groups · group_size.")
+
+
+class Sft(Section):
+    """Supervised fine-tuning on the data set's answers."""
+
+    batch_size: int = semantic(64, ge=1, le=65536, description="Demonstrations an optimizer step.")
+    steps: int = semantic(25, ge=1, le=100_000, description="Optimizer steps an iteration (between commits).")
+
+
+class Trainer(Section):
+    """AdamW and how its batches are laid out."""
+
+    backend: Literal["local", "fsdp2", "deepspeed"] = semantic("local", description="Training engine.")
+    lr: float = semantic(1e-6, gt=0, le=1, description="Peak learning rate.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = semantic("constant", description="Decay after the warm-up.")
+    lr_final: float = semantic(1.0, ge=0, le=1, description="Learning rate at the end, as a share of `lr`.")
+    warmup_steps: int = semantic(0, ge=0, le=1_000_000, description="Optimizer steps of linear warm-up.")
+    beta1: float = semantic(0.9, ge=0, lt=1, description="AdamW's β₁.")
+    beta2: float = semantic(0.999, ge=0, lt=1, description="AdamW's β₂.")
+    eps: float = semantic(1e-8, gt=0, le=1e-2, description="AdamW's ε.")
+    weight_decay: float = semantic(0.0, ge=0, le=1, description="AdamW's decoupled weight decay.")
+    max_grad_norm: float = semantic(1.0, gt=0, le=1e6, description="Gradients are scaled down to this norm.")
+    max_skipped_steps: int = semantic(
+        3, ge=0, le=10_000, description="Optimizer steps in a row that a non-finite loss or gradient may skip."
+    )
+    micro_batch_tokens: int = semantic(16384, ge=16, le=16_777_216, description="Token budget of one forward pass.")
+    layout: Literal["packed", "padded"] = semantic("padded", description="Sequences end to end, or padded to one length.")
+    recover_within_seconds: float = operational(
+        60.0, gt=0, le=86400, description="Checkpoint so often that re-training after a crash takes no longer."
+    )
+    threads: int = operational(0, ge=0, le=1024, description="CPU threads; 0 is all cores.")
+
+
+class Inference(Section):
+    """The servers that generate."""
+
+    engine: Literal["embedded", "sglang"] = semantic("embedded", description="Inference engine.")
+    deterministic: bool = semantic(True, description="Embedded: bits do not depend on what else is in the batch.")
+    servers: int = operational(1, ge=1, le=1024, description="Number of servers.")
+    slots: int = semantic(64, ge=4, le=4096, description="Embedded: sequences decoded together.")
+    groups_per_request: int = operational(1, ge=1, le=1024, description="Groups sent in one HTTP request.")
+    max_concurrent_requests: int = operational(64, ge=1, le=65536, description="Requests under way at once, per server.")
+    request_timeout_seconds: float = operational(600.0, gt=0, le=86400, description="Deadline of one request.")
+    threads: int = operational(0, ge=0, le=1024, description="CPU threads a server; 0 is all cores.")
+
+
+class Evaluation(Section):
+    """Greedy (or sampled) accuracy on the held-out split."""
+
+    every: int = semantic(0, ge=0, le=1_000_000, description="Iterations between evaluations; first and last always; 0: never.")
+    limit: int = semantic(0, ge=0, description="Rows of the held-out split; 0 is all.")
+    samples: int = semantic(1, ge=1, le=1024, description="Completions a prompt; more than one needs a temperature.")
+    temperature: float = semantic(0.0, ge=0, le=10, description="0 is greedy.")
+    max_new_tokens: int = semantic(256, ge=1, le=131072, description="Longest completion, in tokens.")
+    stop: list[str] = semantic([], description="Strings that end a completion.")
+
+
+class StoreSettings(Section):
+    """Where tables, weights and checkpoints lie."""
+
+    url: str = operational("", description="`file://…` or `s3://bucket/prefix`; empty: AREALFLOW_STORE, else `.arealflow/store`.")
+
+
+class Launcher(Section):
+    """Where services run."""
+
+    type: Literal["local"] = operational("local", description="`local`: processes of this machine.")
+    startup_seconds: float = operational(180.0, gt=0, le=86400, description="A service must be ready within this time.")
+    restarts: int = operational(3, ge=0, le=1000, description="Restarts of a failed service before the run stops.")
+
+
+class Schedule(Section):
+    """How long the run is."""
+
+    iterations: int = semantic(100, ge=1, le=10_000_000, description="Iterations; a learning-rate decay ends with them.")
+    artifact_every: int = operational(10, ge=1, le=1_000_000, description="Iterations between rollout artifacts in the UI.")
+
+
+__all__ = [
+    "Data", "Evaluation", "Grpo", "Inference", "Launcher", "Model", "Reward", "Rollout", "Schedule", "ScratchModel",
+    "Sft", "StoreSettings", "Trainer", "Workflow", "section",
+]

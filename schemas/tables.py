@@ -1,0 +1,170 @@
+"""Arrow schemas of every table a stage writes (one row per sample unless said otherwise).
+
+Index convention: `logprobs`, `versions`, `loss_mask`, `ref_logprobs` and `advantages` share the length of
+`input_ids`; element *i* speaks of token *i* of `input_ids`. Prompt positions hold 0 (version -1, mask False).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pyarrow as pa
+
+TOKENS: Final = pa.list_(pa.int32())
+FLOATS: Final = pa.list_(pa.float32())
+MASK: Final = pa.list_(pa.bool_())
+
+VERDICTS: Final = ("correct", "incorrect", "unparseable", "timeout", "error")
+
+
+def _schema(*fields: tuple[str, pa.DataType]) -> pa.Schema:
+    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in fields])
+
+
+PROMPTS: Final = _schema(  # one row per data-set row
+    ("prompt_id", pa.int64()),
+    ("prompt", pa.string()),
+    ("answer", pa.string()),
+    ("input_ids", TOKENS),
+    ("num_tokens", pa.int32()),
+)
+
+ROLLOUT: Final = _schema(
+    ("sample_id", pa.string()),  # "<group_id>-<sample_index>"
+    ("group_id", pa.int64()),  # prompt position in the run: epoch · rows + position
+    ("sample_index", pa.int32()),
+    ("prompt_id", pa.int64()),
+    ("epoch", pa.int32()),
+    ("prompt", pa.string()),
+    ("completion", pa.string()),
+    ("answer", pa.string()),
+    ("input_ids", TOKENS),
+    ("loss_mask", MASK),
+    ("logprobs", FLOATS),
+    ("versions", TOKENS),
+    ("num_tokens", pa.int32()),
+    ("num_generated", pa.int32()),
+    ("stop_reason", pa.string()),
+    ("truncated", pa.bool_()),
+    ("turns", pa.int32()),
+    ("seed", pa.int64()),
+    ("server", pa.string()),
+    ("version_min", pa.int32()),
+    ("version_max", pa.int32()),
+    ("seconds", pa.float32()),
+    ("status", pa.string()),
+)
+
+VERIFY: Final = _schema(
+    ("sample_id", pa.string()),
+    ("reward", pa.float32()),
+    ("verdict", pa.string()),  # one of VERDICTS
+    ("parsed", pa.string()),
+    ("detail", pa.string()),
+    ("verifier", pa.string()),
+    ("verify_seconds", pa.float32()),
+)
+
+REFERENCE: Final = _schema(("sample_id", pa.string()), ("ref_logprobs", FLOATS))
+
+ADVANTAGE: Final = _schema(
+    ("sample_id", pa.string()),
+    ("advantages", FLOATS),
+    ("returns", FLOATS),
+    ("shaped_reward", pa.float32()),
+    ("kept", pa.bool_()),
+    ("dropped_reason", pa.string()),  # "" when kept
+)
+
+TRAIN_STEPS: Final = _schema(  # one row per optimizer step
+    ("version", pa.int32()),  # the version this step helps to make
+    ("step", pa.int32()),  # optimizer steps since version 0, this one included
+    ("minibatch", pa.int32()),
+    ("loss", pa.float64()),
+    ("policy_loss", pa.float64()),
+    ("kl", pa.float64()),  # policy against reference, k3, token mean; 0 without a reference
+    ("approx_kl", pa.float64()),  # new against behaviour policy, k3, token mean
+    ("entropy", pa.float64()),
+    ("clip_fraction", pa.float64()),
+    ("ratio_mean", pa.float64()),
+    ("ratio_max", pa.float64()),
+    ("grad_norm", pa.float64()),
+    ("lr", pa.float64()),
+    ("tokens", pa.int64()),  # positions the loss counts
+    ("total_tokens", pa.int64()),  # positions the model computed, padding left out
+    ("samples", pa.int32()),
+    ("micro_batches", pa.int32()),
+    ("skipped", pa.bool_()),  # loss or gradient was not finite: no step was made
+    ("step_seconds", pa.float32()),
+)
+
+TRAIN_SAMPLES: Final = _schema(
+    ("sample_id", pa.string()),
+    ("minibatch", pa.int32()),
+    ("micro_batch", pa.int32()),
+    ("sample_ratio", pa.float32()),
+    ("sample_clip_fraction", pa.float32()),
+    ("sample_kl", pa.float32()),
+    ("sample_loss", pa.float32()),
+)
+
+PUBLISH: Final = _schema(  # one row per publication
+    ("version", pa.int32()),
+    ("weights_attempt", pa.string()),
+    ("transport", pa.string()),
+    ("materialised", pa.bool_()),
+    ("uri", pa.string()),
+    ("bytes", pa.int64()),
+    ("sha256", pa.string()),
+    ("write_seconds", pa.float32()),
+    ("load_seconds", FLOATS),  # one element per server
+)
+
+EVALUATE: Final = pa.schema(
+    [*ROLLOUT, *[f for f in VERIFY if f.name != "sample_id"], pa.field("weights_version", pa.int32(), nullable=False)]
+)
+
+SFT_BATCH: Final = _schema(  # the demonstrations one SFT iteration trains on
+    ("sample_id", pa.string()),
+    ("prompt_id", pa.int64()),
+    ("epoch", pa.int32()),
+    ("prompt", pa.string()),
+    ("completion", pa.string()),
+    ("input_ids", TOKENS),
+    ("loss_mask", MASK),
+    ("num_tokens", pa.int32()),
+    ("minibatch", pa.int32()),
+)
+
+TEXTS: Final = frozenset({"prompt", "completion", "answer", "parsed", "detail"})
+
+
+def scalar_fields(*schemas: pa.Schema) -> list[pa.Field]:
+    """The short columns of `schemas`, each name once: no lists, no texts."""
+    found = {f.name: f for s in schemas for f in s if not pa.types.is_list(f.type) and f.name not in TEXTS}
+    return list(found.values())
+
+
+#: The pre-joined table of scalars that most questions read, written at each commit.
+SCALARS: Final = pa.schema(
+    [pa.field("iteration", pa.int32(), nullable=False), *scalar_fields(ROLLOUT, VERIFY, ADVANTAGE, TRAIN_SAMPLES)]
+)
+
+TABLES: Final[dict[str, pa.Schema]] = {
+    "prompts": PROMPTS,
+    "rollout": ROLLOUT,
+    "verify": VERIFY,
+    "reference": REFERENCE,
+    "advantage": ADVANTAGE,
+    "train_steps": TRAIN_STEPS,
+    "train_samples": TRAIN_SAMPLES,
+    "publish": PUBLISH,
+    "evaluate": EVALUATE,
+    "batch": SFT_BATCH,
+    "scalars": SCALARS,
+}
+
+#: Columns that differ between two runs of the same computation: left out of content digests.
+VOLATILE: Final = frozenset(
+    {"server", "seconds", "verify_seconds", "step_seconds", "write_seconds", "load_seconds", "weights_attempt", "uri"}
+)
