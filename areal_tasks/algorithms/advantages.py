@@ -1,0 +1,72 @@
+"""GRPO's advantages: DeepSeekMath (arXiv:2402.03300), §4.1, with the KL penalty of its eq. 2 as an option.
+
+The reward of a sample, relative to its group, stands at its last token; where KL is in the reward, every token
+pays -β · k1 on top. The advantage of a token is what follows from it on (discount 1, no critic): the sum of
+§4.1.3. Without KL that is the group-relative reward at every token (§4.1.2).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from areal_tasks.algorithms.kl import k1
+from areal_tasks.algorithms.normalisation import RewardNorm, group_rewards, whiten
+
+AdvantageNorm = Literal["none", "group", "batch"]
+
+
+class Advantages(NamedTuple):
+    """T = Σ lengths, samples end to end; 0 wherever a sample is not kept."""
+
+    advantages: Float[Tensor, "T"]
+    returns: Float[Tensor, "T"]  # before `advantage_norm`
+    shaped_reward: Float[Tensor, "N"]  # a sample's whole return: what its first token's `returns` holds
+
+
+def grpo_advantages(
+    rewards: Float[Tensor, "N"],
+    groups: Int[Tensor, "N"],
+    lengths: Int[Tensor, "N"],
+    kept: Bool[Tensor, "N"],
+    reward_norm: RewardNorm,
+    advantage_norm: AdvantageNorm,
+    penalty: Float[Tensor, "T"] | None = None,
+) -> Advantages:
+    """Advantages of every generated token (`lengths[i]` of them belong to sample i).
+
+    `penalty` is what `kl_penalty` gives, or None without KL in the reward. Values of samples that are not kept
+    (reward, penalty) are never looked at: they may be NaN.
+    """
+    relative = group_rewards(rewards, groups, kept, reward_norm)
+    counted = torch.repeat_interleave(kept, lengths)
+    returns = torch.repeat_interleave(relative, lengths)
+    shaped = relative
+    if penalty is not None:
+        parts = torch.split(torch.where(counted, penalty, 0.0), lengths.tolist())
+        returns = returns - torch.cat([_sum_from_here(part) for part in parts])
+        shaped = relative - torch.stack([part.sum() for part in parts])
+    advantages = _normalise(returns, torch.repeat_interleave(groups, lengths), counted, advantage_norm)
+    return Advantages(advantages, returns, shaped)
+
+
+def kl_penalty(logprobs: Float[Tensor, "T"], reference: Float[Tensor, "T"], kl_coef: float) -> Float[Tensor, "T"]:
+    """β · k1, which each token's reward loses: DeepSeekMath, §4.1.1, eq. 2."""
+    return kl_coef * k1(logprobs, reference)
+
+
+def _sum_from_here(values: Float[Tensor, "L"]) -> Float[Tensor, "L"]:
+    return values.flip(0).cumsum(0).flip(0)
+
+
+def _normalise(
+    returns: Float[Tensor, "T"], groups: Int[Tensor, "T"], counted: Bool[Tensor, "T"], how: AdvantageNorm
+) -> Float[Tensor, "T"]:
+    if how == "none":
+        return returns
+    result = torch.zeros_like(returns)
+    result[counted] = whiten(returns[counted], groups[counted] if how == "group" else None)
+    return result

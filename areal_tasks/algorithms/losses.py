@@ -1,0 +1,58 @@
+"""Loss terms per generated token, and the weights that turn them into one loss.
+
+The caller selects the positions that count *before* it calls (a mask applied by multiplying would let NaN
+through), so all tensors here hold the generated tokens of the samples, end to end: T = Σ lengths. The loss of
+a minibatch is Σ weight · term, so it can be summed over micro-batches and ranks in any split.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+LossMean = Literal["token_mean", "sequence_mean"]
+
+
+class PolicyTerms(NamedTuple):
+    """What the clipped objective gives per token."""
+
+    loss: Float[Tensor, "T"]
+    ratio: Float[Tensor, "T"]  # policy / behaviour
+    clipped: Bool[Tensor, "T"]  # the clip decides, so that the token has no gradient
+
+
+def policy_terms(
+    logprobs: Float[Tensor, "T"],
+    behaviour: Float[Tensor, "T"],
+    advantages: Float[Tensor, "T"],
+    clip_ratio: float,
+) -> PolicyTerms:
+    """-min(ratio · A, clip(ratio, 1-ε, 1+ε) · A): PPO (arXiv:1707.06347), §3, eq. 7; gradient flows to `logprobs`.
+
+    A ratio that overflows gives a non-finite loss or gradient, which the trainer records and skips.
+    """
+    ratio = torch.exp(logprobs - behaviour)
+    free = ratio * advantages
+    bounded = ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * advantages
+    return PolicyTerms(-torch.minimum(free, bounded), ratio.detach(), (bounded < free).detach())
+
+
+def sft_terms(logprobs: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
+    """Cross-entropy of the demonstrated tokens, in nats."""
+    return -logprobs
+
+
+def token_weights(lengths: Int[Tensor, "B"], how: LossMean) -> Float[Tensor, "T"]:
+    """Each token's share of the loss; together they are 1 (none where no sequence has a token).
+
+    `token_mean`: all tokens alike (DAPO, arXiv:2503.14476, §3.3). `sequence_mean`: sequences alike, and the
+    tokens of one alike (GRPO, arXiv:2402.03300, §4.1.1, eq. 3). A sequence without tokens counts for nothing.
+    """
+    total = int(lengths.sum())
+    if how == "token_mean":
+        return torch.full((total,), 1.0 / max(total, 1), device=lengths.device)
+    share = 1.0 / (lengths * (lengths > 0).sum()).clamp(min=1)
+    return torch.repeat_interleave(share, lengths)
