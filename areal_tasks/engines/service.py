@@ -80,14 +80,20 @@ class BearerAuth:
         return hmac.compare_digest(given, self.expected)
 
 
-def serve(app: Starlette, spec: ServiceSpec, host: str = "127.0.0.1") -> None:
-    """Serve `app` behind the token on a free port of `host`, registered in the store, until told to end."""
-    token = os.environ.pop(TOKEN)  # popped: children of the service do not inherit it
+def make_server(app: Starlette, spec: ServiceSpec, token: str, host: str = "127.0.0.1") -> tuple[uvicorn.Server, socket.socket]:
+    """A server for `app` behind `token`, with its socket on a free port of `host`, registered in the store."""
     app.add_middleware(BearerAuth, token=token)
-    with socket.create_server((host, 0), backlog=512) as listener:
-        _register(spec, f"http://{host}:{listener.getsockname()[1]}")
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=120)
-        uvicorn.Server(config).run(sockets=[listener])
+    listener = socket.create_server((host, 0), backlog=512)
+    _register(spec, f"http://{host}:{listener.getsockname()[1]}")
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=120, timeout_graceful_shutdown=2)
+    return uvicorn.Server(config), listener
+
+
+def serve(app: Starlette, spec: ServiceSpec) -> None:
+    """Serve `app` until told to end. The token leaves the environment, so that no child of the service inherits it."""
+    server, listener = make_server(app, spec, os.environ.pop(TOKEN))
+    with listener:
+        server.run(sockets=[listener])
 
 
 def _register(spec: ServiceSpec, url: str) -> None:

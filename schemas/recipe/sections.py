@@ -165,7 +165,9 @@ class StoreSettings(Section):
 class Launcher(Section):
     """Where services run."""
 
-    type: Literal["local"] = operational("local", description="`local`: processes of this machine.")
+    type: Literal["local", "inline"] = operational(
+        "local", description="`local`: processes of this machine; `inline`: threads of this process, for a debugger."
+    )
     startup_seconds: float = operational(180.0, gt=0, le=86400, description="A service must be ready within this time.")
     restarts: int = operational(3, ge=0, le=1000, description="Restarts of a failed service before the run stops.")
 

@@ -1,0 +1,79 @@
+"""Services as processes of this machine. Each has a session, a scratch folder and a log file of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from areal_tasks.engines.service import LIFELINE, SPEC, TOKEN
+from areal_tasks.launchers.protocol import Job
+
+
+class LocalHandle:
+    """A service process and its group."""
+
+    def __init__(self, process: subprocess.Popen[bytes], scratch: Path) -> None:
+        self.process = process
+        self.scratch = scratch
+
+    def exit_code(self) -> int | None:
+        return self.process.poll()
+
+    def stop(self, grace_seconds: float = 5.0) -> None:
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace_seconds)
+        self._signal(signal.SIGKILL)  # whatever the service has left in its group
+        self.process.wait()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+class LocalLauncher:
+    """Starts processes that hold the read end of one pipe; its write end lives in this process alone (the lifeline)."""
+
+    def __init__(self) -> None:
+        self.read_end, self.write_end = os.pipe()  # neither is inherited unless passed on
+
+    def start(self, job: Job) -> LocalHandle:
+        scratch = Path(tempfile.mkdtemp(prefix=f"arealflow-{job.spec.name}-"))
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        with job.log.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", job.module],
+                cwd=scratch,
+                env=self._environment(job, scratch),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[self.read_end],
+                start_new_session=True,
+            )
+        return LocalHandle(process, scratch)
+
+    def close(self) -> None:
+        os.close(self.write_end)
+        os.close(self.read_end)
+
+    def _environment(self, job: Job, scratch: Path) -> dict[str, str]:
+        threads = str(job.threads or os.cpu_count() or 1)
+        return {
+            **os.environ,
+            SPEC: job.spec.model_dump_json(),
+            TOKEN: job.token,
+            LIFELINE: str(self.read_end),
+            "TMPDIR": str(scratch),
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+        }

@@ -1,0 +1,117 @@
+"""Owns the services of a run: starts them, finds where they listen, restarts what failed, stops everything."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from areal_tasks.engines.service import ServiceSpec
+from areal_tasks.launchers.inline import InlineLauncher
+from areal_tasks.launchers.local import LocalLauncher
+from areal_tasks.launchers.protocol import Handle, Job, Launcher
+from areal_tasks.store.backend import Missing, Store
+from areal_tasks.store.commit import read_record
+from areal_tasks.store.paths import service as service_path
+from schemas.errors import UserError
+from schemas.manifest import ServiceRecord, WeightsRef
+from schemas.recipe.sections import Launcher as LauncherSettings
+
+log = logging.getLogger(__name__)
+
+LAUNCHERS: dict[str, type[LocalLauncher] | type[InlineLauncher]] = {"local": LocalLauncher, "inline": InlineLauncher}
+POLL_SECONDS = 0.05
+LOG_LINES = 20
+
+
+@dataclass
+class Service:
+    """A service under supervision: what was asked for, what runs now, and where it listens once it is ready."""
+
+    job: Job
+    handle: Handle
+    url: str = ""
+
+
+class ServiceFailed(UserError):
+    """A service ended or did not become ready; the message shows the last lines of its log."""
+
+
+class Supervisor:
+    """Starts services through the recipe's launcher. Use as a context: leaving it stops everything it started."""
+
+    def __init__(self, store: Store, settings: LauncherSettings, logs: Path) -> None:
+        self.store = store
+        self.settings = settings
+        self.logs = logs
+        self.token = secrets.token_urlsafe(32)
+        self.launcher: Launcher = LAUNCHERS[settings.type]()
+        self.services: dict[str, Service] = {}
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for service in self.services.values():
+            service.handle.stop()
+        self.launcher.close()
+
+    def start(self, module: str, spec: ServiceSpec, threads: int = 0) -> None:
+        """Start a service; `wait` tells when it is ready."""
+        job = Job(module, spec, self.token, self._log(spec), threads)
+        self.services[spec.name] = Service(job, self.launcher.start(job))
+
+    def wait(self, names: Sequence[str]) -> list[str]:
+        """The addresses of the services, once all are registered. Raises ServiceFailed with the log's last lines."""
+        deadline = time.monotonic() + self.settings.startup_seconds
+        return [self._address(self.services[name], deadline) for name in names]
+
+    def heal(self, weights: WeightsRef | None = None) -> list[str]:
+        """Restart every service that has ended, on `weights` if given; the names of those restarted."""
+        failed = [s for s in self.services.values() if s.handle.exit_code() is not None]
+        for service in failed:
+            self._restart(service, weights)
+        return [s.job.spec.name for s in failed]
+
+    def _restart(self, service: Service, weights: WeightsRef | None) -> None:
+        spec = service.job.spec
+        if spec.restart >= self.settings.restarts:
+            raise ServiceFailed(
+                f"service {spec.name!r} failed {spec.restart + 1} times; launcher.restarts allows no more.\n{self._tail(service)}"
+            )
+        log.warning("service %s ended with %s; starting it again", spec.name, service.handle.exit_code())
+        service.handle.stop()
+        time.sleep(min(30.0, 0.5 * 2**spec.restart))
+        renewed = spec.model_copy(update={"restart": spec.restart + 1, "weights": weights or spec.weights})
+        service.job = replace(service.job, spec=renewed, log=self._log(renewed))
+        service.handle, service.url = self.launcher.start(service.job), ""
+
+    def _address(self, service: Service, deadline: float) -> str:
+        spec = service.job.spec
+        path = service_path(spec.run, spec.owner, spec.name, spec.restart)
+        while not service.url:
+            try:
+                service.url = read_record(self.store, path, ServiceRecord).url
+            except Missing:
+                self._check_starting(service, deadline)
+                time.sleep(POLL_SECONDS)
+        return service.url
+
+    def _check_starting(self, service: Service, deadline: float) -> None:
+        code, name = service.handle.exit_code(), service.job.spec.name
+        if code is not None:
+            raise ServiceFailed(f"service {name!r} ended with {code} while starting.\n{self._tail(service)}")
+        if time.monotonic() > deadline:
+            limit = f"launcher.startup_seconds = {self.settings.startup_seconds:g}"
+            raise ServiceFailed(f"service {name!r} was not ready within {limit}.\n{self._tail(service)}")
+
+    def _log(self, spec: ServiceSpec) -> Path:
+        return self.logs / spec.run / f"{spec.name}-{spec.owner}-{spec.restart}.log"
+
+    def _tail(self, service: Service) -> str:
+        path = service.job.log
+        lines = path.read_text(errors="replace").splitlines()[-LOG_LINES:] if path.exists() else []
+        return "\n".join([f"Last lines of {path}:", *(f"  {line}" for line in lines or ["(nothing was written)"])])

@@ -1,0 +1,93 @@
+"""Derives the graph of an iteration from what its stages declare: Core's data-flow graph of model function calls.
+
+A recipe asks for an algorithm; what the algorithm reads pulls in the stages that write it. A cycle, a column that
+nobody writes or a table that two stages write is refused before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+
+from areal_tasks.stages.stage import Stage
+from schemas.tables import TABLES
+
+
+class PlanError(Exception):
+    """The declared reads and writes do not make a graph. A mistake in the stages, not in a recipe."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stages of one iteration in order, and for each the stages it waits for."""
+
+    stages: tuple[Stage, ...]
+    waits: Mapping[str, frozenset[str]]
+    producers: Mapping[str, str]
+
+    def levels(self) -> list[list[Stage]]:
+        """Stages that may run side by side, level by level; each as late as possible, so that evaluation meets training."""
+        depth: dict[str, int] = {}
+        for stage in reversed(self.stages):
+            followers = [depth[s.name] for s in self.stages if stage.name in self.waits[s.name]]
+            depth[stage.name] = 1 + max(followers, default=0)
+        ranks = sorted(set(depth.values()), reverse=True)
+        return [[s for s in self.stages if depth[s.name] == rank] for rank in ranks]
+
+    def inputs(self, stage: Stage) -> tuple[str, ...]:
+        """Names of the stages whose tables `stage` reads, in the order of its declaration."""
+        return tuple(dict.fromkeys(self.producers[table] for table in stage.inputs))
+
+
+def plan(available: Sequence[Stage], targets: Iterable[str]) -> Plan:
+    """The part of `available` that `targets` need, in an order that respects every read. Raises PlanError."""
+    producers = writers(available)
+    by_name = {stage.name: stage for stage in available}
+    needed = _closure(targets, by_name, producers)
+    waits = {name: _waits(by_name[name], producers) & needed for name in needed}
+    return Plan(tuple(by_name[name] for name in _order(waits)), waits, producers)
+
+
+def writers(stages: Sequence[Stage]) -> dict[str, str]:
+    """Which stage writes each table. Raises PlanError for a table with two writers or without a schema."""
+    found: dict[str, str] = {}
+    for stage in stages:
+        for table in stage.writes:
+            if table in found:
+                raise PlanError(f"table {table!r} is written twice: by {found[table]!r} and by {stage.name!r}")
+            if table not in TABLES:
+                raise PlanError(f"stage {stage.name!r} writes {table!r}, which has no schema")
+            found[table] = stage.name
+    return found
+
+
+def _closure(targets: Iterable[str], by_name: Mapping[str, Stage], producers: Mapping[str, str]) -> frozenset[str]:
+    found: set[str] = set()
+    queue = list(targets)
+    while queue:
+        name = queue.pop()
+        if name not in found:
+            found.add(name)
+            _check_columns(by_name[name], producers)
+            queue += [producers[table] for table in by_name[name].inputs]
+    return frozenset(found)
+
+
+def _check_columns(stage: Stage, producers: Mapping[str, str]) -> None:
+    for read in stage.reads:
+        table, column = read.split(".")
+        if table not in producers or column not in TABLES[table].names:
+            raise PlanError(f"stage {stage.name!r} reads {read!r}, which no stage writes")
+
+
+def _waits(stage: Stage, producers: Mapping[str, str]) -> frozenset[str]:
+    return frozenset(producers[table] for table in stage.inputs) | frozenset(stage.after)
+
+
+def _order(waits: Mapping[str, frozenset[str]]) -> list[str]:
+    try:
+        sorter = TopologicalSorter({name: sorted(waits[name]) for name in sorted(waits)})
+        return list(sorter.static_order())
+    except CycleError as error:
+        raise PlanError(f"the stages wait for each other in a circle: {' → '.join(error.args[1])}") from error

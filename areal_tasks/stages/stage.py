@@ -1,0 +1,80 @@
+"""What a stage is: a function from tables to tables, with what it reads and writes said beforehand (DESIGN §5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from areal_tasks.store.shards import read_table
+from schemas.manifest import StageManifest, TableRef
+
+if TYPE_CHECKING:
+    from areal_tasks.stages.context import Context
+
+
+class Kind(StrEnum):
+    """What a stage asks of the machines (Core's kinds of model function call, and what needs no model)."""
+
+    PURE = "pure"
+    GENERATE = "GENERATE"
+    INFERENCE = "INFERENCE"
+    TRAIN_STEP = "TRAIN_STEP"
+    WEIGHTS = "weights"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The manifests a stage may read, by stage name, and the columns it declared."""
+
+    manifests: Mapping[str, StageManifest]
+    reads: Sequence[str]
+
+    def ref(self, table: str) -> TableRef:
+        """The table's reference, from whichever input stage wrote it. KeyError if it was not declared."""
+        if not any(column.split(".")[0] == table for column in self.reads):
+            raise KeyError(f"table {table!r} is not among the declared reads {sorted(self.reads)}")
+        return next(m.tables[table] for m in self.manifests.values() if table in m.tables)
+
+    def read(self, context: Context, table: str) -> pa.Table:
+        """The declared columns of `table`, checked against their digests."""
+        columns = [c.split(".")[1] for c in self.reads if c.split(".")[0] == table]
+        return read_table(context.store, self.ref(table), columns)
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a stage made: tables to be written, or references to tables that an engine has written; and metrics."""
+
+    tables: Mapping[str, pa.Table | TableRef]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One node of the graph. `reads` are `table.column`; `writes` are tables; `carries` is state of the last iteration."""
+
+    name: str
+    kind: Kind
+    version: int
+    run: Callable[[Context, Inputs, str], Output]
+    writes: tuple[str, ...]
+    reads: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+    carries: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    source: bool = False
+    on_reuse: Callable[[Context, Inputs, StageManifest], None] | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The tables this stage reads, each once, in the order of `reads`."""
+        return tuple(dict.fromkeys(column.split(".")[0] for column in self.reads))
+
+
+def columns(table: str, *names: str) -> tuple[str, ...]:
+    """`columns("rollout", "a", "b")` is `("rollout.a", "rollout.b")`."""
+    return tuple(f"{table}.{name}" for name in names)
