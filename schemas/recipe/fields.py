@@ -1,7 +1,8 @@
-"""How a recipe's fields are declared: each is semantic (it enters the keys of the stages that read it) or operational."""
+"""How a recipe's fields are declared: semantic ones enter the keys of the stages that read them, operational never."""
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -9,9 +10,9 @@ from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
-    """A part of a recipe. Unknown keys are refused; values are checked also when assigned."""
+    """A part of a recipe. Unknown keys are refused; a recipe does not change once it is checked."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 def semantic(default: Any = ..., *, description: str, **bounds: Any) -> Any:
@@ -32,3 +33,11 @@ def section(model: type[Section], description: str) -> Any:
 def is_semantic(info: FieldInfo) -> bool:
     extra = info.json_schema_extra
     return isinstance(extra, dict) and bool(extra.get("semantic"))
+
+
+def nested_section(info: FieldInfo) -> type[Section] | None:
+    """The section a field holds, also where it may be absent; None for a field that is a plain value."""
+    for kind in (info.annotation, *typing.get_args(info.annotation)):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+    return None

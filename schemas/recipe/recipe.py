@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from schemas.recipe.checks import (
+    BASE_CHECKS,
+    EVALUATION_CHECKS,
+    GRPO_CHECKS,
+    TRAINING_CHECKS,
+    refuse_problems,
+)
 from schemas.recipe.fields import Section, section, semantic
 from schemas.recipe.sections import (
     Data,
@@ -23,22 +31,36 @@ from schemas.recipe.sections import (
     Workflow,
 )
 
+FLOW = "The flow that runs this recipe."
+
 
 class BaseRecipe(Section):
     """What every flow needs."""
 
-    name: str = Field(description="Name of the recipe, and of its runs unless told otherwise.", pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    CHECKS: ClassVar[tuple[Callable[[Any], str | None], ...]] = BASE_CHECKS
+
+    name: str = Field(
+        description="Name of the recipe, and of its runs unless told otherwise.", pattern=r"^[a-z0-9][a-z0-9._-]*$"
+    )
+    flow: Literal["rlhf", "sft", "evaluate"] = Field(description=FLOW)
     seed: int = semantic(1, ge=0, lt=2**31, description="Seed of the run: prompt order, sampling, initial weights.")
     model: Model = Field(description="Initial weights and tokenizer.")
     data: Data = Field(description="Prompts and answers.")
     store: StoreSettings = section(StoreSettings, "Where everything lies.")
     launcher: Launcher = section(Launcher, "Where services run.")
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        refuse_problems(self, self.CHECKS)
+        return self
+
 
 class RlhfRecipe(BaseRecipe):
     """Reinforcement learning from verified rewards: rollout → verify → advantage → train → publish."""
 
-    flow: Literal["rlhf"] = Field("rlhf", description="The flow that runs this recipe.")
+    CHECKS = (*BASE_CHECKS, *TRAINING_CHECKS, *EVALUATION_CHECKS, *GRPO_CHECKS)
+
+    flow: Literal["rlhf"] = Field("rlhf", description=FLOW)
     rollout: Rollout = section(Rollout, "Sampling.")
     workflow: Workflow = section(Workflow, "How one sample is produced.")
     reward: Reward = section(Reward, "How a completion is judged.")
@@ -52,7 +74,9 @@ class RlhfRecipe(BaseRecipe):
 class SftRecipe(BaseRecipe):
     """Supervised fine-tuning: batch → train → publish."""
 
-    flow: Literal["sft"] = Field("sft", description="The flow that runs this recipe.")
+    CHECKS = (*BASE_CHECKS, *TRAINING_CHECKS)
+
+    flow: Literal["sft"] = Field("sft", description=FLOW)
     algorithm: Sft = section(Sft, "Batches of demonstrations.")
     trainer: Trainer = section(Trainer, "The optimizer.")
     schedule: Schedule = section(Schedule, "How long.")
@@ -61,7 +85,9 @@ class SftRecipe(BaseRecipe):
 class EvaluateRecipe(BaseRecipe):
     """Evaluation of one set of weights on the held-out split."""
 
-    flow: Literal["evaluate"] = Field("evaluate", description="The flow that runs this recipe.")
+    CHECKS = (*BASE_CHECKS, *EVALUATION_CHECKS)
+
+    flow: Literal["evaluate"] = Field("evaluate", description=FLOW)
     workflow: Workflow = section(Workflow, "How one sample is produced.")
     reward: Reward = section(Reward, "How a completion is judged.")
     inference: Inference = section(Inference, "The servers that generate.")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from schemas.recipe.fields import Section, operational, section, semantic
+from pydantic import model_validator
+
+from schemas.recipe.checks import refuse_truncated_sampling
+from schemas.recipe.fields import Section, operational, semantic
 
 
 class ScratchModel(Section):
@@ -22,10 +25,12 @@ class Model(Section):
 
     path: str = semantic(
         "",
-        description="Hugging Face folder or model name, or `run://NAME` / `run://NAME@VERSION` for the weights of a run.",
+        description="Hugging Face folder or model name, or the weights of a run: `run://NAME` or `run://NAME@VERSION`.",
     )
     scratch: ScratchModel | None = semantic(None, description="Make a small character-level model instead.")
-    warm_start: str = semantic("", description="An SFT recipe to run first (`NAME-sft`); its last weights are version 0.")
+    warm_start: str = semantic(
+        "", description="An SFT recipe to run first (`NAME-sft`); its last weights are version 0."
+    )
     max_length: int = semantic(1024, ge=8, le=1_048_576, description="Tokens a sample may have, prompt included.")
     dtype: Literal["float32", "bfloat16"] = semantic("float32", description="Precision of the forward pass.")
 
@@ -44,7 +49,9 @@ class Data(Section):
     template: str = semantic("{prompt}", description="How a row becomes the user's message; must contain `{prompt}`.")
     system: str = semantic("", description="System message; needs `chat`.")
     chat: bool = semantic(False, description="Apply the tokenizer's chat template.")
-    on_long_prompt: Literal["error", "drop"] = semantic("error", description="What to do with a prompt that leaves no room.")
+    on_long_prompt: Literal["error", "drop"] = semantic(
+        "error", description="What to do with a prompt that leaves no room."
+    )
     limit: int = semantic(0, ge=0, description="Use only the first rows of each split; 0 is all.")
 
 
@@ -56,6 +63,8 @@ class Rollout(Section):
     max_new_tokens: int = semantic(256, ge=1, le=131072, description="Longest completion, in tokens.")
     temperature: float = semantic(1.0, gt=0, le=10, description="Softmax temperature; logprobs are taken at it too.")
     stop: list[str] = semantic([], description="Strings that end a completion (kept in it).")
+
+    _whole_vocabulary = model_validator(mode="before")(refuse_truncated_sampling)
 
 
 class Workflow(Section):
@@ -70,14 +79,22 @@ class Reward(Section):
 
     verifier: str = semantic("math", description="`math`, `exact`, or your own as `package.module:object`.")
     arguments: dict[str, Any] = semantic({}, description="Keyword arguments of the verifier.")
-    unparseable_reward: float = semantic(0.0, ge=-1e3, le=1e3, description="Reward where no answer can be found in the text.")
+    unparseable_reward: float = semantic(
+        0.0, ge=-1e3, le=1e3, description="Reward where no answer can be found in the text."
+    )
     on_unverified: Literal["drop_sample", "drop_group", "reward"] = semantic(
         "drop_sample", description="What a `timeout` or `error` verdict costs."
     )
-    unverified_reward: float = semantic(0.0, ge=-1e3, le=1e3, description="The reward when `on_unverified` is `reward`.")
-    max_unverified: float = semantic(0.2, ge=0, le=1, description="Share of `timeout` and `error` verdicts that stops the run.")
+    unverified_reward: float = semantic(
+        0.0, ge=-1e3, le=1e3, description="The reward when `on_unverified` is `reward`."
+    )
+    max_unverified: float = semantic(
+        0.2, ge=0, le=1, description="Share of `timeout` and `error` verdicts that stops the run."
+    )
     timeout_seconds: float = semantic(10.0, gt=0, le=3600, description="Deadline for one completion.")
-    memory_mb: int = semantic(2048, ge=128, le=1_048_576, description="Address space a verifier may use beyond its start.")
+    memory_mb: int = semantic(
+        2048, ge=128, le=1_048_576, description="Address space a verifier may use beyond its start."
+    )
     workers: int = operational(2, ge=1, le=256, description="Verifier processes.")
 
 
@@ -98,7 +115,9 @@ class Grpo(Section):
     loss: Literal["token_mean", "sequence_mean"] = semantic(
         "token_mean", description="Mean over all tokens, or over sequences of their token means."
     )
-    minibatches: int = semantic(1, ge=1, le=1024, description="Optimizer steps an iteration; divides groups · group_size.")
+    minibatches: int = semantic(
+        1, ge=1, le=1024, description="Optimizer steps an iteration; divides groups · group_size."
+    )
 
 
 class Sft(Section):
@@ -125,7 +144,9 @@ class Trainer(Section):
         3, ge=0, le=10_000, description="Optimizer steps in a row that a non-finite loss or gradient may skip."
     )
     micro_batch_tokens: int = semantic(16384, ge=16, le=16_777_216, description="Token budget of one forward pass.")
-    layout: Literal["packed", "padded"] = semantic("padded", description="Sequences end to end, or padded to one length.")
+    layout: Literal["packed", "padded"] = semantic(
+        "padded", description="Sequences end to end, or padded to one length."
+    )
     recover_within_seconds: float = operational(
         60.0, gt=0, le=86400, description="Checkpoint so often that re-training after a crash takes no longer."
     )
@@ -140,7 +161,9 @@ class Inference(Section):
     servers: int = operational(1, ge=1, le=1024, description="Number of servers.")
     slots: int = semantic(64, ge=4, le=4096, description="Embedded: sequences decoded together.")
     groups_per_request: int = operational(1, ge=1, le=1024, description="Groups sent in one HTTP request.")
-    max_concurrent_requests: int = operational(64, ge=1, le=65536, description="Requests under way at once, per server.")
+    max_concurrent_requests: int = operational(
+        64, ge=1, le=65536, description="Requests under way at once, per server."
+    )
     request_timeout_seconds: float = operational(600.0, gt=0, le=86400, description="Deadline of one request.")
     threads: int = operational(0, ge=0, le=1024, description="CPU threads a server; 0 is all cores.")
 
@@ -148,7 +171,9 @@ class Inference(Section):
 class Evaluation(Section):
     """Greedy (or sampled) accuracy on the held-out split."""
 
-    every: int = semantic(0, ge=0, le=1_000_000, description="Iterations between evaluations; first and last always; 0: never.")
+    every: int = semantic(
+        0, ge=0, le=1_000_000, description="Iterations between evaluations; first and last always; 0: never."
+    )
     limit: int = semantic(0, ge=0, description="Rows of the held-out split; 0 is all.")
     samples: int = semantic(1, ge=1, le=1024, description="Completions a prompt; more than one needs a temperature.")
     temperature: float = semantic(0.0, ge=0, le=10, description="0 is greedy.")
@@ -159,7 +184,9 @@ class Evaluation(Section):
 class StoreSettings(Section):
     """Where tables, weights and checkpoints lie."""
 
-    url: str = operational("", description="`file://…` or `s3://bucket/prefix`; empty: AREALFLOW_STORE, else `.arealflow/store`.")
+    url: str = operational(
+        "", description="`file://…` or `s3://bucket/prefix`; empty: AREALFLOW_STORE, else `.arealflow/store`."
+    )
 
 
 class Launcher(Section):
@@ -175,11 +202,9 @@ class Launcher(Section):
 class Schedule(Section):
     """How long the run is."""
 
-    iterations: int = semantic(100, ge=1, le=10_000_000, description="Iterations; a learning-rate decay ends with them.")
-    artifact_every: int = operational(10, ge=1, le=1_000_000, description="Iterations between rollout artifacts in the UI.")
-
-
-__all__ = [
-    "Data", "Evaluation", "Grpo", "Inference", "Launcher", "Model", "Reward", "Rollout", "Schedule", "ScratchModel",
-    "Sft", "StoreSettings", "Trainer", "Workflow", "section",
-]
+    iterations: int = semantic(
+        100, ge=1, le=10_000_000, description="Iterations; a learning-rate decay ends with them."
+    )
+    artifact_every: int = operational(
+        10, ge=1, le=1_000_000, description="Iterations between rollout artifacts in the UI."
+    )

@@ -1,0 +1,352 @@
+"""Checks that need more than one field of a recipe: contradictions, and knobs that have no effect.
+
+Each check is a small pure function from a recipe to a message (or None), listed in a table below; `IDLE` lists the
+fields that only act beside another one. They run inside the pydantic models, so that the Prefect form is checked too.
+To add a check, add a row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import BaseModel
+from pydantic_core import PydanticCustomError
+
+from schemas.recipe.sources import SPLIT, SUFFIXES, source_kind
+
+if TYPE_CHECKING:
+    from schemas.recipe.recipe import BaseRecipe, EvaluateRecipe, RlhfRecipe, SftRecipe
+
+#: pydantic's error type under which all problems of a recipe are raised at once.
+PROBLEMS: Final = "recipe_problems"
+Message = str | None
+
+
+def refuse_problems(recipe: BaseRecipe, checks: Iterable[Callable[[Any], Message]]) -> None:
+    """Raise one pydantic error that lists every problem of `recipe`; nothing when there is none."""
+    problems = [message for check in checks if (message := check(recipe))]
+    problems += idle_knobs(recipe)
+    if problems:
+        raise PydanticCustomError(PROBLEMS, "{text}", {"text": "\n".join(problems), "problems": problems})
+
+
+# ── knobs without effect ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Idle:
+    """`field` acts only where `acts` holds; elsewhere it must keep its default. `when` says where it does not act."""
+
+    field: str
+    acts: Callable[[Any], bool]
+    when: str
+
+
+def _embedded(recipe: Any) -> bool:
+    engine: str = recipe.inference.engine
+    return engine == "embedded"
+
+
+def _evaluates(recipe: Any) -> bool:
+    return bool(recipe.flow == "evaluate" or (recipe.flow == "rlhf" and recipe.evaluation.every > 0))
+
+
+def _source(*kinds: str) -> Callable[[Any], bool]:
+    return lambda recipe: source_kind(recipe.data.source) in kinds
+
+
+def _splits(recipe: Any) -> bool:
+    return source_kind(recipe.data.source) != "file" or SPLIT in recipe.data.source
+
+
+IDLE: Final = (
+    Idle("inference.deterministic", _embedded, "with inference.engine sglang: it is the embedded engine's"),
+    Idle("inference.slots", _embedded, "with inference.engine sglang: it is the embedded engine's"),
+    Idle("inference.threads", _embedded, "with inference.engine sglang: it is the embedded engine's"),
+    Idle("data.system", lambda r: r.data.chat, "without data.chat: set data.chat to true"),
+    Idle("data.subset", _source("hub"), "unless data.source is the name of a Hugging Face data set"),
+    Idle("data.prompt_column", _source("hub", "file"), "with sums://, which has no columns"),
+    Idle("data.answer_column", _source("hub", "file"), "with sums://, which has no columns"),
+    Idle("data.train_split", lambda r: r.flow != "evaluate", "in an evaluate recipe: it reads data.eval_split"),
+    Idle("data.train_split", _splits, f"with a file whose name has no {SPLIT}"),
+    Idle("data.eval_split", lambda r: r.flow == "evaluate" or _evaluates(r), "where nothing is evaluated"),
+    Idle("data.eval_split", _splits, f"with a file whose name has no {SPLIT}"),
+    Idle("workflow.arguments", lambda r: r.workflow.name != "single_turn", "with workflow.name single_turn"),
+    Idle(
+        "reward.unverified_reward",
+        lambda r: r.reward.on_unverified == "reward",
+        "unless reward.on_unverified is reward",
+    ),
+    Idle("algorithm.kl_coef", lambda r: r.algorithm.kl != "none", "with algorithm.kl none: set it to reward or loss"),
+    Idle(
+        "algorithm.clip_ratio",
+        lambda r: r.algorithm.minibatches > 1 or not _embedded(r),
+        "with one minibatch: the policy has not moved when the ratio is taken",
+    ),
+    Idle(
+        "trainer.lr_final",
+        lambda r: r.trainer.lr_schedule != "constant",
+        "with trainer.lr_schedule constant: set it to linear or cosine",
+    ),
+    Idle("evaluation.every", lambda r: r.flow != "evaluate", "in an evaluate recipe: it evaluates once"),
+    *(
+        Idle(f"evaluation.{name}", _evaluates, "with evaluation.every 0: nothing is evaluated")
+        for name in ("limit", "samples", "temperature", "max_new_tokens", "stop")
+    ),
+)
+
+
+def idle_knobs(recipe: BaseRecipe) -> Iterator[str]:
+    """A message for each field of `IDLE` that this recipe has, sets, and does not use."""
+    for idle in IDLE:
+        owner, _, name = idle.field.rpartition(".")
+        part = getattr(recipe, owner, None)
+        if part is not None and name in type(part).model_fields and not idle.acts(recipe) and _is_set(part, name):
+            yield f"{idle.field}: has no effect {idle.when}; otherwise leave it out"
+
+
+def _is_set(part: BaseModel, name: str) -> bool:
+    info = type(part).model_fields[name]
+    return bool(getattr(part, name) != info.get_default(call_default_factory=True))
+
+
+# ── every flow ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def one_model(r: BaseRecipe) -> Message:
+    given = [name for name in ("path", "scratch", "warm_start") if getattr(r.model, name)]
+    if len(given) == 1:
+        return None
+    found = f"both {' and '.join(given)} are given" if given else "none is given"
+    return f"model: exactly one of path, scratch and warm_start is needed; {found}"
+
+
+def warm_start_flow(r: BaseRecipe) -> Message:
+    if r.model.warm_start and r.flow != "rlhf":
+        return f"model.warm_start: only an rlhf recipe can start warm; a {r.flow} recipe needs path or scratch"
+    return None
+
+
+def run_path(r: BaseRecipe) -> Message:
+    if r.model.path.startswith("run://") and not re.fullmatch(r"run://[a-z0-9][a-z0-9._-]*(@\d+)?", r.model.path):
+        return f"model.path: '{r.model.path}' should look like run://NAME or run://NAME@VERSION"
+    return None
+
+
+def scratch_heads(r: BaseRecipe) -> Message:
+    spec = r.model.scratch
+    if spec and spec.hidden % (2 * spec.heads):
+        return (
+            f"model.scratch: hidden {spec.hidden} should be an even multiple of heads {spec.heads}, "
+            "since rotary positions turn pairs of a head's numbers"
+        )
+    return None
+
+
+def scratch_alphabet(r: BaseRecipe) -> Message:
+    spec = r.model.scratch
+    if spec and len(set(spec.alphabet)) < len(spec.alphabet):
+        return "model.scratch.alphabet: a character occurs twice; name each once"
+    return None
+
+
+def scratch_sums(r: BaseRecipe) -> Message:
+    spec = r.model.scratch
+    if spec and source_kind(r.data.source) == "sums" and (missing := set("0123456789+=") - set(spec.alphabet)):
+        return f"model.scratch.alphabet: sums need the characters {''.join(sorted(missing))} too"
+    return None
+
+
+def scratch_chat(r: BaseRecipe) -> Message:
+    if r.model.scratch and r.data.chat:
+        return "data.chat: a scratch model has no chat template; set data.chat to false"
+    return None
+
+
+def template_prompt(r: BaseRecipe) -> Message:
+    if "{prompt}" not in r.data.template:
+        return "data.template: must contain {prompt}, where the row's prompt goes"
+    return None
+
+
+def source_named(r: BaseRecipe) -> Message:
+    source = r.data.source
+    if not source:
+        return "data.source: is empty; name a data set, a file, a URL or sums://TERMS"
+    if source_kind(source) == "file" and PurePosixPath(source).suffix not in SUFFIXES:
+        return f"data.source: '{source}' should end with {', '.join(SUFFIXES)}"
+    return None
+
+
+def split_placeholder(r: BaseRecipe) -> Message:
+    if source_kind(r.data.source) != "file" and SPLIT in r.data.source:
+        return f"data.source: {SPLIT} is for files; a data set's splits are named by train_split and eval_split"
+    return None
+
+
+BASE_CHECKS: Final[tuple[Callable[[BaseRecipe], Message], ...]] = (
+    one_model,
+    warm_start_flow,
+    run_path,
+    scratch_heads,
+    scratch_alphabet,
+    scratch_sums,
+    scratch_chat,
+    template_prompt,
+    source_named,
+    split_placeholder,
+)
+
+
+# ── training ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def micro_batch_holds_sample(r: RlhfRecipe | SftRecipe) -> Message:
+    if r.trainer.micro_batch_tokens < r.model.max_length:
+        return (
+            f"trainer.micro_batch_tokens: {r.trainer.micro_batch_tokens} holds no sample of model.max_length "
+            f"{r.model.max_length} tokens; raise it or shorten the samples"
+        )
+    return None
+
+
+def schedule_decays(r: RlhfRecipe | SftRecipe) -> Message:
+    if r.trainer.lr_schedule != "constant" and r.trainer.lr_final == 1:
+        return f"trainer.lr_schedule: {r.trainer.lr_schedule} has no effect with lr_final 1; set lr_final below 1"
+    return None
+
+
+def warmup_ends(r: RlhfRecipe | SftRecipe) -> Message:
+    steps = r.schedule.iterations * (r.algorithm.minibatches if r.flow == "rlhf" else r.algorithm.steps)
+    if r.trainer.warmup_steps >= steps:
+        return f"trainer.warmup_steps: {r.trainer.warmup_steps} is not over within the run's {steps} steps; lower it"
+    return None
+
+
+TRAINING_CHECKS: Final[tuple[Callable[[Any], Message], ...]] = (
+    micro_batch_holds_sample,
+    schedule_decays,
+    warmup_ends,
+)
+
+
+# ── generation ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def evaluation_fits(r: RlhfRecipe | EvaluateRecipe) -> Message:
+    if _evaluates(r) and r.evaluation.max_new_tokens >= r.model.max_length:
+        return _no_room("evaluation", r.evaluation.max_new_tokens, r.model.max_length)
+    return None
+
+
+def _no_room(part: str, new_tokens: int, length: int) -> str:
+    return (
+        f"{part}.max_new_tokens: {new_tokens} leaves no room for a prompt in model.max_length {length}; "
+        "lower the one or raise the other"
+    )
+
+
+def evaluation_samples(r: RlhfRecipe | EvaluateRecipe) -> Message:
+    if r.evaluation.samples > 1 and r.evaluation.temperature == 0:
+        return "evaluation.samples: several greedy completions are all the same; set evaluation.temperature above 0"
+    return None
+
+
+def evaluation_stops(r: RlhfRecipe | EvaluateRecipe) -> Message:
+    return "evaluation.stop: an empty string ends everything at once; remove it" if "" in r.evaluation.stop else None
+
+
+EVALUATION_CHECKS: Final[tuple[Callable[[Any], Message], ...]] = (
+    evaluation_fits,
+    evaluation_samples,
+    evaluation_stops,
+)
+
+
+# ── GRPO ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rollout_fits(r: RlhfRecipe) -> Message:
+    if r.rollout.max_new_tokens >= r.model.max_length:
+        return _no_room("rollout", r.rollout.max_new_tokens, r.model.max_length)
+    return None
+
+
+def rollout_stops(r: RlhfRecipe) -> Message:
+    return "rollout.stop: an empty string ends everything at once; remove it" if "" in r.rollout.stop else None
+
+
+def group_has_spread(r: RlhfRecipe) -> Message:
+    if r.rollout.group_size == 1 and r.algorithm.reward_norm != "none":
+        return (
+            f"rollout.group_size: a group of 1 has no mean or deviation of its own, so algorithm.reward_norm "
+            f"{r.algorithm.reward_norm} makes every advantage 0; raise group_size or set reward_norm to none"
+        )
+    return None
+
+
+def minibatches_divide(r: RlhfRecipe) -> Message:
+    samples = r.rollout.groups * r.rollout.group_size
+    if samples % r.algorithm.minibatches:
+        return (
+            f"algorithm.minibatches: {r.algorithm.minibatches} does not divide rollout.groups · group_size = {samples}"
+            f"; the nearest that do: {_divisors_near(samples, r.algorithm.minibatches)}"
+        )
+    return None
+
+
+def _divisors_near(number: int, wanted: int) -> str:
+    below = max(d for d in range(1, min(wanted, number) + 1) if number % d == 0)
+    above = next((d for d in range(wanted, number + 1) if number % d == 0), below)
+    return str(below) if above == below else f"{below}, {above}"
+
+
+def kl_has_weight(r: RlhfRecipe) -> Message:
+    if r.algorithm.kl != "none" and r.algorithm.kl_coef == 0:
+        return f"algorithm.kl: {r.algorithm.kl} has no effect with kl_coef 0; set kl_coef above 0 or kl to none"
+    return None
+
+
+def held_out(r: RlhfRecipe) -> Message:
+    if not _evaluates(r):
+        return None
+    if not _splits(r):
+        return (
+            f"evaluation.every: data.source '{r.data.source}' is one file, so that evaluation would read what is "
+            f"trained on; use {SPLIT} in its name or set every to 0"
+        )
+    if r.data.train_split == r.data.eval_split:
+        return (
+            f"data.eval_split: '{r.data.eval_split}' is what is trained on; "
+            "name a held-out split or set evaluation.every to 0"
+        )
+    return None
+
+
+GRPO_CHECKS: Final[tuple[Callable[[RlhfRecipe], Message], ...]] = (
+    rollout_fits,
+    rollout_stops,
+    group_has_spread,
+    minibatches_divide,
+    kl_has_weight,
+    held_out,
+)
+
+#: Sampling parameters of other systems, and why a recipe has no such field.
+TRUNCATED_SAMPLING: Final = (
+    "rollouts are sampled from the whole vocabulary, because a trainer cannot reproduce the probabilities of truncated "
+    "sampling; leave it out and lower rollout.temperature instead"
+)
+
+
+def refuse_truncated_sampling(values: Any) -> Any:
+    """A pydantic before-validator of `Rollout`: `top_p`, `top_k` and `min_p` are refused with the reason."""
+    found = [name for name in ("top_p", "top_k", "min_p") if isinstance(values, dict) and name in values]
+    if found:
+        problems = [f"rollout.{name}: {TRUNCATED_SAMPLING}" for name in found]
+        raise PydanticCustomError(PROBLEMS, "{text}", {"text": "\n".join(problems), "problems": problems})
+    return values

@@ -1,0 +1,130 @@
+"""From a recipe's name or path, and overrides, to a checked recipe; from whatever is wrong to one readable message."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel, ValidationError
+
+from schemas.errors import UserError
+from schemas.recipe.checks import PROBLEMS
+from schemas.recipe.fields import nested_section
+from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
+from schemas.recipe.yaml_text import parse_yaml
+
+RECIPES: Final[dict[str, type[RlhfRecipe] | type[SftRecipe] | type[EvaluateRecipe]]] = {
+    "rlhf": RlhfRecipe,
+    "sft": SftRecipe,
+    "evaluate": EvaluateRecipe,
+}
+
+
+def list_recipes() -> list[str]:
+    """The names of the recipes that come with the package, sorted."""
+    return sorted(f.name.removesuffix(".yaml") for f in files("deployments").iterdir() if f.name.endswith(".yaml"))
+
+
+def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of that name or in that file, with overrides like `rollout.groups=8`. UserError lists all faults."""
+    values = parse_yaml(_read(str(name_or_path)), str(name_or_path))
+    if not isinstance(values, dict):
+        raise UserError(f"recipe '{name_or_path}' should be a mapping of sections, not {type(values).__name__}")
+    return parse_recipe(apply_overrides(values, overrides), str(name_or_path))
+
+
+def parse_recipe(values: Mapping[str, Any], origin: str = "") -> Recipe:
+    """The checked recipe of nested values. UserError lists every problem with its dotted field and the remedy."""
+    model = _model_of(values, origin)
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        title = f"recipe '{origin or values.get('name', '')}' cannot be used:"
+        raise UserError("\n".join([title, *(f"  - {line}" for line in explain(error, model))])) from None
+
+
+def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """A copy of `values` with each `dotted.key=value` set; the value is read as YAML."""
+    result = copy.deepcopy(dict(values))
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not all(key.split(".")):
+            raise UserError(f"override '{override}' should look like section.field=value, such as rollout.groups=8")
+        _set(result, key.strip().split("."), parse_yaml(text, f"override '{override}'"), override)
+    return result
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """One line a problem: the dotted field, what is wrong with it, and what would be right."""
+    lines: list[str] = []
+    for problem in error.errors(include_url=False):
+        if problem["type"] == PROBLEMS:
+            lines.extend(problem["ctx"]["problems"])
+        else:
+            lines.append(_line(problem["loc"], problem["type"], problem["msg"], problem["input"], model))
+    return lines
+
+
+def _read(name: str) -> str:
+    known = list_recipes()
+    if name in known:
+        return files("deployments").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    path = Path(name)
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
+        raise UserError(f"recipe file '{name}' does not exist; recipes by name: {', '.join(known)}")
+    raise UserError(f"unknown recipe '{name}'{_suggest(name, known)}; name a YAML file or one of: {', '.join(known)}")
+
+
+def _model_of(values: Mapping[str, Any], origin: str) -> type[RlhfRecipe] | type[SftRecipe] | type[EvaluateRecipe]:
+    flow = values.get("flow")
+    if flow not in RECIPES:
+        found = "is missing" if flow is None else f"is '{flow}'{_suggest(str(flow), list(RECIPES))}"
+        raise UserError(f"recipe '{origin}': flow {found}; it should be one of {', '.join(RECIPES)}")
+    return RECIPES[flow]
+
+
+def _set(values: dict[str, Any], keys: Sequence[str], value: Any, override: str) -> None:
+    for depth, key in enumerate(keys[:-1], 1):
+        if values.get(key) is None:
+            values[key] = {}
+        values = values[key]
+        if not isinstance(values, dict):
+            raise UserError(f"override '{override}': {'.'.join(keys[:depth])} is a value, not a section")
+    values[keys[-1]] = value
+
+
+def _line(loc: Sequence[str | int], kind: str, message: str, value: Any, model: type[BaseModel]) -> str:
+    dotted = ".".join(map(str, loc)) or "recipe"
+    if kind == "extra_forbidden":
+        known = list(_section_at(model, loc[:-1]).model_fields)
+        return f"{dotted}: unknown key{_suggest(str(loc[-1]), known)}; known here: {', '.join(known)}"
+    if kind == "missing":
+        return f"{dotted}: is required"
+    text = message.removeprefix("Value error, ").removeprefix("Input ")
+    return f"{dotted}: {text}" if kind == "value_error" else f"{dotted}: {text}, not {_short(value)}"
+
+
+def _section_at(model: type[BaseModel], loc: Sequence[str | int]) -> type[BaseModel]:
+    for key in loc:
+        info = model.model_fields.get(str(key))
+        model = (nested_section(info) if info else None) or model
+    return model
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _suggest(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+__all__ = ["RECIPES", "apply_overrides", "explain", "list_recipes", "load_recipe", "parse_recipe"]
