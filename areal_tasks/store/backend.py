@@ -1,0 +1,133 @@
+"""Where objects lie: a small interface over a local folder or an S3 bucket, and nothing else (DESIGN §4).
+
+Only create-if-absent and reads are asked of a backend: no locks, no renames, no clocks, no complete listings.
+Paths are relative to the store's root and use `/`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+from schemas.errors import UserError
+
+
+class StoreError(UserError):
+    """The store refused or failed; the message says where, why and what to do."""
+
+
+class Missing(StoreError):
+    """There is nothing under this path."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(f"{where} does not exist. Is the name right, and is this the right store (--store URL)?")
+
+
+class Exists(Exception):
+    """Something is there already, so that `create` did nothing."""
+
+
+class Backend(Protocol):
+    """What a place for objects must be able to do. Every failure is a `StoreError`."""
+
+    def read(self, path: str) -> bytes:
+        """The whole object, or `Missing`."""
+
+    def create(self, path: str, data: bytes) -> None:
+        """Write a whole, durable object if there is none; else `Exists`. Readers see all of it or nothing."""
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a durable object under a name that nobody else uses (below a fresh attempt)."""
+
+    def put_file(self, path: str, source: Path) -> None:
+        """As `put`, from a local file of any size."""
+
+    def fetch_file(self, path: str, target: Path) -> None:
+        """Copy an object of any size into a local file, or `Missing`."""
+
+    def exists(self, path: str) -> bool:
+        """Whether there is an object under this path."""
+
+    def size(self, path: str) -> int:
+        """Bytes of the object, or `Missing`."""
+
+    def children(self, prefix: str) -> list[str]:
+        """Names directly below the folder `prefix` (`""`: the root), sorted."""
+
+    def local(self, path: str) -> Path | None:
+        """Where `path` lies on this machine's disk; None for a remote store."""
+
+    def uri(self, path: str) -> str:
+        """`path` as a person names it in a message."""
+
+    def list(self, prefix: str) -> list[str]:
+        """Paths of all objects below the folder `prefix`, sorted; empty if there is none."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """A store: its URL and the backend behind it. The only thing the rest of the program passes around."""
+
+    url: str
+    backend: Backend
+
+    def read(self, path: str) -> bytes:
+        return self.backend.read(path)
+
+    def create(self, path: str, data: bytes) -> None:
+        self.backend.create(path, data)
+
+    def put(self, path: str, data: bytes) -> None:
+        self.backend.put(path, data)
+
+    def put_file(self, path: str, source: Path) -> None:
+        self.backend.put_file(path, source)
+
+    def fetch_file(self, path: str, target: Path) -> None:
+        self.backend.fetch_file(path, target)
+
+    def exists(self, path: str) -> bool:
+        return self.backend.exists(path)
+
+    def size(self, path: str) -> int:
+        return self.backend.size(path)
+
+    def children(self, prefix: str) -> list[str]:
+        return self.backend.children(prefix)
+
+    def local(self, path: str) -> Path | None:
+        return self.backend.local(path)
+
+    def uri(self, path: str) -> str:
+        return self.backend.uri(path)
+
+    def list(self, prefix: str) -> list[str]:
+        return self.backend.list(prefix)
+
+
+def default_url() -> str:
+    """`AREALFLOW_STORE`, else the folder `store` in `AREALFLOW_HOME` (default: `.arealflow` here)."""
+    home = Path(os.environ.get("AREALFLOW_HOME", ".arealflow"))
+    return os.environ.get("AREALFLOW_STORE") or (home.resolve() / "store").as_uri()
+
+
+def open_store(url: str = "") -> Store:
+    """The store at `url` (empty: the default one). Touches neither disk nor network yet.
+
+    Raises:
+        UserError: the URL is neither `file:///…` nor `s3://bucket/…`, or S3 credentials are not set.
+    """
+    url = (url or default_url()).rstrip("/")
+    parts = urlsplit(url)
+    if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
+        from areal_tasks.store.local import LocalBackend
+
+        return Store(url, LocalBackend(Path(unquote(parts.path))))
+    if parts.scheme == "s3" and parts.netloc:
+        from areal_tasks.store.s3 import S3Backend  # s3fs takes half a second to import
+
+        return Store(url, S3Backend(parts.netloc, parts.path.strip("/")))
+    raise UserError(f"Store URL {url!r} is not supported: use file:///absolute/folder or s3://bucket/prefix.")

@@ -1,0 +1,114 @@
+"""Commits: small JSON records that are created at most once. Their existence is the commit (DESIGN §4)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from areal_tasks.store.backend import Exists, Missing, Store, StoreError
+from schemas.manifest import (
+    SCHEMA_VERSION,
+    IterationCommit,
+    OwnerRecord,
+    Record,
+    RunRecord,
+    Segment,
+    StageManifest,
+    WeightsManifest,
+)
+
+R = TypeVar("R", bound=Record)
+C = TypeVar("C", bound=RunRecord | Segment | OwnerRecord | StageManifest | WeightsManifest | IterationCommit)
+
+
+def new_attempt() -> str:
+    """A name that no other attempt has."""
+    return uuid.uuid4().hex[:16]
+
+
+def commit_once(store: Store, path: str, record: C) -> tuple[C, bool]:
+    """Create `record` at `path` unless there is one; returns what is there now, and whether it is mine.
+
+    A put may be stored and still answer with an error, or be sent twice by a client that retries: whatever the
+    answer, what counts is the attempt that can be read back.
+
+    Raises:
+        StoreError: the put failed and nothing is there.
+    """
+    try:
+        store.create(path, record.encode())
+        return record, True
+    except Exists:
+        there = _decode(store, path, type(record), store.read(path))
+    except StoreError as error:
+        there = _read_back(store, path, record, error)
+    return there, there.attempt == record.attempt
+
+
+def _read_back(store: Store, path: str, record: C, error: StoreError) -> C:
+    try:
+        return _decode(store, path, type(record), store.read(path))
+    except StoreError:
+        raise error from None  # why the put failed says more than that nothing can be read
+
+
+def read_record(store: Store, path: str, model: type[R]) -> R:
+    """The record at `path`.
+
+    Raises:
+        Missing: there is none.
+        UserError: it is damaged, or was written by a newer version of this program.
+    """
+    return _decode(store, path, model, store.read(path))
+
+
+def find_record(store: Store, path: str, model: type[R]) -> R | None:
+    """As `read_record`, but None when there is none."""
+    try:
+        return read_record(store, path, model)
+    except Missing:
+        return None
+
+
+def read_verified(store: Store, path: str, sha256: str, model: type[R]) -> R:
+    """The record at `path`, whose bytes have the SHA-256 that another record gives; else a UserError naming it."""
+    return _decode(store, path, model, verified(store, path, sha256))
+
+
+def verified(store: Store, path: str, sha256: str) -> bytes:
+    """The bytes at `path`, which must have this SHA-256; else a UserError that names the file."""
+    data = store.read(path)
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise StoreError(
+            f"{store.uri(path)} is damaged: its {len(data)} bytes do not have the SHA-256 that was recorded for it. "
+            "Restore this file from a backup; every other file is unharmed."
+        )
+    return data
+
+
+def _decode(store: Store, path: str, model: type[R], data: bytes) -> R:
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        raise StoreError(_explain(store.uri(path), data, error)) from error
+
+
+def _explain(where: str, data: bytes, error: ValidationError) -> str:
+    version = _schema_version(data)
+    if version > SCHEMA_VERSION:
+        return f"{where} was written by a newer arealflow (schema {version}; this one reads {SCHEMA_VERSION}): upgrade."
+    first = error.errors()[0]
+    cause = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}".lstrip(": ")
+    return f"{where} is damaged ({cause}). Restore this file from a backup; every other iteration is unharmed."
+
+
+def _schema_version(data: bytes) -> int:
+    try:
+        version = json.loads(data)["schema_version"]
+    except (ValueError, TypeError, KeyError):
+        return 0
+    return version if isinstance(version, int) else 0

@@ -1,0 +1,113 @@
+"""Weights and checkpoints: folders of large files, uploaded once and named by a manifest beside them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from areal_tasks.store.backend import Store, StoreError
+from areal_tasks.store.commit import commit_once, read_verified
+from areal_tasks.store.keys import combine_digests
+from areal_tasks.store.parallel import parallel
+from areal_tasks.store.paths import checkpoint, weights
+from schemas.manifest import FileRef, Provenance, WeightsManifest, WeightsRef
+
+_PATHS: Final = {"weights": weights, "checkpoint": checkpoint}
+
+
+def upload(store: Store, prefix: str, folder: Path) -> tuple[FileRef, ...]:
+    """Put every file below `folder` under `prefix` (a fresh attempt), sorted by name; hashed in parallel.
+
+    A folder that is `store.local(prefix)` itself is not copied, only made durable.
+    """
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return tuple(parallel(lambda name: _upload(store, f"{prefix}/{name}", folder / name), names))
+
+
+def _upload(store: Store, path: str, source: Path) -> FileRef:
+    store.put_file(path, source)
+    return FileRef(path=path, sha256=file_sha256(source), bytes=source.stat().st_size)
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a local file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def materialise(store: Store, files: Sequence[FileRef], into: Path, *, verify: bool = False) -> Path:
+    """A local folder that holds `files`: `into`, or the store's own folder when it lies on this disk (no copy).
+
+    Names below their common folder are kept. Files that `into` already holds whole are not fetched again.
+
+    Raises:
+        UserError: a file is missing, or has another size (with `verify`: another SHA-256) than recorded.
+    """
+    common = common_folder(files)
+    there = store.local(common)
+    folder = there if there is not None else into
+    parallel(lambda file: _materialise(store, file, folder / _relative(file, common), verify, there is None), files)
+    return folder
+
+
+def _materialise(store: Store, file: FileRef, target: Path, verify: bool, fetch: bool) -> None:
+    if fetch and not _whole(target, file):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{os.getpid()}")
+        store.fetch_file(file.path, partial)
+        _check(store, file, partial, verify=True)  # what came over a network is always hashed
+        partial.replace(target)
+    else:
+        _check(store, file, target, verify)
+
+
+def _whole(target: Path, file: FileRef) -> bool:
+    return target.is_file() and target.stat().st_size == file.bytes
+
+
+def _check(store: Store, file: FileRef, target: Path, verify: bool) -> None:
+    size = target.stat().st_size if target.is_file() else store.size(file.path)  # the latter says that it is missing
+    if size != file.bytes or (verify and file_sha256(target) != file.sha256):
+        raise StoreError(
+            f"{store.uri(file.path)} is damaged: its {size} bytes are not the {file.bytes} that its manifest records. "
+            "Restore this file from a backup, or resume from an older checkpoint."
+        )
+
+
+def common_folder(files: Sequence[FileRef]) -> str:
+    """The attempt's folder that holds all of `files`: the first component `attempt=…` and what precedes it."""
+    parts = PurePosixPath(files[0].path).parts
+    depth = next(i for i, part in enumerate(parts) if part.startswith("attempt=")) + 1
+    return "/".join(parts[:depth])
+
+
+def _relative(file: FileRef, folder: str) -> str:
+    return file.path.removeprefix(f"{folder}/")
+
+
+def commit_weights(
+    store: Store,
+    run: str,
+    version: int,
+    attempt: str,
+    kind: str,
+    files: Sequence[FileRef],
+    provenance: Provenance,
+) -> WeightsRef:
+    """Write the manifest that makes uploaded `files` weights (or, by `kind`, a checkpoint) of this version."""
+    digest = combine_digests({_relative(file, common_folder(files)): file.sha256 for file in files})
+    manifest = WeightsManifest(
+        run=run, version=version, attempt=attempt, kind=kind, digest=digest, files=tuple(files), provenance=provenance
+    )
+    path = _PATHS[kind](run, version, attempt)
+    there, _ = commit_once(store, path, manifest)
+    sha256 = hashlib.sha256(there.encode()).hexdigest()
+    return WeightsRef(version=version, attempt=attempt, path=path, sha256=sha256, digest=there.digest)
+
+
+def read_weights(store: Store, ref: WeightsRef) -> WeightsManifest:
+    """The manifest that `ref` names, whose bytes are verified."""
+    return read_verified(store, ref.path, ref.sha256, WeightsManifest)

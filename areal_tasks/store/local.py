@@ -1,0 +1,152 @@
+"""A store in a local folder: files written whole, fsynced, and given their name by an exclusive hard link.
+
+What an attempt writes is fsynced file by file; its folders are not, because a file system that journals makes the
+names leading to a new file durable with it, and orders them before the commit's own name, which is fsynced.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from areal_tasks.store.backend import Exists, Missing, StoreError
+
+_REMEDIES: Final = {
+    errno.ENOSPC: "the disk is full: free some space (or choose another store with --store), then run again",
+    errno.EDQUOT: "your disk quota is used up: free some space (or choose another store with --store), then run again",
+    errno.EROFS: "the file system is read-only: mount it writable, or choose another store with --store",
+    errno.EACCES: "permission denied: give this user access to the folder, or choose another store with --store",
+    errno.EPERM: "the file system refuses it (no hard links?): choose a store on a POSIX file system, or s3://",
+    errno.EOPNOTSUPP: "the file system has no hard links: choose a store on a POSIX file system, or s3://",
+    errno.ENOTDIR: "a file stands where a folder should be: choose another store with --store",
+    errno.EIO: "the disk reported an input/output error: check it, then run again",
+}
+
+
+class LocalBackend:
+    """Objects below the folder `root`. Names that begin with a dot are unfinished files, which no listing shows."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = str(root)
+
+    def read(self, path: str) -> bytes:
+        with self._errors(path), open(self._at(path), "rb", buffering=0) as file:
+            return file.readall()
+
+    def create(self, path: str, data: bytes) -> None:
+        final = self._at(path)
+        folder, name = os.path.split(final)
+        partial = f"{folder}/.{name}.{uuid.uuid4().hex}"
+        with self._errors(path):
+            self._write(partial, data)
+            try:
+                os.link(partial, final)  # atomic and exclusive, unlike a rename
+            except FileExistsError:
+                raise Exists(path) from None
+            finally:
+                os.unlink(partial)
+            _sync(folder)
+
+    def put(self, path: str, data: bytes) -> None:
+        final = self._at(path)
+        with self._errors(path):
+            self._write(final, data)
+
+    def put_file(self, path: str, source: Path) -> None:
+        final = self._at(path)
+        with self._errors(path):
+            if not os.path.exists(final) or not os.path.samefile(final, source):
+                os.makedirs(os.path.dirname(final), exist_ok=True)
+                shutil.copyfile(source, final)
+            _sync(final)
+
+    def fetch_file(self, path: str, target: Path) -> None:
+        with self._errors(path):
+            shutil.copyfile(self._at(path), target)
+
+    def exists(self, path: str) -> bool:
+        try:
+            self.size(path)
+        except Missing:
+            return False
+        return True
+
+    def size(self, path: str) -> int:
+        with self._errors(path):
+            return os.stat(self._at(path)).st_size
+
+    def children(self, prefix: str) -> list[str]:
+        try:
+            with self._errors(prefix):
+                return sorted(name for name in os.listdir(self._at(prefix)) if not name.startswith("."))
+        except Missing:
+            return []
+
+    def local(self, path: str) -> Path | None:
+        return Path(self._at(path))
+
+    def uri(self, path: str) -> str:
+        return self._at(path)
+
+    def _at(self, path: str) -> str:
+        return f"{self.root}/{path}" if path else self.root
+
+    def _write(self, path: str, data: bytes) -> None:
+        """A new, durable file; its folders are made as needed."""
+        try:
+            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        try:
+            _write_all(fd, data)
+            os.fsync(fd)
+        except OSError:
+            with suppress(OSError):  # the first error is the one to report
+                os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def _errors(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise Missing(self._at(path)) from error
+        except OSError as error:
+            remedy = _REMEDIES.get(
+                error.errno or 0, f"{error.strerror}: mend that, or choose another store with --store"
+            )
+            raise StoreError(f"The store's file {self._at(path)} cannot be used: {remedy}.") from error
+
+    def list(self, prefix: str) -> list[str]:
+        top = self._at(prefix)
+        found = [
+            os.path.relpath(os.path.join(folder, name), self.root)
+            for folder, _, names in os.walk(top)
+            for name in names
+            if not name.startswith(".")
+        ]
+        return sorted(found)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+def _sync(path: str) -> None:
+    """Make a file, or the names in a folder, durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

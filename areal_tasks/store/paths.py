@@ -1,0 +1,55 @@
+"""Where things lie below the store's root (DESIGN §4). Nothing else in the program spells these names."""
+
+from __future__ import annotations
+
+
+def run_record(run: str) -> str:
+    return f"{run}/run.json"
+
+
+def owner(run: str, n: int) -> str:
+    return f"{run}/owners/{n}.json"
+
+
+def segment(run: str, n: int) -> str:
+    return f"{run}/segments/{n}.json"
+
+
+def service(run: str, owner: int, name: str, restart: int) -> str:
+    return f"{run}/services/owner={owner}/{name}-{restart}.json"
+
+
+def iteration(run: str, k: int) -> str:
+    return f"{run}/iteration={k:06d}"
+
+
+def iteration_commit(run: str, k: int) -> str:
+    return f"{iteration(run, k)}/commit.json"
+
+
+def stage_manifest(run: str, k: int, stage: str, key: str) -> str:
+    return f"{iteration(run, k)}/stage={stage}/{key}.json"
+
+
+def stage_attempt(run: str, k: int, stage: str, attempt: str) -> str:
+    return f"{iteration(run, k)}/stage={stage}/attempt={attempt}"
+
+
+def weights(run: str, version: int, attempt: str) -> str:
+    """The manifest of one attempt at weights version `version`."""
+    return f"{weights_attempt(run, version, attempt)}.json"
+
+
+def weights_attempt(run: str, version: int, attempt: str) -> str:
+    """The folder of its files."""
+    return f"{run}/weights/version={version:06d}/attempt={attempt}"
+
+
+def checkpoint(run: str, version: int, attempt: str) -> str:
+    """The manifest of one attempt at a checkpoint of version `version`."""
+    return f"{checkpoint_attempt(run, version, attempt)}.json"
+
+
+def checkpoint_attempt(run: str, version: int, attempt: str) -> str:
+    """The folder of its files."""
+    return f"{run}/checkpoints/version={version:06d}/attempt={attempt}"

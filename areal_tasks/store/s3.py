@@ -1,0 +1,182 @@
+"""A store in an S3 bucket. Creation is one conditional put (`If-None-Match: *`), which the server decides."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import s3fs
+from botocore.exceptions import BotoCoreError, ClientError
+
+from areal_tasks.store.backend import Exists, Missing, StoreError
+from schemas.errors import UserError
+
+_CONNECT_SECONDS: Final = 3  # three attempts: an endpoint that does not answer is reported in less than 15 s
+_READ_SECONDS: Final = 60
+_ATTEMPTS: Final = 3
+_CONFLICT_ATTEMPTS: Final = 5
+_PARTS_AT_ONCE: Final = 8
+
+_KEYS_REMEDY: Final = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN"
+_REMEDIES: Final = {
+    "NoSuchBucket": "create the bucket, or correct the store's URL",
+    "InvalidAccessKeyId": f"the server does not know this access key: {_KEYS_REMEDY}",
+    "SignatureDoesNotMatch": f"the secret key is wrong: {_KEYS_REMEDY}",
+    "InvalidToken": f"the session token is wrong: {_KEYS_REMEDY}",
+    "ExpiredToken": f"the session token has expired: {_KEYS_REMEDY}",
+    "AccessDenied": f"these credentials may not do that: let them read and write the bucket, or {_KEYS_REMEDY}",
+    "403": f"these credentials may not do that: let them read and write the bucket, or {_KEYS_REMEDY}",
+    "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
+    "NotImplemented": "this server lacks conditional puts, which commits need: use one that has them (AWS, SeaweedFS)",
+    "QuotaExceeded": "the bucket's quota is used up: free some space, then run again",
+}
+_OTHER_REMEDY: Final = "check that the server is healthy and has free space, then run again"
+_UNREACHABLE: Final = "check AWS_ENDPOINT_URL, the network and that the server is up, then run again"
+
+
+class S3Backend:
+    """Objects below `prefix` of `bucket`. Endpoint, region and credentials come from the environment only.
+
+    Raises:
+        UserError: credentials are not set.
+    """
+
+    def __init__(self, bucket: str, prefix: str) -> None:
+        self.root = f"{bucket}/{prefix}".rstrip("/")
+        self.endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        self.fs = s3fs.S3FileSystem(**_options(self.endpoint))
+        self.fs.retries = 1  # botocore retries already
+
+    def read(self, path: str) -> bytes:
+        with self._errors(path):
+            data: bytes = self.fs.cat_file(self._at(path))
+            return data
+
+    def create(self, path: str, data: bytes) -> None:
+        for attempt in range(_CONFLICT_ATTEMPTS):
+            try:
+                return self._put(path, data, mode="create")
+            except _Conflict:  # another put of the same name was under way: ask again who won
+                time.sleep(0.05 * 2**attempt)
+        raise StoreError(f"The store's object {self.uri(path)} stays contended: {_OTHER_REMEDY}.")
+
+    def put(self, path: str, data: bytes) -> None:
+        self._put(path, data, mode="overwrite")
+
+    def put_file(self, path: str, source: Path) -> None:
+        with self._errors(path):
+            self.fs.put_file(str(source), self._at(path), max_concurrency=_PARTS_AT_ONCE)
+
+    def fetch_file(self, path: str, target: Path) -> None:
+        with self._errors(path):
+            self.fs.get_file(self._at(path), str(target))
+
+    def exists(self, path: str) -> bool:
+        try:
+            self.size(path)
+        except Missing:
+            return False
+        return True
+
+    def size(self, path: str) -> int:
+        bucket, key, _ = self.fs.split_path(self._at(path))
+        with self._errors(path):
+            return int(self.fs.call_s3("head_object", Bucket=bucket, Key=key)["ContentLength"])
+
+    def children(self, prefix: str) -> list[str]:
+        try:
+            with self._errors(prefix):
+                found = self.fs.ls(self._at(prefix), detail=False)
+        except Missing:
+            return []
+        return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
+
+    def local(self, path: str) -> Path | None:
+        return None
+
+    def uri(self, path: str) -> str:
+        return f"s3://{self._at(path)}"
+
+    def _at(self, path: str) -> str:
+        return f"{self.root}/{path}" if path else self.root
+
+    def _put(self, path: str, data: bytes, mode: str) -> None:
+        with self._errors(path):
+            self.fs.pipe_file(self._at(path), data, mode=mode)
+
+    @contextmanager
+    def _errors(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, BotoCoreError, ClientError) as error:
+            raise self._translate(path, error) from error
+
+    def _translate(self, path: str, error: Exception) -> Exception:
+        code = _error_code(error)
+        if code in ("PreconditionFailed", "412"):
+            return Exists(path)
+        if code in ("ConditionalRequestConflict", "409"):
+            return _Conflict(path)
+        if code in ("NoSuchKey", "404") or (not code and isinstance(error, FileNotFoundError)):
+            return Missing(self.uri(path))
+        where = self.endpoint or "AWS"
+        if not code:
+            return StoreError(
+                f"The store {self.uri('')} at {where} cannot be reached ({_short(error)}): {_UNREACHABLE}."
+            )
+        remedy = _REMEDIES.get(code, _OTHER_REMEDY)
+        return StoreError(f"The store at {where} refused {self.uri(path)} ({code}): {remedy}.")
+
+    def list(self, prefix: str) -> list[str]:
+        with self._errors(prefix):
+            found = self.fs.find(self._at(prefix))
+        return sorted(str(path).removeprefix(f"{self.root}/") for path in found)
+
+
+class _Conflict(Exception):
+    """S3 answered 409: two conditional puts met."""
+
+
+def _options(endpoint: str | None) -> dict[str, Any]:
+    return {
+        "key": _credential("AWS_ACCESS_KEY_ID"),
+        "secret": _credential("AWS_SECRET_ACCESS_KEY"),
+        "token": os.environ.get("AWS_SESSION_TOKEN"),
+        "endpoint_url": endpoint,
+        "client_kwargs": {
+            "region_name": os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+        },
+        "config_kwargs": {
+            "connect_timeout": _CONNECT_SECONDS,
+            "read_timeout": _READ_SECONDS,
+            "max_pool_connections": 64,
+            "retries": {"mode": "standard", "total_max_attempts": _ATTEMPTS},
+        },
+        "use_listings_cache": False,
+        "max_concurrency": 1,  # more would ask for an object's size before each read
+    }
+
+
+def _credential(name: str) -> str:
+    value = os.environ.get(name)
+    if not value:
+        raise UserError(f"An s3:// store needs credentials, and {name} is not set: export it, or use a file:// store.")
+    return value
+
+
+def _error_code(error: BaseException) -> str:
+    """S3's error code, which s3fs keeps as the cause of its own exception; empty when no answer came."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, ClientError):
+            return str(seen.response["Error"].get("Code", ""))
+        seen = seen.__cause__
+    return ""
+
+
+def _short(error: Exception) -> str:
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

@@ -1,0 +1,135 @@
+"""Tables as immutable Parquet shards: written below an attempt, verified when read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from areal_tasks.store.backend import Store
+from areal_tasks.store.commit import verified
+from areal_tasks.store.digest import content_digest
+from areal_tasks.store.parallel import parallel
+from schemas.manifest import ShardRef, TableRef
+from schemas.tables import FLOATS, TABLES, TEXTS
+
+__all__ = ["content_digest", "read_table", "write_table"]
+
+MAX_ROWS: Final = 8192
+_SHARD_BYTES: Final = 256 << 20  # a shard of long samples holds fewer rows
+_GROUP_ROWS: Final = 1024
+
+
+def write_table(store: Store, prefix: str, name: str, table: pa.Table, *, max_rows: int = MAX_ROWS) -> TableRef:
+    """Write `table` as shards below `prefix` (an attempt's folder) and return the reference to commit.
+
+    Raises:
+        ValueError: it is not what `schemas.tables.TABLES[name]` says: other columns or types, nulls, lists that do
+            not speak of the row's `num_tokens` tokens.
+    """
+    _check(name, table)
+    step = _rows_per_shard(table, max_rows)
+    starts = range(0, max(table.num_rows, 1), step)
+    parts = [(f"{prefix}/{_file(name, i)}", table.slice(start, step)) for i, start in enumerate(starts)]
+    shards = parallel(lambda part: _write_shard(store, *part), parts)
+    return TableRef(name=name, digest=content_digest(table), shards=tuple(shards))
+
+
+def read_table(store: Store, ref: TableRef, columns: Sequence[str] | None = None) -> pa.Table:
+    """The rows of `ref`, only `columns` if given, once the SHA-256 of every shard has been verified.
+
+    Raises:
+        UserError: a shard is missing or damaged; the message names the file.
+    """
+    schema = TABLES[ref.name]
+    names = list(columns) if columns is not None else schema.names
+    tables = parallel(lambda shard: _read_shard(store, shard, names), ref.shards)
+    wanted = pa.schema([schema.field(name) for name in names])
+    return pa.concat_tables([table.cast(wanted) for table in tables])
+
+
+def _file(name: str, index: int) -> str:
+    return f"{name}-{index:05d}.parquet"
+
+
+def _rows_per_shard(table: pa.Table, max_rows: int) -> int:
+    row_bytes = table.nbytes // max(table.num_rows, 1) + 1
+    return max(1, min(max_rows, _SHARD_BYTES // int(row_bytes)))
+
+
+def _write_shard(store: Store, path: str, table: pa.Table) -> ShardRef:
+    data = encode(table)
+    store.put(path, data)
+    digest = hashlib.sha256(data).hexdigest()
+    return ShardRef(path=path, sha256=digest, bytes=len(data), rows=table.num_rows, tokens=_tokens(table))
+
+
+def encode(table: pa.Table) -> bytes:
+    """The table as the bytes of a Parquet file."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, **_options(table.schema))
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def _options(schema: pa.Schema) -> dict[str, Any]:
+    """How a table is laid out. No dictionaries: zstd finds by itself what a group's samples share."""
+    return {
+        "row_group_size": _GROUP_ROWS,
+        "compression": "zstd",
+        "compression_level": 1,
+        "use_dictionary": False,
+        "use_byte_stream_split": [f"{f.name}.list.element" for f in schema if f.type == FLOATS] or False,
+        "write_statistics": [f.name for f in schema if not pa.types.is_list(f.type) and f.name not in TEXTS],
+    }
+
+
+def _tokens(table: pa.Table) -> int:
+    """Tokens the rows speak of: their `num_tokens`, else the elements of their first list."""
+    if "num_tokens" in table.column_names:
+        return int(pc.sum(table.column("num_tokens")).as_py() or 0)
+    lists = [f.name for f in table.schema if pa.types.is_list(f.type)]
+    return sum(len(chunk.flatten()) for chunk in table.column(lists[0]).chunks) if lists else 0
+
+
+def _check(name: str, table: pa.Table) -> None:
+    wanted = TABLES[name]
+    if not table.schema.equals(wanted):
+        raise ValueError(f"table {name!r} violates its schema: {_difference(wanted, table.schema)}")
+    for column in table.column_names:
+        _check_column(name, table, column)
+
+
+def _check_column(name: str, table: pa.Table, column: str) -> None:
+    values = table.column(column)
+    if values.null_count:
+        raise ValueError(f"table {name!r}, column {column!r}: {values.null_count} nulls where none are allowed")
+    if not pa.types.is_list(values.type):
+        return
+    if any(chunk.flatten().null_count for chunk in values.chunks):
+        raise ValueError(f"table {name!r}, column {column!r}: a list holds nulls")
+    if "num_tokens" in table.column_names and not pc.list_value_length(values).equals(table.column("num_tokens")):
+        raise ValueError(f"table {name!r}, column {column!r}: its lists are not num_tokens long")
+
+
+def _difference(wanted: pa.Schema, given: pa.Schema) -> str:
+    missing = [f"{f.name} ({f.type})" for f in wanted if f.name not in given.names]
+    surplus = [name for name in given.names if name not in wanted.names]
+    other = [
+        f"{f.name} is {given.field(f.name)}, not {f}"
+        for f in wanted
+        if f.name in given.names and not given.field(f.name).equals(f)
+    ]
+    parts = (
+        [f"missing {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(surplus)}"] * bool(surplus) + other
+    )
+    return "; ".join(parts) or f"columns are in another order: {given.names}"
+
+
+def _read_shard(store: Store, shard: ShardRef, columns: Sequence[str]) -> pa.Table:
+    data = verified(store, shard.path, shard.sha256)
+    return pq.ParquetFile(pa.BufferReader(data)).read(columns=list(columns), use_threads=False)
