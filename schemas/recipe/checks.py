@@ -336,17 +336,9 @@ GRPO_CHECKS: Final[tuple[Callable[[RlhfRecipe], Message], ...]] = (
     held_out,
 )
 
-#: Sampling parameters of other systems, and why a recipe has no such field.
-TRUNCATED_SAMPLING: Final = (
-    "rollouts are sampled from the whole vocabulary, because a trainer cannot reproduce the probabilities of truncated "
-    "sampling; leave it out and lower rollout.temperature instead"
-)
-
-
-def refuse_truncated_sampling(values: Any) -> Any:
-    """A pydantic before-validator of `Rollout`: `top_p`, `top_k` and `min_p` are refused with the reason."""
-    found = [name for name in ("top_p", "top_k", "min_p") if isinstance(values, dict) and name in values]
-    if found:
-        problems = [f"rollout.{name}: {TRUNCATED_SAMPLING}" for name in found]
-        raise PydanticCustomError(PROBLEMS, "{text}", {"text": "\n".join(problems), "problems": problems})
-    return values
+#: Keys that other systems have and a recipe refuses, with the reason.
+REFUSED_KEYS: Final = {
+    f"rollout.{name}": "rollouts are sampled from the whole vocabulary, because a trainer cannot reproduce the "
+    "probabilities of truncated sampling; leave it out, and lower rollout.temperature if need be"
+    for name in ("top_p", "top_k", "min_p")
+}

@@ -12,7 +12,7 @@ from typing import Any, Final
 from pydantic import BaseModel, ValidationError
 
 from schemas.errors import UserError
-from schemas.recipe.checks import PROBLEMS
+from schemas.recipe.checks import PROBLEMS, REFUSED_KEYS
 from schemas.recipe.fields import nested_section
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 from schemas.recipe.yaml_text import parse_yaml
@@ -101,6 +101,8 @@ def _set(values: dict[str, Any], keys: Sequence[str], value: Any, override: str)
 
 def _line(loc: Sequence[str | int], kind: str, message: str, value: Any, model: type[BaseModel]) -> str:
     dotted = ".".join(map(str, loc)) or "recipe"
+    if dotted in REFUSED_KEYS:
+        return f"{dotted}: {REFUSED_KEYS[dotted]}"
     if kind == "extra_forbidden":
         known = list(_section_at(model, loc[:-1]).model_fields)
         return f"{dotted}: unknown key{_suggest(str(loc[-1]), known)}; known here: {', '.join(known)}"

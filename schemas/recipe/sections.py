@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import model_validator
-
-from schemas.recipe.checks import refuse_truncated_sampling
 from schemas.recipe.fields import Section, operational, semantic
 
 
@@ -63,8 +60,6 @@ class Rollout(Section):
     max_new_tokens: int = semantic(256, ge=1, le=131072, description="Longest completion, in tokens.")
     temperature: float = semantic(1.0, gt=0, le=10, description="Softmax temperature; logprobs are taken at it too.")
     stop: list[str] = semantic([], description="Strings that end a completion (kept in it).")
-
-    _whole_vocabulary = model_validator(mode="before")(refuse_truncated_sampling)
 
 
 class Workflow(Section):
