@@ -151,7 +151,9 @@ SCALARS: Final = pa.schema(
 )
 
 TABLES: Final[dict[str, pa.Schema]] = {
+    "initial_weights": PUBLISH,
     "prompts": PROMPTS,
+    "eval_prompts": PROMPTS,
     "rollout": ROLLOUT,
     "verify": VERIFY,
     "reference": REFERENCE,

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
-from pydantic import BaseModel
 
+from areal_tasks.engines.trainer.commands import (
+    Health,
+    Load,
+    Loaded,
+    Logprobs,
+    Message,
+    Tables,
+    Train,
+    Trained,
+    Write,
+    Written,
+)
 from schemas.errors import UserError
 
-Reply = TypeVar("Reply", bound=BaseModel)
+Reply = TypeVar("Reply", bound=Message)
 
 
 class TrainerDown(Exception):
@@ -17,29 +28,38 @@ class TrainerDown(Exception):
 
 
 class TrainerClient:
-    """A connection to one trainer group's rank 0."""
+    """A connection to one trainer group's rank 0. Every method raises TrainerDown or, with the trainer's reason, UserError."""
 
     def __init__(self, url: str, token: str, timeout_seconds: float = 3600.0) -> None:
         headers = {"Authorization": f"Bearer {token}"}
         self.http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(timeout_seconds, connect=10.0))
 
-    def command(self, name: str, body: BaseModel, reply: type[Reply]) -> Reply:
-        """POST `body` to `/name`. Raises TrainerDown when nobody answers, UserError with the trainer's reason on refusal."""
-        return reply.model_validate(self._checked("POST", f"/{name}", content=body.model_dump_json()))
+    def load(self, command: Load) -> Loaded:
+        return self._ask("POST", "/load", Loaded, command)
 
-    def health(self) -> dict[str, Any]:
-        """`{version, step, owner, busy}`."""
-        return self._checked("GET", "/health")
+    def train(self, command: Train) -> Trained:
+        return self._ask("POST", "/train", Trained, command)
+
+    def logprobs(self, command: Logprobs) -> Tables:
+        return self._ask("POST", "/logprobs", Tables, command)
+
+    def publish(self, command: Write) -> Written:
+        return self._ask("POST", "/publish", Written, command)
+
+    def checkpoint(self, command: Write) -> Written:
+        return self._ask("POST", "/checkpoint", Written, command)
+
+    def health(self) -> Health:
+        return self._ask("GET", "/health", Health)
 
     def close(self) -> None:
         self.http.close()
 
-    def _checked(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+    def _ask(self, method: str, path: str, reply: type[Reply], command: Message | None = None) -> Reply:
         try:
-            answer = self.http.request(method, path, **options)
+            answer = self.http.request(method, path, content=command.model_dump_json() if command else None)
         except httpx.TransportError as error:
-            raise TrainerDown(f"trainer: {path}: {type(error).__name__}: {error}") from error
+            raise TrainerDown(f"the trainer did not answer {path}: {type(error).__name__}: {error}") from error
         if answer.is_error:
-            raise UserError(f"trainer refused {path}: {answer.json().get('error', answer.text)}")
-        result: dict[str, Any] = answer.json()
-        return result
+            raise UserError(f"the trainer refused {path}: {answer.json().get('error', answer.text)}")
+        return reply.model_validate_json(answer.content)

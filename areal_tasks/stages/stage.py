@@ -35,9 +35,13 @@ class Inputs:
 
     def ref(self, table: str) -> TableRef:
         """The table's reference, from whichever input stage wrote it. KeyError if it was not declared."""
-        if not any(column.split(".")[0] == table for column in self.reads):
+        if table not in tables_of(self.reads):
             raise KeyError(f"table {table!r} is not among the declared reads {sorted(self.reads)}")
         return next(m.tables[table] for m in self.manifests.values() if table in m.tables)
+
+    def refs(self) -> dict[str, TableRef]:
+        """Every declared table's reference, by name."""
+        return {table: self.ref(table) for table in tables_of(self.reads)}
 
     def read(self, context: Context, table: str) -> pa.Table:
         """The declared columns of `table`, checked against their digests."""
@@ -55,7 +59,12 @@ class Output:
 
 @dataclass(frozen=True)
 class Stage:
-    """One node of the graph. `reads` are `table.column`; `writes` are tables; `carries` is state of the last iteration."""
+    """One node of the graph. `reads` are `table.column`; `writes` are tables; `carries` is state of the last iteration.
+
+    `source` stages read no table that says which iteration it is, so the previous commit enters their key; `once`
+    stages are built once a run, and every later commit names the same manifest. `on_reuse` brings an engine to where
+    running the stage would have left it.
+    """
 
     name: str
     kind: Kind
@@ -67,12 +76,18 @@ class Stage:
     carries: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     source: bool = False
+    once: bool = False
     on_reuse: Callable[[Context, Inputs, StageManifest], None] | None = None
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The tables this stage reads, each once, in the order of `reads`."""
-        return tuple(dict.fromkeys(column.split(".")[0] for column in self.reads))
+        return tables_of(self.reads)
+
+
+def tables_of(reads: Sequence[str]) -> tuple[str, ...]:
+    """The tables of `table.column` names, each once, in order."""
+    return tuple(dict.fromkeys(column.split(".")[0] for column in reads))
 
 
 def columns(table: str, *names: str) -> tuple[str, ...]:

@@ -1,0 +1,174 @@
+"""The engines of one run: starts the services, keeps the trainer at the version that is asked for, and the servers fed.
+
+Engines hold state that only the store can vouch for. So nothing here trusts an engine's memory: each use names the
+version it expects, and an engine that is new, or that has lost it, is brought there from the last checkpoint by
+re-training the committed iterations after it from their tables (DESIGN §8).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.recovery import restore
+from areal_tasks.engines.service import ServiceSpec
+from areal_tasks.engines.trainer.commands import Train
+from areal_tasks.engines.trainer_client import TrainerClient
+from areal_tasks.launchers.supervisor import Supervisor
+from areal_tasks.rewards.pool import VerifierPool
+from areal_tasks.store.files import materialise, read_weights
+from areal_tasks.store.runs import Run
+from schemas.manifest import WeightsRef
+from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+TRAINER = "trainer"
+MODULES = {"embedded": "areal_tasks.engines.embedded", TRAINER: "areal_tasks.engines.trainer"}
+
+
+class Engines:
+    """Everything resident: trainer, inference servers, verifiers. Use as a context: leaving it stops all of them."""
+
+    def __init__(self, run: Run, recipe: Recipe, logs: Path) -> None:
+        self.run = run
+        self.recipe = recipe
+        self.supervisor = Supervisor(run.store, recipe.launcher, logs)
+        self.initial: WeightsRef | None = None
+        self.serving: WeightsRef | None = None
+        self._trainer: TrainerClient | None = None
+        self._inference: InferenceClient | None = None
+        self._verifiers: VerifierPool | None = None
+        self._loop = _LoopThread()
+        self._scratch = TemporaryDirectory(prefix="arealflow-flow-")
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._inference is not None:
+            self.call(self._inference.close())
+        if self._trainer is not None:
+            self._trainer.close()
+        if self._verifiers is not None:
+            self._verifiers.close()
+        self.supervisor.__exit__(*error)
+        self._loop.stop()
+        self._scratch.cleanup()
+
+    def start(self, initial: WeightsRef, current: WeightsRef) -> None:
+        """Start the services the recipe needs, without waiting for them: servers on `current`, the trainer on nothing yet."""
+        self.initial, self.serving = initial, current
+        if not isinstance(self.recipe, EvaluateRecipe):
+            self.supervisor.start(MODULES[TRAINER], self._spec(TRAINER, initial), self.recipe.trainer.threads)
+        for name in self.server_names:
+            inference = self.recipe.inference  # type: ignore[union-attr]
+            self.supervisor.start(MODULES[inference.engine], self._spec(name, current), inference.threads)
+
+    @property
+    def server_names(self) -> list[str]:
+        if isinstance(self.recipe, SftRecipe):
+            return []
+        return [f"inference-{i}" for i in range(self.recipe.inference.servers)]
+
+    @property
+    def verifiers(self) -> VerifierPool:
+        """The verifier processes, started at their first use."""
+        if self._verifiers is None:
+            assert not isinstance(self.recipe, SftRecipe)
+            self._verifiers = VerifierPool(self.recipe.reward)
+        return self._verifiers
+
+    def inference(self) -> InferenceClient:
+        """The servers, all of them running; those that had ended are started again on the weights in force."""
+        if self._inference is None or set(self.supervisor.heal(self.serving)) & set(self.server_names):
+            if self._inference is not None:
+                self.call(self._inference.close())
+            urls = self.supervisor.wait(self.server_names)
+            self._inference = InferenceClient(urls, self.supervisor.token, self.recipe.inference)  # type: ignore[union-attr]
+        return self._inference
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine of the inference client in the one loop it belongs to."""
+        return self._loop.run(work)
+
+    def serve_weights(self, ref: WeightsRef) -> list[float]:
+        """Make every server generate with `ref`; seconds for each. Nothing to do without servers."""
+        self.serving = ref
+        if not self.server_names:
+            return []
+        return self.call(self.inference().update_weights(self.run.store.uri(ref.path), ref.version))
+
+    def trainer_at(self, version: int) -> TrainerClient:
+        """The trainer, holding the policy of `version`: as it stands, or restored if it does not."""
+        trainer = self._connected()
+        held = trainer.health().version
+        if held != version:
+            log.info("the trainer holds version %s; restoring version %d", held, version)
+            restore(self.run, trainer, self._initial(), version)
+        return trainer
+
+    def trainer_replayed(self, command: Train) -> None:
+        """Bring the policy to the version that `command`, whose train stage is committed already, makes."""
+        if self._connected().health().version != command.version + 1:
+            self.trainer_at(command.version).train(command)
+
+    def drop_policy(self) -> None:
+        """Forget the policy in memory: another writer's train stage was committed instead of ours."""
+        restore(self.run, self._connected(), self._initial(), 0)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the initial weights."""
+        manifest = read_weights(self.run.store, self._initial())
+        small = [f for f in manifest.files if not f.path.endswith(".safetensors")]
+        folder = materialise(self.run.store, small, Path(self._scratch.name) / "tokenizer")
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+        return tokenizer
+
+    def _connected(self) -> TrainerClient:
+        restarted = self.supervisor.heal(self.serving)
+        if self._trainer is None or TRAINER in restarted:
+            [url] = self.supervisor.wait([TRAINER])
+            self._trainer = TrainerClient(url, self.supervisor.token)
+        return self._trainer
+
+    def _initial(self) -> WeightsRef:
+        assert self.initial is not None, "start() comes first"
+        return self.initial
+
+    def _spec(self, name: str, weights: WeightsRef) -> ServiceSpec:
+        return ServiceSpec(
+            name=name,
+            restart=0,
+            store_url=self.run.store.url,
+            run=self.run.name,
+            owner=self.run.owner,
+            recipe=self.recipe.model_dump(mode="json"),
+            weights=weights,
+        )
+
+
+class _LoopThread:
+    """An event loop in a thread of its own, for connections that outlast one call."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="inference-client", daemon=True)
+        self.thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(5)
+        self.loop.close()

@@ -1,0 +1,117 @@
+"""Builds one stage of one iteration: reuses what is committed under its key, else runs the stage and commits.
+
+This is the whole of resume, and of replay later: what has been built is found by its key, and nothing else is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from areal_tasks.stages.context import Context
+from areal_tasks.stages.stage import Inputs, Output, Stage
+from areal_tasks.store import paths
+from areal_tasks.store.commit import commit_once, new_attempt
+from areal_tasks.store.keys import combine_digests, recipe_values, stage_key
+from areal_tasks.store.provenance import make_provenance, now
+from areal_tasks.store.runs import stage_ref
+from areal_tasks.store.shards import write_table
+from schemas.manifest import InputRef, StageManifest, StageRef, TableRef
+
+
+@dataclass(frozen=True)
+class PrefectIds:
+    """Which flow run and task run is at work; empty without Prefect."""
+
+    flow_run: str = ""
+    task_run: str = ""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A committed stage, how it came to be here, and the reference by which a commit names it."""
+
+    manifest: StageManifest
+    ref: StageRef
+    reused: bool
+
+
+def build(stage: Stage, context: Context, inputs: Mapping[str, Built], ids: PrefectIds) -> Built:
+    """The committed result of `stage` for this iteration's inputs, reused if its key is known, else made now."""
+    given = Inputs({name: built.manifest for name, built in inputs.items()}, stage.reads)
+    key = key_of(stage, context, given)
+    found = context.run.find_stage(context.iteration, stage.name, key)
+    if found is None:
+        return _make(stage, context, given, key, ids)
+    if stage.on_reuse is not None:
+        stage.on_reuse(context, given, found.manifest)
+    return Built(found.manifest, found.ref, reused=True)
+
+
+def carried(stage: Stage, context: Context, inputs: Mapping[str, Built]) -> Built | None:
+    """The result of a `once` stage that the previous commit already names under the same key."""
+    if not stage.once or context.previous is None:
+        return None
+    key = key_of(stage, context, Inputs({name: built.manifest for name, built in inputs.items()}, stage.reads))
+    ref = next((r for r in context.previous.stages if (r.stage, r.key) == (stage.name, key)), None)
+    return None if ref is None else Built(context.run.read_stage(ref), ref, reused=True)
+
+
+def key_of(stage: Stage, context: Context, inputs: Inputs) -> str:
+    """What is asked for: the stage, the recipe fields it reads, its inputs' content and the state it carries."""
+    digests = [inputs.ref(table).digest for table in stage.inputs]
+    return stage_key(
+        stage.name,
+        stage.version,
+        recipe_values(context.recipe, stage.fields),
+        digests + _carried_digests(stage, context),
+        context.recipe.seed,
+        context.previous_digest if stage.source else None,
+    )
+
+
+def _carried_digests(stage: Stage, context: Context) -> list[str]:
+    weights = [context.weights.digest] if {"weights", "policy"} & set(stage.carries) else []
+    steps = [r.key for r in context.previous.stages if r.stage == "train"] if context.previous else []
+    return weights + (steps if "policy" in stage.carries else [])
+
+
+def _make(stage: Stage, context: Context, inputs: Inputs, key: str, ids: PrefectIds) -> Built:
+    run, attempt, started = context.run, new_attempt(), now()
+    prefix = paths.stage_attempt(run.name, context.iteration, stage.name, attempt)
+    output = stage.run(context, inputs, prefix)
+    tables = _written(stage, context, output, prefix)
+    manifest = StageManifest(
+        run=run.name,
+        iteration=context.iteration,
+        stage=stage.name,
+        attempt=attempt,
+        key=key,
+        digest=combine_digests({name: ref.digest for name, ref in tables.items()}),
+        inputs=tuple(_input_ref(run.name, m) for m in inputs.manifests.values()),
+        tables=tables,
+        metrics=dict(output.metrics),
+        provenance=make_provenance(
+            run.owner, started, prefect_flow_run_id=ids.flow_run, prefect_task_run_id=ids.task_run
+        ),
+    )
+    path = paths.stage_manifest(run.name, context.iteration, stage.name, key)
+    winner, _ = commit_once(context.store, path, manifest)
+    return Built(winner, stage_ref(path, winner), reused=winner.attempt != attempt)
+
+
+def _written(stage: Stage, context: Context, output: Output, prefix: str) -> dict[str, TableRef]:
+    if set(output.tables) != set(stage.writes):
+        raise ValueError(f"stage {stage.name!r} declared {stage.writes} and wrote {tuple(output.tables)}")
+    return {name: _write(context, prefix, name, table) for name, table in output.tables.items()}
+
+
+def _write(context: Context, prefix: str, name: str, table: pa.Table | TableRef) -> TableRef:
+    return table if isinstance(table, TableRef) else write_table(context.store, prefix, name, table)
+
+
+def _input_ref(run: str, manifest: StageManifest) -> InputRef:
+    path = paths.stage_manifest(manifest.run, manifest.iteration, manifest.stage, manifest.key)
+    return InputRef(path=path, digest=manifest.digest)

@@ -1,0 +1,42 @@
+"""Checkpoints: written so rarely that re-training what follows one takes no longer than the recipe allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from areal_tasks.engines.trainer.commands import Write
+from areal_tasks.stages.build import Built
+from areal_tasks.stages.context import Context
+from areal_tasks.store import paths
+from areal_tasks.store.commit import new_attempt
+from areal_tasks.store.files import commit_weights
+from areal_tasks.store.provenance import make_provenance, now
+from schemas.manifest import IterationCommit, WeightsRef
+from schemas.recipe.recipe import EvaluateRecipe
+
+
+def next_checkpoint(context: Context, built: Mapping[str, Built]) -> tuple[WeightsRef | None, float]:
+    """The newest checkpoint once this iteration is committed, written now if it is due; and the training since, in seconds."""
+    held, since = (context.previous.checkpoint, since_checkpoint(context.previous)) if context.previous else (None, 0.0)
+    recipe = context.recipe
+    if isinstance(recipe, EvaluateRecipe):
+        return held, since
+    since += built["train"].manifest.metrics["seconds"]
+    if since < recipe.trainer.recover_within_seconds:
+        return held, since
+    return write_checkpoint(context, context.iteration + 1), 0.0
+
+
+def since_checkpoint(commit: IterationCommit) -> float:
+    """Seconds of training that a restart after `commit` would repeat."""
+    return float(commit.state["train_seconds_since_checkpoint"])
+
+
+def write_checkpoint(context: Context, version: int) -> WeightsRef:
+    """Have the trainer write everything it needs to go on from `version`, and commit it."""
+    run, attempt, started = context.run, new_attempt(), now()
+    prefix = paths.checkpoint_attempt(run.name, version, attempt)
+    command = Write(owner=run.owner, version=version, prefix=prefix)
+    files = context.engines.trainer_at(version).checkpoint(command).files
+    provenance = make_provenance(run.owner, started)
+    return commit_weights(context.store, run.name, version, attempt, "checkpoint", files, provenance)

@@ -1,0 +1,59 @@
+"""The stages of each flow, and which of them an iteration asks for."""
+
+from __future__ import annotations
+
+from areal_tasks.stages.advantage import advantage
+from areal_tasks.stages.batch import batch
+from areal_tasks.stages.evaluate import evaluate
+from areal_tasks.stages.initialise import initialise
+from areal_tasks.stages.planner import Plan, plan
+from areal_tasks.stages.prompts import prompts
+from areal_tasks.stages.publish import publish
+from areal_tasks.stages.reference import reference
+from areal_tasks.stages.rollout import rollout
+from areal_tasks.stages.scalars import scalars
+from areal_tasks.stages.stage import Stage
+from areal_tasks.stages.train import train
+from areal_tasks.stages.verify import verify
+from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe
+
+
+def stages(recipe: Recipe) -> list[Stage]:
+    """Every stage the flow of this recipe knows; the planner picks those that are needed."""
+    common = [initialise(recipe), prompts(recipe)]
+    if isinstance(recipe, EvaluateRecipe):
+        return [*common, evaluate(recipe)]
+    ends = [train(recipe), publish(recipe)]
+    if isinstance(recipe, RlhfRecipe):
+        makers = (rollout, verify, reference, advantage, evaluate, scalars)
+        return [*common, *(make(recipe) for make in makers), *ends]
+    return [*common, batch(recipe), *ends]
+
+
+def iteration_plan(recipe: Recipe, iteration: int) -> Plan:
+    """The graph of one iteration. Raises PlanError if the stages' declarations do not make one."""
+    return plan(stages(recipe), targets(recipe, iteration))
+
+
+def targets(recipe: Recipe, iteration: int) -> list[str]:
+    """What an iteration is for; everything else is pulled in by what these read."""
+    if isinstance(recipe, EvaluateRecipe):
+        return ["evaluate"]
+    if isinstance(recipe, RlhfRecipe):
+        return ["publish", "scalars", *(["evaluate"] if evaluates(recipe, iteration) else [])]
+    return ["publish"]
+
+
+def evaluates(recipe: RlhfRecipe, iteration: int) -> bool:
+    """Whether version `iteration` is evaluated beside the training of this iteration."""
+    return recipe.evaluation.every > 0 and iteration % recipe.evaluation.every == 0
+
+
+def evaluates_at_end(recipe: Recipe, iteration: int) -> bool:
+    """Whether what this iteration publishes is evaluated before it is committed: the run ends here."""
+    return isinstance(recipe, RlhfRecipe) and recipe.evaluation.every > 0 and iteration == recipe.schedule.iterations - 1
+
+
+def iterations(recipe: Recipe) -> int:
+    """How many iterations the run has in all."""
+    return 1 if isinstance(recipe, EvaluateRecipe) else recipe.schedule.iterations

@@ -1,0 +1,43 @@
+"""initialise: puts the initial weights (version 0) and the tokenizer into the store, once a run."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pyarrow as pa
+
+from areal_tasks.engines.models import initial_weights
+from areal_tasks.stages.context import Context
+from areal_tasks.stages.publish import publish_row
+from areal_tasks.stages.stage import Inputs, Kind, Output, Stage
+from areal_tasks.store.commit import new_attempt
+from areal_tasks.store.files import commit_weights
+from areal_tasks.store.paths import weights_attempt
+from areal_tasks.store.provenance import make_provenance, now
+from schemas.recipe.recipe import Recipe
+from schemas.tables import PUBLISH
+
+
+def initialise(recipe: Recipe) -> Stage:
+    """One row: the weights every engine starts from. The weights of another run are named, not copied."""
+    return Stage(
+        name="initialise",
+        kind=Kind.WEIGHTS,
+        version=1,
+        run=run,
+        writes=("initial_weights",),
+        fields=("model.path", "model.scratch", "model.max_length"),
+        once=True,
+    )
+
+
+def run(context: Context, inputs: Inputs, prefix: str) -> Output:
+    name, attempt, started = context.run.name, new_attempt(), now()
+    into = weights_attempt(name, 0, attempt)
+    with tempfile.TemporaryDirectory() as scratch:
+        files = initial_weights(context.store, context.recipe.model, context.recipe.seed, into, Path(scratch))
+    provenance = make_provenance(context.run.owner, started)
+    ref = commit_weights(context.store, name, 0, attempt, "weights", files, provenance)
+    row = publish_row(context.store, ref, files)
+    return Output({"initial_weights": pa.Table.from_pylist([row], schema=PUBLISH)})

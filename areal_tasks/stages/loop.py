@@ -1,0 +1,176 @@
+"""The loop over iterations: which stages, in which order, and the commit that closes each.
+
+How a stage is run is the caller's: `execute` gets the stages that may run side by side and returns what they built.
+The flows run them as Prefect tasks; `run_directly` just calls them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from areal_tasks.engines.session import Engines
+from areal_tasks.stages.build import Built, PrefectIds, build, carried
+from areal_tasks.stages.checkpoint import next_checkpoint
+from areal_tasks.stages.context import Context
+from areal_tasks.stages.graphs import evaluates_at_end, iteration_plan, iterations
+from areal_tasks.stages.planner import Plan
+from areal_tasks.stages.publish import published_weights
+from areal_tasks.stages.stage import Stage
+from areal_tasks.store.commit import new_attempt
+from areal_tasks.store.provenance import make_provenance, now
+from areal_tasks.store.runs import Run
+from schemas.manifest import IterationCommit, WeightsRef
+from schemas.recipe.recipe import Recipe
+
+UNTRACKED = ("scalars",)  # part of the commit: a task run would cost more than the stage does
+
+
+@dataclass(frozen=True)
+class Job:
+    """A stage to be built: its label, the stage, and everything it needs."""
+
+    label: str
+    stage: Stage
+    context: Context
+    inputs: Mapping[str, Built]
+
+    def run(self, ids: PrefectIds) -> Built:
+        return build(self.stage, self.context, self.inputs, ids)
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A committed iteration and what it built, by stage (and by label for a second evaluation)."""
+
+    iteration: int
+    of: int
+    built: Mapping[str, Built]
+    seconds: float
+
+
+Execute = Callable[[Sequence[Job]], list[Built]]
+
+
+def run_directly(jobs: Sequence[Job]) -> list[Built]:
+    """The jobs one after the other, without Prefect."""
+    return [job.run(PrefectIds()) for job in jobs]
+
+
+@dataclass
+class Loop:
+    """A run's iterations from the first that is not committed to the last."""
+
+    run: Run
+    recipe: Recipe
+    engines: Engines
+    execute: Execute = run_directly
+    observe: Callable[[Closed], None] = field(default=lambda closed: None)
+    ids: PrefectIds = field(default_factory=PrefectIds)
+
+    def __post_init__(self) -> None:
+        self.head = self.run.head()
+
+    @property
+    def first(self) -> int:
+        """The first iteration that is not committed."""
+        return 0 if self.head is None else self.head.iteration + 1
+
+    def __call__(self) -> None:
+        """Build and commit every iteration that is missing. Starts the engines; whoever made them stops them."""
+        last = iterations(self.recipe)
+        if self.first >= last:
+            return
+        once = self._begin()
+        for k in range(self.first, last):
+            started = time.monotonic()
+            built = self._iteration(k, once)
+            self.observe(Closed(k, last, built, time.monotonic() - started))
+
+    def _begin(self) -> dict[str, Built]:
+        """Build what is built once a run; the services start beside it, as soon as there are weights."""
+        plan = iteration_plan(self.recipe, self.first)
+        once: dict[str, Built] = {}
+        for stage in (s for s in plan.stages if s.once):
+            once |= self._level([stage], plan, self._context(self.first), once)
+            if stage.name == "initialise":
+                table = once["initialise"].manifest.tables["initial_weights"]
+                initial = published_weights(self.run.store, self.run.name, table)
+                self.engines.start(initial, self.head.weights if self.head else initial)
+        return once
+
+    def _iteration(self, k: int, once: Mapping[str, Built]) -> dict[str, Built]:
+        started, built = now(), dict(once)
+        plan, context = iteration_plan(self.recipe, k), self._context(k)
+        for level in plan.levels():
+            built |= self._level([s for s in level if s.name not in built], plan, context, built)
+        if evaluates_at_end(self.recipe, k):
+            built |= self._last_evaluation(context, built)
+        self._commit(context, built, started)
+        return built
+
+    def _level(self, stages: Sequence[Stage], plan: Plan, context: Context, built: Mapping[str, Built]) -> dict[str, Built]:
+        """Build stages that do not wait for each other."""
+        found: dict[str, Built] = {}
+        jobs: list[Job] = []
+        for stage in stages:
+            job = Job(_label(stage, context), stage, context, {name: built[name] for name in plan.inputs(stage)})
+            if (known := carried(stage, context, job.inputs)) is not None:
+                found[stage.name] = known
+            elif stage.name in UNTRACKED:
+                found[stage.name] = job.run(self.ids)
+            else:
+                jobs.append(job)
+        done = self.execute(jobs) if jobs else []
+        return found | {job.stage.name: result for job, result in zip(jobs, done, strict=True)}
+
+    def _last_evaluation(self, context: Context, built: Mapping[str, Built]) -> dict[str, Built]:
+        """Evaluate what the last iteration published: no iteration follows that would."""
+        plan = iteration_plan(self.recipe, 0)  # every run with an evaluation has one in iteration 0
+        stage = next(s for s in plan.stages if s.name == "evaluate")
+        after = replace(context, weights_held=self._new_weights(built))
+        job = Job(_label(stage, after), stage, after, {name: built[name] for name in plan.inputs(stage)})
+        return {job.label: self.execute([job])[0]}
+
+    def _commit(self, context: Context, built: Mapping[str, Built], started: str) -> None:
+        """Close the iteration: from here on it is part of the run's history."""
+        weights = self._new_weights(built)
+        checkpoint, seconds = next_checkpoint(context, built)
+        segment = self.run.segment_at(context.iteration).n
+        commit = IterationCommit(
+            run=self.run.name,
+            iteration=context.iteration,
+            attempt=new_attempt(),
+            previous=context.previous_digest,
+            segment=segment,
+            stages=tuple(result.ref for result in built.values()),
+            weights=weights,
+            checkpoint=checkpoint,
+            state={"next_group": context.group_after, "train_seconds_since_checkpoint": seconds},
+            provenance=make_provenance(self.run.owner, started, prefect_flow_run_id=self.ids.flow_run),
+        )
+        self.head = self.run.commit_iteration(commit)
+
+    def _new_weights(self, built: Mapping[str, Built]) -> WeightsRef:
+        """The weights after an iteration: the published ones; the initial ones where nothing is trained."""
+        source, table = ("publish", "publish") if "publish" in built else ("initialise", "initial_weights")
+        return published_weights(self.run.store, self.run.name, built[source].manifest.tables[table])
+
+    def _context(self, k: int) -> Context:
+        return Context(
+            run=self.run,
+            recipe=self.recipe,
+            engines=self.engines,
+            iteration=k,
+            weights_held=self.head.weights if self.head else self.engines.initial,
+            previous=self.head,
+            previous_digest=self.run.digest_of(self.head),
+        )
+
+
+def _label(stage: Stage, context: Context) -> str:
+    """What a person reads in a list of task runs."""
+    if stage.once:
+        return stage.name
+    return f"{stage.name} version {context.weights.version}" if stage.name == "evaluate" else f"{stage.name} {context.iteration}"

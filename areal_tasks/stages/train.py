@@ -1,0 +1,58 @@
+"""train: the optimizer steps of one iteration, made by the trainer service from the committed tables."""
+
+from __future__ import annotations
+
+from areal_tasks.engines.recovery import replay_command
+from areal_tasks.engines.trainer.commands import Train
+from areal_tasks.stages.context import Context
+from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
+from schemas.manifest import StageManifest
+from schemas.recipe.recipe import RlhfRecipe, SftRecipe
+
+GRPO_READS = (
+    *columns("rollout", "sample_id", "group_id", "input_ids", "loss_mask", "logprobs", "num_tokens"),
+    *columns("advantage", "sample_id", "advantages", "kept"),
+)
+REFERENCE_READS = columns("reference", "sample_id", "ref_logprobs")
+SFT_READS = columns("batch", "sample_id", "input_ids", "loss_mask", "num_tokens", "minibatch")
+
+
+def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
+    """Per optimizer step `train_steps`, per sample `train_samples`. Carries weights and optimizer from version to version."""
+    grpo = isinstance(recipe, RlhfRecipe)
+    in_loss = isinstance(recipe, RlhfRecipe) and recipe.algorithm.kl == "loss"
+    return Stage(
+        name="train",
+        kind=Kind.TRAIN_STEP,
+        version=1,
+        run=run,
+        reads=(GRPO_READS if grpo else SFT_READS) + (REFERENCE_READS if in_loss else ()),
+        writes=("train_steps", "train_samples"),
+        fields=("trainer", "algorithm", "model", "schedule.iterations", *(("rollout.temperature",) if grpo else ())),
+        carries=("policy",),
+        on_reuse=replay,
+    )
+
+
+def run(context: Context, inputs: Inputs, prefix: str) -> Output:
+    """Steps the policy from version `iteration` to the next. A retry never steps twice: the trainer knows the digest."""
+    done = context.engines.trainer_at(context.iteration).train(_command(context, inputs, prefix))
+    return Output(done.tables, done.metrics)
+
+
+def replay(context: Context, inputs: Inputs, manifest: StageManifest) -> None:
+    """The steps are committed, but the engine that made them is gone: bring the policy to the version they made."""
+    context.engines.trainer_replayed(replay_command(context.run, manifest))
+
+
+def _command(context: Context, inputs: Inputs, prefix: str) -> Train:
+    return Train(
+        owner=context.run.owner,
+        version=context.iteration,
+        digest=prefix,
+        kind="grpo" if isinstance(context.recipe, RlhfRecipe) else "sft",
+        iteration=context.iteration,
+        tables=inputs.refs(),
+        prefix=prefix,
+    )
+

@@ -1,0 +1,80 @@
+"""Stages as Prefect tasks: one task run per stage and iteration, ending in the state `Committed` or `Reused`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from prefect import Task, task
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.futures import wait
+from prefect.runtime import flow_run, task_run
+from prefect.states import Completed
+
+from areal_tasks.stages.build import Built, PrefectIds
+from areal_tasks.stages.loop import Job
+from areal_tasks.stages.stage import Stage
+from schemas.errors import UserError
+
+RETRY_DELAYS = [1.0, 5.0, 20.0]
+
+
+class StageTasks:
+    """Runs jobs as tasks of their stages. Prefect sees labels and manifest paths, never data."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, Task[..., Any]] = {}
+        self._jobs: dict[str, Job] = {}
+        self._built: dict[str, Built] = {}
+
+    def __call__(self, jobs: Sequence[Job]) -> list[Built]:
+        """What the jobs built, run side by side if there are several. Raises what a job raised."""
+        self._jobs |= {job.label: job for job in jobs}
+        if len(jobs) == 1:
+            self._task(jobs[0].stage)(jobs[0].label, _paths(jobs[0]))
+        else:
+            futures = [self._task(job.stage).submit(job.label, _paths(job)) for job in jobs]
+            wait(futures)
+            for future in futures:
+                future.result()
+        return [self._built.pop(job.label) for job in jobs]
+
+    def _task(self, stage: Stage) -> Task[..., Any]:
+        if stage.name not in self._tasks:
+            self._tasks[stage.name] = self._make_task(stage)
+        return self._tasks[stage.name]
+
+    def _make_task(self, stage: Stage) -> Task[..., Any]:
+        def run_stage(label: str, inputs: dict[str, str]) -> State[Any]:
+            ids = PrefectIds(flow_run=flow_run.get_id() or "", task_run=task_run.get_id() or "")
+            self._built[label] = built = self._jobs[label].run(ids)
+            return final_state(built)
+
+        return task(
+            run_stage,
+            name=stage.name,
+            task_run_name="{label}",
+            tags=[str(stage.kind)],
+            retries=len(RETRY_DELAYS),
+            retry_delay_seconds=RETRY_DELAYS,
+            retry_condition_fn=worth_retrying,
+            persist_result=False,
+        )
+
+
+def _paths(job: Job) -> dict[str, str]:
+    return {name: built.ref.path for name, built in job.inputs.items()}
+
+
+def final_state(built: Built) -> State[Any]:
+    """`Reused` if the result was there already, else `Committed`; the message says what it holds and where it lies."""
+    tables = ", ".join(f"{name}: {ref.rows} rows" for name, ref in built.manifest.tables.items())
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in built.manifest.metrics.items())
+    message = " · ".join(part for part in (tables, metrics, built.ref.path) if part)
+    return Completed(name="Reused" if built.reused else "Committed", message=message, data=built.ref.path)
+
+
+def worth_retrying(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
+    """An engine or a store that failed may come back; a person's mistake or a programmer's does not mend itself."""
+    error = state.result(raise_on_failure=False)
+    return not isinstance(error, (UserError, AssertionError, TypeError, LookupError, ValueError))
