@@ -1,0 +1,177 @@
+"""How samples become optimizer steps and forward passes: minibatches, micro-batches and their layout in memory.
+
+All functions are pure. Samples are sequences of unequal length laid end to end (`Sequences`); a forward pass is a
+`Layout` that says where each token lies and which positions predict the tokens that count. Padding is known by
+position, never by token id: a pad id may equal the end-of-sequence id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+LayoutKind = Literal["packed", "padded"]
+
+#: The minibatch and micro-batch of a sample that is left out of training.
+LEFT_OUT: Final = -1
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Samples end to end: `offsets[b]` is where sample b starts in the flat columns. Build with `make_sequences`."""
+
+    input_ids: Int[Tensor, " N"]
+    counted: Bool[Tensor, " N"]
+    starts: Int[Tensor, " B"]
+    lengths: Int[Tensor, " B"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One forward pass over some samples; `T` is the number of tokens that count."""
+
+    input_ids: Int[Tensor, "R L"]
+    position_ids: Int[Tensor, "R L"] | None  # None: every row is one sample that starts at its left
+    predictors: Int[Tensor, " T"]  # cell (row · L + column) whose logits predict each counted token
+    targets: Int[Tensor, " T"]  # the counted tokens
+    where: Int[Tensor, " T"]  # their index in the flat columns
+    samples: Int[Tensor, " T"]  # the sample each belongs to
+    tokens: int  # tokens of all samples, padding left out
+
+
+def make_sequences(
+    input_ids: Int[Tensor, " N"], loss_mask: Bool[Tensor, " N"], lengths: Int[Tensor, " B"]
+) -> Sequences:
+    """Samples end to end. The first token of a sample never counts: nothing before it predicts it."""
+    starts = lengths.cumsum(0) - lengths
+    counted = loss_mask.clone()
+    counted[starts[lengths > 0]] = False
+    return Sequences(input_ids, counted, starts, lengths)
+
+
+def counted_tokens(sequences: Sequences) -> Int[Tensor, " B"]:
+    """How many tokens of each sample count."""
+    total = torch.cat([torch.zeros(1, dtype=torch.int64), sequences.counted.cumsum(0)])
+    return total[sequences.starts + sequences.lengths] - total[sequences.starts]
+
+
+def spans(starts: Int[Tensor, " B"], lengths: Int[Tensor, " B"]) -> Int[Tensor, " N"]:
+    """The numbers start … start + length - 1 of every span, one after the other."""
+    shift = starts - (lengths.cumsum(0) - lengths)
+    repeated = shift.repeat_interleave(lengths)
+    return repeated + torch.arange(repeated.numel())
+
+
+def positions(sequences: Sequences, rows: Int[Tensor, " n"]) -> Int[Tensor, " N2"]:
+    """Index in the flat columns of every token of the samples `rows`, sample by sample."""
+    return spans(sequences.starts[rows], sequences.lengths[rows])
+
+
+def make_layout(sequences: Sequences, rows: Int[Tensor, " n"], kind: LayoutKind) -> Layout:
+    """Lay the samples `rows` out for one forward pass: in one row end to end, or in a row each, padded on the right.
+
+    Padding on the right needs no mask: under causal attention no token sees what follows it. Packed samples are told
+    apart by their position ids, which start at 0 with each of them.
+    """
+    lengths = sequences.lengths[rows]
+    flat = positions(sequences, rows)
+    height, width = _shape(lengths, kind)
+    first = lengths.cumsum(0) - lengths if kind == "packed" else torch.arange(len(rows)) * width
+    cells = spans(first, lengths)
+    ids = torch.zeros(height * width, dtype=torch.int64)
+    ids[cells] = sequences.input_ids[flat].long()
+    counted = sequences.counted[flat]
+    where = flat[counted]
+    return Layout(
+        input_ids=ids.view(height, width),
+        position_ids=spans(torch.zeros_like(lengths), lengths).view(1, -1) if kind == "packed" else None,
+        predictors=cells[counted] - 1,
+        targets=sequences.input_ids[where].long(),
+        where=where,
+        samples=rows.repeat_interleave(lengths)[counted],
+        tokens=int(lengths.sum()),
+    )
+
+
+def _shape(lengths: Int[Tensor, " n"], kind: LayoutKind) -> tuple[int, int]:
+    return (1, int(lengths.sum())) if kind == "packed" else (len(lengths), int(lengths.max()))
+
+
+def minibatches(kept: Bool[Tensor, " B"], count: int, seed: int, iteration: int) -> Int[Tensor, " B"]:
+    """The minibatch of each sample: a shuffle of the kept ones by (seed, iteration), dealt out in equal numbers.
+
+    Sizes differ by at most one. A sample that is not kept gets `LEFT_OUT`. Groups are not kept together.
+    """
+    rows = torch.nonzero(kept)[:, 0]
+    order = rows[torch.argsort(_scramble(rows, seed, iteration), stable=True)]
+    found = torch.full((len(kept),), LEFT_OUT, dtype=torch.int64)
+    found[order] = torch.arange(len(rows)) * count // max(len(rows), 1)
+    return found
+
+
+def _scramble(rows: Int[Tensor, " n"], seed: int, iteration: int) -> Int[Tensor, " n"]:
+    """A pseudo-random number for each row: SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), in wrapping arithmetic."""
+    state = _mix(_mix(torch.tensor([seed])) ^ iteration)
+    return _mix(state + (rows + 1) * _signed(0x9E3779B97F4A7C15))
+
+
+def _mix(x: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Int[Tensor, " n"], bits: int) -> Int[Tensor, " n"]:
+    """Logical shift to the right; torch's own keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+def micro_batches(lengths: Int[Tensor, " n"], budget: int, kind: LayoutKind) -> Int[Tensor, " n"]:
+    """The micro-batch of each sample: as few as the token budget allows, then as equal as they can be.
+
+    A padded micro-batch costs its rows times its longest sample, so samples of like length go together. A sample that
+    alone exceeds the budget gets a micro-batch of its own.
+    """
+    ordered, order = lengths.sort(descending=True, stable=True)
+    cap = _smallest_cap(ordered, budget, kind)
+    found = torch.empty_like(order)
+    for number, (begin, end) in enumerate(_cut(ordered, cap, kind)):
+        found[order[begin:end]] = number
+    return found
+
+
+def _smallest_cap(ordered: Int[Tensor, " n"], budget: int, kind: LayoutKind) -> int:
+    """The smallest budget that needs no more micro-batches than `budget` does: it balances them."""
+    fewest = len(_cut(ordered, budget, kind))
+    low, high = 0, budget
+    while fewest > 1 and high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_cut(ordered, middle, kind)) <= fewest else (middle, high)
+    return high
+
+
+def _cut(ordered: Int[Tensor, " n"], cap: int, kind: LayoutKind) -> list[tuple[int, int]]:
+    """Cut samples in falling order of length into runs that cost at most `cap` each (or hold one sample)."""
+    ends = ordered.cumsum(0)
+    cuts: list[tuple[int, int]] = []
+    begin = 0
+    while begin < len(ordered):
+        end = max(_reach(ordered, ends, begin, cap, kind), begin + 1)
+        cuts.append((begin, min(end, len(ordered))))
+        begin = end
+    return cuts
+
+
+def _reach(ordered: Int[Tensor, " n"], ends: Int[Tensor, " n"], begin: int, cap: int, kind: LayoutKind) -> int:
+    width = int(ordered[begin])
+    if kind == "padded":
+        return begin + cap // max(width, 1)
+    return int(torch.searchsorted(ends, int(ends[begin]) - width + cap, right=True))

@@ -1,0 +1,91 @@
+"""The bodies of the trainer's HTTP commands and of its answers. They name tables and weights; they hold no tensors."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from schemas.manifest import FileRef, TableRef, WeightsRef
+
+
+class Message(BaseModel):
+    """A command or an answer. Unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Command(Message):
+    """What every command carries: the number of the flow start that sends it, and the policy version it expects."""
+
+    owner: int = Field(ge=0)
+    version: int = Field(ge=0)
+
+
+class Load(Command):
+    """Throw the policy away and load `weights`; with `checkpoint`, the optimizer and its progress as well."""
+
+    weights: WeightsRef
+    checkpoint: WeightsRef | None = None
+
+
+class Train(Command):
+    """Make version + 1 from the tables of one iteration."""
+
+    digest: str = Field(description="key of the input: a repeat with the same version and digest never steps twice")
+    kind: Literal["grpo", "sft"]
+    iteration: int = Field(ge=0)
+    tables: dict[str, TableRef] = Field(description="grpo: rollout, advantage and perhaps reference; sft: batch")
+    plan: TableRef | None = Field(None, description="train_samples of the committed iteration, to repeat its batches")
+    prefix: str | None = Field(None, description="where the tables go; none: a replay, nothing is written")
+
+
+class Logprobs(Command):
+    """Log-probabilities of a rollout's completions under the policy or the frozen version 0."""
+
+    which: Literal["policy", "reference"]
+    table: TableRef
+    prefix: str
+
+
+class Write(Command):
+    """Write the weights (/publish) or the whole training state (/checkpoint) below `prefix`."""
+
+    prefix: str
+
+
+class Loaded(Message):
+    """Answer to /load."""
+
+    version: int
+    step: int
+
+
+class Trained(Message):
+    """Answer to /train: the new version, the tables written and their summary."""
+
+    version: int
+    tables: dict[str, TableRef]
+    metrics: dict[str, float]
+
+
+class Tables(Message):
+    """Answer to /logprobs."""
+
+    tables: dict[str, TableRef]
+
+
+class Written(Message):
+    """Answer to /publish and /checkpoint."""
+
+    files: tuple[FileRef, ...]
+    seconds: float
+
+
+class Health(Message):
+    """Answer to /health. `version` is none before the first /load and after a failed step."""
+
+    version: int | None
+    step: int
+    owner: int
+    busy: bool

@@ -1,0 +1,71 @@
+"""Fencing (DESIGN §4): who may command the trainer, and that a retried command does not act twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Refused(Exception):
+    """The command comes from a superseded owner or for another version: HTTP 409."""
+
+
+class Fence(Generic[T]):
+    """Remembers the highest owner seen, the version held and the last change made to it.
+
+    Changes are made from the service's one command thread, so a repeat that arrives while the first is still at work
+    waits for it and then recalls its result. Owners may be admitted from any thread.
+    """
+
+    def __init__(self) -> None:
+        self.owner = 0
+        self.version: int | None = None
+        self._last: tuple[int, str, T] | None = None
+        self._lock = threading.Lock()
+
+    def admit(self, owner: int) -> None:
+        """Let `owner` in, for good: lower owners are refused from now on.
+
+        Raises:
+            Refused: a higher owner has been here.
+        """
+        with self._lock:
+            if owner < self.owner:
+                raise Refused(f"owner {owner} was superseded by owner {self.owner}: a later start of this run commands")
+            self.owner = owner
+
+    def expect(self, version: int) -> None:
+        """Check that the trainer holds `version`.
+
+        Raises:
+            Refused: it holds another one, or none.
+        """
+        if self.version is None:
+            raise Refused(f"version {version} was expected, but nothing is loaded: send /load first")
+        if version != self.version:
+            raise Refused(f"version {version} was expected, but version {self.version} is held")
+
+    def restart(self, version: int | None) -> None:
+        """The memory was replaced (or, with None, given up): forget what was done to the old one."""
+        self.version, self._last = version, None
+
+    def recall(self, version: int, digest: str) -> T | None:
+        """The result of the last change, if that was this one."""
+        return self._last[2] if self._last is not None and self._last[:2] == (version, digest) else None
+
+    def change(self, version: int, digest: str, action: Callable[[], T]) -> T:
+        """Do `action`, which turns `version` into its successor, and remember its result.
+
+        Where it fails, the memory is neither version: nothing is held until the next load.
+
+        Raises:
+            Refused: another version is held.
+        """
+        self.expect(version)
+        self.restart(None)
+        result = action()
+        self.version, self._last = version + 1, (version, digest, result)
+        return result

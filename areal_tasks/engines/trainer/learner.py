@@ -1,0 +1,170 @@
+"""One iteration of training: the plan of its minibatches, the optimizer steps, and what they say of themselves."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from areal_tasks.algorithms.losses import token_weights
+from areal_tasks.data.batching import (
+    LEFT_OUT,
+    Layout,
+    counted_tokens,
+    make_layout,
+    micro_batches,
+    minibatches,
+)
+from areal_tasks.engines.trainer.backend import Backend, Progress, TokenStats
+from areal_tasks.engines.trainer.metrics import joined, sample_columns, step_statistics, steps_table, summary
+from areal_tasks.engines.trainer.objective import STATS, Objective, grpo_objective, sft_objective
+from areal_tasks.engines.trainer.optimizer import learning_rate
+from areal_tasks.engines.trainer.rows import Batch, aligned, make_table
+from areal_tasks.engines.trainer.settings import Settings
+
+
+class TrainingFailed(Exception):
+    """Training cannot go on: the loss or the gradient stays non-finite."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The minibatch and micro-batch of each sample; `LEFT_OUT` for those that are not trained on."""
+
+    minibatch: Int[Tensor, " B"]
+    micro_batch: Int[Tensor, " B"]
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What an iteration leaves: its two tables, their summary, and where training stands."""
+
+    train_steps: pa.Table
+    train_samples: pa.Table
+    metrics: dict[str, float]
+    progress: Progress
+
+
+def make_plan(batch: Batch, settings: Settings, iteration: int) -> Plan:
+    """Deal the kept samples out to minibatches, and each minibatch to micro-batches within the token budget."""
+    assigned = batch.minibatch
+    if assigned is None:
+        assigned = minibatches(batch.kept, settings.minibatches, settings.seed, iteration)
+    micro = torch.full_like(assigned, LEFT_OUT)
+    for number in range(settings.minibatches):
+        rows = torch.nonzero(assigned == number)[:, 0]
+        lengths = batch.sequences.lengths[rows]
+        micro[rows] = micro_batches(lengths, settings.trainer.micro_batch_tokens, settings.trainer.layout)
+    return Plan(assigned, micro)
+
+
+def recorded_plan(batch: Batch, train_samples: pa.Table) -> Plan:
+    """The plan that a committed iteration followed, from its `train_samples`."""
+    table = aligned(train_samples, batch.ids, "train_samples")
+    return Plan(*(torch.tensor(table[name].to_numpy()).long() for name in ("minibatch", "micro_batch")))
+
+
+def make_objective(batch: Batch, settings: Settings) -> Objective:
+    """What is minimised over `batch`."""
+    if settings.kind == "sft":
+        return sft_objective
+    return grpo_objective(batch.columns, settings.clip_ratio, settings.kl_coef)
+
+
+class Learner:
+    """Runs the optimizer steps of one iteration on this rank."""
+
+    def __init__(self, backend: Backend, settings: Settings, batch: Batch, plan: Plan) -> None:
+        self.backend = backend
+        self.settings = settings
+        self.batch = batch
+        self.plan = plan
+        self.objective = make_objective(batch, settings)
+        self.counts = counted_tokens(batch.sequences)
+
+    def learn(self, version: int, progress: Progress) -> Learned:
+        """Take every optimizer step of the iteration that makes `version` + 1.
+
+        Raises:
+            TrainingFailed: more non-finite steps in a row than the recipe allows.
+        """
+        steps: list[dict[str, Any]] = []
+        stats: list[TokenStats] = []
+        for number in range(self.settings.minibatches):
+            row, found = self._minibatch(number, progress.step)
+            progress = Progress(progress.step + 1, progress.skipped_in_row + 1 if row["skipped"] else 0)
+            steps.append({"version": version + 1, "step": progress.step, "minibatch": number, **row})
+            stats.append(found)
+            self._check_skipped(progress, row)
+        return Learned(steps_table(steps), self._samples_table(stats), summary(steps), progress)
+
+    def _minibatch(self, number: int, step: int) -> tuple[dict[str, Any], TokenStats]:
+        """One optimizer step and its row of `train_steps`. A minibatch without tokens makes none."""
+        started = time.perf_counter()
+        rows = torch.nonzero(self.plan.minibatch == number)[:, 0]
+        weights = self._sample_weights(rows)
+        passes = self._passes(rows)
+        lr = learning_rate(step, self.settings.total_steps, self.settings.trainer)
+        stats = self.backend.gather(self._accumulate(passes[self.backend.rank :: self.backend.world], weights))
+        found = step_statistics(stats, weights[stats.samples])
+        norm = self.backend.step(lr, math.isfinite(found["loss"])) if found["tokens"] else 0.0
+        row = {
+            **found,
+            "grad_norm": norm,
+            "lr": lr,
+            "skipped": not (math.isfinite(found["loss"]) and math.isfinite(norm)),
+            "total_tokens": sum(p.tokens for p in passes),
+            "samples": len(rows),
+            "micro_batches": len(passes),
+            "step_seconds": time.perf_counter() - started,
+        }
+        return row, stats
+
+    def _sample_weights(self, rows: Int[Tensor, " n"]) -> Float[Tensor, " B"]:
+        """The weight of every token of each sample, such that all tokens of the minibatch together weigh 1."""
+        counts = self.counts[rows]
+        weights = torch.zeros(len(self.counts))
+        tokens = rows.repeat_interleave(counts)
+        weights[tokens] = token_weights(counts, self.settings.mean)  # the tokens of a sample weigh alike
+        return weights
+
+    def _passes(self, rows: Int[Tensor, " n"]) -> list[Layout]:
+        micro = self.plan.micro_batch[rows]
+        kind = self.settings.trainer.layout
+        return [make_layout(self.batch.sequences, rows[micro == u], kind) for u in torch.unique(micro).tolist()]
+
+    def _accumulate(self, passes: list[Layout], weights: Float[Tensor, " B"]) -> TokenStats:
+        """Forward and backward through `passes`; the gradients add up in the backend."""
+        found = [TokenStats(torch.zeros(len(STATS), 0), torch.zeros(0, dtype=torch.int64))]
+        for layout in passes:
+            scores = self.backend.forward(layout, self.settings.temperature)
+            values = self.objective(scores.logprobs, scores.entropy, layout.where)
+            self.backend.backward((weights[layout.samples] * values[0]).sum())
+            found.append(TokenStats(values.detach(), layout.samples))
+        return joined(found)
+
+    def _check_skipped(self, progress: Progress, row: dict[str, Any]) -> None:
+        bound = self.settings.trainer.max_skipped_steps
+        if progress.skipped_in_row > bound:
+            raise TrainingFailed(
+                f"{progress.skipped_in_row} optimizer steps in a row, up to step {progress.step}, were skipped for a "
+                f"non-finite loss ({row['loss']}) or gradient norm ({row['grad_norm']}); trainer.max_skipped_steps "
+                f"allows {bound}. A lower trainer.lr or trainer.max_grad_norm usually helps."
+            )
+
+    def _samples_table(self, stats: list[TokenStats]) -> pa.Table:
+        return make_table(
+            "train_samples",
+            {
+                "sample_id": self.batch.ids,
+                "minibatch": self.plan.minibatch.numpy(),
+                "micro_batch": self.plan.micro_batch.numpy(),
+                **sample_columns(joined(stats), len(self.counts)),
+            },
+        )

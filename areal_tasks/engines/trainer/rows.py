@@ -1,0 +1,132 @@
+"""From the tables an iteration trains on to tensors, and from training to the tables it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from areal_tasks.data.batching import Sequences, make_sequences
+from schemas.errors import UserError
+from schemas.tables import FLOATS, TABLES
+
+TEXT = ("sample_id", "input_ids", "loss_mask", "num_tokens")
+
+#: The columns `train` and `logprobs` read of each table; nothing else is fetched.
+COLUMNS = {
+    "rollout": (*TEXT, "logprobs", "version_max"),
+    "advantage": ("sample_id", "advantages", "kept"),
+    "reference": ("sample_id", "ref_logprobs"),
+    "batch": (*TEXT, "minibatch"),
+    "train_samples": ("sample_id", "minibatch", "micro_batch"),
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of one iteration. `columns` are flat: one element per token of `sequences`."""
+
+    ids: pa.Array
+    sequences: Sequences
+    kept: Bool[Tensor, " B"]
+    columns: dict[str, Float[Tensor, " N"]]
+    minibatch: Int[Tensor, " B"] | None  # where the table prescribes it
+
+
+def grpo_batch(tables: Mapping[str, pa.Table], version: int) -> Batch:
+    """The batch in tables `rollout`, `advantage` and perhaps `reference`, joined by `sample_id`.
+
+    Raises:
+        UserError: rows are missing or lists differ in length, or a token is newer than `version`.
+    """
+    rollout = tables["rollout"]
+    _check_versions(rollout, version)
+    ids = _whole(rollout["sample_id"])
+    advantage = aligned(tables["advantage"], ids, "advantage")
+    sequences = read_sequences(rollout)
+    columns = {
+        "behaviour": _flat(rollout, "logprobs", sequences),
+        "advantages": _flat(advantage, "advantages", sequences),
+    }
+    if "reference" in tables:
+        columns["reference"] = _flat(aligned(tables["reference"], ids, "reference"), "ref_logprobs", sequences)
+    return Batch(ids, sequences, _tensor(advantage["kept"]), columns, None)
+
+
+def sft_batch(table: pa.Table) -> Batch:
+    """The batch in an SFT `batch` table, which says itself which minibatch each demonstration belongs to."""
+    kept = torch.ones(table.num_rows, dtype=torch.bool)
+    return Batch(_whole(table["sample_id"]), read_sequences(table), kept, {}, _tensor(table["minibatch"]).long())
+
+
+def read_sequences(table: pa.Table) -> Sequences:
+    """The token columns of a rollout or batch table.
+
+    Raises:
+        UserError: the lists of a row differ in length.
+    """
+    lengths = _tensor(table["num_tokens"]).long()
+    ids = _whole(table["input_ids"])
+    _check_lengths("input_ids", ids, lengths)
+    _check_lengths("loss_mask", _whole(table["loss_mask"]), lengths)
+    return make_sequences(_tensor(ids.flatten()), _tensor(_whole(table["loss_mask"]).flatten()), lengths)
+
+
+def aligned(table: pa.Table, ids: pa.Array, name: str) -> pa.Table:
+    """The rows of `table` in the order of `ids`.
+
+    Raises:
+        UserError: a sample is missing.
+    """
+    own = _whole(table["sample_id"])
+    if own.equals(ids):
+        return table
+    rows = pc.index_in(ids, value_set=own)
+    if rows.null_count:
+        missing = ids.filter(rows.is_null())[0].as_py()
+        raise UserError(f"table {name} has no row for sample {missing}: it belongs to another rollout")
+    return table.take(rows)
+
+
+def reference_table(ids: pa.ChunkedArray, sequences: Sequences, logprobs: Float[Tensor, " N"]) -> pa.Table:
+    """A `reference` table from a flat column."""
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), sequences.lengths.cumsum(0)])
+    lists = pa.ListArray.from_arrays(pa.array(ends.to(torch.int32).numpy()), pa.array(logprobs.numpy()), type=FLOATS)
+    return make_table("reference", {"sample_id": _whole(ids), "ref_logprobs": lists})
+
+
+def make_table(name: str, columns: Mapping[str, object]) -> pa.Table:
+    """The table `name` of `schemas.tables` from its columns, cast to the declared types."""
+    schema = TABLES[name]
+    return pa.table({f.name: pa.array(columns[f.name], f.type) for f in schema}, schema=schema)
+
+
+def _check_versions(rollout: pa.Table, version: int) -> None:
+    newest = pc.max(rollout["version_max"]).as_py()
+    if newest is not None and newest > version:
+        raise UserError(f"the rollout has tokens of version {newest}, but version {version} trains on it")
+
+
+def _check_lengths(name: str, lists: pa.Array, lengths: Int[Tensor, " B"]) -> None:
+    if not torch.equal(_tensor(pc.list_value_length(lists)).long(), lengths):
+        raise UserError(f"column {name}: a list does not have the length of its row's tokens (num_tokens)")
+
+
+def _flat(table: pa.Table, name: str, sequences: Sequences) -> Float[Tensor, " N"]:
+    lists = _whole(table[name])
+    _check_lengths(name, lists, sequences.lengths)
+    return _tensor(lists.flatten())
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
+
+
+def _tensor(column: pa.Array | pa.ChunkedArray) -> Tensor:
+    """A tensor with its own memory: Arrow's is read-only, which torch does not know."""
+    return torch.tensor(column.to_numpy(zero_copy_only=False) if isinstance(column, pa.Array) else column.to_numpy())

@@ -1,0 +1,206 @@
+"""Obeys the trainer's commands. Every rank of a trainer group runs this; only rank 0 listens (see `app`)."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from areal_tasks.data.batching import Sequences, make_layout, micro_batches
+from areal_tasks.engines.service import ServiceSpec
+from areal_tasks.engines.trainer.backend import Backend, Progress, Which
+from areal_tasks.engines.trainer.commands import (
+    Health,
+    Load,
+    Loaded,
+    Logprobs,
+    Tables,
+    Train,
+    Trained,
+    Write,
+    Written,
+)
+from areal_tasks.engines.trainer.fencing import Fence, Refused
+from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan, recorded_plan
+from areal_tasks.engines.trainer.local import LocalBackend
+from areal_tasks.engines.trainer.rows import COLUMNS, Batch, grpo_batch, read_sequences, reference_table, sft_batch
+from areal_tasks.engines.trainer.settings import Settings, read_settings
+from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.files import materialise, read_weights, upload
+from areal_tasks.store.shards import read_table, write_table
+from schemas.errors import UserError
+from schemas.manifest import TableRef, WeightsRef
+from schemas.recipe.sections import Trainer as TrainerSection
+
+#: Suffixes of the tokenizer files that are handed on with new weights.
+_HANDED_ON: Final = frozenset({".json", ".txt", ".model", ".jinja"})
+
+
+def make_backend(settings: TrainerSection) -> Backend:
+    """The backend that the recipe names.
+
+    Raises:
+        UserError: it is not available.
+    """
+    if settings.backend != "local":
+        raise UserError(f"trainer.backend={settings.backend} is not available; set trainer.backend=local")
+    return LocalBackend(settings)
+
+
+@dataclass
+class Change:
+    """What one /train did, kept for its repeats. `tables` is empty until they are written."""
+
+    learned: Learned
+    tables: dict[str, TableRef]
+
+
+class Trainer:
+    """The state behind the commands. Not for several threads at once: `app` runs one command at a time."""
+
+    def __init__(self, spec: ServiceSpec) -> None:
+        self.store: Store = open_store(spec.store_url)
+        self.settings: Settings = read_settings(spec.recipe)
+        self.backend = make_backend(self.settings.trainer)
+        self.fence: Fence[Change] = Fence()
+        self.fence.admit(spec.owner)
+        self.progress = Progress()
+        self.scratch = tempfile.TemporaryDirectory(prefix="areal-trainer-")
+        self.weights: Path | None = None  # the folder last loaded; its tokenizer goes with new weights
+        self.initial = spec.weights
+        self.has_reference = False
+
+    def load(self, command: Load) -> Loaded:
+        """Replace policy and optimizer. Without a checkpoint the optimizer is fresh, at the step the version implies."""
+        self.fence.admit(command.owner)
+        source = command.checkpoint or command.weights
+        if source.version != command.version:
+            raise Refused(f"version {command.version} was asked for, but {source.path} holds version {source.version}")
+        weights = self._fetch(command.weights)
+        state = self._fetch(command.checkpoint) if command.checkpoint else None
+        self.fence.restart(None)
+        self.backend.load(weights, self.settings.seed)
+        fresh = Progress(step=command.version * self.settings.minibatches)
+        self.progress = self.backend.load_checkpoint(state) if state else fresh
+        self.weights = weights
+        self.initial = command.weights if command.weights.version == 0 else self.initial
+        self.fence.restart(command.version)
+        return Loaded(version=command.version, step=self.progress.step)
+
+    def train(self, command: Train) -> Trained:
+        """Make the next version, or recall that it was made; write the tables unless this is a replay."""
+        self.fence.admit(command.owner)
+        done = self.fence.recall(command.version, command.digest)
+        if done is None:
+            self.fence.expect(command.version)
+            learner = self._learner(command)
+            done = self.fence.change(command.version, command.digest, lambda: self._learn(learner, command.version))
+        if command.prefix is not None and not done.tables:
+            done.tables = self._write_tables(command.prefix, done.learned)
+        return Trained(version=command.version + 1, tables=done.tables, metrics=done.learned.metrics)
+
+    def logprobs(self, command: Logprobs) -> Tables:
+        """Score a rollout under the policy (which must be of that version) or the frozen version 0."""
+        self.fence.admit(command.owner)
+        if command.which == "policy":
+            self.fence.expect(command.version)
+        else:
+            self._need_reference()
+        table = read_table(self.store, command.table, COLUMNS["rollout"])
+        sequences = read_sequences(table)
+        scored = reference_table(table["sample_id"], sequences, self._score(sequences, command.which))
+        return Tables(tables={"reference": write_table(self.store, command.prefix, "reference", scored)})
+
+    def publish(self, command: Write) -> Written:
+        """Write the policy as a Hugging Face folder, with the tokenizer it was loaded with."""
+        return self._written(command, self._save_folder)
+
+    def checkpoint(self, command: Write) -> Written:
+        """Write everything that training goes on from. Nothing is visible until the caller commits the files."""
+        return self._written(command, lambda folder: self.backend.save_checkpoint(folder, self.progress))
+
+    def health(self, busy: bool) -> Health:
+        """Where the trainer stands. Safe while a command runs."""
+        return Health(version=self.fence.version, step=self.progress.step, owner=self.fence.owner, busy=busy)
+
+    def _learner(self, command: Train) -> Learner:
+        """Everything that can fail without harm to the memory: reading and checking the input."""
+        if command.kind != self.settings.kind:
+            raise UserError(f"this trainer was started for {self.settings.kind}, not for {command.kind}")
+        batch = self._batch(command)
+        if command.plan is None:
+            plan = make_plan(batch, self.settings, command.iteration)
+        else:
+            plan = recorded_plan(batch, self._read({"train_samples": command.plan})["train_samples"])
+        return Learner(self.backend, self.settings, batch, plan)
+
+    def _batch(self, command: Train) -> Batch:
+        tables = self._read(command.tables)
+        return sft_batch(tables["batch"]) if command.kind == "sft" else grpo_batch(tables, command.version)
+
+    def _read(self, refs: Mapping[str, TableRef]) -> dict[str, pa.Table]:
+        return {name: read_table(self.store, ref, COLUMNS[name]) for name, ref in refs.items()}
+
+    def _learn(self, learner: Learner, version: int) -> Change:
+        learned = learner.learn(version, self.progress)
+        self.progress = learned.progress
+        return Change(learned, {})
+
+    def _write_tables(self, prefix: str, learned: Learned) -> dict[str, TableRef]:
+        tables = {"train_steps": learned.train_steps, "train_samples": learned.train_samples}
+        return {name: write_table(self.store, prefix, name, table) for name, table in tables.items()}
+
+    def _score(self, sequences: Sequences, which: Which) -> Float[Tensor, " N"]:
+        """Logprobs of the counted tokens, 0 elsewhere."""
+        kind = self.settings.trainer.layout
+        micro = micro_batches(sequences.lengths, self.settings.trainer.micro_batch_tokens, kind)
+        found = torch.zeros(len(sequences.input_ids))
+        for number in torch.unique(micro).tolist():
+            layout = make_layout(sequences, torch.nonzero(micro == number)[:, 0], kind)
+            found[layout.where] = self.backend.score(layout, self.settings.temperature, which).logprobs
+        return found
+
+    def _need_reference(self) -> None:
+        if self.has_reference:
+            return
+        if self.initial is None:
+            raise UserError("the trainer was not told where version 0 lies: name it in the service's `weights`")
+        self.backend.load_reference(self._fetch(self.initial))
+        self.has_reference = True
+
+    def _written(self, command: Write, save: Callable[[Path], None]) -> Written:
+        """Let `save` fill a folder and upload it; where the store is on this disk, the folder is already in it."""
+        self.fence.admit(command.owner)
+        self.fence.expect(command.version)
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory(dir=self.scratch.name) as temporary:
+            folder = self.store.local(command.prefix) or Path(temporary)
+            folder.mkdir(parents=True, exist_ok=True)
+            save(folder)
+            files = upload(self.store, command.prefix, folder)
+        return Written(files=files, seconds=time.perf_counter() - started)
+
+    def _save_folder(self, folder: Path) -> None:
+        self.backend.save_weights(folder)
+        for file in sorted(self.weights.iterdir()) if self.weights else ():
+            if _is_handed_on(file) and not (folder / file.name).exists():
+                shutil.copyfile(file, folder / file.name)
+
+    def _fetch(self, ref: WeightsRef) -> Path:
+        """The files of `ref` in one local folder."""
+        into = Path(self.scratch.name) / f"{ref.digest[:16]}-{ref.version}"
+        into.mkdir(exist_ok=True)
+        return materialise(self.store, read_weights(self.store, ref).files, into)
+
+
+def _is_handed_on(file: Path) -> bool:
+    return file.suffix in _HANDED_ON and not file.name.endswith(".index.json")

@@ -1,0 +1,77 @@
+"""What the trainer takes from a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from areal_tasks.algorithms.losses import LossMean
+from schemas.errors import UserError
+from schemas.recipe.recipe import RlhfRecipe, SftRecipe
+from schemas.recipe.sections import Trainer
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The trainer's view of a recipe."""
+
+    kind: Literal["grpo", "sft"]
+    seed: int
+    trainer: Trainer
+    temperature: float
+    minibatches: int  # optimizer steps an iteration
+    iterations: int
+    mean: LossMean
+    clip_ratio: float = 0.0
+    kl_coef: float = 0.0  # of the KL term in the loss
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run: a learning-rate decay ends with them."""
+        return self.iterations * self.minibatches
+
+
+def read_settings(recipe: dict[str, Any]) -> Settings:
+    """Settings of an `rlhf` or `sft` recipe.
+
+    Raises:
+        UserError: another flow's recipe, or a precision that the local backend lacks.
+    """
+    if recipe.get("flow") == "sft":
+        return _checked(_sft_settings(SftRecipe.model_validate(recipe)), recipe)
+    if recipe.get("flow") == "rlhf":
+        return _checked(_grpo_settings(RlhfRecipe.model_validate(recipe)), recipe)
+    raise UserError(f"flow {recipe.get('flow')!r} has nothing to train: start a trainer for rlhf or sft only")
+
+
+def _checked(settings: Settings, recipe: dict[str, Any]) -> Settings:
+    if recipe["model"].get("dtype", "float32") != "float32":
+        raise UserError("model.dtype: the local trainer computes in float32; set model.dtype=float32")
+    return settings
+
+
+def _grpo_settings(recipe: RlhfRecipe) -> Settings:
+    algorithm = recipe.algorithm
+    return Settings(
+        kind="grpo",
+        seed=recipe.seed,
+        trainer=recipe.trainer,
+        temperature=recipe.rollout.temperature,
+        minibatches=algorithm.minibatches,
+        iterations=recipe.schedule.iterations,
+        mean=algorithm.loss,
+        clip_ratio=algorithm.clip_ratio,
+        kl_coef=algorithm.kl_coef if algorithm.kl == "loss" else 0.0,
+    )
+
+
+def _sft_settings(recipe: SftRecipe) -> Settings:
+    return Settings(
+        kind="sft",
+        seed=recipe.seed,
+        trainer=recipe.trainer,
+        temperature=1.0,
+        minibatches=recipe.algorithm.steps,
+        iterations=recipe.schedule.iterations,
+        mean="token_mean",
+    )
