@@ -90,6 +90,11 @@ def verified(store: Store, path: str, sha256: str) -> bytes:
     return data
 
 
+def bytes_digest(store: Store, path: str) -> str:
+    """SHA-256 of the bytes at `path`, in hex."""
+    return hashlib.sha256(store.read(path)).hexdigest()
+
+
 def _decode(store: Store, path: str, model: type[R], data: bytes) -> R:
     try:
         return model.model_validate_json(data)

@@ -1,0 +1,242 @@
+"""Runs: a name, recipe segments, owners, and the chain of iteration commits (DESIGN §4)."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+from areal_tasks.store import paths
+from areal_tasks.store.backend import Store
+from areal_tasks.store.commit import bytes_digest, commit_once, find_record, new_attempt, read_record
+from areal_tasks.store.provenance import make_provenance, now
+from areal_tasks.store.search import last_present
+from areal_tasks.store.segments import check_same, compare, extends, read_segments
+from schemas.errors import UserError
+from schemas.manifest import IterationCommit, OwnerRecord, RunRecord, Segment, StageManifest
+from schemas.recipe.recipe import BaseRecipe
+
+_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]*")
+
+
+class Superseded(UserError):
+    """A later start of the run's flow has taken over: this one must stop and touch nothing more."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as one start of its flow sees it. `owner` is 0 for a mere reader."""
+
+    store: Store
+    name: str
+    record: RunRecord
+    owner: int
+    segments: tuple[Segment, ...]
+
+    @cached_property
+    def parent(self) -> Run | None:
+        """The run this one was forked from."""
+        return load_run(self.store, self.record.parent) if self.record.parent else None
+
+    @property
+    def first(self) -> int:
+        """The first iteration that is this run's own."""
+        return self.record.parent_iteration
+
+    def head(self) -> IterationCommit | None:
+        """The last commit (of the parent, when this run has none of its own); O(log n) reads and no listing."""
+        last = last_present(lambda k: self.store.exists(paths.iteration_commit(self.name, k)), self.first)
+        return self.commit(last) if last >= 0 else None
+
+    def commit(self, k: int) -> IterationCommit:
+        """The commit of iteration `k`, from the parent where it is not this run's own; else `Missing`."""
+        return read_record(self.store, self.commit_path(k), IterationCommit)
+
+    def commit_path(self, k: int) -> str:
+        """Where the commit of iteration `k` lies: here, or in the run it was forked from."""
+        if k < self.first and self.parent is not None:
+            return self.parent.commit_path(k)
+        return paths.iteration_commit(self.name, k)
+
+    def previous_digest(self, k: int) -> str:
+        """What iteration `k` must carry as `previous`: SHA-256 of the commit before it, of run.json for iteration 0."""
+        return bytes_digest(self.store, self.commit_path(k - 1) if k > 0 else paths.run_record(self.name))
+
+    def commit_iteration(self, commit: IterationCommit) -> tuple[IterationCommit, bool]:
+        """Close an iteration; returns the commit that is there now, and whether it is this one.
+
+        Raises:
+            Superseded: a later start of the flow owns the run.
+            ValueError: `commit` does not follow the commit before it.
+        """
+        self.check_owner()
+        if commit.previous != self.previous_digest(commit.iteration):
+            raise ValueError(f"commit of iteration {commit.iteration} does not name the commit before it")
+        return commit_once(self.store, paths.iteration_commit(self.name, commit.iteration), commit)
+
+    def segment_at(self, k: int) -> Segment:
+        """The recipe segment in force at iteration `k`."""
+        if k < self.first and self.parent is not None:
+            return self.parent.segment_at(k)
+        return [segment for segment in self.segments if segment.from_iteration <= k][-1]
+
+    def recipe_at(self, k: int) -> dict[str, Any]:
+        """The recipe in force at iteration `k`, as JSON."""
+        return self.segment_at(k).recipe
+
+    def find_stage(self, k: int, stage: str, key: str) -> StageManifest | None:
+        """The committed result of a stage under this key: here, or in the parent before the fork."""
+        found = find_record(self.store, paths.stage_manifest(self.name, k, stage, key), StageManifest)
+        if found is None and k < self.first and self.parent is not None:
+            return self.parent.find_stage(k, stage, key)
+        return found
+
+    def is_current_owner(self) -> bool:
+        """Whether no later start of the flow has claimed the run."""
+        return not self.store.exists(paths.owner(self.name, self.owner + 1))
+
+    def check_owner(self) -> None:
+        """Raise `Superseded` unless this start of the flow still owns the run."""
+        if self.owner == 0 or not self.is_current_owner():
+            raise Superseded(
+                f"Run {self.name!r} has been started again since (owner {self.owner} is no longer the last): "
+                "this start stops and has lost nothing. Follow the later one."
+            )
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A line of `arealflow runs`. `problem` says why the rest is empty."""
+
+    name: str
+    flow: str = ""
+    created: str = ""
+    iterations: int = 0
+    planned: int = 0
+    parent: str = ""
+    problem: str = ""
+
+
+def open_run(
+    store: Store,
+    name: str,
+    flow: str,
+    recipe: BaseRecipe,
+    *,
+    parent: tuple[str, int] | None = None,
+    prefect_flow_run_id: str = "",
+) -> Run:
+    """Create the run, or take it over where it stands, as its next owner.
+
+    The recipe must be the run's own as far as it is semantic; it may ask for more iterations (a new segment).
+
+    Args:
+        parent: name of the run to fork from, and the first iteration that is the child's own.
+
+    Raises:
+        UserError: the name is no name, or the run exists with another recipe or flow; fields and remedies are named.
+    """
+    record = _create(store, name, flow, recipe.seed, parent)
+    check_same(name, record.flow, flow, read_segments(store, name), recipe)  # before anyone is fenced off
+    owner = _claim(store, name, prefect_flow_run_id)
+    run = Run(store, name, record, owner, read_segments(store, name))
+    return Run(store, name, record, owner, _add_segment(run, recipe))
+
+
+def load_run(store: Store, name: str) -> Run:
+    """An existing run, for reading. UserError when there is none of this name."""
+    check_name(name)
+    record = find_record(store, paths.run_record(name), RunRecord)
+    if record is None:
+        known = ", ".join(summary.name for summary in list_runs(store)) or "none"
+        raise UserError(f"There is no run {name!r} in {store.url}. Runs there: {known}.")
+    return Run(store, name, record, 0, read_segments(store, name))
+
+
+def list_runs(store: Store) -> list[RunSummary]:
+    """All runs of the store, by name."""
+    names = [name for name in store.children("") if _NAME.fullmatch(name)]
+    return [_summary(store, name) for name in names if store.exists(paths.run_record(name))]
+
+
+def check_name(name: str) -> None:
+    """UserError unless `name` can be a run's name."""
+    if not _NAME.fullmatch(name):
+        raise UserError(f"{name!r} cannot name a run: use lower-case letters, digits, '.', '_' and '-' (run=NAME).")
+
+
+def _summary(store: Store, name: str) -> RunSummary:
+    try:
+        run = load_run(store, name)
+        head = run.head()
+    except UserError as error:  # one damaged run does not hide the others
+        return RunSummary(name, problem=str(error))
+    recipe = run.segments[-1].recipe if run.segments else {}
+    return RunSummary(
+        name=name,
+        flow=run.record.flow,
+        created=run.record.provenance.committed,
+        iterations=0 if head is None else head.iteration + 1,
+        planned=recipe.get("schedule", {}).get("iterations", 0),
+        parent=run.record.parent,
+    )
+
+
+def _create(store: Store, name: str, flow: str, seed: int, parent: tuple[str, int] | None) -> RunRecord:
+    check_name(name)
+    found = find_record(store, paths.run_record(name), RunRecord)
+    if found is not None:
+        return found
+    record = RunRecord(
+        run=name,
+        flow=flow,
+        seed=seed,
+        attempt=new_attempt(),
+        parent=parent[0] if parent else "",
+        parent_iteration=parent[1] if parent else 0,
+        provenance=make_provenance(0, now()),
+    )
+    return commit_once(store, paths.run_record(name), record)[0]
+
+
+def _claim(store: Store, name: str, prefect_flow_run_id: str) -> int:
+    """The next owner number, which is now mine."""
+    n = last_present(lambda n: store.exists(paths.owner(name, n)), 1)
+    mine = False
+    while not mine:
+        n += 1
+        record = OwnerRecord(
+            n=n,
+            attempt=new_attempt(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=now(),
+            prefect_flow_run_id=prefect_flow_run_id,
+        )
+        _, mine = commit_once(store, paths.owner(name, n), record)
+    return n
+
+
+def _add_segment(run: Run, recipe: BaseRecipe) -> tuple[Segment, ...]:
+    """The run's segments, the last of which is `recipe`'s: appended where the recipe is new or longer."""
+    segments = run.segments
+    while not segments or extends(compare(segments[-1], recipe)):
+        segment = Segment(
+            n=len(segments),
+            from_iteration=_next_iteration(run) if segments else run.first,
+            attempt=new_attempt(),
+            recipe=recipe.model_dump(mode="json"),
+            provenance=make_provenance(run.owner, now()),
+        )
+        there, _ = commit_once(run.store, paths.segment(run.name, segment.n), segment)
+        segments = (*segments, there)
+    check_same(run.name, run.record.flow, run.record.flow, segments, recipe)  # a start beside this one may have won
+    return segments
+
+
+def _next_iteration(run: Run) -> int:
+    head = run.head()
+    return run.first if head is None else head.iteration + 1
