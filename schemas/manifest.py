@@ -12,7 +12,7 @@ SCHEMA_VERSION: Final = 1
 class Record(BaseModel):
     """A JSON file of the store. Written once; unknown keys are refused, a newer schema is named."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
     def encode(self) -> bytes:
         """The bytes that are stored (and hashed)."""

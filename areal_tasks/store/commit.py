@@ -43,7 +43,7 @@ def commit_once(store: Store, path: str, record: C) -> tuple[C, bool]:
         store.create(path, record.encode())
         return record, True
     except Exists:
-        there = _decode(store, path, type(record), store.read(path))
+        there = decode(store, path, type(record), store.read(path))
     except StoreError as error:
         there = _read_back(store, path, record, error)
     return there, there.attempt == record.attempt
@@ -51,7 +51,7 @@ def commit_once(store: Store, path: str, record: C) -> tuple[C, bool]:
 
 def _read_back(store: Store, path: str, record: C, error: StoreError) -> C:
     try:
-        return _decode(store, path, type(record), store.read(path))
+        return decode(store, path, type(record), store.read(path))
     except StoreError:
         raise error from None  # why the put failed says more than that nothing can be read
 
@@ -63,7 +63,7 @@ def read_record(store: Store, path: str, model: type[R]) -> R:
         Missing: there is none.
         UserError: it is damaged, or was written by a newer version of this program.
     """
-    return _decode(store, path, model, store.read(path))
+    return decode(store, path, model, store.read(path))
 
 
 def find_record(store: Store, path: str, model: type[R]) -> R | None:
@@ -76,7 +76,7 @@ def find_record(store: Store, path: str, model: type[R]) -> R | None:
 
 def read_verified(store: Store, path: str, sha256: str, model: type[R]) -> R:
     """The record at `path`, whose bytes have the SHA-256 that another record gives; else a UserError naming it."""
-    return _decode(store, path, model, verified(store, path, sha256))
+    return decode(store, path, model, verified(store, path, sha256))
 
 
 def verified(store: Store, path: str, sha256: str) -> bytes:
@@ -95,7 +95,8 @@ def bytes_digest(store: Store, path: str) -> str:
     return hashlib.sha256(store.read(path)).hexdigest()
 
 
-def _decode(store: Store, path: str, model: type[R], data: bytes) -> R:
+def decode(store: Store, path: str, model: type[R], data: bytes) -> R:
+    """The record that `data`, read from `path`, holds; a UserError that names the file if it holds none."""
     try:
         return model.model_validate_json(data)
     except ValidationError as error:

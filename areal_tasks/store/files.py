@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from areal_tasks.store.backend import Store, StoreError
-from areal_tasks.store.commit import commit_once, read_verified
+from areal_tasks.store.commit import commit_once, decode, read_verified
 from areal_tasks.store.keys import combine_digests
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.paths import checkpoint, weights
@@ -103,9 +103,18 @@ def commit_weights(
         run=run, version=version, attempt=attempt, kind=kind, digest=digest, files=tuple(files), provenance=provenance
     )
     path = _PATHS[kind](run, version, attempt)
-    there, _ = commit_once(store, path, manifest)
-    sha256 = hashlib.sha256(there.encode()).hexdigest()
-    return WeightsRef(version=version, attempt=attempt, path=path, sha256=sha256, digest=there.digest)
+    commit_once(store, path, manifest)
+    return weights_ref(store, path)
+
+
+def weights_ref(store: Store, path: str) -> WeightsRef:
+    """How other records name the weights or checkpoint manifest at `path`."""
+    data = store.read(path)
+    manifest = decode(store, path, WeightsManifest, data)
+    sha256 = hashlib.sha256(data).hexdigest()
+    return WeightsRef(
+        version=manifest.version, attempt=manifest.attempt, path=path, sha256=sha256, digest=manifest.digest
+    )
 
 
 def read_weights(store: Store, ref: WeightsRef) -> WeightsManifest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import socket
@@ -10,13 +11,21 @@ from functools import cached_property
 from typing import Any, Final
 
 from areal_tasks.store import paths
-from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import bytes_digest, commit_once, find_record, new_attempt, read_record
+from areal_tasks.store.backend import Missing, Store
+from areal_tasks.store.commit import (
+    bytes_digest,
+    commit_once,
+    decode,
+    find_record,
+    new_attempt,
+    read_record,
+    read_verified,
+)
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.search import last_present
 from areal_tasks.store.segments import check_same, compare, extends, read_segments
 from schemas.errors import UserError
-from schemas.manifest import IterationCommit, OwnerRecord, RunRecord, Segment, StageManifest
+from schemas.manifest import IterationCommit, OwnerRecord, RunRecord, Segment, StageManifest, StageRef
 from schemas.recipe.recipe import BaseRecipe
 
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -24,6 +33,14 @@ _NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 class Superseded(UserError):
     """A later start of the run's flow has taken over: this one must stop and touch nothing more."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A committed stage, and how a commit names it."""
+
+    manifest: StageManifest
+    ref: StageRef
 
 
 @dataclass(frozen=True)
@@ -61,21 +78,26 @@ class Run:
             return self.parent.commit_path(k)
         return paths.iteration_commit(self.name, k)
 
-    def previous_digest(self, k: int) -> str:
-        """What iteration `k` must carry as `previous`: SHA-256 of the commit before it, of run.json for iteration 0."""
-        return bytes_digest(self.store, self.commit_path(k - 1) if k > 0 else paths.run_record(self.name))
+    def digest_of(self, head: IterationCommit | None) -> str:
+        """What the commit after `head` must carry as `previous`: SHA-256 of its bytes, or of run.json."""
+        path = paths.run_record(self.name) if head is None else self.commit_path(head.iteration)
+        return bytes_digest(self.store, path)
 
-    def commit_iteration(self, commit: IterationCommit) -> tuple[IterationCommit, bool]:
-        """Close an iteration; returns the commit that is there now, and whether it is this one.
+    def commit_iteration(self, commit: IterationCommit) -> IterationCommit:
+        """Close an iteration.
 
         Raises:
-            Superseded: a later start of the flow owns the run.
-            ValueError: `commit` does not follow the commit before it.
+            Superseded: a later start of the flow owns the run, or has closed this iteration already.
+            ValueError: `commit` does not name the commit before it.
         """
         self.check_owner()
-        if commit.previous != self.previous_digest(commit.iteration):
+        before = self.commit(commit.iteration - 1) if commit.iteration > 0 else None
+        if commit.previous != self.digest_of(before):
             raise ValueError(f"commit of iteration {commit.iteration} does not name the commit before it")
-        return commit_once(self.store, paths.iteration_commit(self.name, commit.iteration), commit)
+        there, mine = commit_once(self.store, paths.iteration_commit(self.name, commit.iteration), commit)
+        if not mine:
+            raise self._superseded(f"owner {there.provenance.owner} has committed iteration {commit.iteration}")
+        return there
 
     def segment_at(self, k: int) -> Segment:
         """The recipe segment in force at iteration `k`."""
@@ -87,12 +109,24 @@ class Run:
         """The recipe in force at iteration `k`, as JSON."""
         return self.segment_at(k).recipe
 
-    def find_stage(self, k: int, stage: str, key: str) -> StageManifest | None:
+    def find_stage(self, k: int, stage: str, key: str) -> Found | None:
         """The committed result of a stage under this key: here, or in the parent before the fork."""
-        found = find_record(self.store, paths.stage_manifest(self.name, k, stage, key), StageManifest)
-        if found is None and k < self.first and self.parent is not None:
-            return self.parent.find_stage(k, stage, key)
-        return found
+        path = paths.stage_manifest(self.name, k, stage, key)
+        try:
+            data = self.store.read(path)
+        except Missing:
+            before_fork = k < self.first and self.parent is not None
+            return self.parent.find_stage(k, stage, key) if before_fork and self.parent else None
+        manifest = decode(self.store, path, StageManifest, data)
+        return Found(manifest, _stage_ref(path, manifest, data))
+
+    def read_stage(self, ref: StageRef) -> StageManifest:
+        """The stage manifest that a commit names, whose bytes are verified."""
+        return read_verified(self.store, ref.path, ref.sha256, StageManifest)
+
+    def read_manifest(self, path: str) -> StageManifest:
+        """The stage manifest at `path`, as the `inputs` of another manifest name it."""
+        return read_record(self.store, path, StageManifest)
 
     def is_current_owner(self) -> bool:
         """Whether no later start of the flow has claimed the run."""
@@ -101,10 +135,13 @@ class Run:
     def check_owner(self) -> None:
         """Raise `Superseded` unless this start of the flow still owns the run."""
         if self.owner == 0 or not self.is_current_owner():
-            raise Superseded(
-                f"Run {self.name!r} has been started again since (owner {self.owner} is no longer the last): "
-                "this start stops and has lost nothing. Follow the later one."
-            )
+            raise self._superseded(f"owner {self.owner} is no longer the last")
+
+    def _superseded(self, why: str) -> Superseded:
+        return Superseded(
+            f"Run {self.name!r} has been started again since ({why}). "
+            "This start stops and nothing is lost: follow the later one."
+        )
 
 
 @dataclass(frozen=True)
@@ -160,6 +197,16 @@ def list_runs(store: Store) -> list[RunSummary]:
     """All runs of the store, by name."""
     names = [name for name in store.children("") if _NAME.fullmatch(name)]
     return [_summary(store, name) for name in names if store.exists(paths.run_record(name))]
+
+
+def stage_ref(path: str, manifest: StageManifest) -> StageRef:
+    """How a commit names a stage manifest that this program has just written or read back."""
+    return _stage_ref(path, manifest, manifest.encode())
+
+
+def _stage_ref(path: str, manifest: StageManifest, data: bytes) -> StageRef:
+    sha256 = hashlib.sha256(data).hexdigest()
+    return StageRef(stage=manifest.stage, key=manifest.key, path=path, sha256=sha256, digest=manifest.digest)
 
 
 def check_name(name: str) -> None:
