@@ -22,7 +22,7 @@ _SPECIAL: Final = (PAD, BOS, EOS, UNK)
 
 
 def make_scratch(spec: ScratchModel, seed: int, max_length: int, folder: Path) -> Path:
-    """Write model and tokenizer into `folder` (made if absent) and return it. The weights are a function of the seed."""
+    """Write model and tokenizer into `folder` (made if absent) and return it. The seed decides the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = character_tokenizer(spec.alphabet, max_length)
     tokenizer.save_pretrained(folder)

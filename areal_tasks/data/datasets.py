@@ -1,0 +1,178 @@
+"""Rows of a data set: from a Hugging Face name, a local file, an object-store URL, or made up (`sums://`).
+
+Whatever is wrong with the data is said here, once, by file and line, before any model is loaded.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from areal_tasks.data.sums import sums
+from schemas.errors import UserError
+from schemas.recipe.sections import Data
+from schemas.recipe.sources import SPLIT, source_kind
+
+Pairs = Iterator[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: its number within the split (before any is dropped), the raw prompt and the reference answer."""
+
+    prompt_id: int
+    prompt: str
+    answer: str
+
+
+def load_rows(data: Data, split: str) -> list[Row]:
+    """The rows of `split`, in the order of the source, at most `data.limit`. UserError says what is wrong where."""
+    pairs = _READERS[source_kind(data.source)](data, split)
+    rows = [Row(number, *pair) for number, pair in enumerate(islice(pairs, data.limit or None))]
+    if not rows:
+        raise UserError(f"{_where(data, split)} is empty: there is nothing to read")
+    return rows
+
+
+def _where(data: Data, split: str) -> str:
+    if source_kind(data.source) == "file":
+        return f"data.source '{data.source.replace(SPLIT, split)}'"
+    return f"data.source '{data.source}', split '{split}',"
+
+
+# ── files and URLs ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _file_pairs(data: Data, split: str) -> Pairs:
+    url, where = data.source.replace(SPLIT, split), _where(data, split)
+    content = _fetch(url, where)
+    return _FORMATS[PurePosixPath(url).suffix](content, data, where)
+
+
+def _fetch(url: str, where: str) -> bytes:
+    try:
+        with fsspec.open(url, "rb") as file:
+            content: bytes = file.read()
+    except FileNotFoundError:
+        raise UserError(f"{where}: there is no such file{_absolute(url)}") from None
+    except Exception as error:  # each object store has its own kinds; whatever they are, the user is told which URL
+        cause = f"{type(error).__name__}: {error}"
+        raise UserError(f"{where} cannot be read: {cause}; check URL and credentials") from error
+    return content
+
+
+def _absolute(url: str) -> str:
+    return "" if "://" in url or Path(url).is_absolute() else f" (looked for {Path(url).absolute()})"
+
+
+def _jsonl(content: bytes, data: Data, where: str) -> Pairs:
+    for number, line in enumerate(content.split(b"\n"), 1):  # not splitlines: a string may hold other line ends
+        if line.strip():
+            place = f"{where}, line {number}"
+            yield _pair(_json(line, place), data, place)
+
+
+def _json_array(content: bytes, data: Data, where: str) -> Pairs:
+    rows = _json(content, where) if content.strip() else []
+    if not isinstance(rows, list):
+        raise UserError(f"{where} should hold one array of objects; a file with an object a line is named .jsonl")
+    for number, row in enumerate(rows, 1):
+        yield _pair(row, data, f"{where}, element {number}")
+
+
+def _json(text: bytes, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{place} is no valid JSON: {error}") from None
+
+
+def _parquet(content: bytes, data: Data, where: str) -> Pairs:
+    try:
+        file = pq.ParquetFile(io.BytesIO(content))
+        _require_columns(file.schema_arrow.names, data, where)
+        table = file.read(columns=[data.prompt_column, data.answer_column])
+    except pa.ArrowException as error:
+        raise UserError(f"{where} is no valid Parquet file: {error}") from None
+    for number, row in enumerate(table.to_pylist(), 1):
+        yield _pair(row, data, f"{where}, row {number}")
+
+
+_FORMATS: Final[dict[str, Callable[[bytes, Data, str], Pairs]]] = {
+    ".jsonl": _jsonl,
+    ".json": _json_array,
+    ".parquet": _parquet,
+}
+
+
+# ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _pair(row: Any, data: Data, place: str) -> tuple[str, str]:
+    if not isinstance(row, Mapping):
+        raise UserError(f"{place} should be an object with named columns, not {type(row).__name__}")
+    _require_columns(list(row), data, place)
+    return _text(row, data.prompt_column, place), _text(row, data.answer_column, place)
+
+
+def _require_columns(found: Sequence[str], data: Data, place: str) -> None:
+    for field in ("prompt_column", "answer_column"):
+        if getattr(data, field) not in found:
+            raise UserError(
+                f"{place} has no column '{getattr(data, field)}'; it has {', '.join(map(repr, found)) or 'none'}. "
+                f"Name the right one in data.{field}"
+            )
+
+
+def _text(row: Mapping[str, Any], column: str, place: str) -> str:
+    value = row[column]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        found = json.dumps(value, default=str)
+        raise UserError(f"{place}: column '{column}' should hold text or a number, not {found}")
+    return value
+
+
+# ── Hugging Face data sets ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _hub_pairs(data: Data, split: str) -> Pairs:
+    where, rows = _where(data, split), _hub_rows(data, split)
+    _require_columns(rows.column_names, data, where)
+    for number, row in enumerate(rows.select_columns([data.prompt_column, data.answer_column]), 1):
+        yield _pair(row, data, f"{where} row {number}")
+
+
+def _hub_rows(data: Data, split: str) -> Any:
+    where = _where(data, split)
+    try:
+        import datasets  # optional, and slow to import
+    except ImportError:
+        raise UserError(
+            f"{where} is the name of a Hugging Face data set, which needs the package 'datasets': "
+            "pip install 'arealflow[datasets]', or name a .jsonl or .parquet file"
+        ) from None
+    try:
+        return datasets.load_dataset(data.source, data.subset or None, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(
+            f"{where} cannot be loaded: {error}. Check data.source, data.subset and the splits' names, and that the "
+            "network reaches the hub; a file (.jsonl, .json, .parquet) needs no hub"
+        ) from error
+
+
+def _sums_pairs(data: Data, split: str) -> Pairs:
+    return sums(data.source, split)
+
+
+_READERS: Final[dict[str, Callable[[Data, str], Pairs]]] = {"sums": _sums_pairs, "file": _file_pairs, "hub": _hub_pairs}

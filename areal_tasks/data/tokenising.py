@@ -1,0 +1,132 @@
+"""From rows to token ids: prompts for generation, and demonstrations for supervised fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from areal_tasks.data.datasets import Row
+from schemas.errors import UserError
+from schemas.recipe.sections import Data
+from schemas.tables import PROMPTS
+
+
+def render_prompts(
+    rows: Sequence[Row],
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    max_new_tokens: int | None,
+) -> pa.Table:
+    """The table PROMPTS: the user's message as text, and the token ids the model is given (chat template applied).
+
+    `max_new_tokens` is the room a prompt must leave within `max_length`; None: room for the row's own answer and an
+    end token, as in supervised fine-tuning. A prompt that leaves less is an error, or dropped, as the recipe says.
+    """
+    messages = [data.template.replace("{prompt}", row.prompt) for row in rows]
+    ids = encode_prompts(messages, data, tokenizer)
+    rooms = [max_new_tokens] * len(rows) if max_new_tokens is not None else _answer_lengths(rows, tokenizer)
+    _check_known(rows, messages, ids, tokenizer)
+    fits = [len(prompt) + room <= max_length for prompt, room in zip(ids, rooms, strict=True)]
+    if data.on_long_prompt == "error" and not all(fits):
+        first = fits.index(False)
+        raise UserError(_too_long(rows[first], len(ids[first]), rooms[first], max_length, fits.count(False)))
+    if not any(fits):
+        raise UserError(
+            f"every one of {len(rows)} prompts is too long for model.max_length {max_length}; raise it, or lower "
+            "max_new_tokens"
+        )
+    return _table([i for i, fit in enumerate(fits) if fit], rows, messages, ids)
+
+
+def encode_prompts(messages: Sequence[str], data: Data, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of each message: through the chat template, or as it is with the tokenizer's own special tokens."""
+    if not data.chat:
+        plain: list[list[int]] = tokenizer(list(messages))["input_ids"]
+        return plain
+    if not tokenizer.chat_template:
+        raise UserError("data.chat: this model's tokenizer has no chat template; set data.chat to false")
+    chats = [_chat(message, data.system) for message in messages]
+    texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _chat(message: str, system: str) -> list[dict[str, str]]:
+    first = [{"role": "system", "content": system}] if system else []
+    return [*first, {"role": "user", "content": message}]
+
+
+def encode_answers(answers: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of each answer, the end-of-sequence token last."""
+    if tokenizer.eos_token_id is None:
+        raise UserError("this model's tokenizer names no end-of-sequence token (eos_token), so answers cannot end")
+    encoded = tokenizer(list(answers), add_special_tokens=False)["input_ids"]
+    return [[*ids, tokenizer.eos_token_id] for ids in encoded]
+
+
+def _answer_lengths(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return [len(ids) for ids in encode_answers([row.answer for row in rows], tokenizer)]
+
+
+def _check_known(
+    rows: Sequence[Row], messages: Sequence[str], ids: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    unknown, name = tokenizer.unk_token_id, tokenizer.unk_token
+    for row, message, prompt in zip(rows, messages, ids, strict=True):
+        if not prompt:
+            raise UserError(f"{_place(row)} is empty: a model cannot go on from nothing")
+        if unknown is not None and unknown in prompt and name not in message:
+            raise UserError(
+                f"{_place(row)}, {message[:60]!r}, has characters outside the model's vocabulary; change data.template "
+                "or the data, or model.scratch.alphabet"
+            )
+
+
+def _too_long(row: Row, length: int, room: int, max_length: int, count: int) -> str:
+    return (
+        f"{_place(row)} has {length} tokens, which with room for {room} more exceeds model.max_length {max_length}; "
+        f"{count} prompts do. Raise model.max_length, lower max_new_tokens, or set data.on_long_prompt to drop"
+    )
+
+
+def _place(row: Row) -> str:
+    return f"the prompt of row {row.prompt_id} (from 0)"
+
+
+def _table(kept: Sequence[int], rows: Sequence[Row], messages: Sequence[str], ids: Sequence[Sequence[int]]) -> pa.Table:
+    columns = {
+        "prompt_id": [rows[i].prompt_id for i in kept],
+        "prompt": [messages[i] for i in kept],
+        "answer": [rows[i].answer for i in kept],
+        "input_ids": [ids[i] for i in kept],
+        "num_tokens": [len(ids[i]) for i in kept],
+    }
+    return pa.table(columns, schema=PROMPTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A demonstration: element i of `loss_mask` says whether token i of `input_ids` is trained."""
+
+    prompt_id: int
+    prompt: str
+    completion: str
+    input_ids: list[int]
+    loss_mask: list[bool]
+
+
+def sft_examples(prompts: pa.Table, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    """Demonstrations from rows of the table PROMPTS: the answer and the end token are trained, the prompt is not.
+
+    The prompt's ids are exactly those that generation starts from, so the model learns to go on where it will be asked.
+    """
+    columns = [prompts.column(name).to_pylist() for name in ("prompt_id", "prompt", "answer", "input_ids")]
+    answers = encode_answers(columns[2], tokenizer)
+    return [
+        Example(number, prompt, answer, [*ids, *more], [False] * len(ids) + [True] * len(more))
+        for number, prompt, answer, ids, more in zip(*columns, answers, strict=True)
+    ]

@@ -1,0 +1,137 @@
+"""Where a run's initial weights come from: made from nothing, a local folder, a model's name, or another run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from areal_tasks.data.scratch import make_scratch
+from areal_tasks.store.backend import Store
+from areal_tasks.store.commit import read_record
+from areal_tasks.store.files import read_weights, upload
+from areal_tasks.store.paths import iteration_commit, run_record
+from schemas.errors import UserError
+from schemas.manifest import FileRef, IterationCommit
+from schemas.recipe.sections import Model
+
+#: What a model's folder needs: configuration, safetensors and tokenizer. Other formats of the same weights stay behind.
+WANTED: Final = (
+    "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template*",
+)  # fmt: skip
+_TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
+_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def initial_weights(store: Store, model: Model, seed: int, into: str, scratch: Path) -> tuple[FileRef, ...]:
+    """The files of version 0, in the store: put under the prefix `into`, or those that another run has committed.
+
+    `scratch` is an empty local folder for what has to be made or fetched first. UserError says what is missing.
+    """
+    if model.path.startswith("run://"):
+        return run_weights(store, model.path)
+    if model.scratch is not None:
+        return upload(store, into, make_scratch(model.scratch, seed, model.max_length, scratch / "model"))
+    folder = model_folder(model.path)
+    check_context(folder, model.max_length)
+    return upload(store, into, _wanted(folder, scratch / "model"))
+
+
+def run_weights(store: Store, path: str) -> tuple[FileRef, ...]:
+    """The files of the newest (`run://NAME`) or of one version (`run://NAME@VERSION`, from 1) of a run's weights."""
+    run, _, version = path.removeprefix("run://").partition("@")
+    if not store.exists(run_record(run)):
+        raise UserError(f"model.path: there is no run '{run}' in {store.url}")
+    commit = _commit_of(store, run, int(version)) if version else _newest_commit(store, run)
+    return read_weights(store, commit.weights).files
+
+
+def _commit_of(store: Store, run: str, version: int) -> IterationCommit:
+    if version == 0:
+        raise UserError(f"model.path: version 0 of run '{run}' is what that run began with; name its own model instead")
+    if not store.exists(iteration_commit(run, version - 1)):
+        raise UserError(f"model.path: run '{run}' has no version {version}; its newest is {_versions(store, run)}")
+    return read_record(store, iteration_commit(run, version - 1), IterationCommit)
+
+
+def _newest_commit(store: Store, run: str) -> IterationCommit:
+    versions = _versions(store, run)
+    if versions == 0:
+        raise UserError(f"model.path: run '{run}' has committed no iteration yet, so it has no weights to start from")
+    return read_record(store, iteration_commit(run, versions - 1), IterationCommit)
+
+
+def _versions(store: Store, run: str) -> int:
+    """How many iterations are committed, in O(log n) reads and no listing."""
+    above = 1
+    while store.exists(iteration_commit(run, above - 1)):
+        above *= 2
+    low, high = above // 2, above - 1  # committed: at least low, at most high
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if store.exists(iteration_commit(run, middle - 1)) else (low, middle - 1)
+    return low
+
+
+# ── folders and names ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def model_folder(path: str) -> Path:
+    """A local folder with a complete model: `path` itself, or the hub's model of that name. UserError otherwise."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        folder = _from_hub(path)
+    _require(folder, path, ["config.json"], "no config.json: it is not a model's folder")
+    _require(folder, path, ["*.safetensors"], "no *.safetensors: convert its weights with save_pretrained")
+    _require(folder, path, _TOKENIZERS, "no tokenizer: save it there too (tokenizer.save_pretrained)")
+    return folder
+
+
+def _require(folder: Path, path: str, patterns: Iterable[str], problem: str) -> None:
+    if not any(next(folder.glob(pattern), None) for pattern in patterns):
+        raise UserError(f"model.path: '{path}' has {problem}")
+
+
+def _from_hub(path: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    if not _NAME.fullmatch(path) or path.startswith("."):
+        raise UserError(f"model.path: there is no folder '{path}' (looked for {Path(path).expanduser().absolute()})")
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(WANTED)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            f"model.path: '{path}' is no folder here (looked for {Path(path).absolute()}), and the hub gives no model "
+            f"of that name: {_first_line(error)}. Put the model's folder there, or name one that the hub has"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _wanted(folder: Path, into: Path) -> Path:
+    """A folder of links to those files of `folder` that engines read."""
+    into.mkdir(parents=True)
+    for file in {file for pattern in WANTED for file in folder.glob(pattern)}:
+        (into / file.name).symlink_to(file.resolve())
+    return into
+
+
+def check_context(folder: Path, max_length: int) -> None:
+    """UserError if `max_length` tokens exceed the context that the model in `folder` was made for."""
+    context = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    if isinstance(context, int) and max_length > context:
+        raise UserError(f"model.max_length: {max_length} exceeds the model's context of {context} tokens; lower it")
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a model's folder. UserError if there is none."""
+    _require(folder, str(folder), _TOKENIZERS, "no tokenizer: save it there too (tokenizer.save_pretrained)")
+    return AutoTokenizer.from_pretrained(folder)
