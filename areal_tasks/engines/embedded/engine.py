@@ -1,0 +1,380 @@
+"""Continuous batching in one thread: admit, prefill a chunk, decode a token for every slot, deliver, again.
+
+Deterministic mode makes every token a function of its own sequence alone: passes have proven shapes (see `prove`),
+sampling is keyed by (seed, position), and nothing else of a neighbour can reach a row.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from areal_tasks.engines.embedded.prove import proven_shapes
+from areal_tasks.engines.embedded.runner import Runner, Shapes, chunk_of
+from areal_tasks.engines.embedded.sampling import sample, uniforms
+from areal_tasks.engines.embedded.sequence import Batch, Job, Sequence, share_prompts
+from areal_tasks.engines.embedded.slots import Rows, Slots
+from areal_tasks.engines.embedded.stops import Detokenizer, tail_length
+
+log = logging.getLogger(__name__)
+PauseMode = Literal["abort", "in_place", "retract"]
+T = TypeVar("T")
+
+
+class NotFinite(Exception):
+    """The model answered with logits that are no numbers: its weights are damaged."""
+
+
+@dataclass(eq=False, slots=True)
+class Prefill:
+    """A batch whose prompt is being computed in the row of its first slot."""
+
+    batch: Batch
+    slots: list[int]
+    chunk: int
+    cursor: int = 0
+
+    @property
+    def last(self) -> int:
+        """Offset of the prompt's last token in the current chunk; at least `chunk` when it lies further on."""
+        return len(self.batch.tokens) - 1 - self.cursor
+
+
+class Engine:
+    """Owns the model, in a thread of its own. Every public method may be called from any thread."""
+
+    def __init__(self, runner: Runner, slots: int, *, version: str, detokenizer: Detokenizer | None,
+                 deterministic: bool = True, threads: int = 0) -> None:  # fmt: skip
+        self.runner = runner
+        self.version = version
+        self.detokenizer = detokenizer
+        self.deterministic = deterministic
+        self.failure: str | None = None
+        self.paused = False
+        self.steps = 0
+        self._threads = threads or torch.get_num_threads()
+        self._slots = Slots(runner.rows, slots, runner.capacity)
+        self._queue: deque[Batch] = deque()
+        self._prefills: list[Prefill] = []
+        self._jobs: dict[Sequence, Job] = {}
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # -- called from other threads ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread, and wait until the shapes are proven."""
+        ready = self._command(lambda: None)
+        self._thread.start()
+        ready.result()
+
+    def close(self) -> None:
+        """End the thread; unfinished sequences are aborted."""
+        self._command(self._close).result()
+        self._thread.join()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job."""
+        self._command(lambda: self._accept_job(job))
+
+    def abort(self, wanted: Callable[[Sequence], bool]) -> Future[int]:
+        """Finish the wanted sequences with what they have; answers how many there were."""
+        return self._command(lambda: self._abort(wanted))
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Stop generating: abort what runs, keep it with its cache (in_place), or keep it without (retract)."""
+        return self._command(lambda: self._pause(mode))
+
+    def resume(self) -> Future[None]:
+        """Go on after a pause."""
+        return self._command(self._resume)
+
+    def update_weights(self, weights: Mapping[str, Tensor], version: str, keep_cache: bool) -> Future[None]:
+        """Replace the weights between two steps. What runs continues from its tokens, its cache computed anew.
+
+        With `keep_cache` (only while paused in place) old keys and values stay. Errors: UserError, nothing changed.
+        """
+        return self._command(lambda: self._update_weights(weights, version, keep_cache))
+
+    def load(self) -> tuple[int, int]:
+        """(running, queued) sequences, roughly."""
+        queued = sum(len(b.sequences) for b in list(self._queue))
+        return max(len(self._jobs) - queued, 0), queued
+
+    def _command(self, action: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if self.failure is not None:
+                future.set_exception(RuntimeError(self.failure))
+                return
+            try:
+                future.set_result(action())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._commands.append(run)
+        self._wake.set()
+        if self.failure is not None:  # the thread has ended: nobody else would answer
+            self._run_commands()
+        return future
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)
+        try:
+            with torch.inference_mode(), sdpa_kernel(SDPBackend.MATH):
+                if self.deterministic:
+                    self.runner.shapes = proven_shapes(self.runner)
+                while not self._stop:
+                    self._turn()
+        except Exception as error:
+            log.exception("the engine's thread failed")
+            self._fail_all(RuntimeError(f"the engine failed: {error!r}; see the server's log"))
+            self.failure = f"the engine failed: {error!r}; see the server's log"
+        self.failure = self.failure or "the engine was closed"
+        self._run_commands()
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+
+    def _turn(self) -> None:
+        """Commands, then one chunk of prefill and one token of every active slot."""
+        if not self._has_work():
+            self._wake.wait()
+        self._wake.clear()
+        self._run_commands()
+        if not self._has_work():
+            return
+        try:
+            self._admit()
+            if self._prefills:
+                self._prefill()
+            if self._slots.active.any():
+                self._decode()
+        except NotFinite as error:
+            self._fail_all(error)
+        self.steps += 1
+
+    def _has_work(self) -> bool:
+        return not self.paused and bool(self._queue or self._prefills or self._slots.active.any())
+
+    def _admit(self) -> None:
+        """Give free slots to what waits, first come first served, until a prefill pass is full."""
+        while self._queue and self._slots.vacancies and len(self._prefills) < self._prefill_rows(self._queue[0]):
+            batch = self._queue[0]
+            now, later = batch.split(self._slots.vacancies)
+            slots = [self._slots.take(sequence) for sequence in now.sequences]
+            self._prefills.append(Prefill(now, slots, chunk_of(len(batch.tokens))))
+            self._queue.popleft()
+            if later.sequences:
+                self._queue.appendleft(later)
+
+    def _prefill_rows(self, batch: Batch) -> int:
+        return self.runner.shapes.prefill_rows[chunk_of(len(batch.tokens))][-1]
+
+    def _prefill(self) -> None:
+        """One chunk of the prompts that share the first one's chunk size; those that end go on to their first token."""
+        chunk = self._prefills[0].chunk
+        sizes = self.runner.shapes.prefill_rows[chunk]
+        group = [p for p in self._prefills if p.chunk == chunk][: sizes[-1]]
+        logits = self.runner.prefill(*self._chunk_inputs(group, chunk, Shapes.fit(sizes, len(group))))
+        ended = [i for i, p in enumerate(group) if p.last < chunk]
+        for p in group:
+            p.cursor += chunk
+        if ended:
+            done = {id(group[i]) for i in ended}
+            self._prefills = [p for p in self._prefills if id(p) not in done]
+            self._begin([group[i] for i in ended], logits[torch.tensor(ended)])
+
+    def _chunk_inputs(
+        self, group: list[Prefill], chunk: int, rows: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+        """The pass's rows, tokens, start positions, wanted offsets and length, padded to `rows` rows."""
+        where = np.full(rows, self.runner.spare_row, np.int64)
+        starts, last = np.zeros(rows, np.int64), np.full(rows, chunk - 1, np.int64)
+        tokens = np.zeros((rows, chunk), np.int64)
+        for i, p in enumerate(group):
+            piece = p.batch.tokens[p.cursor : p.cursor + chunk]
+            where[i], starts[i], last[i] = p.slots[0], p.cursor, min(p.last, chunk - 1)
+            tokens[i, : len(piece)] = piece
+        length = Shapes.fit(self.runner.shapes.lengths, int(starts.max()) + chunk)
+        return *map(torch.from_numpy, (where, tokens, starts, last)), length  # type: ignore[return-value]
+
+    def _begin(self, ended: list[Prefill], logits: Tensor) -> None:
+        """Copy the prompts' cache to all slots of their batch, activate these and choose the first tokens."""
+        copies = [(p.slots[0], slot) for p in ended for slot in p.slots[1:]]
+        if copies:
+            sources, targets = torch.tensor(copies).unbind(1)
+            longest = max(len(p.batch.tokens) for p in ended)
+            self.runner.cache.copy(sources, targets, Shapes.fit(self.runner.shapes.lengths, longest))
+        rows = np.array([slot for p in ended for slot in p.slots])
+        owner = torch.repeat_interleave(torch.tensor([len(p.slots) for p in ended]))
+        self._slots.active[rows] = True
+        self._choose(rows, logits[owner], rows)
+
+    def _decode(self) -> None:
+        """One token for every active slot."""
+        if not self._queue and not self._prefills:
+            self._compact()
+        slots, shapes = self._slots, self.runner.shapes
+        active = np.flatnonzero(slots.active)
+        n = Shapes.fit(shapes.rows, int(active[-1]) + 1)
+        length = Shapes.fit(shapes.lengths, int(slots.position[active].max()) + 1)
+        token, position = torch.from_numpy(slots.token[:n]), torch.from_numpy(slots.position[:n])
+        self._choose(np.arange(n), self.runner.decode(token, position, length), active)
+
+    def _compact(self) -> None:
+        """Move the last sequences down where that at least halves the pass."""
+        active = np.flatnonzero(self._slots.active)
+        fewest = Shapes.fit(self.runner.shapes.rows, len(active))
+        if 2 * fewest > Shapes.fit(self.runner.shapes.rows, int(active[-1]) + 1):
+            return
+        sources = active[active >= fewest]
+        targets = np.flatnonzero(~self._slots.active[:fewest])[: len(sources)]
+        length = Shapes.fit(self.runner.shapes.lengths, int(self._slots.position[sources].max()) + 1)
+        self.runner.cache.copy(torch.from_numpy(sources), torch.from_numpy(targets), length)
+        self._slots.move(sources, targets)
+
+    def _choose(self, rows: Rows, logits: Tensor, active: Rows) -> None:
+        """Sample from the logits of `rows`, and take over the tokens of those that are `active`."""
+        slots = self._slots
+        uniform = torch.from_numpy(uniforms(slots.seed[rows], slots.position[rows] + 1))
+        chosen = sample(logits, torch.from_numpy(slots.temperature[rows]), uniform)
+        tokens, logprobs = (t.numpy() for t in chosen)
+        if len(active) < len(rows):  # then the rows are the first n slots
+            tokens, logprobs = tokens[active], logprobs[active]
+        if not np.isfinite(logprobs).all():
+            raise NotFinite("the model's logits are not finite; its weights are damaged, load others")
+        self._advance(active, tokens, logprobs)
+
+    def _advance(self, rows: Rows, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Append the tokens; finish what ended."""
+        stopped, full = self._slots.accept(rows, tokens, logprobs)
+        for slot in stopped.tolist():
+            self._finish_slot(slot, {"type": "stop", "matched": int(self._slots.token[slot])})
+        for slot in self._slots.with_strings.intersection(rows.tolist()):
+            self._finish_at_string(slot)
+        for slot in full.tolist():
+            sequence = self._slots.owner[slot]
+            if sequence is not None:
+                self._finish_slot(slot, {"type": "length", "length": sequence.limit})
+
+    def _finish_at_string(self, slot: int) -> None:
+        sequence = self._slots.owner[slot]
+        if sequence is None or self.detokenizer is None:
+            return
+        stops = sequence.params.stops
+        found = self.detokenizer.find_stop(self._slots.tail(slot, tail_length(stops)), stops)
+        if found is not None:
+            self._finish_slot(slot, {"type": "stop", "matched": found})
+
+    def _finish_slot(self, slot: int, reason: dict[str, object]) -> None:
+        sequence = self._slots.owner[slot]
+        self._slots.settle(slot, self.version)
+        self._slots.release(slot)
+        if sequence is not None:
+            self._finish(sequence, reason)
+
+    def _finish(self, sequence: Sequence, reason: dict[str, object]) -> None:
+        sequence.finish = reason
+        job = self._jobs.pop(sequence)
+        job.left -= 1
+        if job.left == 0:
+            job.done(None)
+
+    # -- commands, run in the thread ----------------------------------------------------------------------------
+
+    def _accept_job(self, job: Job) -> None:
+        self._jobs.update(dict.fromkeys(job.sequences, job))
+        self._queue.extend(share_prompts(job.sequences))
+
+    def _abort(self, wanted: Callable[[Sequence], bool]) -> int:
+        self._requeue(self._unprefill())
+        reason: dict[str, object] = {"type": "abort", "message": "aborted"}
+        running = [i for i in np.flatnonzero(self._slots.active).tolist() if self._wants(i, wanted)]
+        queued = [s for batch in self._queue for s in batch.sequences if wanted(s)]
+        for slot in running:
+            self._finish_slot(slot, reason)
+        for sequence in queued:
+            self._finish(sequence, reason)
+        kept = [Batch(b.tokens, [s for s in b.sequences if s.finish is None]) for b in self._queue]
+        self._queue = deque(b for b in kept if b.sequences)
+        return len(running) + len(queued)
+
+    def _wants(self, slot: int, wanted: Callable[[Sequence], bool]) -> bool:
+        sequence = self._slots.owner[slot]
+        return sequence is not None and wanted(sequence)
+
+    def _pause(self, mode: PauseMode) -> None:
+        self.paused = True
+        if mode == "abort":
+            self._abort(lambda sequence: True)
+        elif mode == "retract":
+            self._retract()
+
+    def _resume(self) -> None:
+        self.paused = False
+
+    def _retract(self) -> None:
+        """Put everything that runs back into the queue, before what waits there."""
+        back = self._unprefill()
+        for slot in np.flatnonzero(self._slots.active).tolist():
+            sequence = self._slots.owner[slot]
+            self._slots.settle(slot, self.version)
+            self._slots.release(slot)
+            if sequence is not None:
+                back.append(sequence)
+        self._requeue(back)
+
+    def _unprefill(self) -> list[Sequence]:
+        """Give up the prefills under way; their sequences."""
+        for slot in [slot for p in self._prefills for slot in p.slots]:
+            self._slots.release(slot)
+        sequences = [s for p in self._prefills for s in p.batch.sequences]
+        self._prefills = []
+        return sequences
+
+    def _requeue(self, sequences: list[Sequence]) -> None:
+        self._queue.extendleft(reversed(share_prompts(sequences)))
+
+    def _update_weights(self, weights: Mapping[str, Tensor], version: str, keep_cache: bool) -> None:
+        if keep_cache:
+            for slot in np.flatnonzero(self._slots.active).tolist():
+                self._slots.settle(slot, self.version)
+        else:
+            self._retract()
+        self.runner.load_weights(weights)
+        self.version = version
+        if not keep_cache:
+            self.runner.cache.clear()
+
+    def _fail_all(self, error: Exception) -> None:
+        """Answer every job with the error, and start from an empty cache."""
+        jobs = {id(job): job for job in self._jobs.values()}
+        self._jobs.clear()
+        self._queue.clear()
+        self._unprefill()
+        for slot in np.flatnonzero(self._slots.active).tolist():
+            self._slots.release(slot)
+        self.runner.cache.clear()
+        for job in jobs.values():
+            job.done(error)
+
+    def _close(self) -> None:
+        self._abort(lambda sequence: True)
+        self._stop = True

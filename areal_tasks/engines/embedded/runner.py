@@ -1,0 +1,174 @@
+"""The model and its cache: one forward pass to decode, one to prefill, weights replaced in place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from jaxtyping import Float, Int
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from areal_tasks.engines.embedded.cache import SlotCache
+from schemas.errors import UserError
+
+ROW_MULTIPLE: Final = 8  # below 8 rows a linear layer takes other paths and gives a row other bits
+CHUNK: Final = 64  # positions of a long prompt computed at once
+SHORT_CHUNK: Final = 16  # a prompt that fits in it is computed in one pass of this size
+PREFILL_TOKENS: Final = 512  # positions of one prefill pass, over all its rows
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def chunk_of(prompt_length: int) -> int:
+    """Positions a pass over this prompt computes. A function of the prompt alone, so that its bits are too."""
+    return SHORT_CHUNK if prompt_length <= SHORT_CHUNK else CHUNK
+
+
+def ladder(first: int, last: int) -> list[int]:
+    """Sizes from `first` to `last`, each at most half as large again as the one before."""
+    powers = [first << i for i in range(32) if first << i < last]
+    halves = [p + p // 2 for p in powers if p % 2 == 0 and p + p // 2 < last]
+    return sorted({*powers, *halves, last})
+
+
+@dataclass
+class Shapes:
+    """The sizes that passes are padded to, ascending. All of them give a row the same bits (see `prove`)."""
+
+    rows: list[int]
+    lengths: list[int]
+    prefill_rows: dict[int, list[int]]  # by chunk
+
+    @staticmethod
+    def fit(sizes: list[int], need: int) -> int:
+        """The smallest size that holds `need`."""
+        return next(size for size in sizes if size >= need)
+
+
+class Runner:
+    """A causal language model with a cache row for each slot, and one more that padding rows write to."""
+
+    def __init__(self, folder: Path, slots: int, max_length: int, dtype: torch.dtype) -> None:
+        self.model: Any = _load(folder, dtype)
+        self.max_length = _context(self.model.config, max_length)
+        self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
+        self.rows = round_up(slots, ROW_MULTIPLE)
+        self.capacity = round_up(self.max_length, CHUNK)
+        self.cache = _allocate(self.model.config, self.rows + 1, self.capacity, dtype)
+        self.shapes = Shapes(
+            ladder(ROW_MULTIPLE, self.rows),
+            ladder(32, self.capacity),
+            {chunk: ladder(1, min(PREFILL_TOKENS // chunk, self.rows)) for chunk in (SHORT_CHUNK, CHUNK)},
+        )
+        self._range = torch.arange(self.capacity)
+
+    @property
+    def spare_row(self) -> int:
+        """The cache row that padding rows write to."""
+        return self.rows
+
+    def decode(self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], length: int) -> Float[Tensor, "n vocab"]:
+        """Logits after one more token in each of the first n rows; `length` bounds the positions that are read."""
+        return self._forward(None, tokens[:, None], positions[:, None], length, 1)[:, 0]
+
+    def prefill(
+        self,
+        rows: Int[Tensor, " n"],
+        tokens: Int[Tensor, "n chunk"],
+        starts: Int[Tensor, " n"],
+        last: Int[Tensor, " n"],
+        length: int,
+    ) -> Float[Tensor, "n vocab"]:
+        """Compute one chunk of each prompt from position `starts`; logits at offset `last` of the chunk."""
+        positions = starts[:, None] + self._range[: tokens.shape[1]]
+        wanted, column = torch.unique(last, return_inverse=True)
+        padding = wanted[:1].expand(round_up(len(wanted), ROW_MULTIPLE) - len(wanted))
+        logits = self._forward(rows, tokens, positions, length, torch.cat([wanted, padding]))
+        return logits[torch.arange(len(rows)), column]
+
+    def _forward(
+        self, rows: Tensor | None, tokens: Tensor, positions: Tensor, length: int, keep: int | Tensor
+    ) -> Float[Tensor, "n kept vocab"]:
+        self.cache.aim(rows, positions, length)
+        visible = self._range[:length] <= positions[:, None, :, None]
+        mask = torch.zeros(visible.shape, dtype=self.model.dtype).masked_fill_(~visible, -torch.inf)
+        output = self.model(
+            input_ids=tokens,
+            position_ids=positions.clamp(max=self.max_length - 1),
+            attention_mask=mask,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        logits: Tensor = output.logits
+        return logits
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace the weights in place. Nothing is changed unless every parameter is there in its shape."""
+        mine = dict(self.model.named_parameters())  # names a tied weight once
+        wrong = [n for n, p in mine.items() if n not in weights or weights[n].shape != p.shape]
+        if wrong:
+            raise UserError(
+                f"the weights do not fit the running model: {len(wrong)} of {len(mine)} parameters are missing or of "
+                f"another shape, the first is {wrong[0]}. Start a new server for another architecture"
+            )
+        for name, parameter in mine.items():
+            parameter.copy_(weights[name])
+
+
+def read_weights_folder(folder: Path, expected: set[str]) -> dict[str, Tensor]:
+    """The tensors of a Hugging Face folder under the model's parameter names (`expected`).
+
+    Errors: UserError when the folder holds no readable weights.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder} holds no *.safetensors file; name a Hugging Face model folder")
+    try:
+        tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except SafetensorError as error:
+        raise UserError(f"{folder} holds damaged weights ({error}); publish them again") from error
+    if expected <= tensors.keys():
+        return tensors
+    return dict(_load(folder, torch.float32).named_parameters())  # transformers renames what was saved otherwise
+
+
+def _load(folder: Path, dtype: torch.dtype) -> Any:
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} is no model folder: it has no config.json")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, attn_implementation="sdpa")
+    except (OSError, ValueError, SafetensorError, json.JSONDecodeError) as error:
+        raise UserError(f"the model in {folder} cannot be loaded: {error}") from error
+    return model.eval().requires_grad_(False)
+
+
+def _context(config: Any, max_length: int) -> int:
+    """Tokens a sequence may have. Refuses what the cache cannot represent."""
+    context = min(max_length, int(getattr(config, "max_position_embeddings", max_length)))
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None) or context
+    sliding = "sliding_attention" in kinds and window < context
+    if sliding or kinds - {"full_attention", "sliding_attention"}:
+        raise UserError(
+            f"the embedded server supports full attention only; this {config.model_type} model has layers of kind "
+            f"{', '.join(sorted(kinds))}. Use the sglang engine, or a max_length of at most its window ({window})"
+        )
+    return context
+
+
+def _allocate(config: Any, rows: int, length: int, dtype: torch.dtype) -> SlotCache:
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return SlotCache(
+        config.num_hidden_layers, rows, getattr(config, "num_key_value_heads", None) or heads, length, dim, dtype
+    )

@@ -1,0 +1,119 @@
+"""One completion on its way through the engine, and the request it belongs to."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from areal_tasks.engines.embedded.sampling import fold
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+TokenId = Annotated[int, Field(ge=0)]
+MAX_STOPS: Final = 64
+
+
+class SamplingParams(BaseModel):
+    """SGLang's `sampling_params`, less what a trainer cannot reproduce: those fields take their neutral value only."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_new_tokens: int = Field(128, ge=1)
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    stop: str | list[str] | None = Field(None, max_length=MAX_STOPS)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOPS)
+    sampling_seed: Seed | None = None
+    ignore_eos: bool = False
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    n: int = Field(1, ge=1, le=4096)
+    top_p: Literal[1] | float = Field(1, ge=1, le=1)
+    top_k: Literal[-1] = -1
+    min_p: float = Field(0, ge=0, le=0)
+    frequency_penalty: float = Field(0, ge=0, le=0)
+    presence_penalty: float = Field(0, ge=0, le=0)
+    repetition_penalty: float = Field(1, ge=1, le=1)
+
+    @model_validator(mode="after")
+    def _stops_hold_text(self) -> SamplingParams:
+        if "" in self.stops:
+            raise ValueError("an empty stop string would end every completion at once")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A prompt, how to continue it, and what has been generated so far."""
+
+    rid: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    limit: int  # tokens it may generate: max_new_tokens, or what the context leaves
+    output: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[str, int]] = field(default_factory=list)  # (weights version, tokens sampled with it), in order
+    finish: dict[str, object] | None = None
+
+    def so_far(self) -> list[int]:
+        """Prompt and output: what the cache must hold to go on."""
+        return self.prompt + self.output
+
+    def record(self, tokens: list[int], logprobs: list[float], version: str) -> None:
+        """Take over tokens that were sampled with `version`."""
+        if tokens:
+            self.output += tokens
+            self.logprobs += logprobs
+            self.versions.append((version, len(tokens)))
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """The sequences of one HTTP request; `done` is called once, in the engine's thread, when all have finished."""
+
+    sequences: list[Sequence]
+    done: Callable[[Exception | None], None]
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = len(self.sequences)
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """Sequences with the same tokens so far: their cache is computed once."""
+
+    tokens: list[int]
+    sequences: list[Sequence]
+
+    def split(self, n: int) -> tuple[Batch, Batch]:
+        """The first `n` sequences, and the others."""
+        return Batch(self.tokens, self.sequences[:n]), Batch(self.tokens, self.sequences[n:])
+
+
+def make_sequences(
+    rid: str, prompt: list[int], params: SamplingParams, eos: frozenset[int], max_length: int
+) -> list[Sequence]:
+    """The `n` sequences of one prompt. Without a seed each gets a random one."""
+    stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos)
+    limit = min(params.max_new_tokens, max_length - len(prompt))
+    seed = secrets.randbits(62) if params.sampling_seed is None else params.sampling_seed
+    ids = [rid] if params.n == 1 else [f"{rid}-{i}" for i in range(params.n)]
+    return [Sequence(one, prompt, params, fold(seed, i), stop_ids, limit) for i, one in enumerate(ids)]
+
+
+def share_prompts(sequences: list[Sequence]) -> list[Batch]:
+    """Batches of sequences that start from the same tokens, in order of arrival."""
+    batches: dict[tuple[int, ...], Batch] = {}
+    for sequence in sequences:
+        tokens = sequence.so_far()
+        batches.setdefault(tuple(tokens), Batch(tokens, [])).sequences.append(sequence)
+    return list(batches.values())

@@ -1,0 +1,113 @@
+"""The state of every slot as arrays, so that a step over all of them is a few array operations."""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
+
+from areal_tasks.engines.embedded.sequence import Sequence
+
+Rows = npt.NDArray[np.int64]
+
+
+class Slots:
+    """`rows` slots, of which the first `usable` are given out; one holds a sequence from its prefill to its end."""
+
+    def __init__(self, rows: int, usable: int, length: int) -> None:
+        self._free = list(range(usable))  # a heap: low slots first keep the decode pass small
+        self.token = np.zeros(rows, np.int64)  # the newest token, not yet in the cache
+        self.position = np.zeros(rows, np.int64)  # where it belongs
+        self.seed = np.zeros(rows, np.int64)
+        self.temperature = np.zeros(rows, np.float32)
+        self.count = np.zeros(rows, np.int64)  # tokens generated since the slot was taken
+        self.limit = np.zeros(rows, np.int64)
+        self.active = np.zeros(rows, np.bool_)
+        self.stop_ids = np.full((rows, 1), -1, np.int64)
+        self.tokens = np.zeros((rows, length), np.int64)
+        self.logprobs = np.zeros((rows, length), np.float32)
+        self.owner: list[Sequence | None] = [None] * rows
+        self.with_strings: set[int] = set()  # slots whose sequence has stop strings
+
+    @property
+    def vacancies(self) -> int:
+        """Slots nobody holds."""
+        return len(self._free)
+
+    def take(self, sequence: Sequence) -> int:
+        """Give the lowest free slot to the sequence; it becomes active when its prompt is in the cache.
+
+        Until then a decode pass writes rubbish at the slot's position, that of the last prompt token: harmless, since
+        a position is always written anew in the pass that first reads it.
+        """
+        slot = heappop(self._free)
+        self.owner[slot] = sequence
+        self.seed[slot] = sequence.seed
+        self.temperature[slot] = sequence.params.temperature
+        self.count[slot] = 0
+        self.limit[slot] = sequence.limit - len(sequence.output)
+        self.position[slot] = len(sequence.prompt) + len(sequence.output) - 1
+        self._set_stops(slot, sequence.stop_ids)
+        if sequence.params.stops:
+            self.with_strings.add(slot)
+        return slot
+
+    def _set_stops(self, slot: int, stop_ids: frozenset[int]) -> None:
+        if len(stop_ids) > self.stop_ids.shape[1]:
+            wider = np.full((len(self.stop_ids), len(stop_ids)), -1, np.int64)
+            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
+            self.stop_ids = wider
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(stop_ids)] = sorted(stop_ids)
+
+    def release(self, slot: int) -> None:
+        self.owner[slot] = None
+        self.active[slot] = False
+        self.position[slot] = 0
+        self.temperature[slot] = 0
+        self.with_strings.discard(slot)
+        heappush(self._free, slot)
+
+    def move(self, sources: Rows, targets: Rows) -> None:
+        """Move active sequences to free slots."""
+        for state in (self.token, self.position, self.seed, self.temperature, self.count, self.limit, self.stop_ids,
+                      self.tokens, self.logprobs, self.active):  # fmt: skip
+            state[targets] = state[sources]
+        moved = set(targets.tolist())
+        self._free = [slot for slot in self._free if slot not in moved]
+        heapify(self._free)
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            self.owner[target] = self.owner[source]
+            if source in self.with_strings:
+                self.with_strings.add(target)
+            self.release(source)
+
+    def accept(self, rows: Rows, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]) -> tuple[Rows, Rows]:
+        """Append one token to each of `rows`. Gives back the rows that a stop token ended, and those at their limit."""
+        count = self.count[rows]
+        self.tokens[rows, count] = tokens
+        self.logprobs[rows, count] = logprobs
+        self.token[rows] = tokens
+        self.count[rows] = count + 1
+        self.position[rows] += 1
+        stopped = (self.stop_ids[rows] == tokens[:, None]).any(axis=1)
+        full = (count + 1 >= self.limit[rows]) & ~stopped
+        return rows[stopped], rows[full]
+
+    def settle(self, slot: int, version: str) -> None:
+        """Hand what was generated since the slot was taken to its sequence, as sampled with `version`."""
+        n = int(self.count[slot])
+        owner = self.owner[slot]
+        if owner is not None:
+            owner.record(self.tokens[slot, :n].tolist(), self.logprobs[slot, :n].tolist(), version)
+        self.limit[slot] -= n
+        self.count[slot] = 0
+
+    def tail(self, slot: int, n: int) -> list[int]:
+        """The last `n` tokens of the sequence's output."""
+        count = int(self.count[slot])
+        recent: list[int] = self.tokens[slot, max(count - n, 0) : count].tolist()
+        owner = self.owner[slot]
+        missing = n - len(recent)
+        return (owner.output[-missing:] if owner is not None and missing > 0 else []) + recent
