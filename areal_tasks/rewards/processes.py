@@ -1,0 +1,145 @@
+"""The pool's handles on its processes: the forkserver, and the workers it forks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from areal_tasks.rewards.worker import Result
+from schemas.errors import UserError
+
+#: Time a verifier's module may take to be imported.
+LOAD_SECONDS: Final = 120.0
+_REPLY_SECONDS: Final = 30.0
+_STOP_SECONDS: Final = 2.0
+_COMMAND: Final = "from areal_tasks.rewards.forkserver import main; main()"
+
+
+class Worker:
+    """A verifier process, and the rows it was given, in the order in which it answers."""
+
+    def __init__(self, pid: int, channel: socket.socket) -> None:
+        self.pid, self.channel = pid, channel
+        self.rows: deque[int] = deque()
+        self.deadline = 0.0  # of the first of them, on the monotonic clock
+        self.ended = False
+        self._buffer = b""
+
+    def send(self, rows: Sequence[tuple[str, str, str]], timeout: float) -> bool:
+        """Hands over a chunk; False when the process is gone or does not read."""
+        self.channel.settimeout(timeout)
+        try:
+            self.channel.sendall(json.dumps(rows).encode() + b"\n")
+        except OSError:
+            return False
+        return True
+
+    def receive(self) -> list[Result]:
+        """The results that have arrived, without waiting. ValueError when they are none."""
+        self.channel.settimeout(0)
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            arrived = self.channel.recv(1 << 20)
+            self.ended = not arrived
+            self._buffer += arrived
+        *lines, self._buffer = self._buffer.split(b"\n")
+        if len(lines) > len(self.rows):
+            raise ValueError("the verifier's process gave more results than it had rows")
+        return [_result(line) for line in lines]
+
+
+class Forkserver:
+    """The process of `areal_tasks.rewards.forkserver`, with the verifier loaded. UserError when that fails."""
+
+    def __init__(self, verifier: str, arguments: Mapping[str, Any], memory_mb: int) -> None:
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _COMMAND, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # a Ctrl-C in the terminal is the caller's business
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+        self.exited: list[tuple[int, int]] = []  # noticed, and not yet told by `exits`
+        try:
+            self._load(verifier, {"verifier": verifier, "arguments": dict(arguments), "memory_mb": memory_mb})
+        except BaseException:
+            self.close()
+            raise
+
+    def fork(self) -> Worker:
+        """A fresh worker."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._send(b"fork", theirs.fileno())
+        while (event := self._event())["event"] != "started":
+            self.exited.append((event["pid"], event["status"]))
+        return Worker(event["pid"], ours)
+
+    def kill(self, worker: Worker) -> None:
+        """Kills the worker, and what it started, if it still runs."""
+        worker.channel.close()
+        self._send(str(worker.pid).encode())
+
+    def exits(self) -> list[tuple[int, int]]:
+        """Process id and exit status (negative: a signal) of the workers that ended since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                event = self._event(timeout=0)
+                self.exited.append((event["pid"], event["status"]))
+        found, self.exited = self.exited, []
+        return found
+
+    def close(self) -> None:
+        """Ends the workers and the process, and waits for that."""
+        self.control.close()
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _load(self, verifier: str, spec: Mapping[str, Any]) -> None:
+        self._send(json.dumps(spec).encode())
+        try:
+            event = self._event(LOAD_SECONDS)
+        except TimeoutError as error:
+            raise UserError(f"reward.verifier: importing {verifier} takes longer than {LOAD_SECONDS:g} s.") from error
+        except ConnectionError as error:
+            raise UserError(f"reward.verifier: importing {verifier} ends the process that does it.") from error
+        if event["event"] == "failed":
+            raise UserError(event["message"])
+
+    def _send(self, message: bytes, *descriptors: int) -> None:
+        self.control.settimeout(_REPLY_SECONDS)
+        try:
+            socket.send_fds(self.control, [message], descriptors)
+        except BrokenPipeError as error:
+            raise ConnectionError(self._gone()) from error
+
+    def _event(self, timeout: float = _REPLY_SECONDS) -> Any:
+        self.control.settimeout(timeout)
+        message = self.control.recv(1 << 16)
+        if not message:
+            raise ConnectionError(self._gone())
+        return json.loads(message)
+
+    def _gone(self) -> str:
+        return (
+            f"the process that starts verifiers ended with status {self._process.wait()}; the next call starts another"
+        )
+
+
+def _result(line: bytes) -> Result:
+    fields = json.loads(line)
+    if not isinstance(fields, list) or len(fields) != len(Result._fields):
+        raise ValueError("the verifier's process answered with something that is no result")
+    return Result(*fields)

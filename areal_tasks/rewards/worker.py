@@ -1,0 +1,91 @@
+"""What runs in a verifier process: read rows, judge them one by one, answer each at once.
+
+Rows and results are JSON, a line each. A process that was short of memory says so in its last result and ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from areal_tasks.rewards.protocol import Verdict, as_verdict
+
+#: Characters of `parsed` and `detail` that are kept.
+MAX_TEXT: Final = 500
+
+
+class Result(NamedTuple):
+    """One line from a worker; `last` when the process ends after it."""
+
+    reward: float
+    verdict: str
+    parsed: str
+    detail: str
+    seconds: float
+    last: bool
+
+
+def serve(channel: socket.socket, verifier: Callable[[str, str, str], object], memory_mb: int) -> None:
+    """Answers chunks of rows until the other end closes. Never raises for what a verifier does."""
+    limit_memory(memory_mb)
+    sys.stdout = sys.stderr  # which is written at once: nothing is lost when the process is killed
+    for line in channel.makefile("rb"):
+        for prompt, completion, answer in json.loads(line):
+            result = judge(verifier, prompt, completion, answer)
+            channel.sendall(json.dumps(result).encode() + b"\n")
+            if result.last:
+                return
+
+
+def judge(verifier: Callable[[str, str, str], object], prompt: str, completion: str, answer: str) -> Result:
+    """One row's result; whatever the verifier raises, `sys.exit` too, is an `error`."""
+    started = time.perf_counter()
+    last = False
+    try:
+        verdict = as_verdict(verifier(prompt, completion, answer))
+    except MemoryError:
+        verdict, last = Verdict(0.0, "error", detail="the verifier needed more memory than reward.memory_mb"), True
+    except BaseException as error:
+        verdict = Verdict(0.0, "error", detail=_describe(error))
+    seconds = time.perf_counter() - started
+    return Result(verdict.reward, verdict.verdict, _text(verdict.parsed), _text(verdict.detail), seconds, last)
+
+
+def limit_memory(memory_mb: int) -> None:
+    """Lets the address space grow by `memory_mb` MiB from here on, and forbids core dumps."""
+    with open("/proc/self/statm") as statm:
+        now = int(statm.read().split()[0]) * resource.getpagesize()
+    limit = now + memory_mb * 2**20
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    allowed = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _describe(error: BaseException) -> str:
+    """The exception and the line of the verifier that raised it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = f" ({os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno})" if trace else ""
+    try:
+        return f"{type(error).__name__}: {error}{where}"
+    except Exception:  # an exception whose own __str__ raises
+        return f"{type(error).__name__}{where}"
+
+
+def _text(text: object) -> str:
+    """A short string that is valid UTF-8."""
+    return str(text)[:MAX_TEXT].encode("utf-8", "replace").decode()
+
+
+def leave(status: int) -> None:
+    """Ends a forked process without running what its parent registered to run at exit."""
+    sys.stderr.flush()
+    os._exit(status)
