@@ -223,7 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="1", help="seeds of the runs, separated by commas")
     parser.add_argument(
-        "--sft", action="append", default=[], help="an override of the sft recipe, such as trainer.lr=1e-3"
+        "--sft", action="append", default=[], help="an override of the sft recipe"
     )
     parser.add_argument("overrides", nargs="*", help="overrides of the rlhf recipe")
     arguments = parser.parse_args()

@@ -37,6 +37,8 @@ def initial_weights(store: Store, model: Model, seed: int, into: str, scratch: P
         return run_weights(store, model.path)
     if model.scratch is not None:
         return upload(store, into, make_scratch(model.scratch, seed, model.max_length, scratch / "model"))
+    if not model.path:
+        raise ValueError("model.warm_start should have become the model.path of the run that it names")
     folder = model_folder(model.path)
     check_context(folder, model.max_length)
     return upload(store, into, _wanted(folder, scratch / "model"))

@@ -94,7 +94,11 @@ IDLE: Final = (
     ),
     Idle("evaluation.every", lambda r: r.flow != "evaluate", "in an evaluate recipe: it evaluates once"),
     *(
-        Idle(f"evaluation.{name}", _evaluates, "with evaluation.every 0: nothing is evaluated")
+        Idle(
+            f"evaluation.{name}",
+            _evaluates,
+            "with evaluation.every 0: nothing is evaluated (evaluation={} clears the section)",
+        )
         for name in ("limit", "samples", "temperature", "max_new_tokens", "stop")
     ),
 )
