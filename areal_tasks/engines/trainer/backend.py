@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -40,6 +40,7 @@ class Progress:
     skipped_in_row: int = 0
 
 
+@runtime_checkable
 class Backend(Protocol):
     """Model and optimizer. `rank` and `world` say which share of the micro-batches is this process's."""
 

@@ -80,7 +80,7 @@ class Trainer:
         self.has_reference = False
 
     def load(self, command: Load) -> Loaded:
-        """Replace policy and optimizer. Without a checkpoint the optimizer is fresh, at the step the version implies."""
+        """Replace policy and optimizer. Without a checkpoint it is fresh, at the step the version implies."""
         self.fence.admit(command.owner)
         source = command.checkpoint or command.weights
         if source.version != command.version:

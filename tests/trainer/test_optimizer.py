@@ -1,0 +1,74 @@
+"""Schedules in closed form, clipping, and AdamW against its paper's formulas."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_tasks.engines.trainer.optimizer import clip_gradients, learning_rate, make_optimizer, step_at
+from schemas.recipe.sections import Trainer
+
+
+def _rates(total: int, **settings: Any) -> list[float]:
+    return [learning_rate(step, total, Trainer(lr=0.1, **settings)) for step in range(total)]
+
+
+def test_constant() -> None:
+    assert _rates(4, lr_schedule="constant") == pytest.approx([0.1] * 4)
+
+
+def test_linear_ends_at_its_share() -> None:
+    assert _rates(5, lr_schedule="linear", lr_final=0.2) == pytest.approx([0.1, 0.08, 0.06, 0.04, 0.02])
+
+
+def test_cosine() -> None:
+    expected = [0.1 * (0.1 + 0.9 * (1 + math.cos(math.pi * s / 4)) / 2) for s in range(5)]
+    assert _rates(5, lr_schedule="cosine", lr_final=0.1) == pytest.approx(expected)
+    assert expected[-1] == pytest.approx(0.01)
+
+
+def test_warm_up_then_decay() -> None:
+    found = _rates(7, lr_schedule="linear", lr_final=0.0, warmup_steps=4)
+    assert found == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.05, 0.0])
+
+
+def test_beyond_the_end_the_rate_stays() -> None:
+    assert learning_rate(50, 5, Trainer(lr=0.1, lr_schedule="cosine", lr_final=0.3)) == pytest.approx(0.03)
+
+
+@given(st.integers(1, 50), st.integers(0, 60), st.sampled_from(["constant", "linear", "cosine"]), st.floats(0, 1))
+def test_rates_stay_within_bounds(total: int, warmup: int, schedule: str, final: float) -> None:
+    found = _rates(total, lr_schedule=schedule, lr_final=final, warmup_steps=warmup)
+    assert all(0 <= lr <= 0.1 * (1 + 1e-9) for lr in found)
+    after = found[warmup:]
+    assert all(a >= b - 1e-12 for a, b in zip(after, after[1:], strict=False))
+
+
+def test_clipping_scales_to_the_norm_and_reports_what_it_was() -> None:
+    one, two = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))
+    one.grad, two.grad = torch.tensor([2.0, 3.0]), torch.tensor([6.0])
+    assert clip_gradients([one, two], 3.5) == pytest.approx(7.0)
+    assert one.grad.tolist() == pytest.approx([1.0, 1.5], rel=1e-5)
+    assert clip_gradients([one, two], 100.0) == pytest.approx(3.5, rel=1e-5)
+    assert two.grad.tolist() == pytest.approx([3.0], rel=1e-5)
+
+
+def test_adamw_is_what_its_paper_says() -> None:
+    settings = Trainer(lr=0.5, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.1)
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = make_optimizer([weight], settings)
+    m = v = torch.zeros(2, dtype=torch.float64)
+    expected = weight.detach().double()
+    for t, lr in enumerate((0.5, 0.25), 1):
+        gradient = torch.tensor([0.3, -0.7]) * t
+        weight.grad = gradient.clone()
+        step_at(optimizer, lr)
+        m, v = 0.8 * m + 0.2 * gradient, 0.9 * v + 0.1 * gradient**2
+        update = (m / (1 - 0.8**t)) / ((v / (1 - 0.9**t)).sqrt() + 1e-3)
+        expected = expected - lr * (update + 0.1 * expected)
+    assert weight.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
