@@ -101,14 +101,13 @@ class _Server:
         status = 1
         try:
             os.setpgid(0, 0)
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() == parent:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                self.control.close()
-                self.wakeup.close()
-                serve(channel, self.verifier, self.memory_mb)
-                status = 0
+            _die_with(parent)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self.control.close()
+            self.wakeup.close()
+            serve(channel, self.verifier, self.memory_mb)
+            status = 0
         finally:
             leave(status)
 
@@ -134,17 +133,25 @@ def _child_signals() -> socket.socket:
 
 
 def _start_watchdog(control: socket.socket) -> int:
-    """A process that kills this one soon after the parent is gone, whatever this one is busy with."""
+    """A process that kills this one soon after the parent is gone, whatever this one is busy with. It dies with it."""
     group = os.getpid()
     pid = os.fork()
     if pid:
         return pid
+    _die_with(group)
     hangup = select.poll()
     hangup.register(control, 0)  # POLLHUP is always reported
     hangup.poll()
     time.sleep(WATCHDOG_GRACE_SECONDS)
     os.killpg(group, signal.SIGKILL)
     os._exit(0)
+
+
+def _die_with(parent: int) -> None:
+    """Has the kernel kill this process when its parent ends; ends it now when that has happened already."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _send(control: socket.socket, event: dict[str, Any]) -> None:

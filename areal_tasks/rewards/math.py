@@ -77,7 +77,7 @@ def _content(text: str, mark: re.Match[str]) -> str:
 
 @lru_cache(maxsize=1024)  # the samples of a group share it
 def _reference(answer: str) -> tuple[Decimal | None, list[Any]]:
-    text = marked_answer(answer) or answer.strip()
+    text = marked_answer(answer) or _MARK.sub("", answer).strip()
     parsed = _parse_answer(text)
     if not parsed:
         raise ValueError(f"the reference answer {answer[-200:]!r} holds no answer that can be parsed")

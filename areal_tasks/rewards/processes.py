@@ -139,7 +139,7 @@ class Forkserver:
 
 
 def _result(line: bytes) -> Result:
-    fields = json.loads(line)
-    if not isinstance(fields, list) or len(fields) != len(Result._fields):
-        raise ValueError("the verifier's process answered with something that is no result")
-    return Result(*fields)
+    try:
+        return Result(*json.loads(line))
+    except (ValueError, TypeError) as error:
+        raise ValueError("the verifier's process answered with something that is no result") from error

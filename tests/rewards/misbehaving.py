@@ -1,0 +1,101 @@
+"""Verifiers that do what verifiers do. The completion says which; anything else is judged by its length."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from areal_tasks.rewards.protocol import Verdict
+
+HOARD: list[bytes] = []
+NOT_CALLABLE = 3
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def loop_in_python() -> None:
+    while True:
+        pass
+
+
+def loop_in_c() -> None:
+    """Holds the interpreter's lock for years: no signal handler written in Python would ever run."""
+    re.match(r"(a|aa)+$", "a" * 200 + "b")
+
+
+def eat_memory() -> None:
+    while True:
+        HOARD.append(bytes(2**24))
+
+
+def segfault() -> None:
+    ctypes.string_at(0)
+
+
+def start_a_process_and_hang() -> None:
+    subprocess.Popen(["sleep", "987654"])
+    time.sleep(1000)
+
+
+def write_into_every_descriptor() -> None:
+    for descriptor in range(3, 64):
+        try:
+            os.write(descriptor, b"garbage\n")
+        except OSError:
+            continue
+    time.sleep(1000)
+
+
+def raise_unprintable() -> None:
+    raise Unprintable
+
+
+ACTS: dict[str, Any] = {
+    "loop": loop_in_python,
+    "regex": loop_in_c,
+    "sleep": lambda: time.sleep(1000),
+    "memory": eat_memory,
+    "segfault": segfault,
+    "leave": lambda: os._exit(3),
+    "sys.exit": lambda: sys.exit(0),
+    "raise": lambda: {}["missing"],
+    "unprintable": raise_unprintable,
+    "recurse": lambda: ACTS["recurse"](),
+    "child": start_a_process_and_hang,
+    "garbage": write_into_every_descriptor,
+    "abort": os.abort,
+    "print": lambda: print("a verifier's print"),
+    "nothing": lambda: None,
+    "string": lambda: "1.0",
+    "nan": lambda: float("nan"),
+    "bad verdict": lambda: Verdict(1.0, "right"),  # type: ignore[arg-type]
+    "long": lambda: Verdict(1.0, "correct", "é\ud800" * 10_000, "x" * 10_000),
+    "thread": lambda: threading.Thread(target=loop_in_c).start(),
+}
+
+
+def act(prompt: str, completion: str, answer: str) -> object:
+    if completion in ACTS:
+        return ACTS[completion]()
+    return float(len(completion))
+
+
+def unparseable(prompt: str, completion: str, answer: str) -> Verdict:
+    return Verdict(0.75, "unparseable")
+
+
+def returns_process_id(prompt: str, completion: str, answer: str) -> Verdict:
+    return Verdict(1.0, "correct", str(os.getpid()))
+
+
+def takes_two(prompt: str, completion: str) -> float:
+    return 0.0

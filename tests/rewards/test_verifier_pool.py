@@ -1,0 +1,250 @@
+"""The pool with real processes and real signals: a verifier can only ever harm its own sample."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from areal_tasks.rewards.pool import VerifierPool, VerifyResult
+from schemas.errors import UserError
+from schemas.recipe.sections import Reward
+
+DEADLINE = 0.5
+
+
+def settings(**changes: Any) -> Reward:
+    given = {"verifier": "misbehaving:act", "timeout_seconds": DEADLINE, "memory_mb": 128, "workers": 2}
+    return Reward(**{**given, **changes})
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[VerifierPool]:
+    with VerifierPool(settings()) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def patient() -> Iterator[VerifierPool]:
+    """For verdicts that do not depend on time, however busy the machine."""
+    with VerifierPool(settings(timeout_seconds=30)) as pool:
+        yield pool
+
+
+def judge(pool: VerifierPool, *completions: str) -> list[VerifyResult]:
+    return pool.verify([("prompt", completion, "answer") for completion in completions])
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+MISDEEDS = {
+    "loop": ("timeout", "reward.timeout_seconds = 0.5"),
+    "regex": ("timeout", "reward.timeout_seconds"),
+    "sleep": ("timeout", "reward.timeout_seconds"),
+    "memory": ("error", "reward.memory_mb"),
+    "segfault": ("error", "signal 11"),
+    "abort": ("error", "signal 6"),
+    "leave": ("error", "status 3"),
+    "sys.exit": ("error", "SystemExit: 0 (misbehaving.py:"),
+    "raise": ("error", "KeyError: 'missing' (misbehaving.py:"),
+    "unprintable": ("error", "Unprintable"),
+    "recurse": ("error", "RecursionError"),
+    "garbage": ("error", "no result"),
+    "nothing": ("error", "returned NoneType; it must return a Verdict or a number"),
+    "string": ("error", "returned str"),
+    "nan": ("error", "nan is not a finite number"),
+    "bad verdict": ("error", "'right' is none of correct"),
+}
+
+
+@pytest.mark.parametrize("misdeed", MISDEEDS)
+def test_a_misdeed_costs_its_own_sample_and_nothing_else(
+    pool: VerifierPool, patient: VerifierPool, misdeed: str
+) -> None:
+    completions = ["x" * (i % 3) for i in range(40)]
+    completions[17] = misdeed
+    verdict, detail = MISDEEDS[misdeed]
+    results = judge(pool if verdict == "timeout" else patient, *completions)
+    culprit = results.pop(17)
+    assert culprit.verdict == verdict and detail in culprit.detail
+    assert math.isnan(culprit.reward) and culprit.verifier == "misbehaving:act"
+    del completions[17]
+    assert [r.reward for r in results] == [float(len(c)) for c in completions]
+    assert [r.verdict for r in results] == ["correct" if c else "incorrect" for c in completions]
+
+
+def test_misdeeds_in_any_mixture(patient: VerifierPool) -> None:
+    quick = [m for m in MISDEEDS if MISDEEDS[m][0] == "error"]
+    completions = quick * 3 + ["xx"] * 60
+    random.Random(1).shuffle(completions)
+    for completion, result in zip(completions, judge(patient, *completions), strict=True):
+        assert result.verdict == ("correct" if completion == "xx" else "error")
+
+
+def test_time_is_lost_per_culprit_not_per_chunk(pool: VerifierPool) -> None:
+    started = time.monotonic()
+    results = judge(pool, *["regex", "regex", *["xx"] * 60])
+    assert [r.verdict for r in results] == ["timeout"] * 2 + ["correct"] * 60
+    assert time.monotonic() - started < 2 * DEADLINE + 1.0
+    assert results[0].seconds == pytest.approx(DEADLINE, abs=0.3)
+
+
+def test_a_thread_left_in_c_is_killed_with_its_worker(pool: VerifierPool) -> None:
+    """It holds the interpreter's lock, so that the sample after it cannot be judged by that worker."""
+    results = judge(pool, "thread", *["xx"] * 20)
+    assert [r.verdict for r in results].count("timeout") <= 2
+    assert [r.verdict for r in judge(pool, *["xx"] * 20)].count("correct") >= 19
+    assert {r.verdict for r in judge(pool, *["xx"] * 20)} == {"correct"}
+
+
+def test_texts_are_cut_and_valid_and_prints_do_no_harm(patient: VerifierPool) -> None:
+    long, printed, odd = judge(patient, "long", "print", "a\ud800\nb\0")
+    assert long.parsed == "é?" * 250 and long.detail == "x" * 500
+    assert printed.verdict == "error" and "NoneType" in printed.detail
+    assert odd.reward == 5.0
+
+
+def test_no_rows_and_rows_larger_than_any_buffer(patient: VerifierPool) -> None:
+    assert judge(patient) == []
+    assert [r.reward for r in judge(patient, *["x" * 2_000_000] * 8)] == [2_000_000.0] * 8
+
+
+def test_what_a_verifier_started_dies_with_it(pool: VerifierPool) -> None:
+    def sleeping() -> bool:
+        return any("987654" in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
+
+    assert judge(pool, "child")[0].verdict == "timeout"
+    assert eventually(lambda: not sleeping())
+
+
+def test_rewards_follow_the_recipe() -> None:
+    with VerifierPool(settings(on_unverified="reward", unverified_reward=-2.0)) as pool:
+        assert judge(pool, "leave")[0].reward == -2.0
+    with VerifierPool(settings(verifier="misbehaving:unparseable", unparseable_reward=-0.5)) as pool:
+        result = judge(pool, "x")[0]
+    assert (result.reward, result.verdict) == (-0.5, "unparseable")
+
+
+def test_workers_are_fresh_only_after_harm() -> None:
+    with VerifierPool(settings(verifier="misbehaving:returns_process_id")) as pool:
+        seen = {r.parsed for _ in range(3) for r in judge(pool, *["x"] * 64)}
+    assert len(seen) <= 2
+
+
+def test_works_from_a_thread_that_ends() -> None:
+    """PR_SET_PDEATHSIG fires when the thread that started a process ends, not only its process."""
+    pool = VerifierPool(settings())
+    thread = threading.Thread(target=pool.__enter__)
+    thread.start()
+    thread.join()
+    try:
+        assert judge(pool, "xx", "leave", "xx")[2].verdict == "correct"
+    finally:
+        pool.close()
+
+
+def test_close_leaves_no_process_and_the_pool_can_be_used_again() -> None:
+    before = {p.pid for p in descendants(os.getpid())}
+    pool = VerifierPool(settings())
+    assert judge(pool, "x")[0].reward == 1.0
+    started = [p for p in descendants(os.getpid()) if p.pid not in before]
+    assert len(started) >= 3
+    pool.close()
+    pool.close()
+    assert not alive(started)
+    assert judge(pool, "xx")[0].reward == 2.0
+    pool.close()
+    assert {p.pid for p in descendants(os.getpid())} <= before
+
+
+def test_losing_the_forkserver_is_an_error_once() -> None:
+    """Its workers die with it, also one that loops in C; the next call starts another."""
+    before = psutil.Process().children()
+    pool = VerifierPool(settings(timeout_seconds=60))
+    pool.__enter__()
+    (forkserver,) = [p for p in psutil.Process().children() if p not in before]
+    started = [forkserver, *forkserver.children()]
+    killer = threading.Timer(0.3, forkserver.kill)
+    killer.start()
+    with pytest.raises(ConnectionError, match="ended with status -9; the next call starts another"):
+        judge(pool, "regex")
+    assert eventually(lambda: not alive(started))
+    assert judge(pool, "xx")[0].reward == 2.0
+    pool.close()
+
+
+PARENT = """
+from areal_tasks.rewards.pool import VerifierPool
+from schemas.recipe.sections import Reward
+pool = VerifierPool(Reward(verifier={verifier!r}, timeout_seconds=600, memory_mb=128))
+print("begun", flush=True)
+pool.verify([("", {completion!r}, "")] * 4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("verifier", "completion", "processes"),
+    [("misbehaving:act", "regex", 4), ("misbehaving:act", "child", 6), ("hangs_on_import:act", "", 2)],
+)
+def test_nothing_outlives_a_killed_parent(verifier: str, completion: str, processes: int) -> None:
+    """Forkserver, watchdog, two workers (and a child of each); or stuck in C while the verifier is imported."""
+    code = PARENT.format(verifier=verifier, completion=completion)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == b"begun\n"
+        assert eventually(lambda: len(descendants(parent.pid)) >= processes)
+        time.sleep(0.2)  # into the loop
+        started = descendants(parent.pid)
+        parent.kill()
+    try:
+        assert eventually(lambda: not alive(started)), alive(started)
+    finally:
+        for process in alive(started):
+            process.kill()
+
+
+def test_a_verifier_that_cannot_be_loaded_is_the_users_mistake() -> None:
+    with (
+        pytest.raises(UserError, match="no module 'nowhere_at_all'"),
+        VerifierPool(settings(verifier="nowhere_at_all:f")),
+    ):
+        pass
+    with (
+        pytest.raises(UserError, match="importing leaves_on_import"),
+        VerifierPool(settings(verifier="leaves_on_import:f")),
+    ):
+        pass
+
+
+def test_warm_pool_is_quick() -> None:
+    """Measured 5 ms for 256 rows on two idle cores; the bound leaves room for busy ones."""
+    with VerifierPool(Reward(verifier="exact")) as pool:
+        rows = [("1+1=", "2", "2")] * 256
+        seconds = []
+        for _ in range(6):
+            started = time.perf_counter()
+            assert all(r.reward == 1 for r in pool.verify(rows))
+            seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.05
