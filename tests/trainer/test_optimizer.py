@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def test_rates_stay_within_bounds(total: int, warmup: int, schedule: str, final:
     found = _rates(total, lr_schedule=schedule, lr_final=final, warmup_steps=warmup)
     assert all(0 <= lr <= 0.1 * (1 + 1e-9) for lr in found)
     after = found[warmup:]
-    assert all(a >= b - 1e-12 for a, b in zip(after, after[1:], strict=False))
+    assert all(a >= b - 1e-12 for a, b in pairwise(after))
 
 
 def test_clipping_scales_to_the_norm_and_reports_what_it_was() -> None:

@@ -31,7 +31,7 @@ VOCABULARY = 16
 def rlhf_recipe(**changes: Any) -> dict[str, Any]:
     """A recipe as the service receives it; `changes` go to its sections, e.g. trainer={"lr": 1e-3}."""
     base: dict[str, dict[str, Any]] = {
-        "rollout": {"groups": 4, "group_size": 3, "temperature": 0.8},
+        "rollout": {"groups": 4, "group_size": 3, "temperature": 0.8, "max_new_tokens": 8},
         "algorithm": {"minibatches": 2},
         "trainer": {"lr": 1e-3, "micro_batch_tokens": 40, "layout": "padded"},
         "schedule": {"iterations": 6},
@@ -51,7 +51,7 @@ def sft_recipe(**changes: Any) -> dict[str, Any]:
 
 
 def _model_and_data() -> dict[str, Any]:
-    return {"model": {"scratch": TINY.model_dump(), "max_length": 64}, "data": {"source": "sums://4"}}
+    return {"model": {"scratch": TINY.model_dump(), "max_length": 16}, "data": {"source": "sums://4"}}
 
 
 def rollout(lengths: Sequence[int], seed: int = 0, version: int = 0) -> pa.Table:
