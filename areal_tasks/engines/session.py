@@ -11,13 +11,15 @@ import asyncio
 import logging
 import threading
 from collections.abc import Coroutine
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.models import load_tokenizer
 from areal_tasks.engines.recovery import restore
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer.commands import Train
@@ -126,13 +128,12 @@ class Engines:
         """Forget the policy in memory: another writer's train stage was committed instead of ours."""
         restore(self.run, self._connected(), self._initial(), 0)
 
+    @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the initial weights."""
         manifest = read_weights(self.run.store, self._initial())
         small = [f for f in manifest.files if not f.path.endswith(".safetensors")]
-        folder = materialise(self.run.store, small, Path(self._scratch.name) / "tokenizer")
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-        return tokenizer
+        return load_tokenizer(materialise(self.run.store, small, Path(self._scratch.name) / "tokenizer"))
 
     def _connected(self) -> TrainerClient:
         restarted = self.supervisor.heal(self.serving)

@@ -9,9 +9,9 @@ import torch
 
 from areal_tasks.algorithms.advantages import Advantages, grpo_advantages, kl_penalty
 from areal_tasks.data.ragged import Flat, flat, lengths, ragged, spread
+from areal_tasks.rewards.protocol import UNVERIFIED
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
-from areal_tasks.stages.verify import UNVERIFIED
 from schemas.recipe.recipe import RlhfRecipe
 from schemas.recipe.sections import Grpo, Reward
 from schemas.tables import ADVANTAGE
@@ -35,7 +35,6 @@ def advantage(recipe: RlhfRecipe) -> Stage:
             "algorithm.reward_norm",
             "algorithm.advantage_norm",
             "reward.on_unverified",
-            "reward.unverified_reward",
             *(("algorithm.kl", "algorithm.kl_coef") if in_reward else ()),
         ),
     )
@@ -61,7 +60,7 @@ def advantage_table(
     reasons = dropped_reasons(rollout, verdicts, reward)
     kept = np.asarray([reason == "" for reason in reasons])
     penalty = None if reference is None else _penalty(rollout, reference, mask, algorithm.kl_coef)
-    result = _advantages(rollout, rewards(verdicts, reward), kept, penalty, algorithm)
+    result = _advantages(rollout, verdicts, kept, penalty, algorithm)
     return pa.table(
         {
             "sample_id": rollout["sample_id"],
@@ -75,10 +74,10 @@ def advantage_table(
     )
 
 
-def _advantages(rollout: pa.Table, given: Flat, kept: Flat, penalty: torch.Tensor | None, how: Grpo) -> Advantages:
+def _advantages(rollout: pa.Table, verdicts: pa.Table, kept: Flat, penalty: torch.Tensor | None, how: Grpo) -> Advantages:
     return grpo_advantages(
-        torch.from_numpy(given),
-        torch.from_numpy(rollout["group_id"].to_numpy()),
+        torch.tensor(verdicts["reward"].to_numpy()),
+        torch.tensor(rollout["group_id"].to_numpy()),
         torch.from_numpy(rollout["num_generated"].to_numpy().astype(np.int64)),
         torch.from_numpy(kept),
         how.reward_norm,
@@ -90,13 +89,6 @@ def _advantages(rollout: pa.Table, given: Flat, kept: Flat, penalty: torch.Tenso
 def _penalty(rollout: pa.Table, reference: pa.Table, mask: Flat, kl_coef: float) -> torch.Tensor:
     behaviour, base = flat(rollout["logprobs"])[mask], flat(reference["ref_logprobs"])[mask]
     return kl_penalty(torch.from_numpy(behaviour), torch.from_numpy(base), kl_coef)
-
-
-def rewards(verdicts: pa.Table, reward: Reward) -> Flat:
-    """The rewards, with the recipe's own where a completion could not be verified. [N] float32"""
-    given = verdicts["reward"].to_numpy().copy()
-    given[_unverified(verdicts)] = reward.unverified_reward
-    return np.asarray(given)
 
 
 def dropped_reasons(rollout: pa.Table, verdicts: pa.Table, reward: Reward) -> list[str]:
@@ -114,4 +106,4 @@ def dropped_reasons(rollout: pa.Table, verdicts: pa.Table, reward: Reward) -> li
 
 
 def _unverified(verdicts: pa.Table) -> Flat:
-    return np.asarray(pc.is_in(verdicts["verdict"], pa.array(UNVERIFIED)).to_numpy(zero_copy_only=False), dtype=bool)
+    return np.asarray(pc.is_in(verdicts["verdict"], pa.array(sorted(UNVERIFIED))).to_numpy(zero_copy_only=False), dtype=bool)

@@ -90,16 +90,24 @@ def _make(stage: Stage, context: Context, inputs: Inputs, key: str, ids: Prefect
         attempt=attempt,
         key=key,
         digest=combine_digests({name: ref.digest for name, ref in tables.items()}),
-        inputs=tuple(_input_ref(run.name, m) for m in inputs.manifests.values()),
+        inputs=tuple(InputRef(path=manifest_path(m), digest=m.digest) for m in inputs.manifests.values()),
         tables=tables,
         metrics=dict(output.metrics),
         provenance=make_provenance(
             run.owner, started, prefect_flow_run_id=ids.flow_run, prefect_task_run_id=ids.task_run
         ),
     )
-    path = paths.stage_manifest(run.name, context.iteration, stage.name, key)
-    winner, _ = commit_once(context.store, path, manifest)
-    return Built(winner, stage_ref(path, winner), reused=winner.attempt != attempt)
+    path = manifest_path(manifest)
+    winner, mine = commit_once(context.store, path, manifest)
+    if not mine and stage.on_reuse is not None:  # what this attempt left in an engine is not what was committed
+        context.engines.drop_policy()
+        stage.on_reuse(context, inputs, winner)
+    return Built(winner, stage_ref(path, winner), reused=not mine)
+
+
+def manifest_path(manifest: StageManifest) -> str:
+    """Where a stage manifest lies, in whichever run it was made."""
+    return paths.stage_manifest(manifest.run, manifest.iteration, manifest.stage, manifest.key)
 
 
 def _written(stage: Stage, context: Context, output: Output, prefix: str) -> dict[str, TableRef]:
@@ -110,8 +118,3 @@ def _written(stage: Stage, context: Context, output: Output, prefix: str) -> dic
 
 def _write(context: Context, prefix: str, name: str, table: pa.Table | TableRef) -> TableRef:
     return table if isinstance(table, TableRef) else write_table(context.store, prefix, name, table)
-
-
-def _input_ref(run: str, manifest: StageManifest) -> InputRef:
-    path = paths.stage_manifest(manifest.run, manifest.iteration, manifest.stage, manifest.key)
-    return InputRef(path=path, digest=manifest.digest)

@@ -21,7 +21,7 @@ def next_checkpoint(context: Context, built: Mapping[str, Built]) -> tuple[Weigh
     recipe = context.recipe
     if isinstance(recipe, EvaluateRecipe):
         return held, since
-    since += built["train"].manifest.metrics["seconds"]
+    since += built["train"].manifest.metrics["train_seconds"]
     if since < recipe.trainer.recover_within_seconds:
         return held, since
     return write_checkpoint(context, context.iteration + 1), 0.0

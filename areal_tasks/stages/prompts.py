@@ -35,10 +35,10 @@ def splits(recipe: Recipe) -> dict[str, str]:
     return found
 
 
-def new_tokens(recipe: Recipe, table: str) -> int:
-    """Room a prompt must leave for its completion, in tokens."""
+def new_tokens(recipe: Recipe, table: str) -> int | None:
+    """Room a prompt must leave for its completion, in tokens; None: as much as its own answer takes."""
     if isinstance(recipe, SftRecipe):
-        return 1
+        return None
     if isinstance(recipe, RlhfRecipe) and table == "prompts":
         return recipe.rollout.max_new_tokens
     return recipe.evaluation.max_new_tokens
@@ -52,7 +52,7 @@ def _lengths(recipe: Recipe) -> tuple[str, ...]:
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
-    recipe, tokenizer = context.recipe, context.engines.tokenizer()
+    recipe, tokenizer = context.recipe, context.engines.tokenizer
     tables = {}
     for table, split in splits(recipe).items():
         rows = load_rows(recipe.data, split)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from areal_tasks.engines.trainer.commands import Logprobs
+from areal_tasks.engines.trainer.rows import COLUMNS
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from schemas.recipe.recipe import RlhfRecipe
@@ -15,7 +16,7 @@ def reference(recipe: RlhfRecipe) -> Stage:
         kind=Kind.INFERENCE,
         version=1,
         run=run,
-        reads=columns("rollout", "sample_id", "input_ids", "loss_mask"),
+        reads=columns("rollout", *COLUMNS["rollout"]),
         writes=("reference",),
         fields=("rollout.temperature", "model", "trainer.layout"),
         carries=("initial weights",),

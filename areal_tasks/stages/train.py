@@ -4,29 +4,25 @@ from __future__ import annotations
 
 from areal_tasks.engines.recovery import replay_command
 from areal_tasks.engines.trainer.commands import Train
+from areal_tasks.engines.trainer.rows import COLUMNS
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from schemas.manifest import StageManifest
 from schemas.recipe.recipe import RlhfRecipe, SftRecipe
 
-GRPO_READS = (
-    *columns("rollout", "sample_id", "group_id", "input_ids", "loss_mask", "logprobs", "num_tokens"),
-    *columns("advantage", "sample_id", "advantages", "kept"),
-)
-REFERENCE_READS = columns("reference", "sample_id", "ref_logprobs")
-SFT_READS = columns("batch", "sample_id", "input_ids", "loss_mask", "num_tokens", "minibatch")
 
 
 def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
     """Per optimizer step `train_steps`, per sample `train_samples`. Carries weights and optimizer from version to version."""
     grpo = isinstance(recipe, RlhfRecipe)
     in_loss = isinstance(recipe, RlhfRecipe) and recipe.algorithm.kl == "loss"
+    tables = ("rollout", "advantage", *(("reference",) if in_loss else ())) if grpo else ("batch",)
     return Stage(
         name="train",
         kind=Kind.TRAIN_STEP,
         version=1,
         run=run,
-        reads=(GRPO_READS if grpo else SFT_READS) + (REFERENCE_READS if in_loss else ()),
+        reads=tuple(name for table in tables for name in columns(table, *COLUMNS[table])),
         writes=("train_steps", "train_samples"),
         fields=("trainer", "algorithm", "model", "schedule.iterations", *(("rollout.temperature",) if grpo else ())),
         carries=("policy",),

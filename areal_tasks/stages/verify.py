@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult
+from areal_tasks.rewards.protocol import UNVERIFIED
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from schemas.errors import UserError
 from schemas.recipe.recipe import RlhfRecipe
 from schemas.tables import VERDICTS, VERIFY
-
-UNVERIFIED = ("timeout", "error")
 
 
 def verify(recipe: RlhfRecipe) -> Stage:
@@ -47,16 +46,10 @@ def judge(pool: VerifierPool, samples: pa.Table) -> list[VerifyResult]:
 
 def verify_table(sample_ids: pa.ChunkedArray, results: Sequence[VerifyResult]) -> pa.Table:
     """The rows of `VERIFY`."""
-    values = {
-        "sample_id": sample_ids,
-        "reward": [r.reward for r in results],
-        "verdict": [r.verdict for r in results],
-        "parsed": [r.parsed for r in results],
-        "detail": [r.detail for r in results],
-        "verifier": [r.verifier for r in results],
-        "verify_seconds": [r.seconds for r in results],
-    }
-    return pa.table({f.name: pa.chunked_array([pa.array(values[f.name], f.type)]) if f.name != "sample_id" else sample_ids for f in VERIFY}, schema=VERIFY)
+    names = ("reward", "verdict", "parsed", "detail", "verifier", "seconds")
+    found = {name: [getattr(result, name) for result in results] for name in names}
+    columns = {"sample_id": sample_ids.to_pylist(), "verify_seconds": found.pop("seconds"), **found}
+    return pa.table({f.name: pa.array(columns[f.name], f.type) for f in VERIFY}, schema=VERIFY)
 
 
 def mean_reward(results: Sequence[VerifyResult]) -> float:

@@ -1,0 +1,51 @@
+# make install | demo | demo-s3 | down | test | lint | docs | bench
+#
+# PYTHON       the interpreter that makes .venv (default python3, 3.11 or newer)
+# TORCH_INDEX  URL of a package index with CPU builds of torch; only needed where pip would
+#              otherwise fetch CUDA packages onto a machine without a GPU
+# STORE        store URL of the demo (default: file://…/.arealflow/store)
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+STORE ?=
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: install demo demo-s3 down test lint docs bench clean
+
+install: .venv/installed
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 …"; exit 1; }
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "Python cannot make a virtual environment; on Debian: apt install python3-venv"; exit 1; }
+
+.venv/installed: pyproject.toml | .venv/bin/python
+	@echo "installing arealflow into .venv"
+	@$(PIP) --editable .
+	@touch $@
+
+.venv/installed-dev: pyproject.toml | .venv/bin/python
+	@echo "installing arealflow and what its tests need into .venv"
+	@$(PIP) --editable '.[dev]'
+	@touch .venv/installed $@
+
+demo: install
+	@$(BIN)/python -m flows.demo $(if $(STORE),--store $(STORE))
+
+demo-s3: .venv/installed-dev
+	@$(BIN)/python -m flows.demo --s3
+
+down: install
+	@$(BIN)/arealflow down
+
+test: .venv/installed-dev
+	@$(BIN)/python -m pytest
+
+lint: .venv/installed-dev
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+docs: .venv/installed-dev
+	@$(BIN)/python -m schemas.recipe.reference
+
+bench: .venv/installed-dev
+	@for name in store embedded overhead; do $(BIN)/python -m benchmarks.$$name || exit 1; done

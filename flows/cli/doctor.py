@@ -1,0 +1,91 @@
+"""`arealflow doctor`: what is installed, what is missing for which feature, and what can be reached."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+from typing import Any
+
+import typer
+
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.commit import new_attempt
+from flows.cli.inspect import AsJson, StoreUrl, show
+from flows.cli.machine import DEFAULT_PORT, free_port, running, ui_url
+from flows.home import home
+from schemas.errors import UserError
+
+FEATURES = {
+    "prefect": ("everything", ""),
+    "torch": ("training and the embedded server", ""),
+    "transformers": ("models and tokenizers", ""),
+    "pyarrow": ("tables", ""),
+    "s3fs": ("stores at s3://", ""),
+    "duckdb": ("arealflow sql", ""),
+    "math_verify": ("the math verifier", ""),
+    "datasets": ("data sets by Hugging Face name", "pip install 'arealflow[datasets]'"),
+    "sglang": ("inference.engine: sglang", "pip install 'arealflow[sglang]'"),
+    "deepspeed": ("trainer.backend: deepspeed", "pip install 'arealflow[deepspeed]'"),
+    "ray": ("launching on a Ray cluster", "pip install 'arealflow[ray]'"),
+}
+
+
+def doctor(store: StoreUrl = "", as_json: AsJson = False) -> None:
+    """Check this machine. Exits with 1 if something that every run needs is not usable."""
+    rows = [*packages(), gpu(), server(), disk(), store_row(store)]
+    show(rows, as_json, "arealflow doctor")
+    if any(row["state"] == "BROKEN" for row in rows):
+        raise typer.Exit(1)
+
+
+def packages() -> list[dict[str, Any]]:
+    return [_package(module, *about) for module, about in FEATURES.items()]
+
+
+def _package(module: str, purpose: str, remedy: str) -> dict[str, Any]:
+    if importlib.util.find_spec(module) is None:
+        state = "not installed" if remedy else "BROKEN"
+        return _row(module, state, f"needed for {purpose}: {remedy or 'install arealflow again'}")
+    return _row(module, "ok", f"{importlib.metadata.version(module.replace('_', '-'))}, for {purpose}")
+
+
+def gpu() -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return _row("GPU", "none", f"{os.cpu_count()} CPU cores; the embedded engine and the local trainer run on them")
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return _row("GPU", "ok", ", ".join(names))
+
+
+def server() -> dict[str, Any]:
+    machine = running()
+    if machine is not None:
+        return _row("Prefect server", "ok", f"running at {ui_url(machine)}")
+    port = free_port(DEFAULT_PORT)
+    return _row("Prefect server", "not running", f"`arealflow up` would start it on port {port}")
+
+
+def disk() -> dict[str, Any]:
+    folder = home() if home().exists() else home().parent
+    free = shutil.disk_usage(folder).free / 2**30
+    return _row("disk", "ok" if free > 2 else "BROKEN", f"{free:.0f} GiB free at {folder}")
+
+
+def store_row(url: str) -> dict[str, Any]:
+    """Writes a small object, reads it back; it lies under `_doctor/`, which no run can be called."""
+    try:
+        store = open_store(url)
+        path = f"_doctor/{new_attempt()}"
+        store.create(path, b"ok")
+        if store.read(path) != b"ok":
+            raise UserError("what was written is not what was read")
+    except UserError as error:
+        return _row("store", "BROKEN", str(error))
+    return _row("store", "ok", f"{store.url}: written and read")
+
+
+def _row(what: str, state: str, detail: str) -> dict[str, Any]:
+    return {"what": what, "state": state, "detail": detail}

@@ -1,0 +1,39 @@
+"""The `arealflow` command: what the Prefect CLI lacks. A person's mistake is one message and exit code 1."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from flows.cli import doctor, inspect, local, machine
+from schemas.errors import UserError
+
+app = typer.Typer(
+    name="arealflow",
+    help="Reinforcement learning of language models whose every stage is a table.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("up")(machine.up)
+app.command("down")(machine.down)
+app.command("run")(local.run)
+app.command("plan")(inspect.plan)
+app.command("runs")(inspect.runs)
+app.command("sql")(inspect.sql)
+app.command("doctor")(doctor.doctor)
+
+
+def main() -> None:
+    """Entry point."""
+    try:
+        app()
+    except UserError as error:
+        Console(stderr=True, highlight=False).print(f"[red]error:[/red] {_plain(error)}", soft_wrap=True)
+        sys.exit(1)
+
+
+def _plain(error: UserError) -> str:
+    return str(error).replace("[", r"\[")

@@ -1,0 +1,150 @@
+"""`make demo`: the quickstart through its deployment, watched to its end, and what one can then ask of it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+import httpx
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.paths import iteration, iteration_commit
+from areal_tasks.store.query import run_sql
+from flows.cli.inspect import show
+from flows.cli.machine import Machine, environment, start, ui_url
+from schemas.errors import UserError
+from schemas.recipe.load import load_recipe
+
+DEPLOYMENT = "rlhf/quickstart"
+ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+QUERIES = {
+    "Reward and length as training goes on": (
+        "SELECT iteration // 50 * 50 AS from_iteration, count(*) AS samples, round(avg(reward), 3) AS reward, "
+        "round(avg(num_generated), 2) AS tokens FROM samples GROUP BY 1 ORDER BY 1"
+    ),
+    "The prompts that stay hardest": (
+        "SELECT prompt, answer, count(*) AS samples, round(avg(reward), 2) AS reward, mode(completion) AS usual_answer "
+        "FROM samples WHERE iteration >= 200 GROUP BY ALL HAVING count(*) >= 8 ORDER BY reward, prompt LIMIT 5"
+    ),
+    "Tokens the policy was least sure of, and what they cost": (
+        "SELECT iteration, sample_id, position, round(logprob, 2) AS logprob, round(advantage, 2) AS advantage, version "
+        "FROM tokens WHERE loss_mask ORDER BY logprob LIMIT 5"
+    ),
+}
+console = Console(highlight=False)
+
+
+def main() -> None:
+    """Run the demo; UserErrors are printed without a traceback."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--store", default="", help="store URL")
+    parser.add_argument("--iterations", type=int, default=0, help="fewer iterations than the recipe's")
+    options = parser.parse_args()
+    try:
+        demo(options.store, options.iterations)
+    except UserError as error:
+        console.print(f"error: {error}", style="red", markup=False)
+        sys.exit(1)
+
+
+def demo(store_url: str, iterations: int) -> None:
+    """Start what is needed, run, follow, and ask."""
+    began = time.monotonic()
+    machine = start()
+    store = open_store(store_url)
+    run = f"quickstart-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    overrides = f"store.url={store.url}" + (f" schedule.iterations={iterations}" if iterations else "")
+    flow_run = deploy_run(machine, run, overrides)
+    console.print(f"follow it in the Prefect UI: {ui_url(machine)}/runs/flow-run/{flow_run}", soft_wrap=True)
+    follow(machine, store, run, flow_run, iterations)
+    answer(store, run, iterations)
+    console.print(f"\nParquet: {store.uri(run)}", soft_wrap=True, markup=False)
+    console.print(f"Prefect UI: {ui_url(machine)}")
+    console.print(f"Ask more: .venv/bin/arealflow sql {run} \"SHOW TABLES\"   ·   stop everything: make down")
+    console.print(f"{time.monotonic() - began:.0f} s in all")
+
+
+def deploy_run(machine: Machine, run: str, overrides: str) -> str:
+    """`prefect deployment run rlhf/quickstart`; the id of the flow run."""
+    command = ["deployment", "run", DEPLOYMENT, "--param", f"run={run}", "--param", f"overrides={overrides}"]
+    console.print(f"$ prefect {' '.join(command)}", soft_wrap=True, markup=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "prefect", *command], env=environment(machine.api_url), capture_output=True, text=True
+    )
+    found = re.search(r"UUID: (\S+)", done.stdout)
+    if done.returncode or found is None:
+        raise UserError(f"the flow run could not be created:\n{done.stdout}{done.stderr}")
+    return found[1]
+
+
+def follow(machine: Machine, store: Store, run: str, flow_run: str, iterations: int) -> None:
+    """A bar for the SFT run and one for the RL run, until the flow run has ended. UserError unless it completed."""
+    totals = {f"{run}-sft": _planned("quickstart-sft"), run: iterations or _planned("quickstart")}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        bars = {name: progress.add_task(name.removeprefix(run) or "rlhf", total=n, start=False) for name, n in totals.items()}
+        for state in states(machine, flow_run):
+            for name, bar in bars.items():
+                advance(progress, bar, store, name)
+            if state in ENDED:
+                break
+    if state != "COMPLETED":
+        raise UserError(f"the flow run ended {state}; its log is in the Prefect UI at {ui_url(machine)}/runs/flow-run/{flow_run}")
+
+
+def advance(progress: Progress, bar: TaskID, store: Store, run: str) -> None:
+    """Move a bar on to the first iteration that is not committed."""
+    done = int(progress.tasks[bar].completed)
+    while store.exists(iteration_commit(run, done)):
+        done += 1
+    if done or store.exists(f"{run}/run.json"):
+        progress.start_task(bar)
+    progress.update(bar, completed=done)
+
+
+def states(machine: Machine, flow_run: str) -> Iterator[str]:
+    """The flow run's state, again and again."""
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            yield httpx.get(f"{machine.api_url}/flow_runs/{flow_run}", timeout=30).json()["state_type"]
+        time.sleep(1.0)
+
+
+def answer(store: Store, run: str, iterations: int) -> None:
+    """Did it learn, and three questions in SQL."""
+    ends = "min(iteration) + 25", "max(iteration) - 25"
+    rewards = run_sql(
+        store,
+        run,
+        "WITH s AS (SELECT iteration, reward FROM samples), e AS (SELECT max(iteration) AS last FROM s) "
+        "SELECT round(avg(reward) FILTER (iteration < 25), 3) AS first_25, "
+        "round(avg(reward) FILTER (iteration > last - 25), 3) AS last_25 FROM s, e",
+    ).to_pylist()[0]
+    accuracy = run_sql(
+        store,
+        run,
+        "SELECT weights_version AS version, round(avg(reward), 3) AS accuracy, count(*) AS prompts "
+        "FROM evaluate GROUP BY 1 ORDER BY 1",
+    ).to_pylist()
+    console.print(f"\nmean reward: {rewards['first_25']} in the first 25 iterations, {rewards['last_25']} in the last 25")
+    console.print(f"greedy accuracy: {accuracy[0]['accuracy']} before, {accuracy[-1]['accuracy']} after")
+    for title, query in QUERIES.items():
+        console.print(f"\n[bold]{title}[/bold]\n{query}", soft_wrap=True)
+        show(run_sql(store, run, query).to_pylist(), as_json=False)
+
+
+def _planned(recipe: str) -> int:
+    return load_recipe(recipe).schedule.iterations  # type: ignore[union-attr]
+
+
+if __name__ == "__main__":
+    main()

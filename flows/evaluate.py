@@ -1,0 +1,23 @@
+"""The flow `evaluate`: accuracy of one set of weights on the held-out split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from flows.execute import execute, run_name, with_overrides
+from schemas.recipe.recipe import EvaluateRecipe
+
+
+@flow(name="evaluate")
+def evaluate(recipe: EvaluateRecipe, run: str = "", overrides: str = "") -> dict[str, Any]:
+    """Evaluation on the held-out split.
+
+    Args:
+        recipe: The whole configuration; a deployment fills it in from its file.
+        run: Name of the run that holds the result. Empty: recipe and flow run name.
+        overrides: Fields to change, as `section.field=value` with blanks between, such as `model.path=run://NAME`.
+    """
+    recipe = with_overrides(recipe, overrides)
+    return execute(recipe, run_name(recipe, run))

@@ -1,0 +1,49 @@
+"""What the three flows share: from a recipe to a run that has all its iterations."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any, TypeVar
+
+from prefect import get_run_logger
+from prefect.runtime import flow_run
+
+from areal_tasks.engines.session import Engines
+from areal_tasks.stages.build import PrefectIds
+from areal_tasks.stages.loop import Loop
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.runs import open_run
+from flows.home import logs_folder
+from flows.observe import Observer
+from flows.tasks import StageTasks
+from schemas.recipe.load import apply_overrides, parse_recipe
+from schemas.recipe.recipe import BaseRecipe, Recipe
+
+R = TypeVar("R", bound=BaseRecipe)
+
+
+def with_overrides(recipe: R, overrides: str) -> R:
+    """The recipe with `section.field=value` fields changed, checked again."""
+    if not overrides.strip():
+        return recipe
+    changed = parse_recipe(apply_overrides(recipe.model_dump(mode="json"), shlex.split(overrides)), recipe.name)
+    assert isinstance(changed, type(recipe)), "an override cannot turn one flow's recipe into another's"
+    return changed
+
+
+def run_name(recipe: BaseRecipe, run: str) -> str:
+    """`run`, or `<recipe>-<flow run name>`: a flow run that is run again then goes on with its own run."""
+    flow_name = flow_run.get_name()
+    return run or (f"{recipe.name}-{flow_name}" if flow_name else recipe.name)
+
+
+def execute(recipe: Recipe, name: str) -> dict[str, Any]:
+    """Build and commit every iteration that the run does not have yet; all engines end when this returns or raises."""
+    store, ids = open_store(recipe.store.url), PrefectIds(flow_run=flow_run.get_id() or "")
+    run = open_run(store, name, recipe.flow, recipe, prefect_flow_run_id=ids.flow_run)
+    log = get_run_logger()
+    log.info("run %s in %s, as owner %d", name, store.url, run.owner)
+    with Observer(run, recipe) as observe, Engines(run, recipe, logs_folder()) as engines:
+        Loop(run, recipe, engines, StageTasks(), observe, ids)()
+    head = run.head()
+    return {"run": name, "store": store.url, "iterations": head.iteration + 1 if head else 0}

@@ -1,0 +1,40 @@
+"""The flow `rlhf`: rollout → verify → advantage → train → publish, iteration by iteration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from flows.execute import execute, run_name, with_overrides
+from flows.sft import sft
+from schemas.errors import UserError
+from schemas.recipe.load import load_recipe
+from schemas.recipe.recipe import RlhfRecipe, SftRecipe
+
+
+@flow(name="rlhf", validate_parameters=True)
+def rlhf(recipe: RlhfRecipe, run: str = "", overrides: str = "") -> dict[str, Any]:
+    """Reinforcement learning from verified rewards.
+
+    Args:
+        recipe: The whole configuration; a deployment fills it in from its file.
+        run: Name of the run. The name of a run that exists resumes it. Empty: recipe and flow run name.
+        overrides: Fields to change, as `section.field=value` with blanks between, such as `schedule.iterations=50`.
+    """
+    recipe = with_overrides(recipe, overrides)
+    name = run_name(recipe, run)
+    if recipe.model.warm_start:
+        recipe = warm_started(recipe, name)
+    return execute(recipe, name)
+
+
+def warm_started(recipe: RlhfRecipe, name: str) -> RlhfRecipe:
+    """The recipe with the last weights of its SFT recipe, which is run first, as its initial ones."""
+    first = load_recipe(recipe.model.warm_start)
+    if not isinstance(first, SftRecipe):
+        raise UserError(f"model.warm_start: {recipe.model.warm_start!r} is a recipe for {first.flow}; name one for sft")
+    first = first.model_copy(update={"store": recipe.store, "launcher": recipe.launcher})
+    sft(first, run=f"{name}-sft")
+    model = recipe.model.model_copy(update={"path": f"run://{name}-sft", "warm_start": ""})
+    return recipe.model_copy(update={"model": model})
