@@ -1,0 +1,48 @@
+"""How one sample is produced. `load_workflow` finds a workflow by the name a recipe gives it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, cast
+
+from areal_tasks.workflows.protocol import Prompt, Sample, Workflow, WorkflowContext, samples_to_table
+from areal_tasks.workflows.single_turn import SingleTurn
+from schemas.errors import UserError
+
+
+def load_workflow(name: str, arguments: Mapping[str, Any]) -> Workflow:
+    """`single_turn`, or the class or function `package.module:object` called with `arguments`.
+
+    Errors: UserError naming what is missing.
+    """
+    if name == "single_turn":
+        if arguments:
+            raise UserError("workflow.arguments: `single_turn` takes none; remove them or name your own workflow")
+        return SingleTurn()
+    workflow = _make(name, _find(name), arguments)
+    if not callable(getattr(workflow, "run", None)):
+        raise UserError(f"workflow.name: {name} makes a {type(workflow).__name__}, which has no `run` method")
+    return cast(Workflow, workflow)
+
+
+def _find(name: str) -> Any:
+    module, separator, attribute = name.partition(":")
+    if not separator:
+        raise UserError(f"workflow.name: {name} is neither `single_turn` nor `package.module:object`")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise UserError(f"workflow.name: {module} cannot be imported ({error}); is it on PYTHONPATH?") from error
+    except AttributeError as error:
+        raise UserError(f"workflow.name: {module} has no {attribute}") from error
+
+
+def _make(name: str, factory: Any, arguments: Mapping[str, Any]) -> Any:
+    try:
+        return factory(**arguments)
+    except TypeError as error:
+        raise UserError(f"workflow.arguments: {name} does not accept them: {error}") from error
+
+
+__all__ = ["Prompt", "Sample", "SingleTurn", "Workflow", "WorkflowContext", "load_workflow", "samples_to_table"]

@@ -50,11 +50,16 @@ class Prefill:
         return len(self.batch.tokens) - 1 - self.cursor
 
 
+def _report(job: Job, error: BaseException | None) -> None:
+    if isinstance(error, Exception):
+        job.done(error)
+
+
 class Engine:
     """Owns the model, in a thread of its own. Every public method may be called from any thread."""
 
     def __init__(self, runner: Runner, slots: int, *, version: str, detokenizer: Detokenizer | None,
-                 deterministic: bool = True, threads: int = 0) -> None:  # fmt: skip
+                 deterministic: bool = True, on_failure: Callable[[], None] | None = None) -> None:  # fmt: skip
         self.runner = runner
         self.version = version
         self.detokenizer = detokenizer
@@ -62,7 +67,9 @@ class Engine:
         self.failure: str | None = None
         self.paused = False
         self.steps = 0
-        self._threads = threads or torch.get_num_threads()
+        self.usable_slots = slots
+        self._on_failure = on_failure
+        self._threads = torch.get_num_threads()
         self._slots = Slots(runner.rows, slots, runner.capacity)
         self._queue: deque[Batch] = deque()
         self._prefills: list[Prefill] = []
@@ -87,7 +94,8 @@ class Engine:
 
     def submit(self, job: Job) -> None:
         """Queue a job."""
-        self._command(lambda: self._accept_job(job))
+        accepted = self._command(lambda: self._accept_job(job))
+        accepted.add_done_callback(lambda f: _report(job, f.exception()))
 
     def abort(self, wanted: Callable[[Sequence], bool]) -> Future[int]:
         """Finish the wanted sequences with what they have; answers how many there were."""
@@ -142,11 +150,16 @@ class Engine:
                 while not self._stop:
                     self._turn()
         except Exception as error:
-            log.exception("the engine's thread failed")
-            self._fail_all(RuntimeError(f"the engine failed: {error!r}; see the server's log"))
-            self.failure = f"the engine failed: {error!r}; see the server's log"
+            self._break_down(error)
         self.failure = self.failure or "the engine was closed"
         self._run_commands()
+
+    def _break_down(self, error: Exception) -> None:
+        log.exception("the engine's thread failed")
+        self.failure = f"the engine failed: {error!r}; see the server's log"
+        self._fail_all(RuntimeError(self.failure))
+        if self._on_failure is not None:
+            self._on_failure()
 
     def _run_commands(self) -> None:
         while self._commands:
@@ -201,9 +214,7 @@ class Engine:
             self._prefills = [p for p in self._prefills if id(p) not in done]
             self._begin([group[i] for i in ended], logits[torch.tensor(ended)])
 
-    def _chunk_inputs(
-        self, group: list[Prefill], chunk: int, rows: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    def _chunk_inputs(self, group: list[Prefill], chunk: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
         """The pass's rows, tokens, start positions, wanted offsets and length, padded to `rows` rows."""
         where = np.full(rows, self.runner.spare_row, np.int64)
         starts, last = np.zeros(rows, np.int64), np.full(rows, chunk - 1, np.int64)
@@ -212,7 +223,7 @@ class Engine:
             piece = p.batch.tokens[p.cursor : p.cursor + chunk]
             where[i], starts[i], last[i] = p.slots[0], p.cursor, min(p.last, chunk - 1)
             tokens[i, : len(piece)] = piece
-        length = Shapes.fit(self.runner.shapes.lengths, int(starts.max()) + chunk)
+        length = Shapes.fit(self.runner.shapes.lengths, min(int(starts.max()) + chunk, self.runner.capacity))
         return *map(torch.from_numpy, (where, tokens, starts, last)), length  # type: ignore[return-value]
 
     def _begin(self, ended: list[Prefill], logits: Tensor) -> None:

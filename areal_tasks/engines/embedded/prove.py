@@ -59,4 +59,5 @@ def _prefill(runner: Runner, n: int, chunk: int, length: int, filled: int) -> Te
     tokens = torch.arange(n * chunk).reshape(n, chunk) % runner.vocab_size
     starts = torch.full((n,), max(filled - chunk, 0))
     rows = torch.arange(n).clamp(max=runner.spare_row)
-    return runner.prefill(rows, tokens, starts, chunk - 1 - torch.arange(n) % ROW_MULTIPLE, max(length, chunk))
+    reach = min(max(length, chunk), runner.capacity)
+    return runner.prefill(rows, tokens, starts, chunk - 1 - torch.arange(n) % ROW_MULTIPLE, reach)

@@ -62,7 +62,7 @@ class Runner:
         self.max_length = _context(self.model.config, max_length)
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
         self.rows = round_up(slots, ROW_MULTIPLE)
-        self.capacity = round_up(self.max_length, CHUNK)
+        self.capacity = round_up(self.max_length, ROW_MULTIPLE)
         self.cache = _allocate(self.model.config, self.rows + 1, self.capacity, dtype)
         self.shapes = Shapes(
             ladder(ROW_MULTIPLE, self.rows),
@@ -70,6 +70,11 @@ class Runner:
             {chunk: ladder(1, min(PREFILL_TOKENS // chunk, self.rows)) for chunk in (SHORT_CHUNK, CHUNK)},
         )
         self._range = torch.arange(self.capacity)
+
+    @property
+    def parameter_names(self) -> set[str]:
+        """The model's parameters; a tied weight has one name."""
+        return {name for name, _ in self.model.named_parameters()}
 
     @property
     def spare_row(self) -> int:
@@ -88,8 +93,11 @@ class Runner:
         last: Int[Tensor, " n"],
         length: int,
     ) -> Float[Tensor, "n vocab"]:
-        """Compute one chunk of each prompt from position `starts`; logits at offset `last` of the chunk."""
-        positions = starts[:, None] + self._range[: tokens.shape[1]]
+        """Compute one chunk of each prompt from position `starts`; logits at offset `last` of the chunk.
+
+        Padding behind a prompt's end may write to the cache's last position, which no prompt reaches.
+        """
+        positions = (starts[:, None] + torch.arange(tokens.shape[1])).clamp_(max=self.capacity - 1)
         wanted, column = torch.unique(last, return_inverse=True)
         padding = wanted[:1].expand(round_up(len(wanted), ROW_MULTIPLE) - len(wanted))
         logits = self._forward(rows, tokens, positions, length, torch.cat([wanted, padding]))

@@ -106,7 +106,7 @@ def make_sequences(
     stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos)
     limit = min(params.max_new_tokens, max_length - len(prompt))
     seed = secrets.randbits(62) if params.sampling_seed is None else params.sampling_seed
-    ids = [rid] if params.n == 1 else [f"{rid}-{i}" for i in range(params.n)]
+    ids = [rid] if params.n == 1 else [f"{rid}_{i}" for i in range(params.n)]
     return [Sequence(one, prompt, params, fold(seed, i), stop_ids, limit) for i, one in enumerate(ids)]
 
 

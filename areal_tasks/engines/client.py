@@ -1,0 +1,173 @@
+"""One client for any number of inference servers that speak SGLang's native API.
+
+It routes to the least loaded server, keeps a group on one server, retries elsewhere what a server failed to answer,
+and goes on from the partial output of what was interrupted. Every token keeps the logprob and the weights version it
+was sampled with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Final
+
+from areal_tasks.engines.server_pool import Refused, ServerDown, ServerPool, WrongVersion, version_runs
+from schemas.recipe.sections import Inference
+
+IDLE_CONTINUATIONS: Final = 16  # interruptions in a row that yield no token, after which something is wrong
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One completion to be sampled. Requests of one `group` share a server."""
+
+    input_ids: list[int]
+    max_new_tokens: int
+    temperature: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    group: int = 0
+
+
+@dataclass(slots=True)
+class GenerateResult:
+    """A completion: element i of `logprobs` and `versions` speaks of `output_ids[i]`."""
+
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    text: str = ""
+    stop_reason: str = "abort"  # stop, length or abort
+    server: str = ""
+    seconds: float = 0.0
+    segments: int = 0  # answers it was put together from; `text` joins their texts
+
+
+class InferenceClient:
+    """Use within one event loop; `close()` when done. `settings`: the recipe's inference section.
+
+    Errors of all methods: UserError with the server's reason for a request that is refused; ServerDown when no server
+    answers within the request timeout; WrongVersion when a server does not take the weights it was sent.
+    """
+
+    def __init__(self, urls: Iterable[str], token: str, settings: Inference) -> None:
+        self.settings = settings
+        self.pool = ServerPool(urls, token, settings)
+        self._aborts = 0  # calls of abort(): what they interrupt is not continued
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self.pool.close()
+
+    @property
+    def version(self) -> int | None:
+        """The weights version all servers hold; None until a server was asked or updated."""
+        return self.pool.version
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """Complete all requests, in order; `groups_per_request` groups go into one HTTP request."""
+        results: list[GenerateResult] = [GenerateResult() for _ in requests]
+        chunks = _chunks(requests, self.settings.groups_per_request)
+        tasks = [asyncio.ensure_future(self._complete(requests, results, chunk)) for chunk in chunks]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return results
+
+    async def _complete(
+        self, requests: Sequence[GenerateRequest], results: list[GenerateResult], chunk: list[int]
+    ) -> None:
+        """Generate, and go on from partial output, until every request of the chunk has ended."""
+        started, aborts, idle = time.perf_counter(), self._aborts, 0
+        left = chunk
+        while left:
+            body = _body([(requests[i], results[i]) for i in left])
+            server, answers = await self.pool.generate(requests[left[0]].group, body, len(left))
+            before = sum(len(results[i].output_ids) for i in left)
+            for i, answer in zip(left, answers, strict=True):
+                _extend(results[i], answer, requests[i].max_new_tokens)
+                results[i].server = server
+            left = [i for i in left if results[i].stop_reason == "abort"] if aborts == self._aborts else []
+            idle = 0 if sum(len(results[i].output_ids) for i in chunk) > before else idle + 1
+            if left and idle > IDLE_CONTINUATIONS:
+                raise ServerDown(f"{server} keeps aborting requests without generating a token")
+        for i in chunk:
+            results[i].seconds = time.perf_counter() - started
+
+    async def update_weights(self, uri: str, version: int) -> list[float]:
+        """Load the weights manifest (or local folder) `uri` as `version` on every server; seconds for each.
+
+        What is being generated is interrupted and continued with the new weights.
+        """
+        return await self.pool.update_weights(uri, version)
+
+    async def pause(self, mode: str = "abort") -> None:
+        """Stop generating on all servers; interrupted requests continue after `resume()`."""
+        await self.pool.broadcast("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Go on generating."""
+        await self.pool.broadcast("/continue_generation", {})
+
+    async def abort(self) -> None:
+        """End all requests under way: their results have stop_reason `abort` and what was generated so far."""
+        self._aborts += 1
+        await self.pool.broadcast("/abort_request", {"abort_all": True})
+
+    async def server_info(self) -> list[dict[str, Any]]:
+        """What each server says of itself."""
+        return await self.pool.server_info()
+
+
+def _chunks(requests: Sequence[GenerateRequest], groups: int) -> list[list[int]]:
+    """Indices of the requests, `groups` groups at a time; a group's requests are found by its id."""
+    by_group = groupby(sorted(range(len(requests)), key=lambda i: requests[i].group), lambda i: requests[i].group)
+    members = [list(indices) for _, indices in by_group]
+    return [[i for group in members[at : at + groups] for i in group] for at in range(0, len(members), groups)]
+
+
+def _body(work: list[tuple[GenerateRequest, GenerateResult]]) -> dict[str, Any]:
+    """The `/generate` body that continues each request from what its result already holds."""
+    return {
+        "input_ids": [request.input_ids + result.output_ids for request, result in work],
+        "sampling_params": [_params(request, len(result.output_ids)) for request, result in work],
+        "return_logprob": True,
+    }
+
+
+def _params(request: GenerateRequest, generated: int) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "max_new_tokens": request.max_new_tokens - generated,
+        "temperature": request.temperature,
+        "no_stop_trim": True,  # the text is that of the tokens trained on
+    }
+    if request.seed is not None:
+        params["sampling_seed"] = request.seed
+    if request.stop:
+        params["stop"] = list(request.stop)
+    if request.stop_token_ids:
+        params["stop_token_ids"] = list(request.stop_token_ids)
+    return params
+
+
+def _extend(result: GenerateResult, answer: dict[str, Any], max_new_tokens: int) -> None:
+    """Append a segment to a result."""
+    meta = answer["meta_info"]
+    pairs = meta["output_token_logprobs"]
+    result.output_ids += [token for _, token, *_ in pairs]
+    result.logprobs += [logprob for logprob, *_ in pairs]
+    result.versions += [int(version) for version, count in version_runs(meta) for _ in range(count)]
+    result.segments += 1
+    result.text += answer["text"]
+    result.stop_reason = meta["finish_reason"]["type"]
+    if result.stop_reason == "abort" and len(result.output_ids) >= max_new_tokens:
+        result.stop_reason = "length"
+
+
+__all__ = ["GenerateRequest", "GenerateResult", "InferenceClient", "Refused", "ServerDown", "WrongVersion"]

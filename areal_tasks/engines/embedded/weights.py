@@ -1,0 +1,44 @@
+"""Where a server's weights come from: a local folder, or a weights manifest of the run's store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from areal_tasks.engines.embedded.stops import Detokenizer
+from areal_tasks.engines.models import load_tokenizer
+from areal_tasks.store.backend import Store
+from areal_tasks.store.commit import read_record
+from areal_tasks.store.files import materialise
+from schemas.errors import UserError
+from schemas.manifest import WeightsManifest
+
+
+@contextmanager
+def weights_folder(store: Store, source: str) -> Iterator[Path]:
+    """A local folder with the files of `source`: itself, or what a weights manifest in `store` (its URL) names."""
+    stem = store.uri("x")[:-1]
+    if "://" in source and not source.startswith(stem):
+        raise UserError(f"{source} is not in this server's store ({store.url}); publish the weights there")
+    if not source.startswith(stem):
+        yield Path(source)
+        return
+    manifest = read_record(store, source.removeprefix(stem), WeightsManifest)
+    with TemporaryDirectory(prefix="arealflow-weights-") as scratch:
+        yield materialise(store, manifest.files, Path(scratch))
+
+
+def find_detokenizer(folder: Path) -> Detokenizer | None:
+    """The folder's tokenizer; None if it has none, then answers hold no text."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    return Detokenizer(load_tokenizer(folder)) if any((folder / n).is_file() for n in names) else None
+
+
+def end_tokens(model: Any) -> frozenset[int]:
+    """The token ids that end a completion, by the model's configuration and generation configuration."""
+    found = [model.config.eos_token_id, getattr(model.generation_config, "eos_token_id", None)]
+    flat = [t for item in found for t in (item if isinstance(item, list) else [item])]
+    return frozenset(t for t in flat if t is not None)

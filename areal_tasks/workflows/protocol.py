@@ -1,0 +1,103 @@
+"""What a workflow is: prompts in, samples out. `single_turn` is one; a user's own is named `package.module:object`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from areal_tasks.engines.client import InferenceClient
+from schemas.tables import ROLLOUT
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One group's prompt: a data-set row at its place in the run's order."""
+
+    prompt_id: int
+    group_id: int
+    epoch: int
+    prompt: str
+    answer: str
+    input_ids: list[int]
+
+
+@dataclass(slots=True)
+class Sample:
+    """One trajectory. The lists speak of `input_ids`, element by element; prompt positions hold 0, -1 and False."""
+
+    prompt: Prompt
+    sample_index: int
+    completion: str
+    input_ids: list[int]
+    loss_mask: list[bool]
+    logprobs: list[float]
+    versions: list[int]
+    stop_reason: str  # stop, length or abort; of the last turn
+    seed: int
+    server: str
+    seconds: float
+    turns: int = 1
+
+    @property
+    def generated_versions(self) -> list[int]:
+        """The versions of the tokens the model generated."""
+        return [v for v, generated in zip(self.versions, self.loss_mask, strict=True) if generated]
+
+
+@dataclass(frozen=True)
+class WorkflowContext:
+    """What a workflow may use. `tokenizer` is a transformers tokenizer."""
+
+    client: InferenceClient
+    seed: int
+    group_size: int
+    max_new_tokens: int
+    temperature: float
+    max_length: int
+    stop: tuple[str, ...] = ()
+    generation: int = 0
+    tokenizer: Any = None
+
+
+class Workflow(Protocol):
+    """Produces `group_size` samples of each prompt, in order of the prompts."""
+
+    async def run(self, prompts: Sequence[Prompt], context: WorkflowContext) -> list[Sample]: ...
+
+
+def _row(sample: Sample) -> dict[str, Any]:
+    versions = sample.generated_versions
+    prompt = sample.prompt
+    return {
+        "sample_id": f"{prompt.group_id}-{sample.sample_index}",
+        "group_id": prompt.group_id,
+        "sample_index": sample.sample_index,
+        "prompt_id": prompt.prompt_id,
+        "epoch": prompt.epoch,
+        "prompt": prompt.prompt,
+        "completion": sample.completion,
+        "answer": prompt.answer,
+        "input_ids": sample.input_ids,
+        "loss_mask": sample.loss_mask,
+        "logprobs": sample.logprobs,
+        "versions": sample.versions,
+        "num_tokens": len(sample.input_ids),
+        "num_generated": len(versions),
+        "stop_reason": sample.stop_reason,
+        "truncated": sample.stop_reason == "length",
+        "turns": sample.turns,
+        "seed": sample.seed,
+        "server": sample.server,
+        "version_min": min(versions, default=-1),
+        "version_max": max(versions, default=-1),
+        "seconds": sample.seconds,
+        "status": "aborted" if sample.stop_reason == "abort" else "finished",
+    }
+
+
+def samples_to_table(samples: Sequence[Sample]) -> pa.Table:
+    """The samples as a `ROLLOUT` table, in the order given."""
+    return pa.Table.from_pylist([_row(sample) for sample in samples], schema=ROLLOUT)

@@ -1,0 +1,61 @@
+"""The usual workflow: `group_size` independent completions of each prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+from areal_tasks.data.sampler import sampling_seed
+from areal_tasks.engines.client import GenerateRequest, GenerateResult
+from areal_tasks.workflows.protocol import Prompt, Sample, WorkflowContext
+
+
+class SingleTurn:
+    """One question, one answer."""
+
+    async def run(self, prompts: Sequence[Prompt], context: WorkflowContext) -> list[Sample]:
+        """`group_size` samples of each prompt, in order of (prompt, sample index)."""
+        pairs = list(product(prompts, range(context.group_size)))
+        requests = [_request(prompt, index, context) for prompt, index in pairs]
+        results = await context.client.generate(requests)
+        return [
+            _sample(prompt, index, request, result, context)
+            for (prompt, index), request, result in zip(pairs, requests, results, strict=True)
+        ]
+
+
+def _request(prompt: Prompt, index: int, context: WorkflowContext) -> GenerateRequest:
+    return GenerateRequest(
+        input_ids=prompt.input_ids,
+        max_new_tokens=context.max_new_tokens,
+        temperature=context.temperature,
+        seed=sampling_seed(context.seed, prompt.group_id, index, context.generation),
+        stop=context.stop,
+        group=prompt.group_id,
+    )
+
+
+def _sample(
+    prompt: Prompt, index: int, request: GenerateRequest, result: GenerateResult, context: WorkflowContext
+) -> Sample:
+    before, after = len(prompt.input_ids), len(result.output_ids)
+    return Sample(
+        prompt=prompt,
+        sample_index=index,
+        completion=_text(result, context),
+        input_ids=prompt.input_ids + result.output_ids,
+        loss_mask=[False] * before + [True] * after,
+        logprobs=[0.0] * before + result.logprobs,
+        versions=[-1] * before + result.versions,
+        stop_reason=result.stop_reason,
+        seed=request.seed or 0,
+        server=result.server,
+        seconds=result.seconds,
+    )
+
+
+def _text(result: GenerateResult, context: WorkflowContext) -> str:
+    """The server's text; decoded anew where it was put together from parts that may split a character."""
+    if result.segments <= 1 or context.tokenizer is None:
+        return result.text
+    return str(context.tokenizer.decode(result.output_ids, skip_special_tokens=True))
