@@ -144,16 +144,16 @@ class _Job:
 
     def _receive(self, worker: Worker) -> None:
         try:
-            results = worker.receive()
+            for result in worker.receive():
+                self.results[worker.rows.popleft()] = result
+                worker.deadline = time.monotonic() + self.timeout
+                if result.last:
+                    self._replace(worker)
+                    return
         except ValueError as error:
             self._fail(worker, "error", str(error))
             return
-        for result in results:
-            self.results[worker.rows.popleft()] = result
-            worker.deadline = time.monotonic() + self.timeout
-        if results and results[-1].last:
-            self._replace(worker)
-        elif worker.ended:
+        if worker.ended:
             self._forget(worker)  # its exit status follows
 
     def _bury(self) -> None:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from areal_tasks.rewards.worker import Result
@@ -42,17 +42,18 @@ class Worker:
             return False
         return True
 
-    def receive(self) -> list[Result]:
-        """The results that have arrived, without waiting. ValueError when they are none."""
+    def receive(self) -> Iterator[Result]:
+        """The results that have arrived, without waiting. ValueError at the first thing that is none."""
         self.channel.settimeout(0)
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             arrived = self.channel.recv(1 << 20)
             self.ended = not arrived
             self._buffer += arrived
         *lines, self._buffer = self._buffer.split(b"\n")
-        if len(lines) > len(self.rows):
-            raise ValueError("the verifier's process gave more results than it had rows")
-        return [_result(line) for line in lines]
+        for line in lines:
+            if not self.rows:
+                raise ValueError("the verifier's process gave more results than it had rows")
+            yield _result(line)
 
 
 class Forkserver:
