@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
+from pyarrow.fs import FileSystem
+
 from schemas.errors import UserError
 
 
@@ -60,6 +62,9 @@ class Backend(Protocol):
     def local(self, path: str) -> Path | None:
         """Where `path` lies on this machine's disk; None for a remote store."""
 
+    def arrow(self) -> tuple[FileSystem, str]:
+        """The same place as Arrow sees it, for scans of many files: its file system, and the root in it."""
+
     def uri(self, path: str) -> str:
         """`path` as a person names it in a message."""
 
@@ -100,6 +105,9 @@ class Store:
 
     def local(self, path: str) -> Path | None:
         return self.backend.local(path)
+
+    def arrow(self) -> tuple[FileSystem, str]:
+        return self.backend.arrow()
 
     def uri(self, path: str) -> str:
         return self.backend.uri(path)

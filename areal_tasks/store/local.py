@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from pyarrow.fs import FileSystem, LocalFileSystem
+
 from areal_tasks.store.backend import Exists, Missing, StoreError
 
 _REMEDIES: Final = {
@@ -90,6 +92,9 @@ class LocalBackend:
 
     def local(self, path: str) -> Path | None:
         return Path(self._at(path))
+
+    def arrow(self) -> tuple[FileSystem, str]:
+        return LocalFileSystem(), self.root
 
     def uri(self, path: str) -> str:
         return self._at(path)

