@@ -5,12 +5,15 @@ Every engine then loads it like any other model: config, safetensors and tokeniz
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from schemas.recipe.sections import ScratchModel
 
@@ -26,8 +29,21 @@ def make_scratch(spec: ScratchModel, seed: int, max_length: int, folder: Path) -
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = character_tokenizer(spec.alphabet, max_length)
     tokenizer.save_pretrained(folder)
-    scratch_model(spec, len(tokenizer), seed, max_length).save_pretrained(folder)
+    with _no_progress_bar():
+        scratch_model(spec, len(tokenizer), seed, max_length).save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Transformers draws one for a file of two megabytes."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def character_tokenizer(alphabet: str, max_length: int) -> PreTrainedTokenizerFast:

@@ -82,9 +82,9 @@ def _read(name: str) -> str:
 
 
 def _model_of(values: Mapping[str, Any], origin: str) -> type[RlhfRecipe] | type[SftRecipe] | type[EvaluateRecipe]:
-    flow = values.get("flow")
+    flow = str(values.get("flow", ""))
     if flow not in RECIPES:
-        found = "is missing" if flow is None else f"is '{flow}'{_suggest(str(flow), list(RECIPES))}"
+        found = f"is '{flow}'{_suggest(flow, RECIPES)}" if flow else "is missing"
         raise UserError(f"recipe '{origin}': flow {found}; it should be one of {', '.join(RECIPES)}")
     return RECIPES[flow]
 

@@ -17,11 +17,11 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2's floats, refusing duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
+        seen: set[str] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                problem = f"the key '{key}' occurs twice"
+            problem = "a key should be text" if not isinstance(key, str) else f"the key '{key}' occurs twice"
+            if not isinstance(key, str) or key in seen:
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)

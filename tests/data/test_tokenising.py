@@ -1,0 +1,126 @@
+"""From rows to token ids: the chat template, room for the completion, and what supervised fine-tuning trains."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from areal_tasks.data.datasets import Row, load_rows
+from areal_tasks.data.scratch import character_tokenizer
+from areal_tasks.data.tokenising import render_prompts, sft_examples
+from schemas.errors import UserError
+from schemas.recipe.sections import Data
+from schemas.tables import PROMPTS
+
+ROWS = [Row(0, "1+2=", "3"), Row(1, "9+9+9+9=", "36"), Row(2, "5+5=", "10")]
+CHAT = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return character_tokenizer("0123456789+=", 32)
+
+
+@pytest.fixture
+def chatty() -> PreTrainedTokenizerFast:
+    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz[]:>+=0123456789 ", 64)
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def data(**changes: object) -> Data:
+    return Data.model_validate({"source": "sums://4", **changes})
+
+
+def test_prompts_keep_their_row_and_their_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    table = render_prompts(ROWS, data(), tokenizer, 16, 4)
+    assert table.schema.equals(PROMPTS)
+    assert table.column("prompt").to_pylist() == [row.prompt for row in ROWS]
+    assert table.column("num_tokens").to_pylist() == [4, 8, 4]
+    assert [tokenizer.decode(ids) for ids in table.column("input_ids").to_pylist()] == [row.prompt for row in ROWS]
+
+
+def test_the_template_wraps_the_prompt_and_formats_nothing_else() -> None:
+    curly = character_tokenizer("abqx{}: =", 64)
+    table = render_prompts([Row(0, "ab", "1")], data(template="q: {x} {prompt} ="), curly, 64, 4)
+    assert table.column("prompt").to_pylist() == ["q: {x} ab ="]
+
+
+def test_the_chat_template_is_applied_with_the_system_message(chatty: PreTrainedTokenizerFast) -> None:
+    table = render_prompts(ROWS[:1], data(chat=True, system="add"), chatty, 64, 4)
+    assert chatty.decode(table.column("input_ids")[0].as_py()) == "[system:add][user:1+2=]>"
+    assert table.column("prompt").to_pylist() == ["1+2="]  # the text a person reads is the message
+
+
+def test_chat_without_a_template_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UserError, match=r"data\.chat: .*no chat template"):
+        render_prompts(ROWS, data(chat=True), tokenizer, 16, 4)
+
+
+def test_a_prompt_that_leaves_no_room_is_an_error(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert len(render_prompts(ROWS, data(), tokenizer, 12, 4)) == 3
+    with pytest.raises(
+        UserError, match=r"row 1 .from 0. has 8 tokens, which with room for 4 more exceeds .* 11; 1 prompts"
+    ):
+        render_prompts(ROWS, data(), tokenizer, 11, 4)
+
+
+def test_or_it_is_dropped_and_the_others_keep_their_numbers(tokenizer: PreTrainedTokenizerFast) -> None:
+    table = render_prompts(ROWS, data(on_long_prompt="drop"), tokenizer, 11, 4)
+    assert table.column("prompt_id").to_pylist() == [0, 2]
+    with pytest.raises(UserError, match="every one of 3 prompts is too long"):
+        render_prompts(ROWS, data(on_long_prompt="drop"), tokenizer, 8, 6)
+
+
+def test_room_for_the_rows_own_answer(tokenizer: PreTrainedTokenizerFast) -> None:
+    table = render_prompts(ROWS, data(on_long_prompt="drop"), tokenizer, 6, None)
+    assert table.column("prompt_id").to_pylist() == [0]  # 4 + "3" + end is 6; 4 + "10" + end is 7
+
+
+def test_unknown_characters_and_empty_prompts_are_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UserError, match=r"row 7 .from 0., '1\*2=', has characters outside"):
+        render_prompts([*ROWS, Row(7, "1*2=", "2")], data(), tokenizer, 16, 4)
+    with pytest.raises(UserError, match=r"row 8 .* is empty"):
+        render_prompts([Row(8, "", "2")], data(), tokenizer, 16, 4)
+
+
+def test_demonstrations_train_the_answer_and_its_end_only(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompts = render_prompts(ROWS, data(), tokenizer, 16, None)
+    for row, example in zip(ROWS, sft_examples(prompts, tokenizer), strict=True):
+        trained = [token for token, mask in zip(example.input_ids, example.loss_mask, strict=True) if mask]
+        assert trained[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(trained[:-1]) == row.answer == example.completion
+        assert example.loss_mask == [False] * len(row.prompt) + [True] * len(trained)
+        assert tokenizer.decode(example.input_ids[: len(row.prompt)]) == row.prompt == example.prompt
+
+
+def test_demonstrations_begin_with_what_generation_begins_with(chatty: PreTrainedTokenizerFast) -> None:
+    prompts = render_prompts(ROWS, data(chat=True), chatty, 64, None)
+    for ids, example in zip(prompts.column("input_ids").to_pylist(), sft_examples(prompts, chatty), strict=True):
+        assert example.input_ids[: len(ids)] == ids
+        assert not any(example.loss_mask[: len(ids)])
+
+
+def test_a_tokenizer_without_an_end_cannot_be_tuned(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompts = render_prompts(ROWS, data(), tokenizer, 16, 4)
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="names no end-of-sequence token"):
+        sft_examples(prompts, tokenizer)
+
+
+@pytest.mark.skipif(
+    not (os.environ.get("AREAL_TEST_MODEL") and os.environ.get("AREAL_TEST_GSM8K")),
+    reason="set AREAL_TEST_MODEL to a chat model's folder and AREAL_TEST_GSM8K to a folder with train.jsonl",
+)
+def test_gsm8k_with_a_real_tokenizer() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(Path(os.environ["AREAL_TEST_MODEL"]))
+    gsm8k = data(source=f"{os.environ['AREAL_TEST_GSM8K']}/{{split}}.jsonl", chat=True, limit=50)
+    rows = load_rows(gsm8k, "train")
+    prompts = render_prompts(rows, gsm8k, tokenizer, 1024, None)
+    for row, example in zip(rows, sft_examples(prompts, tokenizer), strict=True):
+        trained = [token for token, mask in zip(example.input_ids, example.loss_mask, strict=True) if mask]
+        assert row.prompt in tokenizer.decode(example.input_ids)
+        assert tokenizer.decode(trained) == row.answer + tokenizer.eos_token

@@ -1,0 +1,108 @@
+"""Each contradiction and each knob without effect is refused, naming the field and the remedy."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from schemas.errors import UserError
+from schemas.recipe.checks import BASE_CHECKS, EVALUATION_CHECKS, GRPO_CHECKS, IDLE, TRAINING_CHECKS
+from schemas.recipe.load import load_recipe
+from schemas.recipe.recipe import RlhfRecipe
+
+#: (the check or idle field, recipe, overrides, message)
+REFUSED = [
+    ("one_model", "quickstart", "model.warm_start=''", "exactly one of path, scratch and warm_start.*none is given"),
+    ("one_model", "quickstart", "model.path=x", "both path and warm_start are given"),
+    ("warm_start_flow", "quickstart-sft", "model={warm_start: x, max_length: 16}", "only an rlhf recipe can"),
+    ("run_path", "gsm8k", "model.path=run://a/b", "should look like run://NAME or run://NAME@VERSION"),
+    ("scratch_heads", "quickstart-sft", "model.scratch.heads=3", "an even multiple of heads 3"),
+    ("scratch_alphabet", "quickstart-sft", "model.scratch.alphabet='0123456789+=='", "occurs twice"),
+    ("scratch_sums", "quickstart-sft", "model.scratch.alphabet='012+='", "need the characters 3456789 too"),
+    ("scratch_chat", "quickstart-sft", "data.chat=true", "a scratch model has no chat template"),
+    ("template_prompt", "gsm8k", "data.template='{question}'", r"data\.template: must contain \{prompt\}"),
+    ("source_named", "quickstart", "data.source=''", r"data\.source: is empty; name a data set"),
+    ("source_named", "quickstart", "data.source=s3://bucket/rows.csv", r"should end with \.jsonl, \.json, \.parquet"),
+    ("split_placeholder", "quickstart", "data.source='owner/{split}'", "is for files"),
+    ("micro_batch_holds_sample", "gsm8k", "trainer.micro_batch_tokens=512", "holds no sample of model.max_length 1024"),
+    ("schedule_decays", "gsm8k", "trainer.lr_schedule=cosine", "has no effect with lr_final 1; set lr_final below 1"),
+    ("warmup_ends", "quickstart", "trainer.warmup_steps=1000", "1000 is not over within the run's 1000 steps"),
+    ("warmup_ends", "quickstart-sft", "trainer.warmup_steps=125", "within the run's 125 steps"),
+    ("evaluation_fits", "gsm8k", "evaluation.max_new_tokens=1024", "no room for a prompt in model.max_length 1024"),
+    ("evaluation_samples", "evaluate-gsm8k", "evaluation.samples=4", "greedy completions are all the same; set"),
+    ("evaluation_stops", "quickstart", "evaluation.stop=['']", "evaluation.stop: an empty string"),
+    ("rollout_fits", "quickstart", "rollout.max_new_tokens=16", r"rollout\.max_new_tokens: 16 leaves no room"),
+    ("rollout_stops", "quickstart", "rollout.stop=['']", "rollout.stop: an empty string"),
+    ("group_has_spread", "quickstart", "rollout.group_size=1", "a group of 1 .*set reward_norm to none"),
+    ("minibatches_divide", "quickstart", "algorithm.minibatches=7", "7 does not .* = 256; the nearest that do: 4, 8"),
+    ("minibatches_divide", "quickstart", "algorithm.minibatches=257", "the nearest that do: 256"),
+    ("kl_has_weight", "quickstart", "algorithm.kl=loss", "loss has no effect with kl_coef 0; set kl_coef above 0"),
+    ("held_out", "quickstart", "data.eval_split=train", "'train' is what is trained on; name a held-out split"),
+    ("held_out", "quickstart", "data.source=rows.jsonl", "one file, so that evaluation would read what is trained on"),
+    ("inference.deterministic", "gsm8k", "inference.deterministic=false", "with inference.engine sglang"),
+    ("inference.slots", "gsm8k", "inference.slots=8", "with inference.engine sglang"),
+    ("inference.threads", "gsm8k", "inference.threads=2", "with inference.engine sglang"),
+    ("data.system", "quickstart", "data.system=hi", "set data.chat to true"),
+    ("data.subset", "quickstart", "data.subset=main", "unless data.source is the name of a Hugging Face data set"),
+    ("data.prompt_column", "quickstart", "data.prompt_column=q", "with sums://"),
+    ("data.answer_column", "quickstart", "data.answer_column=a", "with sums://"),
+    ("data.train_split", "evaluate-gsm8k", "data.train_split=x", "it reads data.eval_split"),
+    ("data.train_split", "gsm8k", "data={source: a.jsonl, train_split: x}", "with a file whose name has no {split}"),
+    ("data.eval_split", "sft-gsm8k", "data.eval_split=x", "where nothing is evaluated"),
+    ("data.eval_split", "evaluate-gsm8k", "data={source: a.jsonl, eval_split: x}", "with a file whose name has no"),
+    ("workflow.arguments", "gsm8k", "workflow.arguments.x=1", "with workflow.name single_turn"),
+    ("reward.unverified_reward", "gsm8k", "reward.unverified_reward=1", "unless reward.on_unverified is reward"),
+    ("algorithm.kl_coef", "quickstart", "algorithm.kl_coef=0.1", "set it to reward or loss"),
+    ("algorithm.clip_ratio", "quickstart", "algorithm={clip_ratio: 0.1}", "with one minibatch"),
+    ("trainer.lr_final", "gsm8k", "trainer.lr_final=0.1", "set it to linear or cosine"),
+    ("evaluation.every", "evaluate-gsm8k", "evaluation.every=5", "it evaluates once"),
+    ("evaluation.limit", "quickstart", "evaluation={limit: 5}", "nothing is evaluated .evaluation=.. clears"),
+    ("evaluation.samples", "quickstart", "evaluation={samples: 2, temperature: 1}", "nothing is evaluated"),
+    ("evaluation.temperature", "quickstart", "evaluation={temperature: 1}", "nothing is evaluated"),
+    ("evaluation.max_new_tokens", "quickstart", "evaluation={max_new_tokens: 5}", "nothing is evaluated"),
+    ("evaluation.stop", "quickstart", "evaluation={stop: [x]}", "nothing is evaluated"),
+    ("rollout.top_p", "quickstart", "rollout.top_p=0.9", "a trainer cannot reproduce the probabilities of truncated"),
+    ("rollout.top_k", "quickstart", "rollout.top_k=50", "sampled from the whole vocabulary"),
+    ("rollout.min_p", "quickstart", "rollout.min_p=0.1", "sampled from the whole vocabulary"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("check", "recipe", "override", "message"), REFUSED)
+def test_refused(check: str, recipe: str, override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("{split}", r"\{split\}")) as caught:
+        load_recipe(recipe, [override])
+    if "." in check:
+        assert f"- {check}: " in str(caught.value)
+
+
+def test_every_check_has_a_case() -> None:
+    checks = {check.__name__ for check in (*BASE_CHECKS, *TRAINING_CHECKS, *EVALUATION_CHECKS, *GRPO_CHECKS)}
+    assert checks | {row.field for row in IDLE} <= {case[0] for case in REFUSED}
+
+
+ALLOWED = [
+    ("quickstart", ["rollout.group_size=1", "algorithm.reward_norm=none"]),
+    ("quickstart", ["algorithm.kl=reward", "algorithm.kl_coef=0.01"]),
+    ("quickstart", ["evaluation.samples=4", "evaluation.temperature=0.7"]),
+    ("quickstart", ["evaluation={}"]),
+    ("quickstart", ["data.source=rows-{split}.jsonl", "data.prompt_column=text", "data.eval_split=held-out"]),
+    ("quickstart", ["data.source=s3://bucket/rows.parquet", "evaluation={}"]),
+    ("quickstart", ["model.warm_start=''", "model.path=run://teacher@12"]),
+    ("gsm8k", ["reward.on_unverified=reward", "reward.unverified_reward=-1"]),
+    ("gsm8k", ["workflow.name=my.module:turns", "workflow.arguments.turns=3"]),
+    ("gsm8k", ["data.system=Think first."]),
+    ("gsm8k", ["trainer.lr_schedule=cosine", "trainer.lr_final=0.1"]),
+    ("gsm8k", ["inference.engine=embedded", "inference.slots=32", "inference.deterministic=false"]),
+]
+
+
+@pytest.mark.parametrize(("recipe", "overrides"), ALLOWED)
+def test_what_the_remedies_say_is_accepted(recipe: str, overrides: list[str]) -> None:
+    load_recipe(recipe, overrides)
+
+
+def test_a_form_that_skips_the_loader_is_checked_too() -> None:
+    values = load_recipe("quickstart").model_dump()
+    values["algorithm"]["minibatches"] = 7
+    with pytest.raises(ValidationError, match="7 does not divide"):
+        RlhfRecipe.model_validate(values)

@@ -1,0 +1,160 @@
+"""Recipes by name or file, overrides, and what is said about each mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from schemas.errors import UserError
+from schemas.recipe.load import apply_overrides, list_recipes, load_recipe, parse_recipe
+from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe, SftRecipe
+
+SHIPPED = {
+    "quickstart": RlhfRecipe,
+    "quickstart-sft": SftRecipe,
+    "gsm8k": RlhfRecipe,
+    "gsm8k-cpu": RlhfRecipe,
+    "sft-gsm8k": SftRecipe,
+    "sft-gsm8k-cpu": SftRecipe,
+    "evaluate-gsm8k": EvaluateRecipe,
+    "evaluate-gsm8k-cpu": EvaluateRecipe,
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), SHIPPED.items())
+def test_every_shipped_recipe_loads(name: str, kind: type) -> None:
+    recipe = load_recipe(name)
+    assert isinstance(recipe, kind)
+    assert recipe.name == name
+    assert parse_recipe(recipe.model_dump(mode="json")) == recipe  # as it is stored, and as Prefect hands it over
+
+
+def test_the_list_is_complete() -> None:
+    assert set(SHIPPED) <= set(list_recipes())
+
+
+def test_the_quickstarts_parts_fit_together() -> None:
+    recipe = load_recipe("quickstart")
+    warm = load_recipe(recipe.model.warm_start)
+    assert isinstance(warm, SftRecipe)
+    assert warm.schedule.iterations * warm.algorithm.steps == 125
+    assert (warm.data.source, warm.model.max_length) == (recipe.data.source, recipe.model.max_length)
+
+
+def test_a_file_is_a_recipe_too(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\nflow: sft\nmodel: {scratch: {}}\ndata: {source: 'sums://2'}\ntrainer: {lr: 1e-3}\n")
+    recipe = load_recipe(path)
+    assert isinstance(recipe, SftRecipe)
+    assert recipe.trainer.lr == 1e-3
+
+
+def test_a_checked_recipe_does_not_change() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        load_recipe("quickstart").seed = 2
+
+
+# ── overrides ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_overrides_are_yaml_at_dotted_keys() -> None:
+    changes = ["rollout.groups=8", "trainer.lr=1e-5", "rollout.stop=[a, 'b=c']", "data.chat=false", "evaluation={}"]
+    recipe = load_recipe("quickstart", changes)
+    assert isinstance(recipe, RlhfRecipe)
+    assert (recipe.rollout.groups, recipe.trainer.lr, recipe.rollout.stop) == (8, 1e-5, ["a", "b=c"])
+    assert recipe.evaluation.every == 0
+
+
+def test_overrides_make_missing_sections_and_leave_the_original() -> None:
+    values: dict[str, Any] = {"a": {"b": 1}, "n": None}
+    assert apply_overrides(values, ["a.c=2", "n.x.y=3"]) == {"a": {"b": 1, "c": 2}, "n": {"x": {"y": 3}}}
+    assert values == {"a": {"b": 1}, "n": None}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.groups", "should look like section.field=value"),
+        ("rollout..groups=1", "should look like"),
+        ("=1", "should look like"),
+        ("seed.x=1", "seed is a value, not a section"),
+        ("rollout.groups=[1", "override 'rollout.groups=.1', line 1.* no valid YAML"),
+        ("rollout.grops=1", r"rollout\.grops: unknown key .did you mean 'groups'"),
+    ],
+)
+def test_bad_overrides(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_recipe("quickstart", ["seed=1", override])
+
+
+# ── mistakes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("quikstart", "unknown recipe 'quikstart' .did you mean 'quickstart'.*gsm8k-cpu"),
+        ("zzz", "unknown recipe 'zzz'; name a YAML file or one of: .*quickstart"),
+        ("nowhere/mine.yaml", "recipe file 'nowhere/mine.yaml' does not exist; recipes by name: .*quickstart"),
+    ],
+)
+def test_unknown_recipes(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_recipe(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "should be a mapping of sections, not NoneType"),
+        ("- a", "should be a mapping of sections, not list"),
+        ("a: [", r"mine\.yaml, line 1, column 5: no valid YAML"),
+        ("seed: 1\nseed: 2", "line 2, column 1: no valid YAML: the key 'seed' occurs twice"),
+        ("name: x", "flow is missing; it should be one of rlhf, sft, evaluate"),
+        ("flow: rlfh", "flow is 'rlfh' .did you mean 'rlhf'"),
+        ("flow: [rlhf]", "flow is"),
+        ("1: 2", "line 1, column 1: no valid YAML: a key should be text"),
+        ("[a]: 2", "a key should be text"),
+    ],
+)
+def test_files_that_are_no_recipe(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_recipe(tmp_path / "mine.yaml")
+
+
+def test_all_problems_come_at_once_with_their_fields() -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe(
+            "quickstart", ["rolout.x=1", "trainer.lr=2", "rollout.top_p=0.9", "model.scratch.layer=3", "seed=a"]
+        )
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "recipe 'quickstart' cannot be used:"
+    assert {line.split(":")[0].strip(" -") for line in lines[1:]} == {
+        "rolout", "trainer.lr", "rollout.top_p", "model.scratch.layer", "seed",
+    }  # fmt: skip
+    assert "  - rolout: unknown key (did you mean 'rollout'?); known here: name, flow" in str(caught.value)
+    assert "  - model.scratch.layer: unknown key (did you mean 'layers'?); known here: layers" in str(caught.value)
+    assert "  - trainer.lr: should be less than or equal to 1, not 2" in str(caught.value)
+
+
+def test_missing_sections_are_named() -> None:
+    with pytest.raises(UserError, match=r"name: is required\n.*model: is required\n.*data: is required"):
+        parse_recipe({"flow": "sft"})
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf"])
+def test_numbers_must_be_finite(value: str) -> None:
+    with pytest.raises(UserError, match=r"trainer\.lr: should be a finite number"):
+        load_recipe("quickstart", [f"trainer.lr={value}"])
+
+
+def test_floats_without_a_point_are_numbers_everywhere(tmp_path: Path) -> None:
+    assert yaml.safe_load("1e-6") == "1e-6"  # why recipes have a loader of their own
+    recipe = load_recipe("gsm8k-cpu", ["reward.verifier=my.module:judge", "reward.arguments.tolerance=1e-6"])
+    assert isinstance(recipe, RlhfRecipe)
+    assert recipe.reward.arguments == {"tolerance": 1e-6}

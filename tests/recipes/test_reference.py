@@ -1,0 +1,39 @@
+"""docs/recipe.md says what the models say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from schemas.recipe import reference
+from schemas.recipe.fields import is_semantic, nested_section
+from schemas.recipe.load import RECIPES
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert reference.main(["--check"]) == 0, "run python -m schemas.recipe.reference"
+
+
+def test_the_check_fails_on_an_old_or_missing_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reference, "PAGE", tmp_path / "docs" / "recipe.md")
+    assert reference.main(["--check"]) == 1
+    assert reference.main([]) == 0
+    assert reference.main(["--check"]) == 0
+    (tmp_path / "docs" / "recipe.md").write_text("old")
+    assert reference.main(["--check"]) == 1
+    assert "run python -m schemas.recipe.reference" in capsys.readouterr().err
+
+
+def test_the_page_has_every_field_with_its_description() -> None:
+    page = reference.render()
+    for model in RECIPES.values():
+        for info in model.model_fields.values():
+            section = nested_section(info)
+            for name, field in (section.model_fields if section else {}).items():
+                line = next(
+                    line for line in page.splitlines() if line.startswith(f"| `{name}` |") and field.description in line
+                )
+                assert f"| {'semantic' if is_semantic(field) else 'operational'} |" in line
