@@ -8,6 +8,7 @@ import signal
 import sys
 
 import torch
+from starlette.applications import Starlette
 
 from areal_tasks.engines.embedded.api import Limits
 from areal_tasks.engines.embedded.app import Server
@@ -47,15 +48,20 @@ def build(spec: ServiceSpec) -> Server:
     return Server(engine, limits, store, source)
 
 
+def make_app(spec: ServiceSpec) -> Starlette:
+    """The server's application, its engine running."""
+    return build(spec).app()
+
+
 def main() -> None:
     watch_lifeline()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     spec = read_spec()
     try:
-        server = build(spec)
+        app = make_app(spec)
     except UserError as error:
         sys.exit(f"error: {error}")
-    serve(server.app(), spec)
+    serve(app, spec)
 
 
 if __name__ == "__main__":

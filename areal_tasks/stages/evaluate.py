@@ -1,0 +1,61 @@
+"""evaluate: completions of the held-out split, judged, for one version of the weights."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from areal_tasks.stages.context import Context
+from areal_tasks.stages.rollout import ENGINE_FIELDS, PROMPT_COLUMNS, check_versions, generate, summary
+from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
+from areal_tasks.stages.verify import check_failures, judge, mean_reward, verdict_shares, verify_table
+from areal_tasks.workflows import Prompt, WorkflowContext
+from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
+from schemas.tables import EVALUATE
+
+
+def evaluate(recipe: RlhfRecipe | EvaluateRecipe) -> Stage:
+    """One row per completion, with its verdict and the version that was evaluated."""
+    return Stage(
+        name="evaluate",
+        kind=Kind.GENERATE,
+        version=1,
+        run=run,
+        reads=columns("eval_prompts", *PROMPT_COLUMNS),
+        writes=("evaluate",),
+        fields=("evaluation", "workflow", "reward", *ENGINE_FIELDS),
+        carries=("weights",),
+        after=("rollout",),
+    )
+
+
+def run(context: Context, inputs: Inputs, prefix: str) -> Output:
+    recipe = context.recipe
+    assert isinstance(recipe, (RlhfRecipe, EvaluateRecipe))
+    rows = inputs.read(context, "eval_prompts").to_pylist()
+    prompts = [Prompt(group_id=row["prompt_id"], epoch=0, **row) for row in rows]
+    client = context.engines.inference()
+    settings = WorkflowContext(
+        client=client,
+        seed=recipe.seed,
+        group_size=recipe.evaluation.samples,
+        max_new_tokens=recipe.evaluation.max_new_tokens,
+        temperature=recipe.evaluation.temperature,
+        max_length=recipe.model.max_length,
+        stop=tuple(recipe.evaluation.stop),
+        tokenizer=context.engines.tokenizer,
+    )
+    samples = generate(context, recipe.workflow, prompts, settings)
+    check_versions(client, context.weights.version)
+    results = judge(context.engines.verifiers, samples)
+    shares = verdict_shares(results)
+    check_failures(shares, recipe.reward.max_unverified, results)
+    table = joined(samples, verify_table(samples["sample_id"], results), context.weights.version)
+    accuracy = {"accuracy": shares["correct"], "reward": mean_reward(results)}
+    return Output({"evaluate": table}, {**accuracy, **summary(samples), **shares})
+
+
+def joined(samples: pa.Table, verdicts: pa.Table, version: int) -> pa.Table:
+    """The rows of `EVALUATE`; both tables hold the same samples in the same order."""
+    both = {name: table[name] for table in (samples, verdicts) for name in table.column_names}
+    both["weights_version"] = pa.chunked_array([pa.array([version] * len(samples), pa.int32())])
+    return pa.table(both).select(EVALUATE.names).cast(EVALUATE)

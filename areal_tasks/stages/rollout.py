@@ -1,0 +1,88 @@
+"""rollout: the iteration's prompts, and `group_size` completions of each, sampled by the inference servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from areal_tasks.data.sampler import position, row_of_group
+from areal_tasks.engines.client import InferenceClient
+from areal_tasks.stages.context import Context, groups_consumed
+from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
+from areal_tasks.workflows import Prompt, WorkflowContext, load_workflow, samples_to_table
+from schemas.errors import UserError
+from schemas.recipe.recipe import RlhfRecipe
+from schemas.recipe.sections import Workflow
+
+PROMPT_COLUMNS = ("prompt_id", "prompt", "answer", "input_ids")
+ENGINE_FIELDS = ("model.dtype", "model.max_length", "inference.engine", "inference.deterministic", "inference.slots")
+
+
+def rollout(recipe: RlhfRecipe) -> Stage:
+    """One row per completion: its tokens, their log-probabilities and the weights version of each."""
+    return Stage(
+        name="rollout",
+        kind=Kind.GENERATE,
+        version=1,
+        run=run,
+        reads=columns("prompts", *PROMPT_COLUMNS),
+        writes=("rollout",),
+        fields=("rollout", "workflow", *ENGINE_FIELDS),
+        carries=("weights",),
+        source=True,
+    )
+
+
+def run(context: Context, inputs: Inputs, prefix: str) -> Output:
+    recipe = context.recipe
+    assert isinstance(recipe, RlhfRecipe)
+    groups = range(context.next_group, context.next_group + groups_consumed(recipe))
+    prompts = prompts_of_groups(inputs.read(context, "prompts"), groups, recipe.seed)
+    client = context.engines.inference()
+    settings = WorkflowContext(
+        client=client,
+        seed=recipe.seed,
+        group_size=recipe.rollout.group_size,
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        temperature=recipe.rollout.temperature,
+        max_length=recipe.model.max_length,
+        stop=tuple(recipe.rollout.stop),
+        tokenizer=context.engines.tokenizer,
+    )
+    table = generate(context, recipe.workflow, prompts, settings)
+    check_versions(client, context.weights.version)
+    return Output({"rollout": table}, summary(table))
+
+
+def prompts_of_groups(table: pa.Table, groups: Sequence[int], seed: int) -> list[Prompt]:
+    """The prompt of each group: a pure function of the run's seed and the group's number."""
+    rows = table.take([row_of_group(group, len(table), seed) for group in groups]).to_pylist()
+    return [
+        Prompt(group_id=group, epoch=position(group, len(table))[0], **row)
+        for group, row in zip(groups, rows, strict=True)
+    ]
+
+
+def generate(context: Context, workflow: Workflow, prompts: Sequence[Prompt], settings: WorkflowContext) -> pa.Table:
+    """The workflow's samples as a `ROLLOUT` table."""
+    work = load_workflow(workflow.name, workflow.arguments).run(prompts, settings)
+    return samples_to_table(context.engines.call(work))
+
+
+def check_versions(client: InferenceClient, expected: int) -> None:
+    """Raises UserError if the servers hold other weights than those this iteration is about."""
+    if client.version not in (None, expected):
+        raise UserError(f"the servers hold version {client.version} of the weights, not {expected}")
+
+
+def summary(table: pa.Table) -> dict[str, float]:
+    """Samples, generated tokens, their mean, and the share that was cut off."""
+    generated = table["num_generated"].to_pylist()
+    truncated = table["truncated"].to_pylist()
+    return {
+        "samples": float(len(generated)),
+        "tokens": float(sum(generated)),
+        "mean_tokens": sum(generated) / max(len(generated), 1),
+        "truncated": sum(truncated) / max(len(truncated), 1),
+    }
