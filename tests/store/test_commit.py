@@ -1,0 +1,151 @@
+"""The commit protocol: one winner, whatever the network answers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import uuid
+from collections.abc import Iterator
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+from faulty_proxy import ERROR_403, ERROR_409, ERROR_500, HANG_UP, Faults, faulty_proxy
+from s3_server import BUCKET, S3Server
+from store_builders import commit_stage, manifest, table
+
+from areal_tasks.store import paths
+from areal_tasks.store.backend import Store, StoreError, open_store
+from areal_tasks.store.commit import commit_once, find_record, new_attempt, read_record
+from areal_tasks.store.provenance import make_provenance, now
+from areal_tasks.store.shards import read_table
+from schemas.manifest import SCHEMA_VERSION, RunRecord, StageManifest
+
+ROUNDS = 12
+
+
+def record(attempt: str = "") -> RunRecord:
+    provenance = make_provenance(1, now())
+    return RunRecord(run="r", flow="rlhf", seed=1, attempt=attempt or new_attempt(), provenance=provenance)
+
+
+def test_the_first_commit_wins_and_the_second_learns_of_it(store: Store) -> None:
+    first, second = record(), record()
+    assert commit_once(store, "r/run.json", first) == (first, True)
+    assert commit_once(store, "r/run.json", second) == (first, False)
+    assert commit_once(store, "r/run.json", first) == (first, True)  # a repeat is recognised as mine
+
+
+def _race(url: str, barrier: Barrier, seed: int, results: multiprocessing.Queue[tuple[int, int, str, str]]) -> None:
+    store = open_store(url)
+    for k in range(ROUNDS):
+        rows = table("verify", iteration=k, seed=seed)
+        mine = manifest(store, "race", k, "verify", {"verify": rows}, key="the-same-key")
+        path = paths.stage_manifest("race", k, "verify", mine.key)
+        barrier.wait(30)
+        there, won = commit_once(store, path, mine)
+        assert won == (there.attempt == mine.attempt)
+        assert read_table(store, there.tables["verify"]).equals(rows) == won
+        results.put((k, seed, there.attempt, mine.attempt))
+
+
+def test_two_processes_committing_the_same_stage_end_up_with_one_winner(store: Store) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(2), context.Queue()
+    racers = [context.Process(target=_race, args=(store.url, barrier, seed, results)) for seed in (1, 2)]
+    for racer in racers:
+        racer.start()
+    outcome = [results.get(timeout=60) for _ in range(2 * ROUNDS)]
+    for racer in racers:
+        racer.join(30)
+    assert [racer.exitcode for racer in racers] == [0, 0]
+    for k in range(ROUNDS):
+        winners = {there for round_, _, there, _ in outcome if round_ == k}
+        attempts = {mine for round_, _, _, mine in outcome if round_ == k}
+        assert len(winners) == 1 and winners <= attempts and len(attempts) == 2
+
+
+@pytest.fixture
+def faults() -> Faults:
+    return Faults()
+
+
+@pytest.fixture
+def faulty(s3: S3Server, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    with faulty_proxy(s3.endpoint, faults) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        yield open_store(f"s3://{BUCKET}/{uuid.uuid4().hex}")
+
+
+@pytest.mark.parametrize("answer", [ERROR_500, HANG_UP], ids=["500", "hang-up"])
+@pytest.mark.parametrize("times", [1, 99], ids=["once", "always"])
+def test_a_put_that_was_stored_but_failed_is_mine(
+    faulty: Store, faults: Faults, answer: tuple[int, bytes], times: int
+) -> None:
+    faults.answer, faults.left = answer, times
+    mine = record()
+    assert commit_once(faulty, "r/run.json", mine) == (mine, True)
+    assert faults.seen.count("PUT") > 1  # it was tried again, and refused by the server itself
+
+
+def test_a_put_that_failed_while_another_won_is_not_mine(faulty: Store, faults: Faults) -> None:
+    theirs = record()
+    commit_once(faulty, "r/run.json", theirs)
+    faults.left = 99
+    assert commit_once(faulty, "r/run.json", record()) == (theirs, False)
+
+
+def test_a_put_that_was_not_stored_is_reported(faulty: Store, faults: Faults) -> None:
+    faults.left, faults.store_first = 99, False
+    with pytest.raises(StoreError, match=r"r/run\.json \(InternalError\).*free space"):
+        commit_once(faulty, "r/run.json", record())
+    assert find_record(faulty, "r/run.json", RunRecord) is None
+
+
+def test_a_read_only_bucket_is_reported(faulty: Store, faults: Faults) -> None:
+    faults.left, faults.store_first, faults.answer = 1, False, ERROR_403
+    with pytest.raises(StoreError, match="may not do that: let them read and write the bucket"):
+        commit_once(faulty, "r/run.json", record())
+
+
+def test_two_conditional_puts_that_meet_are_tried_again(faulty: Store, faults: Faults) -> None:
+    faults.left, faults.store_first, faults.answer = 2, False, ERROR_409
+    mine = record()
+    assert commit_once(faulty, "r/run.json", mine) == (mine, True)
+
+
+def test_an_answer_lost_while_reading_is_asked_for_again(faulty: Store, faults: Faults) -> None:
+    mine = record()
+    commit_once(faulty, "r/run.json", mine)
+    faults.left, faults.answer, faults.spoils = 1, HANG_UP, lambda method, path: method == "GET"
+    assert read_record(faulty, "r/run.json", RunRecord) == mine
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"run": "r"}'], ids=["empty", "cut", "list", "incomplete"])
+def test_a_damaged_record_is_named(store: Store, damage: bytes) -> None:
+    store.put("r/run.json", damage)
+    with pytest.raises(StoreError, match=r"r/run\.json is damaged .*Restore this file from a backup"):
+        read_record(store, "r/run.json", RunRecord)
+    with pytest.raises(StoreError, match="is damaged"):
+        commit_once(store, "r/run.json", record())  # never taken for a win, nor overwritten
+    assert store.read("r/run.json") == damage
+
+
+def test_a_record_of_a_newer_version_is_named(local_store: Store) -> None:
+    newer = record().model_copy(update={"schema_version": SCHEMA_VERSION + 1}).encode()
+    local_store.put("r/run.json", newer.replace(b'"seed"', b'"soul"'))
+    with pytest.raises(StoreError, match=r"newer arealflow \(schema 2; this one reads 1\): upgrade"):
+        read_record(local_store, "r/run.json", RunRecord)
+
+
+def test_metrics_that_are_not_finite_survive(local_store: Store) -> None:
+    made = manifest(local_store, "r", 0, "verify", {"verify": table("verify")})
+    made = made.model_copy(update={"metrics": {"nan": float("nan"), "inf": float("-inf")}})
+    ref = commit_stage(local_store, made)
+    metrics = read_record(local_store, ref.path, StageManifest).metrics
+    assert metrics["nan"] != metrics["nan"] and metrics["inf"] == float("-inf")
+
+
+def test_a_record_is_readable_by_eye(tmp_path: Path) -> None:
+    store = open_store(tmp_path.as_uri())
+    commit_once(store, "r/run.json", record())
+    assert (tmp_path / "r" / "run.json").read_text().startswith('{\n "schema_version": 1,\n "run": "r"')

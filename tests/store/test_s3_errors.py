@@ -1,0 +1,74 @@
+"""An S3 store that cannot be used says why, and soon."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+from s3_server import BUCKET, S3Server, free_ports
+
+from areal_tasks.store.backend import Store, StoreError, open_store
+from schemas.errors import UserError
+
+USES: list[Callable[[Store], object]] = [
+    lambda store: store.read("run/run.json"),
+    lambda store: store.create("run/run.json", b"{}"),
+    lambda store: store.exists("run/run.json"),
+    lambda store: store.children(""),
+]
+EACH_USE = pytest.mark.parametrize("use", USES, ids=["read", "create", "exists", "children"])
+
+
+@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
+def test_missing_credentials(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.delenv(name)
+    with pytest.raises(UserError, match=f"{name} is not set: export it"):
+        open_store("s3://bucket/prefix")
+
+
+@EACH_USE
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [("AWS_ACCESS_KEY_ID", "does not know this access key"), ("AWS_SECRET_ACCESS_KEY", "the secret key is wrong")],
+)
+def test_wrong_credentials(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch, use: Callable[[Store], object], name: str, cause: str
+) -> None:
+    monkeypatch.setenv(name, "wrong")
+    with pytest.raises(StoreError, match=f"({cause}|may not do that).*check AWS_ACCESS_KEY_ID"):
+        use(open_store(f"s3://{BUCKET}/x"))
+
+
+@pytest.mark.parametrize("use", [USES[0], USES[3]], ids=["read", "children"])
+def test_a_bucket_that_does_not_exist(s3: S3Server, use: Callable[[Store], object]) -> None:
+    with pytest.raises(StoreError, match=r"no-such-bucket.*create the bucket, or correct the store's URL"):
+        use(open_store("s3://no-such-bucket/x"))
+
+
+@EACH_USE
+def test_nobody_listens(s3: S3Server, monkeypatch: pytest.MonkeyPatch, use: Callable[[Store], object]) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_ports(1)[0]}")
+    started = time.monotonic()
+    with pytest.raises(StoreError, match="cannot be reached .*check AWS_ENDPOINT_URL"):
+        use(open_store(f"s3://{BUCKET}/x"))
+    assert time.monotonic() - started < 8
+
+
+def test_nobody_answers(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listener whose queue is full drops what arrives, as a firewall does."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf:
+        fillers = [socket.socket() for _ in range(4)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(deaf.getsockname())
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{deaf.getsockname()[1]}")
+        started = time.monotonic()
+        with pytest.raises(StoreError, match="cannot be reached"):
+            open_store(f"s3://{BUCKET}/x").read("run/run.json")
+        assert 3 < time.monotonic() - started < 15
+        for filler in fillers:
+            filler.close()
