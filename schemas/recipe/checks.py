@@ -125,7 +125,7 @@ def one_model(r: BaseRecipe) -> Message:
     given = [name for name in ("path", "scratch", "warm_start") if getattr(r.model, name)]
     if len(given) == 1:
         return None
-    found = f"both {' and '.join(given)} are given" if given else "none is given"
+    found = f"both {' and '.join(given)} are given; clear one" if given else "none is given"
     return f"model: exactly one of path, scratch and warm_start is needed; {found}"
 
 

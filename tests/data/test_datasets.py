@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from areal_tasks.data.datasets import Row, load_rows
+from areal_tasks.store.backend import Store
 from schemas.errors import UserError
 from schemas.recipe.sections import Data
 
@@ -156,3 +157,13 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"needs the package 'datasets': pip install"):
         load_rows(Data(source="openai/gsm8k", subset="main"), "train")
+
+
+def test_an_s3_url_on_a_real_server(s3_store: Store) -> None:
+    s3_store.put("rows/train.jsonl", b'{"question": "q", "answer": "a"}')
+    source = f"{s3_store.url}/rows/{{split}}.jsonl"
+    assert load_rows(Data(source=source), "train") == [Row(0, "q", "a")]
+    with pytest.raises(UserError, match=r"rows/test\.jsonl': there is no such file"):
+        load_rows(Data(source=source), "test")
+    with pytest.raises(UserError, match=r"no-such-bucket/train\.jsonl'"):
+        load_rows(Data(source="s3://no-such-bucket/{split}.jsonl"), "train")
