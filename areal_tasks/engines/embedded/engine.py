@@ -88,8 +88,9 @@ class Engine:
         ready.result()
 
     def close(self) -> None:
-        """End the thread; unfinished sequences are aborted."""
-        self._command(self._close).result()
+        """End the thread; unfinished sequences are aborted. May be repeated."""
+        if self.failure is None:
+            self._command(self._close).result()
         self._thread.join()
 
     def submit(self, job: Job) -> None:

@@ -163,9 +163,10 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
 def _context(config: Any, max_length: int) -> int:
     """Tokens a sequence may have. Refuses what the cache cannot represent."""
     context = min(max_length, int(getattr(config, "max_position_embeddings", max_length)))
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None) or context
-    sliding = "sliding_attention" in kinds and window < context
+    window = getattr(config, "sliding_window", None)
+    default = "sliding_attention" if window else "full_attention"
+    kinds = set(getattr(config, "layer_types", None) or [default])
+    sliding = "sliding_attention" in kinds and (window or 0) < context
     if sliding or kinds - {"full_attention", "sliding_attention"}:
         raise UserError(
             f"the embedded server supports full attention only; this {config.model_type} model has layers of kind "

@@ -1,0 +1,81 @@
+"""Shared by the tests of inference: running sequences through an engine, and checking them against a plain forward."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_tasks.engines.embedded.engine import Engine
+from areal_tasks.engines.embedded.runner import Runner
+from areal_tasks.engines.embedded.sequence import Job, SamplingParams, Sequence, make_sequences
+from areal_tasks.engines.embedded.weights import find_detokenizer
+
+VOCABULARY = ["<s>", "</s>", "<pad>", *"0123456789+=abcdefgh"]
+MAX_LENGTH = 160
+EOS = frozenset({1})
+
+
+def make_engine(
+    folder: Path, slots: int = 16, max_length: int = MAX_LENGTH, deterministic: bool = True, threads: int = 1
+) -> Engine:
+    torch.set_num_threads(threads)
+    runner = Runner(folder, slots, max_length, torch.float32)
+    engine = Engine(runner, slots, version="0", detokenizer=find_detokenizer(folder), deterministic=deterministic)
+    engine.start()
+    return engine
+
+
+class Running:
+    """Sequences under way in an engine."""
+
+    def __init__(self, engine: Engine, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        self._errors: list[Exception | None] = []
+        self._ended = threading.Event()
+        engine.submit(Job(sequences, self._done))
+
+    def _done(self, error: Exception | None) -> None:
+        self._errors.append(error)
+        self._ended.set()
+
+    def wait(self, seconds: float = 60) -> list[Sequence]:
+        assert self._ended.wait(seconds), "the engine did not finish"
+        if self._errors[0] is not None:
+            raise self._errors[0]
+        assert self._errors == [None]
+        return self.sequences
+
+
+def submit(engine: Engine, prompt: Items[int], rid: str = "r", **params: Any) -> Running:
+    """Start one request; `n` gives several sequences."""
+    length = engine.runner.max_length
+    return Running(engine, make_sequences(rid, list(prompt), SamplingParams(**params), EOS, length))
+
+
+def complete(engine: Engine, prompt: Items[int], **params: Any) -> Sequence:
+    """One finished sequence."""
+    return submit(engine, prompt, **params).wait()[0]
+
+
+def full_logprobs(model: Any, prompt: Items[int], output: Items[int], temperature: float) -> Tensor:
+    """Logprobs of `output` by one forward pass over the whole sequence."""
+    ids = torch.tensor([[*prompt, *output]])
+    with torch.inference_mode():
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+    return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+
+def greedy_reference(model: Any, prompt: Items[int], max_new_tokens: int) -> list[int]:
+    """The output of transformers.generate, greedy."""
+    ids = torch.tensor([list(prompt)])
+    with torch.inference_mode():
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
+        )
+    return list(output[0, len(prompt) :].tolist())
