@@ -49,6 +49,19 @@ def test_equal_rewards_and_groups_of_one_give_exactly_zero(reward: float) -> Non
         assert group_rewards(rewards, groups, torch.ones(4, dtype=torch.bool), how).tolist() == [0.0] * 4
 
 
+def test_equal_values_give_exactly_zero_where_their_mean_is_rounded() -> None:
+    tenths = torch.full((10,), 0.1, dtype=torch.float64)
+    assert sum(tenths.tolist()) / 10 != 0.1
+    assert whiten(tenths, None).tolist() == [0.0] * 10
+
+
+def test_a_kept_nan_stays_visible_in_its_own_group() -> None:
+    result = group_rewards(
+        torch.tensor([NAN, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool), "mean"
+    )
+    assert result[:2].isnan().all() and result[2:].tolist() == [0.5, -0.5]
+
+
 def test_what_is_not_kept_is_zero_and_may_be_nan() -> None:
     kept = torch.tensor([True, False, True])
     result = group_rewards(torch.tensor([1.0, NAN, 0.0]), torch.tensor([0, 0, 0]), kept, "mean")

@@ -42,8 +42,13 @@ def segfault() -> None:
 
 
 def start_a_process_and_hang() -> None:
-    subprocess.Popen(["sleep", "987654"])
+    subprocess.Popen(["sleep", os.environ["MISBEHAVING_NAP"]])
     time.sleep(1000)
+
+
+def start_a_process_and_leave() -> None:
+    subprocess.Popen(["sleep", os.environ["MISBEHAVING_NAP"]])
+    os._exit(0)
 
 
 def write_into_every_descriptor() -> None:
@@ -71,6 +76,7 @@ ACTS: dict[str, Any] = {
     "unprintable": raise_unprintable,
     "recurse": lambda: ACTS["recurse"](),
     "child": start_a_process_and_hang,
+    "abandon": start_a_process_and_leave,
     "garbage": write_into_every_descriptor,
     "abort": os.abort,
     "print": lambda: print("a verifier's print"),

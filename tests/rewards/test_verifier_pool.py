@@ -21,6 +21,9 @@ from schemas.recipe.sections import Reward
 
 DEADLINE = 0.5
 
+#: Seconds that processes left behind sleep; tells this session's from another's.
+NAP = os.environ["MISBEHAVING_NAP"] = str(10_000_000 + os.getpid())
+
 
 def settings(**changes: Any) -> Reward:
     given = {"verifier": "misbehaving:act", "timeout_seconds": DEADLINE, "memory_mb": 128, "workers": 2}
@@ -131,11 +134,12 @@ def test_no_rows_and_rows_larger_than_any_buffer(patient: VerifierPool) -> None:
     assert [r.reward for r in judge(patient, *["x" * 2_000_000] * 8)] == [2_000_000.0] * 8
 
 
-def test_what_a_verifier_started_dies_with_it(pool: VerifierPool) -> None:
+@pytest.mark.parametrize(("misdeed", "verdict"), [("child", "timeout"), ("abandon", "error")])
+def test_what_a_verifier_started_dies_with_it(pool: VerifierPool, misdeed: str, verdict: str) -> None:
     def sleeping() -> bool:
-        return any("987654" in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
+        return any(NAP in (p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
 
-    assert judge(pool, "child")[0].verdict == "timeout"
+    assert judge(pool, misdeed)[0].verdict == verdict
     assert eventually(lambda: not sleeping())
 
 
