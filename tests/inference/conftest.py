@@ -28,7 +28,7 @@ def make_model(folder: Path, seed: int, **changes: Any) -> Path:
             "num_key_value_heads": 2,
             "max_position_embeddings": MAX_LENGTH,
             "tie_word_embeddings": True,
-            "initializer_range": 0.5,
+            "initializer_range": 0.3,
             "bos_token_id": 0,
             "eos_token_id": 1,
             "pad_token_id": 2,

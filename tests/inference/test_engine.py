@@ -210,12 +210,12 @@ def test_new_weights_reach_what_is_running(
 ) -> None:
     engine = engine_of()
     weights = other_weights(other_folder, engine)
-    running = submit(engine, prompt(5), max_new_tokens=1000, ignore_eos=True, n=4)
+    running = endless(engine, n=4)
     engine.update_weights(weights, "1", False).result()
     for sequence in running.wait():
+        assert [version for version, _ in sequence.versions] == ["0", "1"]
         assert sum(count for _, count in sequence.versions) == len(sequence.output) == MAX_LENGTH - 5
-        assert sequence.versions[-1][0] == "1"
-        old = sum(count for version, count in sequence.versions if version == "0")
+        old = sequence.versions[0][1]
         logprobs = torch.tensor(sequence.logprobs)
         first = full_logprobs(reference, sequence.prompt, sequence.output, 1.0)[:old]
         then = full_logprobs(other_reference, sequence.prompt, sequence.output, 1.0)[old:]
