@@ -40,7 +40,7 @@ class Layout:
     targets: Int[Tensor, " T"]  # the counted tokens
     where: Int[Tensor, " T"]  # their index in the flat columns
     samples: Int[Tensor, " T"]  # the sample each belongs to
-    tokens: int  # tokens of all samples, padding left out
+    tokens: int  # positions the model computes, padding left out
 
 
 def make_sequences(
@@ -66,39 +66,42 @@ def spans(starts: Int[Tensor, " B"], lengths: Int[Tensor, " B"]) -> Int[Tensor, 
     return repeated + torch.arange(repeated.numel())
 
 
-def positions(sequences: Sequences, rows: Int[Tensor, " n"]) -> Int[Tensor, " N2"]:
-    """Index in the flat columns of every token of the samples `rows`, sample by sample."""
-    return spans(sequences.starts[rows], sequences.lengths[rows])
-
-
 def make_layout(sequences: Sequences, rows: Int[Tensor, " n"], kind: LayoutKind) -> Layout:
     """Lay the samples `rows` out for one forward pass: in one row end to end, or in a row each, padded on the right.
 
     Padding on the right needs no mask: under causal attention no token sees what follows it. Packed samples are told
-    apart by their position ids, which start at 0 with each of them.
+    apart by their position ids, which start at 0 with each of them. The last token of a sample predicts nothing, so it
+    is left out.
     """
-    lengths = sequences.lengths[rows]
-    flat = positions(sequences, rows)
+    lengths = (sequences.lengths[rows] - 1).clamp(min=0)
     height, width = _shape(lengths, kind)
     first = lengths.cumsum(0) - lengths if kind == "packed" else torch.arange(len(rows)) * width
     cells = spans(first, lengths)
+    flat = spans(sequences.starts[rows], lengths)
     ids = torch.zeros(height * width, dtype=torch.int64)
     ids[cells] = sequences.input_ids[flat].long()
-    counted = sequences.counted[flat]
-    where = flat[counted]
+    counted = sequences.counted[flat + 1]  # of the token that each position predicts
+    where = flat[counted] + 1
     return Layout(
         input_ids=ids.view(height, width),
-        position_ids=spans(torch.zeros_like(lengths), lengths).view(1, -1) if kind == "packed" else None,
-        predictors=cells[counted] - 1,
+        position_ids=_positions(lengths, width) if kind == "packed" else None,
+        predictors=cells[counted],
         targets=sequences.input_ids[where].long(),
         where=where,
         samples=rows.repeat_interleave(lengths)[counted],
-        tokens=int(lengths.sum()),
+        tokens=len(cells),
     )
 
 
 def _shape(lengths: Int[Tensor, " n"], kind: LayoutKind) -> tuple[int, int]:
-    return (1, int(lengths.sum())) if kind == "packed" else (len(lengths), int(lengths.max()))
+    """Rows and columns; at least one column, since models take no empty input."""
+    width = int(lengths.sum() if kind == "packed" else lengths.max())
+    return (1 if kind == "packed" else len(lengths)), max(width, 1)
+
+
+def _positions(lengths: Int[Tensor, " n"], width: int) -> Int[Tensor, "1 L"]:
+    """Position within its sample of every cell of a packed row."""
+    return torch.cat([spans(torch.zeros_like(lengths), lengths), torch.zeros(width, dtype=torch.int64)])[None, :width]
 
 
 def minibatches(kept: Bool[Tensor, " B"], count: int, seed: int, iteration: int) -> Int[Tensor, " B"]:

@@ -116,4 +116,12 @@ def test_layout_pairs_each_counted_token_with_the_position_before_it() -> None:
         assert flat[layout.predictors].tolist() == [16, 17, 10, 12]
         assert layout.samples.tolist() == [2, 2, 0, 0]
         assert ids[layout.where].tolist() == layout.targets.tolist()
-        assert layout.tokens == 7
+        assert layout.tokens == 5  # the last token of a sample predicts nothing
+
+
+def test_a_sample_of_one_token_lays_out_and_counts_nothing() -> None:
+    sequences = make_sequences(torch.tensor([3]), torch.tensor([True]), torch.tensor([1]))
+    for kind in ("packed", "padded"):
+        layout = make_layout(sequences, torch.tensor([0]), kind)  # type: ignore[arg-type]
+        assert layout.input_ids.shape == (1, 1)
+        assert (len(layout.targets), layout.tokens) == (0, 0)

@@ -86,7 +86,7 @@ def _cells(layout: Layout) -> tuple[torch.Tensor, ...]:
 def test_what_fills_the_padding_does_not_matter(tiny: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny).eval()
     layout = make_layout(_sequences(), torch.arange(5), "padded")
-    padding = torch.arange(layout.input_ids.shape[1])[None] >= LENGTHS[:, None]
+    padding = torch.arange(layout.input_ids.shape[1])[None] >= LENGTHS[:, None] - 1
     filled = layout.input_ids.masked_fill(padding, 15)
     assert padding.any()
     other = Layout(filled, None, *_cells(layout), layout.tokens)
