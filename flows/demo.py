@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import re
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from areal_tasks.store.backend import Store, open_store
-from areal_tasks.store.paths import iteration, iteration_commit
+from areal_tasks.store.paths import iteration_commit
 from areal_tasks.store.query import run_sql
 from flows.cli.inspect import show
 from flows.cli.machine import Machine, environment, start, ui_url
@@ -36,7 +35,7 @@ QUERIES = {
         "FROM samples WHERE iteration >= 200 GROUP BY ALL HAVING count(*) >= 8 ORDER BY reward, prompt LIMIT 5"
     ),
     "Tokens the policy was least sure of, and what they cost": (
-        "SELECT iteration, sample_id, position, round(logprob, 2) AS logprob, round(advantage, 2) AS advantage, version "
+        "SELECT iteration, sample_id, position, round(logprob, 2) AS logprob, round(advantage, 2) AS advantage "
         "FROM tokens WHERE loss_mask ORDER BY logprob LIMIT 5"
     ),
 }
@@ -66,10 +65,10 @@ def demo(store_url: str, iterations: int) -> None:
     flow_run = deploy_run(machine, run, overrides)
     console.print(f"follow it in the Prefect UI: {ui_url(machine)}/runs/flow-run/{flow_run}", soft_wrap=True)
     follow(machine, store, run, flow_run, iterations)
-    answer(store, run, iterations)
+    answer(store, run)
     console.print(f"\nParquet: {store.uri(run)}", soft_wrap=True, markup=False)
     console.print(f"Prefect UI: {ui_url(machine)}")
-    console.print(f"Ask more: .venv/bin/arealflow sql {run} \"SHOW TABLES\"   ·   stop everything: make down")
+    console.print(f'Ask more: .venv/bin/arealflow sql {run} "SHOW TABLES"   ·   stop everything: make down')
     console.print(f"{time.monotonic() - began:.0f} s in all")
 
 
@@ -91,14 +90,19 @@ def follow(machine: Machine, store: Store, run: str, flow_run: str, iterations: 
     totals = {f"{run}-sft": _planned("quickstart-sft"), run: iterations or _planned("quickstart")}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        bars = {name: progress.add_task(name.removeprefix(run) or "rlhf", total=n, start=False) for name, n in totals.items()}
+        bars = {
+            name: progress.add_task(name.removeprefix(run) or "rlhf", total=n, start=False)
+            for name, n in totals.items()
+        }
         for state in states(machine, flow_run):
             for name, bar in bars.items():
                 advance(progress, bar, store, name)
             if state in ENDED:
                 break
     if state != "COMPLETED":
-        raise UserError(f"the flow run ended {state}; its log is in the Prefect UI at {ui_url(machine)}/runs/flow-run/{flow_run}")
+        raise UserError(
+            f"the flow run ended {state}; its log is in the Prefect UI at {ui_url(machine)}/runs/flow-run/{flow_run}"
+        )
 
 
 def advance(progress: Progress, bar: TaskID, store: Store, run: str) -> None:
@@ -119,9 +123,8 @@ def states(machine: Machine, flow_run: str) -> Iterator[str]:
         time.sleep(1.0)
 
 
-def answer(store: Store, run: str, iterations: int) -> None:
+def answer(store: Store, run: str) -> None:
     """Did it learn, and three questions in SQL."""
-    ends = "min(iteration) + 25", "max(iteration) - 25"
     rewards = run_sql(
         store,
         run,
@@ -135,7 +138,8 @@ def answer(store: Store, run: str, iterations: int) -> None:
         "SELECT weights_version AS version, round(avg(reward), 3) AS accuracy, count(*) AS prompts "
         "FROM evaluate GROUP BY 1 ORDER BY 1",
     ).to_pylist()
-    console.print(f"\nmean reward: {rewards['first_25']} in the first 25 iterations, {rewards['last_25']} in the last 25")
+    first, last = rewards["first_25"], rewards["last_25"]
+    console.print(f"\nmean reward: {first} in the first 25 iterations, {last} in the last 25")
     console.print(f"greedy accuracy: {accuracy[0]['accuracy']} before, {accuracy[-1]['accuracy']} after")
     for title, query in QUERIES.items():
         console.print(f"\n[bold]{title}[/bold]\n{query}", soft_wrap=True)

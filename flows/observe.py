@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 from uuid import UUID
@@ -23,9 +24,14 @@ from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import read_table
 from flows.pages import rollout_page, rollout_rows
 from schemas.recipe.recipe import EvaluateRecipe, Recipe
+from schemas.tables import ROLLOUT
 
-LOGGERS = ("areal_tasks",)
 SAMPLED = 12
+READ = (
+    *("sample_id", "group_id", "sample_index", "prompt", "completion", "answer", "num_generated", "stop_reason"),
+    *("version_min", "reward", "verdict"),
+)
+METRICS = {"verify": ("reward",), "evaluate": ("accuracy",), "train": ("loss", "grad_norm")}
 
 
 class Observer:
@@ -42,7 +48,9 @@ class Observer:
         logging.getLogger("areal_tasks").addHandler(self.handler)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         logging.getLogger("areal_tasks").removeHandler(self.handler)
 
     def __call__(self, closed: Closed) -> None:
@@ -83,18 +91,19 @@ class _Relay(logging.Handler):
 
 def summary_line(closed: Closed) -> str:
     """`iteration 12/250: reward 0.41, loss -0.01 · 0.38 s`."""
-    wanted = (("verify", "reward"), ("evaluate", "accuracy"), ("train", "loss"), ("train", "grad_norm"))
-    metrics = [(b.manifest.stage, name, b.manifest.metrics.get(name)) for b in closed.built.values() for s, name in wanted if b.manifest.stage == s]
-    text = ", ".join(f"{name} {value:.4f}" for _, name, value in metrics if value is not None)
+    manifests = [built.manifest for built in closed.built.values()]
+    metrics = [(name, m.metrics[name]) for m in manifests for name in METRICS.get(m.stage, ())]
+    text = ", ".join(f"{name} {value:.4f}" for name, value in metrics)
     return f"iteration {closed.iteration + 1}/{closed.of}: {text} · {closed.seconds:.2f} s"
 
 
-def judged_samples(store: Store, built: dict[str, Built] | Any, label: str) -> pa.Table:
-    """Rows of a rollout with its verdicts beside them; an evaluation holds both already."""
+def judged_samples(store: Store, built: Mapping[str, Built], label: str) -> pa.Table:
+    """Rows of a rollout with its verdicts beside them, by group; an evaluation holds both already."""
     if label != "rollout":
-        return read_table(store, built[label].manifest.tables["evaluate"])
-    samples = read_table(store, built["rollout"].manifest.tables["rollout"])
-    verdicts = read_table(store, built["verify"].manifest.tables["verify"])
+        return read_table(store, built[label].manifest.tables["evaluate"], READ)
+    texts = [name for name in READ if name in ROLLOUT.names]
+    samples = read_table(store, built["rollout"].manifest.tables["rollout"], texts)
+    verdicts = read_table(store, built["verify"].manifest.tables["verify"], ("sample_id", "reward", "verdict"))
     return samples.join(verdicts, "sample_id").sort_by([("group_id", "ascending"), ("sample_index", "ascending")])
 
 

@@ -47,8 +47,8 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 def rollout_page(samples: pa.Table, where: str) -> str:
     """Whole rollouts worth reading: the best, the worst, the longest, and what could not be judged."""
     rows = samples.to_pylist()
-    chosen = {title: row for title, row in _worth_reading(rows)}
-    return "\n\n".join([f"# Rollouts: {escape_markdown(where)}", *(_section(t, r) for t, r in chosen.items())])
+    sections = [_section(title, row) for title, row in _worth_reading(rows)]
+    return "\n\n".join([f"# Rollouts: {escape_markdown(where)}", *sections])
 
 
 def _worth_reading(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
@@ -64,7 +64,9 @@ def _section(title: str, row: dict[str, Any]) -> str:
         f"{row['num_generated']} tokens · {row['stop_reason']} · version {row['version_min']}"
     )
     parts = (("Prompt", row["prompt"]), ("Completion", row["completion"]), ("Answer", row["answer"]))
-    return "\n\n".join([f"## {title}", escape_markdown(facts), *(f"**{name}**\n\n{_block(text)}" for name, text in parts)])
+    return "\n\n".join(
+        [f"## {title}", escape_markdown(facts), *(f"**{name}**\n\n{_block(text)}" for name, text in parts)]
+    )
 
 
 def _block(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from prefect import Task, task
+from prefect import Task
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.futures import wait
 from prefect.runtime import flow_run, task_run
@@ -31,7 +31,7 @@ class StageTasks:
         """What the jobs built, run side by side if there are several. Raises what a job raised."""
         self._jobs |= {job.label: job for job in jobs}
         if len(jobs) == 1:
-            self._task(jobs[0].stage)(jobs[0].label, _paths(jobs[0]))
+            self._task(jobs[0].stage)(jobs[0].label, _paths(jobs[0]), return_state=True).result()
         else:
             futures = [self._task(job.stage).submit(job.label, _paths(job)) for job in jobs]
             wait(futures)
@@ -50,7 +50,7 @@ class StageTasks:
             self._built[label] = built = self._jobs[label].run(ids)
             return final_state(built)
 
-        return task(
+        return Task(
             run_stage,
             name=stage.name,
             task_run_name="{label}",

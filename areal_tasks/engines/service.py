@@ -80,12 +80,16 @@ class BearerAuth:
         return hmac.compare_digest(given, self.expected)
 
 
-def make_server(app: Starlette, spec: ServiceSpec, token: str, host: str = "127.0.0.1") -> tuple[uvicorn.Server, socket.socket]:
+def make_server(
+    app: Starlette, spec: ServiceSpec, token: str, host: str = "127.0.0.1"
+) -> tuple[uvicorn.Server, socket.socket]:
     """A server for `app` behind `token`, with its socket on a free port of `host`, registered in the store."""
     app.add_middleware(BearerAuth, token=token)
     listener = socket.create_server((host, 0), backlog=512)
     _register(spec, f"http://{host}:{listener.getsockname()[1]}")
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=120, timeout_graceful_shutdown=2)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_keep_alive=120, timeout_graceful_shutdown=2
+    )
     return uvicorn.Server(config), listener
 
 

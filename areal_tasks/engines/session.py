@@ -68,7 +68,7 @@ class Engines:
         self._scratch.cleanup()
 
     def start(self, initial: WeightsRef, current: WeightsRef) -> None:
-        """Start the services the recipe needs, without waiting for them: servers on `current`, the trainer on nothing yet."""
+        """Start the services without waiting for them: servers on `current`, the trainer on nothing yet."""
         self.initial, self.serving = initial, current
         if not isinstance(self.recipe, EvaluateRecipe):
             self.supervisor.start(MODULES[TRAINER], self._spec(TRAINER, initial), self.recipe.trainer.threads)

@@ -28,7 +28,7 @@ class TrainerDown(Exception):
 
 
 class TrainerClient:
-    """A connection to one trainer group's rank 0. Every method raises TrainerDown or, with the trainer's reason, UserError."""
+    """A connection to a trainer group's rank 0. Methods raise TrainerDown or, with the trainer's reason, UserError."""
 
     def __init__(self, url: str, token: str, timeout_seconds: float = 3600.0) -> None:
         headers = {"Authorization": f"Bearer {token}"}

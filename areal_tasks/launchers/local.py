@@ -75,6 +75,6 @@ class LocalLauncher:
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": threads,
-            "OMP_WAIT_POLICY": "PASSIVE",  # idle threads that spin starve whoever shares the cores: 4 to 10 times slower
+            "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin starve whoever shares the cores: up to 10 times slower
             "TOKENIZERS_PARALLELISM": "false",
         }

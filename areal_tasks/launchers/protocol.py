@@ -1,4 +1,4 @@
-"""What a launcher is: it starts a service somewhere and tells whether it still lives. A service neither knows nor cares."""
+"""What a launcher is: it starts services somewhere and tells whether they live. A service neither knows nor cares."""
 
 from __future__ import annotations
 

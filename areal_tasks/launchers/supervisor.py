@@ -80,7 +80,8 @@ class Supervisor:
         spec = service.job.spec
         if spec.restart >= self.settings.restarts:
             raise ServiceFailed(
-                f"service {spec.name!r} failed {spec.restart + 1} times; launcher.restarts allows no more.\n{self._tail(service)}"
+                f"service {spec.name!r} failed {spec.restart + 1} times; launcher.restarts allows no more.\n"
+                f"{self._tail(service)}"
             )
         log.warning("service %s ended with %s; starting it again", spec.name, service.handle.exit_code())
         service.handle.stop()

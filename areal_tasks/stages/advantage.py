@@ -74,7 +74,9 @@ def advantage_table(
     )
 
 
-def _advantages(rollout: pa.Table, verdicts: pa.Table, kept: Flat, penalty: torch.Tensor | None, how: Grpo) -> Advantages:
+def _advantages(
+    rollout: pa.Table, verdicts: pa.Table, kept: Flat, penalty: torch.Tensor | None, how: Grpo
+) -> Advantages:
     return grpo_advantages(
         torch.tensor(verdicts["reward"].to_numpy()),
         torch.tensor(rollout["group_id"].to_numpy()),
@@ -106,4 +108,6 @@ def dropped_reasons(rollout: pa.Table, verdicts: pa.Table, reward: Reward) -> li
 
 
 def _unverified(verdicts: pa.Table) -> Flat:
-    return np.asarray(pc.is_in(verdicts["verdict"], pa.array(sorted(UNVERIFIED))).to_numpy(zero_copy_only=False), dtype=bool)
+    return np.asarray(
+        pc.is_in(verdicts["verdict"], pa.array(sorted(UNVERIFIED))).to_numpy(zero_copy_only=False), dtype=bool
+    )

@@ -16,7 +16,7 @@ from schemas.recipe.recipe import EvaluateRecipe
 
 
 def next_checkpoint(context: Context, built: Mapping[str, Built]) -> tuple[WeightsRef | None, float]:
-    """The newest checkpoint once this iteration is committed, written now if it is due; and the training since, in seconds."""
+    """The newest checkpoint after this iteration, written now if it is due; and the seconds of training since."""
     held, since = (context.previous.checkpoint, since_checkpoint(context.previous)) if context.previous else (None, 0.0)
     recipe = context.recipe
     if isinstance(recipe, EvaluateRecipe):

@@ -51,7 +51,9 @@ def evaluates(recipe: RlhfRecipe, iteration: int) -> bool:
 
 def evaluates_at_end(recipe: Recipe, iteration: int) -> bool:
     """Whether what this iteration publishes is evaluated before it is committed: the run ends here."""
-    return isinstance(recipe, RlhfRecipe) and recipe.evaluation.every > 0 and iteration == recipe.schedule.iterations - 1
+    return (
+        isinstance(recipe, RlhfRecipe) and recipe.evaluation.every > 0 and iteration == recipe.schedule.iterations - 1
+    )
 
 
 def iterations(recipe: Recipe) -> int:

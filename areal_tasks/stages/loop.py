@@ -110,7 +110,9 @@ class Loop:
         self._commit(context, built, started)
         return built
 
-    def _level(self, stages: Sequence[Stage], plan: Plan, context: Context, built: Mapping[str, Built]) -> dict[str, Built]:
+    def _level(
+        self, stages: Sequence[Stage], plan: Plan, context: Context, built: Mapping[str, Built]
+    ) -> dict[str, Built]:
         """Build stages that do not wait for each other."""
         found: dict[str, Built] = {}
         jobs: list[Job] = []
@@ -173,4 +175,8 @@ def _label(stage: Stage, context: Context) -> str:
     """What a person reads in a list of task runs."""
     if stage.once:
         return stage.name
-    return f"{stage.name} version {context.weights.version}" if stage.name == "evaluate" else f"{stage.name} {context.iteration}"
+    return (
+        f"{stage.name} version {context.weights.version}"
+        if stage.name == "evaluate"
+        else f"{stage.name} {context.iteration}"
+    )

@@ -27,7 +27,7 @@ class Plan:
     producers: Mapping[str, str]
 
     def levels(self) -> list[list[Stage]]:
-        """Stages that may run side by side, level by level; each as late as possible, so that evaluation meets training."""
+        """Stages that may run side by side; each as late as possible, so that evaluation meets training."""
         depth: dict[str, int] = {}
         for stage in reversed(self.stages):
             followers = [depth[s.name] for s in self.stages if stage.name in self.waits[s.name]]

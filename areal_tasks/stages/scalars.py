@@ -1,4 +1,4 @@
-"""scalars: the short columns of an iteration joined by sample, which is what most questions read. Part of every commit."""
+"""scalars: the short columns of an iteration joined by sample, which most questions read. Part of every commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ SOURCES = {"rollout": ROLLOUT, "verify": VERIFY, "advantage": ADVANTAGE, "train_
 
 def scalars(recipe: RlhfRecipe) -> Stage:
     """One row per sample; samples that were not trained on have minibatch -1."""
-    reads = tuple(c for name, schema in SOURCES.items() for c in columns(name, *(f.name for f in scalar_fields(schema))))
+    reads = tuple(
+        c for name, schema in SOURCES.items() for c in columns(name, *(f.name for f in scalar_fields(schema)))
+    )
     return Stage(name="scalars", kind=Kind.PURE, version=1, run=run, reads=reads, writes=("scalars",))
 
 
@@ -34,7 +36,10 @@ def aligned(sample_ids: pa.ChunkedArray, table: pa.Table) -> pa.Table:
         return table
     wanted = pa.table({"sample_id": sample_ids, "_order": pa.array(range(len(sample_ids)))})
     joined = wanted.join(table, "sample_id", join_type="left outer").sort_by("_order").drop_columns(["_order"])
-    filled = [column if f.name == "sample_id" else _fill(f, column) for f, column in zip(joined.schema, joined.columns, strict=True)]
+    filled = [
+        column if f.name == "sample_id" else _fill(f, column)
+        for f, column in zip(joined.schema, joined.columns, strict=True)
+    ]
     return pa.table(filled, names=joined.column_names)
 
 

@@ -11,9 +11,8 @@ from schemas.manifest import StageManifest
 from schemas.recipe.recipe import RlhfRecipe, SftRecipe
 
 
-
 def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
-    """Per optimizer step `train_steps`, per sample `train_samples`. Carries weights and optimizer from version to version."""
+    """Per optimizer step `train_steps`, per sample `train_samples`. Carries weights and optimizer to the next version."""
     grpo = isinstance(recipe, RlhfRecipe)
     in_loss = isinstance(recipe, RlhfRecipe) and recipe.algorithm.kl == "loss"
     tables = ("rollout", "advantage", *(("reference",) if in_loss else ())) if grpo else ("batch",)
@@ -31,7 +30,7 @@ def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
-    """Steps the policy from version `iteration` to the next. A retry never steps twice: the trainer knows the digest."""
+    """Steps the policy from version `iteration` to the next. A retry never steps twice: the digest is known."""
     done = context.engines.trainer_at(context.iteration).train(_command(context, inputs, prefix))
     return Output(done.tables, done.metrics)
 
@@ -51,4 +50,3 @@ def _command(context: Context, inputs: Inputs, prefix: str) -> Train:
         tables=inputs.refs(),
         prefix=prefix,
     )
-

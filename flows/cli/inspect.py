@@ -30,7 +30,9 @@ CELL = 100
 
 def plan(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe in deployments/, or a YAML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.field=value …; run=NAME: a run's state.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.field=value …; run=NAME: a run's state.")
+    ] = None,
     store: StoreUrl = "",
     as_json: AsJson = False,
 ) -> None:
@@ -46,12 +48,18 @@ def plan(
 
 
 def progress(head: IterationCommit | None) -> str:
-    return "no iteration committed" if head is None else f"iterations 0–{head.iteration} committed, next {head.iteration + 1}"
+    return (
+        "no iteration committed"
+        if head is None
+        else f"iterations 0–{head.iteration} committed, next {head.iteration + 1}"
+    )
 
 
 def stage_row(stage: Stage, graph: Plan, head: IterationCommit | None) -> dict[str, Any]:
     """What a person wants to know of a stage before it runs."""
-    reads = [f"{table} ({len([r for r in stage.reads if r.startswith(table + '.')])} columns)" for table in stage.inputs]
+    reads = [
+        f"{table} ({len([r for r in stage.reads if r.startswith(table + '.')])} columns)" for table in stage.inputs
+    ]
     carried = [f"{what} of the last iteration" for what in stage.carries]
     row = {
         "stage": stage.name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from prefect import Flow
@@ -17,12 +17,14 @@ FLOWS: dict[str, Flow[..., Any]] = {"rlhf": rlhf, "sft": sft, "evaluate": evalua
 
 def run(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe in deployments/, or a YAML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.field=value …; run=NAME names the run.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.field=value …; run=NAME names the run.")
+    ] = None,
 ) -> None:
     """Run a recipe here, its services as threads of this process unless launcher.type says otherwise."""
     settings = dict(item.partition("=")[::2] for item in overrides or [])
     name = settings.pop("run", "")
     changes = [f"{key}={value}" for key, value in ({"launcher.type": "inline"} | settings).items()]
     loaded = load_recipe(recipe, changes)
-    result = FLOWS[loaded.flow](loaded, run=name)
+    result = cast("dict[str, Any]", FLOWS[loaded.flow](loaded, run=name))
     typer.echo(f"run {result['run']}: {result['iterations']} iterations in {result['store']}")

@@ -63,14 +63,17 @@ def test_a_table_without_schema_is_refused() -> None:
 def test_a_circle_is_refused() -> None:
     one = stage("one", ("verify.reward",), ("rollout",))
     two = stage("two", ("rollout.completion",), ("verify",))
-    with pytest.raises(PlanError, match="in a circle: .*one.*two|in a circle: .*two.*one"):
+    with pytest.raises(PlanError, match=r"in a circle: .*(one.*two|two.*one)"):
         plan([one, two], ["two"])
 
 
 def test_independent_stages_share_a_level_as_late_as_possible() -> None:
     late = stage("late", after=("rollout",), writes=("publish",))
     end = stage("end", ("train_steps.loss",), ("evaluate",), after=("late",))
-    levels = [{s.name for s in level} for level in plan([ROLLOUT, VERIFY, ADVANTAGE, TRAIN, late, end], ["end", "late"]).levels()]
+    levels = [
+        {s.name for s in level}
+        for level in plan([ROLLOUT, VERIFY, ADVANTAGE, TRAIN, late, end], ["end", "late"]).levels()
+    ]
     assert levels == [{"rollout"}, {"verify"}, {"advantage"}, {"train", "late"}, {"end"}]
 
 
@@ -90,7 +93,10 @@ def test_evaluation_stands_beside_training_when_due() -> None:
     recipe = load_recipe("quickstart", ["evaluation.every=10"])
     assert [k for k in range(30) if evaluates(recipe, k)] == [0, 10, 20]  # type: ignore[arg-type]
     levels = iteration_plan(recipe, 10).levels()
-    assert next({s.name for s in level} for level in levels if "train" in {s.name for s in level}) == {"train", "evaluate"}
+    assert next({s.name for s in level} for level in levels if "train" in {s.name for s in level}) == {
+        "train",
+        "evaluate",
+    }
     assert "evaluate" not in [s.name for s in iteration_plan(recipe, 11).stages]
 
 
