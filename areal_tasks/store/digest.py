@@ -24,7 +24,7 @@ def content_digest(table: pa.Table) -> str:
     It depends on the order of columns and rows and on every bit of every value, and on nothing else: a column is
     hashed as the lengths of its strings and lists, end to end, then their contents, end to end. No nulls.
     """
-    columns = [(f.name, str(f.type), table.column(f.name)) for f in table.schema if f.name not in VOLATILE]
+    columns = [(f.name, _type_name(f.type), table.column(f.name)) for f in table.schema if f.name not in VOLATILE]
     chunked = [column for _, _, column in columns]
     large = table.nbytes > _PARALLEL_BYTES
     digests = parallel(_column_digest, chunked) if large else [_column_digest(column) for column in chunked]
@@ -32,6 +32,11 @@ def content_digest(table: pa.Table) -> str:
     for (name, kind, _), digest in zip(columns, digests, strict=True):
         whole.update(f"\n{name}\t{kind}\t".encode() + digest)
     return whole.hexdigest()
+
+
+def _type_name(kind: pa.DataType) -> str:
+    """A type's name without what Parquet calls the elements of a list."""
+    return f"list<{_type_name(kind.value_type)}>" if pa.types.is_list(kind) else str(kind)
 
 
 def _column_digest(column: pa.ChunkedArray) -> bytes:

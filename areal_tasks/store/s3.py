@@ -17,7 +17,7 @@ from pyarrow.fs import FileSystem, S3FileSystem
 from areal_tasks.store.backend import Exists, Missing, StoreError
 from schemas.errors import UserError
 
-_CONNECT_SECONDS: Final = 3  # three attempts: an endpoint that does not answer is reported in less than 15 s
+_CONNECT_SECONDS: Final = 2  # three attempts: an endpoint that does not answer is reported in less than 10 s
 _READ_SECONDS: Final = 30
 _ATTEMPTS: Final = 3
 _CONFLICT_ATTEMPTS: Final = 5

@@ -124,9 +124,7 @@ def _difference(wanted: pa.Schema, given: pa.Schema) -> str:
         for f in wanted
         if f.name in given.names and not given.field(f.name).equals(f)
     ]
-    parts = (
-        [f"missing {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(surplus)}"] * bool(surplus) + other
-    )
+    parts = [*(f"{name} is missing" for name in missing), *(f"{name} is unknown" for name in surplus), *other]
     return "; ".join(parts) or f"columns are in another order: {given.names}"
 
 

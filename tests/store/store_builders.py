@@ -61,7 +61,9 @@ def _values(kind: pa.DataType, n: int, rng: np.random.Generator) -> pa.Array:
     return pa.array(rng.integers(0, 1000, n)).cast(kind)
 
 
-def manifest(store: Store, run: str, k: int, stage: str, tables: Mapping[str, pa.Table], key: str = "") -> StageManifest:
+def manifest(
+    store: Store, run: str, k: int, stage: str, tables: Mapping[str, pa.Table], key: str = ""
+) -> StageManifest:
     """Tables written below a fresh attempt, and the manifest that would commit them."""
     attempt = new_attempt()
     prefix = paths.stage_attempt(run, k, stage, attempt)

@@ -20,7 +20,7 @@ from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.shards import read_table
 from schemas.manifest import SCHEMA_VERSION, RunRecord, StageManifest
 
-ROUNDS = 12
+ROUNDS = 8
 
 
 def record(attempt: str = "") -> RunRecord:

@@ -53,7 +53,7 @@ def test_a_bucket_that_does_not_exist(s3: S3Server, use: Callable[[Store], objec
 def test_nobody_listens(s3: S3Server, monkeypatch: pytest.MonkeyPatch, use: Callable[[Store], object]) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_ports(1)[0]}")
     started = time.monotonic()
-    with pytest.raises(StoreError, match="cannot be reached .*check AWS_ENDPOINT_URL"):
+    with pytest.raises(StoreError, match=r"cannot be reached .*check AWS_ENDPOINT_URL"):
         use(open_store(f"s3://{BUCKET}/x"))
     assert time.monotonic() - started < 8
 
@@ -69,6 +69,6 @@ def test_nobody_answers(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
         started = time.monotonic()
         with pytest.raises(StoreError, match="cannot be reached"):
             open_store(f"s3://{BUCKET}/x").read("run/run.json")
-        assert 3 < time.monotonic() - started < 15
+        assert 2 < time.monotonic() - started < 15
         for filler in fillers:
             filler.close()

@@ -1,0 +1,201 @@
+"""Runs: segments, owners, the chain of commits, forks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from store_builders import build, iteration_commit, recipe
+
+from areal_tasks.store import paths
+from areal_tasks.store.backend import Store
+from areal_tasks.store.runs import Run, Superseded, list_runs, load_run, open_run
+from areal_tasks.store.search import last_present
+from schemas.errors import UserError
+from schemas.recipe.load import load_recipe
+
+
+def opened(store: Store, *overrides: str, name: str = "run") -> Run:
+    return open_run(store, name, "rlhf", recipe(*overrides))
+
+
+@given(st.integers(0, 70), st.integers(0, 5))
+def test_the_last_of_a_sequence_is_found_in_logarithmic_time(n: int, first: int) -> None:
+    asked: list[int] = []
+    assert last_present(lambda k: bool(asked.append(k)) or first <= k < first + n, first) == first + n - 1
+    assert len(asked) <= 2 * (n + 1).bit_length() + 1
+
+
+def test_a_new_run_and_its_commits(store: Store) -> None:
+    run = opened(store)
+    assert (run.owner, run.head(), run.record.flow, run.record.seed) == (1, None, "rlhf", recipe().seed)
+    build(run, range(3), {})
+    head = run.head()
+    assert head is not None and head.iteration == 2
+    assert head.previous == hashlib.sha256(store.read(paths.iteration_commit("run", 1))).hexdigest()
+    assert run.commit(0).previous == hashlib.sha256(store.read("run/run.json")).hexdigest()
+
+
+def test_the_head_is_found_without_listing(local_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = opened(local_store)
+    build(run, range(40), {})
+    asked: list[str] = []
+    exists = type(local_store.backend).exists
+    monkeypatch.setattr(
+        type(local_store.backend), "exists", lambda self, path: asked.append(path) or exists(self, path)
+    )
+    for listing in ("list", "children"):
+        monkeypatch.delattr(type(local_store.backend), listing)
+    head = run.head()
+    assert head is not None and head.iteration == 39 and len(asked) <= 13
+
+
+def test_a_run_opened_again_continues(store: Store) -> None:
+    build(opened(store), range(2), {})
+    again = opened(store, "launcher.startup_seconds=99")  # operational: the same recipe
+    assert again.owner == 2 and len(again.segments) == 1
+    head = again.head()
+    assert head is not None and head.iteration == 1
+
+
+def test_more_iterations_are_a_new_segment(local_store: Store) -> None:
+    build(opened(local_store, "schedule.iterations=5"), range(2), {})
+    longer = opened(local_store, "schedule.iterations=9")
+    assert [(s.n, s.from_iteration) for s in longer.segments] == [(0, 0), (1, 2)]
+    assert longer.recipe_at(1)["schedule"]["iterations"] == 5
+    assert longer.recipe_at(2)["schedule"]["iterations"] == longer.recipe_at(7)["schedule"]["iterations"] == 9
+    assert len(opened(local_store, "schedule.iterations=9").segments) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fields"),
+    [
+        (["rollout.temperature=0.9"], ["rollout.temperature is 1.0 there and 0.9 here"]),
+        (["seed=7", "rollout.groups=16"], ["seed is", "rollout.groups is 32 there and 16 here"]),
+        (["schedule.iterations=1"], ["schedule.iterations is"]),
+        (["schedule.iterations=9999", "rollout.groups=16"], ["schedule.iterations is", "rollout.groups is"]),
+    ],
+)
+def test_another_recipe_is_refused_by_name(local_store: Store, overrides: list[str], fields: list[str]) -> None:
+    run = opened(local_store)
+    with pytest.raises(UserError) as error:
+        opened(local_store, *overrides)
+    assert all(text in str(error.value) for text in [*fields, "run=NAME", "arealflow fork run"])
+    assert run.is_current_owner() and len(load_run(local_store, "run").segments) == 1  # the running one goes on
+
+
+def test_another_flow_is_refused(local_store: Store) -> None:
+    opened(local_store)
+    with pytest.raises(UserError, match="belongs to the flow 'rlhf', not 'sft'"):
+        open_run(local_store, "run", "sft", load_recipe("quickstart-sft"))
+
+
+@pytest.mark.parametrize("name", ["", "Run", "a/b", "../x", ".hidden", "a b"])
+def test_names_that_are_no_names(local_store: Store, name: str) -> None:
+    for use in (lambda: opened(local_store, name=name), lambda: load_run(local_store, name)):
+        with pytest.raises(UserError, match="cannot name a run"):
+            use()
+
+
+def test_an_unknown_run_is_refused_with_those_there_are(local_store: Store) -> None:
+    opened(local_store, name="one")
+    with pytest.raises(UserError, match=r"no run 'two'.*Runs there: one\."):
+        load_run(local_store, "two")
+
+
+def test_a_lower_owner_is_refused(store: Store) -> None:
+    old = opened(store)
+    build(old, [0], {})
+    commit = iteration_commit(old, 1)
+    new = opened(store)
+    assert (old.is_current_owner(), new.is_current_owner()) == (False, True)
+    with pytest.raises(Superseded, match="owner 1 is no longer the last"):
+        old.commit_iteration(commit)
+    build(new, [1], {})
+    assert new.commit(1).provenance.owner == 2
+
+
+def test_an_owner_overtaken_between_check_and_commit_learns_of_it(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = opened(local_store)
+    mine = iteration_commit(old, 0)
+
+    def overtake(run: Run) -> None:
+        monkeypatch.undo()
+        build(opened(local_store), [0], {})
+
+    monkeypatch.setattr(Run, "check_owner", overtake)
+    with pytest.raises(Superseded, match="owner 2 has committed iteration 0"):
+        old.commit_iteration(mine)
+
+
+def test_a_reader_owns_nothing(local_store: Store) -> None:
+    run = opened(local_store)
+    with pytest.raises(Superseded):
+        load_run(local_store, "run").commit_iteration(iteration_commit(run, 0))
+    assert run.is_current_owner()
+
+
+def test_a_commit_must_follow_the_one_before(local_store: Store) -> None:
+    run = opened(local_store)
+    build(run, range(2), {})
+    stray = iteration_commit(run, 2).model_copy(update={"previous": "0" * 64})
+    with pytest.raises(ValueError, match="does not name the commit before it"):
+        run.commit_iteration(stray)
+
+
+def test_a_repeated_commit_is_recognised(local_store: Store) -> None:
+    run = opened(local_store)
+    commit = iteration_commit(run, 0)
+    assert run.commit_iteration(commit) == run.commit_iteration(commit) == commit
+
+
+def test_a_fork_shares_what_came_before(store: Store) -> None:
+    parent = opened(store, name="parent")
+    build(parent, range(3), {"verify": ("verify",)})
+    child = open_run(store, "child", "rlhf", recipe("rollout.temperature=0.9"), parent=("parent", 2))
+    head = child.head()
+    assert head is not None and (head.run, head.iteration) == ("parent", 1)
+    key = parent.commit(1).stages[0].key
+    assert child.find_stage(1, "verify", key) == parent.find_stage(1, "verify", key) is not None
+    assert child.find_stage(2, "verify", parent.commit(2).stages[0].key) is None
+    build(child, [2], {"verify": ("verify",)})
+    assert child.commit(2).run == "child"
+    assert child.commit(2).previous == hashlib.sha256(store.read(paths.iteration_commit("parent", 1))).hexdigest()
+    assert child.recipe_at(1)["rollout"]["temperature"] == 1.0 and child.recipe_at(2)["rollout"]["temperature"] == 0.9
+
+
+def damage_run(root: Path) -> None:
+    (root / "bad" / "run.json").write_text("{")
+
+
+def damage_segment(root: Path) -> None:
+    (root / "bad" / "segments" / "0.json").write_text("{")
+
+
+@pytest.mark.parametrize("damage", [damage_run, damage_segment])
+def test_the_list_of_runs(local_store: Store, damage: Callable[[Path], None]) -> None:
+    for name in ("good", "bad"):
+        build(opened(local_store, "schedule.iterations=7", name=name), range(2), {})
+    local_store.put("no-run/file", b"")
+    damage(Path(local_store.uri("")))
+    bad, good = list_runs(local_store)
+    assert (good.name, good.flow, good.iterations, good.planned, good.problem) == ("good", "rlhf", 2, 7, "")
+    assert bad.name == "bad" and "is damaged" in bad.problem
+    with pytest.raises(UserError, match="is damaged"):
+        opened(local_store, name="bad")
+
+
+def test_a_stage_manifest_changed_after_its_commit_is_named(local_store: Store) -> None:
+    run = opened(local_store)
+    build(run, [0], {"verify": ("verify",)})
+    ref = run.commit(0).stages[0]
+    path = Path(local_store.uri(ref.path))
+    path.write_bytes(path.read_bytes().replace(b'"rows": 16', b'"rows": 17'))
+    with pytest.raises(UserError, match=rf"{ref.key}\.json is damaged"):
+        run.read_stage(ref)
