@@ -33,7 +33,7 @@ demo: install
 	@$(BIN)/python -m flows.demo $(if $(STORE),--store $(STORE))
 
 demo-s3: .venv/installed-dev
-	@$(BIN)/python -m flows.demo --s3
+	@deployments/demo-s3.sh
 
 down: install
 	@$(BIN)/arealflow down

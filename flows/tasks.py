@@ -10,6 +10,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.futures import wait
 from prefect.runtime import flow_run, task_run
 from prefect.states import Completed
+from prefect.task_engine import run_task_sync
 
 from areal_tasks.stages.build import Built, PrefectIds
 from areal_tasks.stages.loop import Job
@@ -31,7 +32,7 @@ class StageTasks:
         """What the jobs built, run side by side if there are several. Raises what a job raised."""
         self._jobs |= {job.label: job for job in jobs}
         if len(jobs) == 1:
-            self._task(jobs[0].stage)(jobs[0].label, _paths(jobs[0]), return_state=True).result()
+            run_task_sync(self._task(jobs[0].stage), parameters={"label": jobs[0].label, "inputs": _paths(jobs[0])})
         else:
             futures = [self._task(job.stage).submit(job.label, _paths(job)) for job in jobs]
             wait(futures)

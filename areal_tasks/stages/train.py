@@ -12,7 +12,7 @@ from schemas.recipe.recipe import RlhfRecipe, SftRecipe
 
 
 def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
-    """Per optimizer step `train_steps`, per sample `train_samples`. Carries weights and optimizer to the next version."""
+    """Per optimizer step `train_steps`, per sample `train_samples`. Carries the policy to the next version."""
     grpo = isinstance(recipe, RlhfRecipe)
     in_loss = isinstance(recipe, RlhfRecipe) and recipe.algorithm.kl == "loss"
     tables = ("rollout", "advantage", *(("reference",) if in_loss else ())) if grpo else ("batch",)
