@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from areal_tasks.engines.trainer.commands import Load, Logprobs, Train, Trained,
 from areal_tasks.engines.trainer.fencing import Refused
 from areal_tasks.engines.trainer.learner import TrainingFailed
 from areal_tasks.engines.trainer.service import Trainer
+from areal_tasks.store.backend import Store
 from areal_tasks.store.shards import read_table
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
@@ -180,6 +182,20 @@ def test_three_iterations_a_checkpoint_and_three_more_are_six(world: World, kind
 
 
 _DECAY = {"lr": 1e-3, "lr_schedule": "cosine", "lr_final": 0.1, "warmup_steps": 2, "micro_batch_tokens": 40}
+
+
+def test_a_store_on_s3_shares_no_folder(s3_store: Store, tiny: Path) -> None:
+    """Weights and checkpoints come and go through the object store alone, to the same bits."""
+    world = World(s3_store, tiny, rlhf_recipe(), run=f"trainer-{uuid.uuid4().hex[:8]}")
+    first = world.trainer()
+    first.train(_grpo(world, 0))
+    weights, state = _publish(world, first, "a"), _checkpoint(world, first, "a")
+    second = Trainer(world.spec(owner=2))
+    second.load(Load(owner=2, version=1, weights=weights, checkpoint=state))
+    for trainer in (first, second):
+        trainer.train(_grpo(world, 1).model_copy(update={"owner": 2}))
+    assert torch.equal(_weights(first), _weights(second))
+    assert _publish(world, first, "b").digest == _publish(world, second, "c").digest
 
 
 def test_a_fresh_optimizer_differs_from_a_restored_one(rlhf: World) -> None:

@@ -114,24 +114,25 @@ def with_column(table: pa.Table, name: str, values: list[Any]) -> pa.Table:
 
 @dataclass
 class World:
-    """A store, a model in it as version 0 of run `r`, and the recipe of its trainers."""
+    """A store, a model in it as version 0 of a run, and the recipe of its trainers."""
 
     store: Store
     model: Path
     recipe: dict[str, Any]
+    run: str = "r"
 
     def __post_init__(self) -> None:
-        prefix = weights_attempt("r", 0, "first")
+        prefix = weights_attempt(self.run, 0, "first")
         files = upload(self.store, prefix, self.model)
         provenance = make_provenance(1, now())
-        self.initial = commit_weights(self.store, "r", 0, "first", "weights", files, provenance)
+        self.initial = commit_weights(self.store, self.run, 0, "first", "weights", files, provenance)
 
     def spec(self, owner: int = 1, restart: int = 0) -> ServiceSpec:
         return ServiceSpec(
             name="trainer",
             restart=restart,
             store_url=self.store.url,
-            run="r",
+            run=self.run,
             owner=owner,
             recipe=self.recipe,
             weights=self.initial,
@@ -147,7 +148,7 @@ class World:
         return write_table(self.store, self.prefix(), name, table)
 
     def prefix(self) -> str:
-        return stage_attempt("r", 0, "train", new_attempt())
+        return stage_attempt(self.run, 0, "train", new_attempt())
 
     def train_command(self, version: int, tables: dict[str, pa.Table], **changes: Any) -> Train:
         """The command that trains on `tables`, with a digest of what they hold."""
@@ -158,7 +159,7 @@ class World:
         return Train.model_validate({"version": version, "kind": kind, "tables": refs, **fields, **changes})
 
     def commit(self, kind: str, version: int, attempt: str, files: Sequence[FileRef]) -> WeightsRef:
-        return commit_weights(self.store, "r", version, attempt, kind, files, make_provenance(1, now()))
+        return commit_weights(self.store, self.run, version, attempt, kind, files, make_provenance(1, now()))
 
     def folder(self, kind: str, version: int, attempt: str) -> str:
-        return (checkpoint_attempt if kind == "checkpoint" else weights_attempt)("r", version, attempt)
+        return (checkpoint_attempt if kind == "checkpoint" else weights_attempt)(self.run, version, attempt)
