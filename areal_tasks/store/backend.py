@@ -39,7 +39,10 @@ class Backend(Protocol):
         """The whole object, or `Missing`."""
 
     def create(self, path: str, data: bytes) -> None:
-        """Write a whole, durable object if there is none; else `Exists`. Readers see all of it or nothing."""
+        """Write a whole object if there is none; else `Exists`. Readers see all of it or nothing."""
+
+    def settle(self, path: str) -> None:
+        """Make a created object, and all that was written before it, survive a power cut."""
 
     def put(self, path: str, data: bytes) -> None:
         """Write a durable object under a name that nobody else uses (below a fresh attempt)."""
@@ -84,6 +87,9 @@ class Store:
 
     def create(self, path: str, data: bytes) -> None:
         self.backend.create(path, data)
+
+    def settle(self, path: str) -> None:
+        self.backend.settle(path)
 
     def put(self, path: str, data: bytes) -> None:
         self.backend.put(path, data)

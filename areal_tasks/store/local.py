@@ -1,7 +1,8 @@
 """A store in a local folder: files written whole, fsynced, and given their name by an exclusive hard link.
 
-What an attempt writes is fsynced file by file; its folders are not, because a file system that journals makes the
-names leading to a new file durable with it, and orders them before the commit's own name, which is fsynced.
+Every file's content is fsynced before a name can lead a reader to it. Names are not, one by one: a file system that
+journals keeps them in order, so that a power cut takes back the newest names and never leaves a gap. `settle`, once
+an iteration, is what waits for them: an fsync costs from 0.3 ms on an idle SSD to 8 ms on a busy one.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ class LocalBackend:
                 raise Exists(path) from None
             finally:
                 os.unlink(partial)
-            _sync(folder)
+
+    def settle(self, path: str) -> None:
+        with self._errors(path):
+            _sync(os.path.dirname(self._at(path)))
 
     def put(self, path: str, data: bytes) -> None:
         final = self._at(path)

@@ -95,6 +95,7 @@ class Run:
         if commit.previous != self.digest_of(before):
             raise ValueError(f"commit of iteration {commit.iteration} does not name the commit before it")
         there, mine = commit_once(self.store, paths.iteration_commit(self.name, commit.iteration), commit)
+        self.store.settle(paths.iteration_commit(self.name, commit.iteration))
         if not mine:
             raise self._superseded(f"owner {there.provenance.owner} has committed iteration {commit.iteration}")
         return there

@@ -67,6 +67,9 @@ class S3Backend:
                 time.sleep(0.05 * 2**attempt)
         raise StoreError(f"The store's object {self.uri(path)} stays contended: {_OTHER_REMEDY}.")
 
+    def settle(self, path: str) -> None:
+        """Nothing to do: S3 answers when an object is durable."""
+
     def put(self, path: str, data: bytes) -> None:
         self._put(path, data, mode="overwrite")
 
