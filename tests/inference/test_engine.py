@@ -247,14 +247,24 @@ def test_weights_of_another_model_are_refused_and_change_nothing(engine_of: Engi
     assert complete(engine, prompt(5), max_new_tokens=10, sampling_seed=1).logprobs == before.logprobs
 
 
-def test_weights_that_are_not_finite_fail_the_request_and_leave_no_trace(
+def test_weights_that_are_not_finite_are_refused(engine_of: EngineOf, model_folder: Path) -> None:
+    engine = engine_of(slots=8)
+    bad = other_weights(model_folder, engine)
+    bad["model.norm.weight"][3] = torch.nan
+    with pytest.raises(UserError, match=r"not finite, first in model\.norm\.weight"):
+        engine.update_weights(bad, "1", False).result()
+    assert engine.version == "0"
+    assert complete(engine, prompt(9), max_new_tokens=10).finish is not None
+
+
+def test_logits_that_are_not_finite_fail_the_request_and_leave_no_trace(
     engine_of: EngineOf, model_folder: Path
 ) -> None:
     engine = engine_of(slots=8)
     good = other_weights(model_folder, engine)
     before = complete(engine, prompt(9), max_new_tokens=10, sampling_seed=1)
-    bad = {name: torch.full_like(w, torch.nan) for name, w in good.items()}
-    engine.update_weights(bad, "1", False).result()
+    huge = {name: w * 1e38 if "norm" in name else w for name, w in good.items()}
+    engine.update_weights(huge, "1", False).result()
     with pytest.raises(NotFinite, match="not finite"):
         complete(engine, prompt(9), max_new_tokens=10)
     engine.update_weights(good, "2", False).result()

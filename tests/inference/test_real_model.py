@@ -15,7 +15,7 @@ from areal_tasks.engines.embedded.weights import end_tokens
 from tests.inference.helpers import Running, full_logprobs, greedy_reference, make_engine
 
 MODEL, DATA = os.environ.get("AREAL_TEST_MODEL"), os.environ.get("AREAL_TEST_GSM8K")
-NEW_TOKENS, PROMPTS = 24, 20
+NEW_TOKENS, PROMPTS = 16, 20
 
 
 @pytest.mark.skipif(not MODEL, reason="AREAL_TEST_MODEL names no model folder")

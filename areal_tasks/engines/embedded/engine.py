@@ -372,8 +372,6 @@ class Engine:
             self._retract()
         self.runner.load_weights(weights)
         self.version = version
-        if not keep_cache:
-            self.runner.cache.clear()
 
     def _fail_all(self, error: Exception) -> None:
         """Answer every job with the error, and start from an empty cache."""

@@ -121,7 +121,7 @@ class Runner:
         return logits
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the weights in place. Nothing is changed unless every parameter is there in its shape."""
+        """Replace the weights in place. Nothing is changed unless every parameter is there, in its shape and finite."""
         mine = dict(self.model.named_parameters())  # names a tied weight once
         wrong = [n for n, p in mine.items() if n not in weights or weights[n].shape != p.shape]
         if wrong:
@@ -129,6 +129,9 @@ class Runner:
                 f"the weights do not fit the running model: {len(wrong)} of {len(mine)} parameters are missing or of "
                 f"another shape, the first is {wrong[0]}. Start a new server for another architecture"
             )
+        damaged = [name for name in mine if not torch.isfinite(weights[name]).all()]
+        if damaged:
+            raise UserError(f"the weights hold values that are not finite, first in {damaged[0]}; the old ones stay")
         for name, parameter in mine.items():
             parameter.copy_(weights[name])
 

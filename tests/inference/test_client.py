@@ -1,0 +1,347 @@
+"""The client against servers that die, dawdle, lie and forget; and against a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from areal_tasks.engines import server_pool
+from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient, ServerDown
+from schemas.errors import UserError
+from schemas.recipe.sections import Inference
+
+
+class Fake:
+    """A server that answers each prompt with `tokens` tokens: the prompt's length, counting up."""
+
+    def __init__(self, version: int = 0, delay: float = 0.0, per_sample: float = 0.0, tokens: int = 3) -> None:
+        self.version, self.delay, self.per_sample, self.tokens = version, delay, per_sample, tokens
+        self.bodies: list[dict[str, Any]] = []
+        self.updates: list[str] = []
+        self.broken = False  # answers 500
+        self.deaf = False  # closes the connection
+        self.stuck = False  # accepts updates without taking them
+        self.interrupt = 0  # requests answered with one token and `abort`
+        self.ended = asyncio.Event()
+        self.busy = asyncio.Lock()
+        self.url = ""
+
+    @property
+    def samples(self) -> int:
+        return sum(len(body["input_ids"]) for body in self.bodies)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        async with self.busy:
+            await asyncio.sleep(self.delay + self.per_sample * len(body["input_ids"]))
+        if self.deaf:
+            assert request.transport is not None
+            request.transport.close()
+        if self.broken:
+            return web.json_response({"error": "out of order"}, status=500)
+        if any(999 in prompt for prompt in body["input_ids"]):
+            return web.json_response({"error": "token id 999 is outside"}, status=400)
+        self.interrupt -= 1
+        pairs = zip(body["input_ids"], body["sampling_params"], strict=True)
+        return web.json_response([self.answer(prompt, p["max_new_tokens"], self.interrupt >= 0) for prompt, p in pairs])
+
+    def answer(self, prompt: list[int], most: int, interrupted: bool) -> dict[str, Any]:
+        n = 1 if interrupted else min(self.tokens, most)
+        output = [len(prompt) + i for i in range(n)]
+        meta = {
+            "finish_reason": {"type": "abort" if interrupted else "length"},
+            "weight_version": str(self.version),
+            "completion_tokens": n,
+            "output_token_logprobs": [[-0.1 * token, token, None] for token in output],
+        }
+        return {"text": "".join(f"<{t}>" for t in output), "output_ids": output, "meta_info": meta}
+
+    async def update(self, request: web.Request) -> web.Response:
+        if self.broken:
+            return web.json_response({"error": "out of order"}, status=500)
+        body = await request.json()
+        self.updates.append(body["model_path"])
+        if not self.stuck:
+            self.version = int(body["weight_version"])
+        return web.json_response({"success": True, "message": ""})
+
+    async def health(self, request: web.Request) -> web.Response:
+        down = self.broken or self.deaf
+        return web.json_response({}, status=503 if down else 200)
+
+    async def info(self, request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer token"
+        return web.json_response({"weight_version": str(self.version)})
+
+    async def command(self, request: web.Request) -> web.Response:
+        self.ended.set()
+        return web.json_response({})
+
+
+@asynccontextmanager
+async def serving(*fakes: Fake, **settings: Any) -> AsyncIterator[InferenceClient]:
+    runners = [await serve(fake) for fake in fakes]
+    client = InferenceClient([fake.url for fake in fakes], "token", Inference(**settings))
+    try:
+        yield client
+    finally:
+        await client.close()
+        for runner in runners:
+            await runner.cleanup()
+
+
+async def serve(fake: Fake) -> web.AppRunner:
+    app = web.Application()
+    app.add_routes([
+        web.post("/generate", fake.generate), web.post("/update_weights_from_disk", fake.update),
+        web.post("/abort_request", fake.command), web.post("/pause_generation", fake.command),
+        web.get("/health", fake.health), web.get("/model_info", fake.info), web.get("/server_info", fake.info),
+    ])  # fmt: skip
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    return runner
+
+
+def requests(groups: int, size: int = 2, new: int = 3) -> list[GenerateRequest]:
+    return [
+        GenerateRequest([7] * (1 + g % 5), new, seed=g * 100 + i, group=g) for g in range(groups) for i in range(size)
+    ]
+
+
+def check(asked: list[GenerateRequest], results: list[GenerateResult], version: int = 0) -> None:
+    for request, result in zip(asked, results, strict=True):
+        n = len(request.input_ids)
+        assert result.output_ids == [n, n + 1, n + 2]
+        assert result.logprobs == [pytest.approx(-0.1 * t) for t in result.output_ids]
+        assert result.versions == [version] * 3
+        assert result.stop_reason == "length"
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def test_results_are_in_order_and_groups_travel_together() -> None:
+    async def test() -> None:
+        fakes = [Fake(), Fake()]
+        async with serving(*fakes, groups_per_request=3) as client:
+            asked = requests(10)[::-1]
+            results = await client.generate(asked)
+            check(asked, results)
+            bodies = [b for fake in fakes for b in fake.bodies]
+            assert sorted(len(b["input_ids"]) for b in bodies) == [2, 6, 6, 6]
+            seeds = [[p["sampling_seed"] // 100 for p in b["sampling_params"]] for b in bodies]
+            assert sum(len(set(s)) for s in seeds) == 10  # no group is in two requests
+            assert {r.server for r in results} == {f.url for f in fakes}
+            assert client.version == 0
+
+    run(test)
+
+
+def test_a_group_returns_to_its_server() -> None:
+    async def test() -> None:
+        fakes = [Fake(), Fake(), Fake()]
+        async with serving(*fakes) as client:
+            first = [r.server for r in await client.generate(requests(9))]
+            assert [r.server for r in await client.generate(requests(9))] == first
+            assert len(set(first)) == 3
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["broken", "deaf"])
+def test_what_a_dying_server_held_is_retried_on_another(how: str) -> None:
+    async def test() -> None:
+        dying, well = Fake(delay=0.05), Fake(delay=0.05)
+        async with serving(dying, well) as client:
+            asked = requests(8)
+            work = asyncio.ensure_future(client.generate(asked))
+            await until(lambda: len(dying.bodies) > 0)
+            setattr(dying, how, True)
+            check(asked, await work)
+            assert well.samples == 16
+            before = len(dying.bodies)
+            check(requests(4), await client.generate(requests(4)))
+            assert len(dying.bodies) == before  # evicted
+
+    run(test)
+
+
+def test_a_recovered_server_is_brought_up_to_date_and_let_in_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_pool, "PROBE_SECONDS", (0.01, 0.02))
+
+    async def test() -> None:
+        ill, well = Fake(), Fake()
+        async with serving(ill, well) as client:
+            ill.broken = True
+            check(requests(4), await client.generate(requests(4)))
+            assert len(await client.update_weights("file:///w1.json", 1)) == 1
+            ill.broken = False
+            await until(lambda: ill.updates == ["file:///w1.json"])
+            await until(lambda: client.pool.servers[0].healthy)
+            asked = [GenerateRequest([7], 3, group=1000 + i) for i in range(10)]
+            check(asked, await client.generate(asked), version=1)
+            assert any(b["input_ids"] == [[7]] for b in ill.bodies[-5:])
+
+    run(test)
+
+
+def test_a_slow_server_gets_less() -> None:
+    async def test() -> None:
+        slow, quick = Fake(per_sample=0.02), Fake(per_sample=0.001)
+        async with serving(slow, quick, max_concurrent_requests=1) as client:
+            for start in range(0, 60, 12):
+                asked = [GenerateRequest([7], 3, group=start + i) for i in range(12)]
+                check(asked, await client.generate(asked))
+            assert quick.samples > 3 * slow.samples > 0
+
+    run(test)
+
+
+def test_tokens_of_wrong_weights_are_noticed_and_sampled_elsewhere() -> None:
+    async def test() -> None:
+        liar, honest = Fake(), Fake()
+        async with serving(liar, honest) as client:
+            check(requests(2), await client.generate(requests(2)))
+            liar.version = 5
+            asked = requests(6)
+            check(asked, await client.generate(asked))
+            assert not client.pool.servers[0].healthy
+
+    run(test)
+
+
+def test_servers_that_disagree_from_the_start_are_refused() -> None:
+    async def test() -> None:
+        async with serving(Fake(version=1), Fake(version=2)) as client:
+            with pytest.raises(ServerDown, match="different weights"):
+                await client.generate(requests(1))
+
+    run(test)
+
+
+def test_an_update_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_pool, "NO_SERVER_SECONDS", 0.2)
+
+    async def test() -> None:
+        good, stuck = Fake(), Fake()
+        stuck.stuck = True
+        async with serving(good, stuck) as client:
+            assert len(await client.update_weights("w", 3)) == 1
+            assert client.version == 3
+            assert [s.healthy for s in client.pool.servers] == [True, False]
+            check(requests(4), await client.generate(requests(4)), version=3)
+        async with serving(stuck) as client:
+            with pytest.raises(ServerDown, match="holds weights 0 after it was sent 3"):
+                await client.update_weights("w", 3)
+
+    run(test)
+
+
+def test_interrupted_output_is_continued_with_its_versions() -> None:
+    async def test() -> None:
+        fake = Fake()
+        async with serving(fake) as client:
+            await client.update_weights("w0", 0)
+            fake.interrupt = 1
+            work = asyncio.ensure_future(client.generate(requests(1, size=2)))
+            await until(lambda: len(fake.bodies) > 0)
+            await client.update_weights("w1", 1)
+            results = await work
+            assert [r.output_ids for r in results] == [[1, 2, 3]] * 2
+            assert all(r.versions[-2:] == [1, 1] and r.segments == 2 for r in results)
+            assert [r.text for r in results] == ["<1><2><3>"] * 2
+            assert fake.bodies[1]["input_ids"] == [[7, 1]] * 2
+            assert [p["max_new_tokens"] for p in fake.bodies[1]["sampling_params"]] == [2, 2]
+
+    run(test)
+
+
+def test_an_abort_ends_requests_with_what_they_have() -> None:
+    async def test() -> None:
+        fake = Fake(delay=0.05)
+        fake.interrupt = 1
+        async with serving(fake) as client:
+            work = asyncio.ensure_future(client.generate(requests(1)))
+            await until(lambda: len(fake.bodies) > 0)
+            await client.abort()
+            assert [(r.stop_reason, r.output_ids) for r in await work] == [("abort", [1])] * 2
+            assert len(fake.bodies) == 1
+
+    run(test)
+
+
+def test_a_server_that_aborts_for_ever_is_given_up() -> None:
+    async def test() -> None:
+        fake = Fake()
+        fake.interrupt = 10**9
+        fake.answer = lambda prompt, most, interrupted: {  # type: ignore[method-assign]
+            "text": "", "output_ids": [],
+            "meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "0", "completion_tokens": 0,
+                          "output_token_logprobs": []}}  # fmt: skip
+        async with serving(fake) as client:
+            with pytest.raises(ServerDown, match="keeps aborting"):
+                await client.generate(requests(1))
+
+    run(test)
+
+
+def test_a_refusal_carries_the_reason_and_is_not_retried() -> None:
+    async def test() -> None:
+        fakes = [Fake(), Fake()]
+        async with serving(*fakes) as client:
+            with pytest.raises(UserError, match="400: token id 999 is outside"):
+                await client.generate([GenerateRequest([999], 3)])
+            assert sum(len(f.bodies) for f in fakes) == 1
+
+    run(test)
+
+
+def test_without_any_server_the_last_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_pool, "NO_SERVER_SECONDS", 0.2)
+
+    async def test() -> None:
+        fake = Fake()
+        fake.broken = True
+        async with serving(fake) as client:
+            with pytest.raises(ServerDown, match="no inference server answers.*500: out of order"):
+                await client.generate(requests(1))
+        gone = InferenceClient(["http://127.0.0.1:9"], "token", Inference())
+        with pytest.raises(ServerDown, match="no inference server answers.*Connect"):
+            await gone.generate(requests(1))
+        await gone.close()
+
+    run(test)
+
+
+def test_cancelling_closes_the_connections() -> None:
+    async def test() -> None:
+        fake = Fake(delay=10)
+        async with serving(fake) as client:
+            work = asyncio.ensure_future(client.generate(requests(3)))
+            await until(lambda: len(fake.bodies) > 0)
+            work.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await work
+            await until(lambda: client.pool.servers[0].load == 0)
+
+    run(test)
+
+
+def test_no_address_is_a_mistake() -> None:
+    with pytest.raises(UserError, match="at least one"):
+        InferenceClient([], "token", Inference())

@@ -1,0 +1,105 @@
+"""Workflows: what single_turn asks for, what it records, and how a recipe names one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from areal_tasks.data.sampler import sampling_seed
+from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
+from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext, load_workflow, samples_to_table
+from schemas.errors import UserError
+from schemas.tables import ROLLOUT
+
+
+class Echo:
+    """A client whose completions are the request's seed, digit by digit."""
+
+    def __init__(self) -> None:
+        self.requests: list[GenerateRequest] = []
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        self.requests += requests
+        return [
+            GenerateResult([5, 6], [-0.5, -0.25], [3, 4], f"text of {r.group}", "length", "http://s", 0.5, 1)
+            for r in requests
+        ]
+
+
+class Mine:
+    """A user's workflow."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns = turns
+
+    async def run(self, prompts: Sequence[Prompt], context: WorkflowContext) -> list[Sample]:
+        return []
+
+
+def prompts() -> list[Prompt]:
+    return [Prompt(10 + i, 100 + i, 2, f"question {i}", f"answer {i}", [1, 2, 3][: i + 1]) for i in range(3)]
+
+
+def run(client: Echo) -> list[Sample]:
+    context = WorkflowContext(
+        client=cast(InferenceClient, client), seed=7, group_size=2, max_new_tokens=9, temperature=0.5, max_length=32,
+        stop=("x",), generation=1,
+    )  # fmt: skip
+    return asyncio.run(SingleTurn().run(prompts(), context))
+
+
+def test_single_turn_samples_each_prompt_with_seeds_of_its_own() -> None:
+    client = Echo()
+    run(client)
+    expected = [sampling_seed(7, 100 + i, j, 1) for i in range(3) for j in range(2)]
+    assert [r.seed for r in client.requests] == expected
+    assert [r.group for r in client.requests] == [100, 100, 101, 101, 102, 102]
+    assert {(r.max_new_tokens, r.temperature, r.stop) for r in client.requests} == {(9, 0.5, ("x",))}
+
+
+def test_samples_become_a_rollout_table() -> None:
+    table = samples_to_table(run(Echo()))
+    assert table.schema == ROLLOUT
+    row = table.to_pylist()[3]
+    assert row["sample_id"] == "101-1"
+    assert row["input_ids"] == [1, 2, 5, 6]
+    assert row["loss_mask"] == [False, False, True, True]
+    assert row["logprobs"] == [0.0, 0.0, -0.5, -0.25]
+    assert row["versions"] == [-1, -1, 3, 4]
+    assert (row["num_tokens"], row["num_generated"], row["version_min"], row["version_max"]) == (4, 2, 3, 4)
+    assert (row["stop_reason"], row["truncated"], row["status"]) == ("length", True, "finished")
+    assert (row["prompt"], row["completion"], row["answer"]) == ("question 1", "text of 101", "answer 1")
+
+
+def test_a_sample_without_output_has_no_version() -> None:
+    sample = run(Echo())[0]
+    sample.input_ids, sample.loss_mask, sample.versions, sample.logprobs = [1], [False], [-1], [0.0]
+    sample.stop_reason = "abort"
+    [row] = samples_to_table([sample]).to_pylist()
+    assert (row["num_generated"], row["version_min"], row["status"], row["truncated"]) == (0, -1, "aborted", False)
+
+
+def test_workflows_are_found_by_name() -> None:
+    assert isinstance(load_workflow("single_turn", {}), SingleTurn)
+    mine = load_workflow(f"{__name__}:Mine", {"turns": 3})
+    assert type(mine).__name__ == "Mine"
+    assert cast(Any, mine).turns == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "reason"),
+    [
+        ("single_turn", {"turns": 2}, "takes none"),
+        ("multi_turn", {}, "neither"),
+        ("no.such.module:x", {}, "cannot be imported"),
+        ("json:nothing", {}, "json has no nothing"),
+        ("json:JSONDecoder", {}, "no `run` method"),
+        (f"{__name__}:Mine", {"rounds": 1}, "does not accept"),
+    ],
+)
+def test_a_workflow_that_cannot_be_used_is_explained(name: str, arguments: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        load_workflow(name, arguments)
