@@ -16,12 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import botocore.session
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
 
 BUCKET = "arealflow"
 PORTS = (
@@ -116,17 +118,22 @@ def _command(folder: Path, ports: dict[str, int]) -> list[str]:
 
 
 def _wait_until_ready(server: S3Server, log: Path) -> None:
-    """Ready means that the bucket answers (403: the request is not signed)."""
+    """Ready means that the bucket is there, which is a moment after the port answers."""
+    client = botocore.session.Session().create_client(
+        "s3",
+        endpoint_url=server.endpoint,
+        region_name="us-east-1",
+        aws_access_key_id=server.access_key,
+        aws_secret_access_key=server.secret_key,
+        config=Config(retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=10),
+    )
     end = time.monotonic() + READY_SECONDS
     while server.process.poll() is None and time.monotonic() < end:
         try:
-            urllib.request.urlopen(f"{server.endpoint}/{BUCKET}", timeout=2)
-        except urllib.error.HTTPError as answer:
-            if answer.code == 403:
-                return
-        except OSError:
-            pass  # not listening yet
-        time.sleep(0.1)
+            client.head_bucket(Bucket=BUCKET)
+            return
+        except (BotoCoreError, ClientError):
+            time.sleep(0.1)  # not listening, or no bucket yet
     raise RuntimeError(f"the S3 server did not start:\n{log.read_text(errors='replace')[-2000:]}")
 
 

@@ -53,9 +53,6 @@ class Backend(Protocol):
     def fetch_file(self, path: str, target: Path) -> None:
         """Copy an object of any size into a local file, or `Missing`."""
 
-    def exists(self, path: str) -> bool:
-        """Whether there is an object under this path."""
-
     def size(self, path: str) -> int:
         """Bytes of the object, or `Missing`."""
 
@@ -101,7 +98,12 @@ class Store:
         self.backend.fetch_file(path, target)
 
     def exists(self, path: str) -> bool:
-        return self.backend.exists(path)
+        """Whether there is an object under this path."""
+        try:
+            self.size(path)
+        except Missing:
+            return False
+        return True
 
     def size(self, path: str) -> int:
         return self.backend.size(path)

@@ -76,13 +76,6 @@ class LocalBackend:
         with self._errors(path):
             shutil.copyfile(self._at(path), target)
 
-    def exists(self, path: str) -> bool:
-        try:
-            self.size(path)
-        except Missing:
-            return False
-        return True
-
     def size(self, path: str) -> int:
         with self._errors(path):
             return os.stat(self._at(path)).st_size

@@ -81,13 +81,6 @@ class S3Backend:
         with self._errors(path):
             self.fs.get_file(self._at(path), str(target))
 
-    def exists(self, path: str) -> bool:
-        try:
-            self.size(path)
-        except Missing:
-            return False
-        return True
-
     def size(self, path: str) -> int:
         bucket, key, _ = self.fs.split_path(self._at(path))
         with self._errors(path):
