@@ -54,8 +54,7 @@ class StageTasks:
         return Task(
             run_stage,
             name=stage.name,
-            task_run_name="{label}",
-            tags=[str(stage.kind)],
+            task_run_name="{label}",  # no tags: each would cost a request for its concurrency limit, up to 2 s
             retries=len(RETRY_DELAYS),
             retry_delay_seconds=RETRY_DELAYS,
             retry_condition_fn=worth_retrying,

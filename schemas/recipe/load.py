@@ -48,13 +48,14 @@ def parse_recipe(values: Mapping[str, Any], origin: str = "") -> Recipe:
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """A copy of `values` with each `dotted.key=value` set; the value is read as YAML."""
+    """A copy of `values` with each `dotted.key=value` set; the value is read as YAML, nothing is an empty text."""
     result = copy.deepcopy(dict(values))
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not all(key.split(".")):
             raise UserError(f"override '{override}' should look like section.field=value, such as rollout.groups=8")
-        _set(result, key.strip().split("."), parse_yaml(text, f"override '{override}'"), override)
+        value = parse_yaml(text, f"override '{override}'") if text.strip() else ""
+        _set(result, key.strip().split("."), value, override)
     return result
 
 
