@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 import torch
 from starlette.applications import Starlette
@@ -22,8 +23,8 @@ from schemas.errors import UserError
 from schemas.recipe.sections import Inference, Model
 
 
-def build(spec: ServiceSpec) -> Server:
-    """Load the model that `spec` names and start its engine. Errors: UserError."""
+def make_app(spec: ServiceSpec, on_failure: Callable[[], None] | None = None) -> Starlette:
+    """Load the model that `spec` names, start its engine, and give back its routes. Errors: UserError."""
     if spec.weights is None:
         raise UserError("the inference server was given no weights; publish version 0 first")
     settings = Inference.model_validate(spec.recipe.get("inference", {}))
@@ -41,16 +42,16 @@ def build(spec: ServiceSpec) -> Server:
         version=str(spec.weights.version),
         detokenizer=detokenizer,
         deterministic=settings.deterministic,
-        on_failure=lambda: os.kill(os.getpid(), signal.SIGTERM),  # whoever supervises starts another
+        on_failure=on_failure,
     )
     engine.start()
     limits = Limits(runner.vocab_size, runner.max_length, end_tokens(runner.model), detokenizer is not None)
-    return Server(engine, limits, store, source)
+    return Server(engine, limits, store, source).app()
 
 
-def make_app(spec: ServiceSpec) -> Starlette:
-    """The server's application, its engine running."""
-    return build(spec).app()
+def _end() -> None:
+    """End the process: whoever supervises it starts another."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main() -> None:
@@ -58,7 +59,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     spec = read_spec()
     try:
-        app = make_app(spec)
+        app = make_app(spec, _end)
     except UserError as error:
         sys.exit(f"error: {error}")
     serve(app, spec)
