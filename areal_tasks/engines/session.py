@@ -20,15 +20,14 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.models import load_tokenizer
-from areal_tasks.engines.recovery import restore
+from areal_tasks.engines.recovery import replay_command, restore
 from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.trainer.commands import Train
 from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.store.files import materialise, read_weights
 from areal_tasks.store.runs import Run
-from schemas.manifest import WeightsRef
+from schemas.manifest import StageManifest, WeightsRef
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
 
 log = logging.getLogger(__name__)
@@ -50,6 +49,9 @@ class Engines:
         self._trainer: TrainerClient | None = None
         self._inference: InferenceClient | None = None
         self._verifiers: VerifierPool | None = None
+        self._addresses: dict[
+            str, list[str]
+        ] = {}  # what each client is connected to: whoever heals restarts everything
         self._loop = _LoopThread()
         self._scratch = TemporaryDirectory(prefix="arealflow-flow-")
 
@@ -92,11 +94,13 @@ class Engines:
 
     def inference(self) -> InferenceClient:
         """The servers, all of them running; those that had ended are started again on the weights in force."""
-        if self._inference is None or set(self.supervisor.heal(self.serving)) & set(self.server_names):
+        self.supervisor.heal(self.serving)
+        urls = self.supervisor.wait(self.server_names)
+        if self._inference is None or self._addresses["inference"] != urls:
             if self._inference is not None:
                 self.call(self._inference.close())
-            urls = self.supervisor.wait(self.server_names)
             self._inference = InferenceClient(urls, self.supervisor.token, self.recipe.inference)  # type: ignore[union-attr]
+            self._addresses["inference"] = urls
         return self._inference
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -119,10 +123,13 @@ class Engines:
             restore(self.run, trainer, self._initial(), version)
         return trainer
 
-    def trainer_replayed(self, command: Train) -> None:
-        """Bring the policy to the version that `command`, whose train stage is committed already, makes."""
-        if self._connected().health().version != command.version + 1:
-            self.trainer_at(command.version).train(command)
+    def trainer_after(self, train: StageManifest) -> TrainerClient:
+        """The trainer, holding the policy that a train stage made, whose iteration need not be committed yet."""
+        trainer = self._connected()
+        if trainer.health().version != train.iteration + 1:
+            trainer = self.trainer_at(train.iteration)
+            trainer.train(replay_command(self.run, train))
+        return trainer
 
     def drop_policy(self) -> None:
         """Forget the policy in memory: another writer's train stage was committed instead of ours."""
@@ -136,10 +143,13 @@ class Engines:
         return load_tokenizer(materialise(self.run.store, small, Path(self._scratch.name) / "tokenizer"))
 
     def _connected(self) -> TrainerClient:
-        restarted = self.supervisor.heal(self.serving)
-        if self._trainer is None or TRAINER in restarted:
-            [url] = self.supervisor.wait([TRAINER])
-            self._trainer = TrainerClient(url, self.supervisor.token)
+        self.supervisor.heal(self.serving)
+        urls = self.supervisor.wait([TRAINER])
+        if self._trainer is None or self._addresses[TRAINER] != urls:
+            if self._trainer is not None:
+                self._trainer.close()
+            self._trainer = TrainerClient(urls[0], self.supervisor.token)
+            self._addresses[TRAINER] = urls
         return self._trainer
 
     def _initial(self) -> WeightsRef:

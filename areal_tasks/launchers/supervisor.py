@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -50,6 +51,7 @@ class Supervisor:
         self.token = secrets.token_urlsafe(32)
         self.launcher: Launcher = LAUNCHERS[settings.type]()
         self.services: dict[str, Service] = {}
+        self._healing = threading.Lock()  # stages that run side by side both look after the services
 
     def __enter__(self) -> Supervisor:
         return self
@@ -69,12 +71,12 @@ class Supervisor:
         deadline = time.monotonic() + self.settings.startup_seconds
         return [self._address(self.services[name], deadline) for name in names]
 
-    def heal(self, weights: WeightsRef | None = None) -> list[str]:
-        """Restart every service that has ended, on `weights` if given; the names of those restarted."""
-        failed = [s for s in self.services.values() if s.handle.exit_code() is not None]
-        for service in failed:
-            self._restart(service, weights)
-        return [s.job.spec.name for s in failed]
+    def heal(self, weights: WeightsRef | None = None) -> None:
+        """Restart every service that has ended, on `weights` if given. Their addresses change: see `wait`."""
+        with self._healing:
+            for service in self.services.values():
+                if service.handle.exit_code() is not None:
+                    self._restart(service, weights)
 
     def _restart(self, service: Service, weights: WeightsRef | None) -> None:
         spec = service.job.spec

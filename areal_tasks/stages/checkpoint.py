@@ -11,7 +11,7 @@ from areal_tasks.store import paths
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.files import commit_weights
 from areal_tasks.store.provenance import make_provenance, now
-from schemas.manifest import IterationCommit, WeightsRef
+from schemas.manifest import IterationCommit, StageManifest, WeightsRef
 from schemas.recipe.recipe import EvaluateRecipe
 
 
@@ -24,7 +24,7 @@ def next_checkpoint(context: Context, built: Mapping[str, Built]) -> tuple[Weigh
     since += built["train"].manifest.metrics["train_seconds"]
     if since < recipe.trainer.recover_within_seconds:
         return held, since
-    return write_checkpoint(context, context.iteration + 1), 0.0
+    return write_checkpoint(context, built["train"].manifest), 0.0
 
 
 def since_checkpoint(commit: IterationCommit) -> float:
@@ -32,11 +32,11 @@ def since_checkpoint(commit: IterationCommit) -> float:
     return float(commit.state["train_seconds_since_checkpoint"])
 
 
-def write_checkpoint(context: Context, version: int) -> WeightsRef:
-    """Have the trainer write everything it needs to go on from `version`, and commit it."""
-    run, attempt, started = context.run, new_attempt(), now()
+def write_checkpoint(context: Context, train: StageManifest) -> WeightsRef:
+    """Have the trainer write everything it needs to go on from what `train` made, and commit it."""
+    run, version, attempt, started = context.run, train.iteration + 1, new_attempt(), now()
     prefix = paths.checkpoint_attempt(run.name, version, attempt)
     command = Write(owner=run.owner, version=version, prefix=prefix)
-    files = context.engines.trainer_at(version).checkpoint(command).files
+    files = context.engines.trainer_after(train).checkpoint(command).files
     provenance = make_provenance(run.owner, started)
     return commit_weights(context.store, run.name, version, attempt, "checkpoint", files, provenance)

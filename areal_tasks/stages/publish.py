@@ -39,7 +39,7 @@ def publish(recipe: RlhfRecipe | SftRecipe) -> Stage:
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     version = context.iteration + 1
     started = time.monotonic()
-    ref, files = write_weights(context, version)
+    ref, files = write_weights(context, inputs.manifests["train"], version)
     written = time.monotonic() - started
     loads = context.engines.serve_weights(ref)
     row = publish_row(context.store, ref, files) | {"write_seconds": written, "load_seconds": loads}
@@ -61,11 +61,11 @@ def publish_row(store: Store, ref: WeightsRef, files: Sequence[FileRef]) -> dict
     }
 
 
-def write_weights(context: Context, version: int) -> tuple[WeightsRef, tuple[FileRef, ...]]:
+def write_weights(context: Context, train: StageManifest, version: int) -> tuple[WeightsRef, tuple[FileRef, ...]]:
     """Have the trainer write the weights it holds under a fresh attempt, and commit them."""
     attempt, started, run = new_attempt(), now(), context.run
     command = Write(owner=run.owner, version=version, prefix=weights_attempt(run.name, version, attempt))
-    files = context.engines.trainer_at(version).publish(command).files
+    files = context.engines.trainer_after(train).publish(command).files
     provenance = make_provenance(run.owner, started)
     return commit_weights(context.store, run.name, version, attempt, "weights", files, provenance), files
 

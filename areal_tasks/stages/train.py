@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from areal_tasks.engines.recovery import replay_command
 from areal_tasks.engines.trainer.commands import Train
 from areal_tasks.engines.trainer.rows import COLUMNS
 from areal_tasks.stages.context import Context
@@ -37,7 +36,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
 
 def replay(context: Context, inputs: Inputs, manifest: StageManifest) -> None:
     """The steps are committed, but the engine that made them is gone: bring the policy to the version they made."""
-    context.engines.trainer_replayed(replay_command(context.run, manifest))
+    context.engines.trainer_after(manifest)
 
 
 def _command(context: Context, inputs: Inputs, prefix: str) -> Train:

@@ -52,7 +52,9 @@ def tables(rows: list[Row]) -> tuple[pa.Table, pa.Table, pa.Table]:
     return pa.table(rollout), pa.table(verdicts), pa.table({"sample_id": ids, "ref_logprobs": pa.array(base, FLOATS)})
 
 
-def advantages(rows: list[Row], on_unverified: str = "drop_sample", kl: bool = False, **algorithm: Any) -> list[dict[str, Any]]:
+def advantages(
+    rows: list[Row], on_unverified: str = "drop_sample", kl: bool = False, **algorithm: Any
+) -> list[dict[str, Any]]:
     rollout, verdicts, reference = tables(rows)
     how, reward = Grpo(**algorithm), Reward(on_unverified=on_unverified)  # type: ignore[arg-type]
     table = advantage_table(rollout, verdicts, reference if kl else None, how, reward)

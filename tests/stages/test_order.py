@@ -14,7 +14,8 @@ ROWS = 7
 
 def prompts() -> pa.Table:
     rows = [
-        {"prompt_id": i, "prompt": f"p{i}", "answer": f"a{i}", "input_ids": [i, i], "num_tokens": 2} for i in range(ROWS)
+        {"prompt_id": i, "prompt": f"p{i}", "answer": f"a{i}", "input_ids": [i, i], "num_tokens": 2}
+        for i in range(ROWS)
     ]
     return pa.Table.from_pylist(rows, schema=PROMPTS).select(PROMPT_COLUMNS)
 

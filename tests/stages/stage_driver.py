@@ -1,0 +1,146 @@
+"""Small real runs: the loop with its services, driven here or in a process that can be killed at any instant."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from areal_tasks.engines.server_pool import ServerDown
+from areal_tasks.engines.session import Engines
+from areal_tasks.engines.trainer_client import TrainerDown
+from areal_tasks.stages.build import Built, PrefectIds
+from areal_tasks.stages.loop import Execute, Job, Loop, run_directly
+from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.local import LocalBackend
+from areal_tasks.store.runs import Run, load_run, open_run
+from schemas.recipe.load import parse_recipe
+from schemas.recipe.recipe import Recipe
+
+#: Every process below a driver carries this in its environment: the folder it works in.
+MARK = "AREAL_TEST_RUN"
+#: Imported once, so that a driver starts in milliseconds.
+PRELOAD = ["areal_tasks.stages.loop", "areal_tasks.engines.trainer.__main__", "areal_tasks.engines.embedded.__main__"]
+GROUPS, ITERATIONS = 4, 3
+
+Digests = list[list[tuple[str, str]]]
+
+
+def tiny(**changes: dict[str, Any] | int) -> Recipe:
+    """A recipe whose run takes seconds; `changes` go to its sections, e.g. `schedule={"iterations": 5}`."""
+    sections: dict[str, Any] = {
+        "model": {"scratch": {"layers": 1, "hidden": 16, "heads": 2, "intermediate": 16}, "max_length": 12},
+        "data": {"source": "sums://2"},
+        "rollout": {"groups": GROUPS, "group_size": 4, "max_new_tokens": 3},
+        "reward": {"verifier": "stage_reward:digits", "workers": 1},
+        "algorithm": {"minibatches": 2, "kl": "loss", "kl_coef": 0.01},
+        "trainer": {"lr": 1e-2, "micro_batch_tokens": 64, "threads": 1},
+        "inference": {"slots": 16, "groups_per_request": 4, "threads": 1},
+        "evaluation": {"every": 2, "limit": 8, "max_new_tokens": 3},
+        "schedule": {"iterations": ITERATIONS},
+        "launcher": {"type": "inline"},
+    }
+    merged = {
+        name: value if isinstance(value, int) else {**sections.get(name, {}), **value}
+        for name, value in changes.items()
+    }
+    return parse_recipe({"name": "tiny", "flow": "rlhf", **sections, **merged})
+
+
+def drive(folder: Path, name: str, recipe: Recipe, execute: Execute = run_directly) -> Run:
+    """Bring a run to its end, in this process."""
+    run = open_run(store_in(folder), name, recipe.flow, recipe)
+    with Engines(run, recipe, folder / "logs") as engines:
+        Loop(run, recipe, engines, retrying(execute))()
+    return run
+
+
+def retrying(execute: Execute) -> Execute:
+    """As the flow's tasks do: an engine that is gone may come back."""
+
+    def attempt(job: Job) -> Built:
+        for _ in range(3):
+            try:
+                return execute([job])[0]
+            except (TrainerDown, ServerDown):
+                continue
+        return job.run(PrefectIds())
+
+    def run(jobs: Sequence[Job]) -> list[Built]:
+        return [attempt(job) for job in jobs]
+
+    return run
+
+
+def store_in(folder: Path) -> Store:
+    return open_store((folder / "store").as_uri())
+
+
+# ── a driver that can be killed ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def start_driver(folder: Path, name: str, recipe: Recipe, die_at: int = 0) -> ForkServerProcess:
+    """`drive` in a process of its own. With `die_at` it is killed at that many writes to the store."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=_main, args=(folder, name, recipe, die_at))
+    process.start()
+    return process
+
+
+def _main(folder: Path, name: str, recipe: Recipe, die_at: int) -> None:
+    os.environ[MARK] = str(folder)
+    if die_at:
+        _die_at_write(die_at)
+    drive(folder, name, recipe)
+
+
+def _die_at_write(number: int) -> None:
+    """SIGKILL this process at a write to the store: just before it if the number is odd, else just after it."""
+    lock, done = threading.Lock(), [0]
+
+    def wrapped(write: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            with lock:
+                done[0] += 1
+                last = done[0] == number
+            if last and number % 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            write(*arguments)
+            if last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return call
+
+    for method in ("create", "put", "put_file"):
+        setattr(LocalBackend, method, wrapped(getattr(LocalBackend, method)))
+
+
+def left_over(folder: Path) -> list[psutil.Process]:
+    """Processes that a driver in `folder` has started and that still run."""
+    return [p for p in psutil.process_iter() if _marked(p, str(folder))]
+
+
+def _marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+# ── what a run holds ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def digests(folder: Path, name: str) -> Digests:
+    """(stage, content digest) of everything each commit selects, and of the weights it made."""
+    run = load_run(store_in(folder), name)
+    head = run.head()
+    commits = [run.commit(k) for k in range(head.iteration + 1)] if head else []
+    return [[*((s.stage, s.digest) for s in c.stages), ("weights", c.weights.digest)] for c in commits]
