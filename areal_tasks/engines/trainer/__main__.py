@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-import torch
-
 from areal_tasks.engines.service import read_spec, serve, watch_lifeline
 from areal_tasks.engines.trainer.app import make_app
 
@@ -13,7 +9,6 @@ from areal_tasks.engines.trainer.app import make_app
 def main() -> None:
     watch_lifeline()
     spec = read_spec()
-    torch.set_num_threads(spec.recipe.get("trainer", {}).get("threads", 0) or os.cpu_count() or 1)
     serve(make_app(spec), spec)
 
 

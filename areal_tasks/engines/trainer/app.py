@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -31,7 +33,7 @@ log = logging.getLogger(__name__)
 def make_app(spec: ServiceSpec) -> Starlette:
     """The trainer that `spec` describes, with nothing loaded."""
     trainer = Trainer(spec)
-    queue = _Queue()
+    queue = _Queue(spec.recipe.get("trainer", {}).get("threads", 0) or os.cpu_count() or 1)
 
     async def health(_request: Request) -> Response:
         return _json(trainer.health(queue.busy))
@@ -50,10 +52,13 @@ def make_app(spec: ServiceSpec) -> Starlette:
 
 
 class _Queue:
-    """Commands, one at a time, all in one thread (torch keeps a thread pool for every thread that calls it)."""
+    """Commands, one at a time, all in one thread (torch keeps a thread pool for every thread that calls it).
 
-    def __init__(self) -> None:
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+    The size of that pool is set by the thread itself: bits depend on it, and other threads' settings do not reach it.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (threads,))
         self.waiting = 0
 
     @property
