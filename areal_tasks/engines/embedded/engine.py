@@ -17,7 +17,6 @@ from typing import Literal, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from areal_tasks.engines.embedded.prove import proven_shapes
 from areal_tasks.engines.embedded.runner import Runner, Shapes, chunk_of
@@ -145,7 +144,7 @@ class Engine:
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
         try:
-            with torch.inference_mode(), sdpa_kernel(SDPBackend.MATH):
+            with torch.inference_mode():
                 if self.deterministic:
                     self.runner.shapes = proven_shapes(self.runner)
                 while not self._stop:
@@ -232,8 +231,7 @@ class Engine:
         copies = [(p.slots[0], slot) for p in ended for slot in p.slots[1:]]
         if copies:
             sources, targets = torch.tensor(copies).unbind(1)
-            longest = max(len(p.batch.tokens) for p in ended)
-            self.runner.cache.copy(sources, targets, Shapes.fit(self.runner.shapes.lengths, longest))
+            self.runner.cache.copy(sources, targets, max(len(p.batch.tokens) for p in ended))
         rows = np.array([slot for p in ended for slot in p.slots])
         owner = torch.repeat_interleave(torch.tensor([len(p.slots) for p in ended]))
         self._slots.active[rows] = True
@@ -258,7 +256,7 @@ class Engine:
             return
         sources = active[active >= fewest]
         targets = np.flatnonzero(~self._slots.active[:fewest])[: len(sources)]
-        length = Shapes.fit(self.runner.shapes.lengths, int(self._slots.position[sources].max()) + 1)
+        length = int(self._slots.position[sources].max())
         self.runner.cache.copy(torch.from_numpy(sources), torch.from_numpy(targets), length)
         self._slots.move(sources, targets)
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from areal_tasks.engines.embedded import attention
 from areal_tasks.engines.embedded.cache import SlotCache
 from schemas.errors import UserError
 
@@ -157,7 +158,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is no model folder: it has no config.json")
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, attn_implementation=attention.NAME)
     except (OSError, ValueError, SafetensorError, json.JSONDecodeError) as error:
         raise UserError(f"the model in {folder} cannot be loaded: {error}") from error
     return model.eval().requires_grad_(False)

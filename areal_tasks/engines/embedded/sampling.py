@@ -37,8 +37,10 @@ def uniforms(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> 
 
 def fold(seed: int, index: int) -> int:
     """The seed of copy `index` of a request that asks for several samples with one seed; copy 0 keeps it."""
+    if index == 0:
+        return seed
     mixed = _mix(_mix(np.array([seed], dtype=np.uint64)) + np.array([index], dtype=np.uint64) * _GOLDEN)
-    return seed if index == 0 else int(mixed[0] >> np.uint64(2))
+    return int(mixed[0] >> np.uint64(2))
 
 
 def sample(
