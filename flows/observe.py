@@ -29,9 +29,10 @@ from schemas.tables import ROLLOUT
 SAMPLED = 12
 READ = (
     *("sample_id", "group_id", "sample_index", "prompt", "completion", "answer", "num_generated", "stop_reason"),
-    *("version_min", "reward", "verdict"),
+    *("version_min", "reward", "verdict", "detail"),
 )
-METRICS = {"verify": ("reward",), "evaluate": ("accuracy",), "train": ("loss", "grad_norm")}
+METRICS = {"verify": ("reward",), "train": ("loss", "grad_norm")}
+LIBRARY = logging.getLogger("areal_tasks")
 
 
 class Observer:
@@ -43,15 +44,18 @@ class Observer:
         self.every = 1 if isinstance(recipe, EvaluateRecipe) else recipe.schedule.artifact_every
         self.progress: UUID | None = None
         self.handler = _Relay(self.log)
+        self.level = LIBRARY.level
 
     def __enter__(self) -> Observer:
-        logging.getLogger("areal_tasks").addHandler(self.handler)
+        LIBRARY.addHandler(self.handler)
+        LIBRARY.setLevel(logging.INFO)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        logging.getLogger("areal_tasks").removeHandler(self.handler)
+        LIBRARY.removeHandler(self.handler)
+        LIBRARY.setLevel(self.level)
 
     def __call__(self, closed: Closed) -> None:
         self.log.info(summary_line(closed))
@@ -72,10 +76,11 @@ class Observer:
 
     def _rollouts(self, label: str, closed: Closed) -> None:
         samples = judged_samples(self.run.store, closed.built, label)
-        where = f"{label.split()[0]} of iteration {closed.iteration}, run {self.run.name}"
-        key = artifact_key(self.run.name, label.split()[0])
-        create_table_artifact(rollout_rows(samples, SAMPLED), key=f"{key}-table", description=f"Sampled: {where}")
-        create_markdown_artifact(rollout_page(samples, where), key=f"{key}-page", description=f"In full: {where}")
+        what = subject(label, closed)
+        title, key = f"{what} · run {self.run.name}", artifact_key(self.run.name, label.split()[0])
+        rows = rollout_rows(samples, SAMPLED)
+        create_table_artifact(rows, key=f"{key}-table", description=f"{len(rows)} of {len(samples)} samples: {title}")
+        create_markdown_artifact(rollout_page(samples, what), key=f"{key}-page", description=f"In full: {title}")
 
 
 class _Relay(logging.Handler):
@@ -86,15 +91,32 @@ class _Relay(logging.Handler):
         self.target = target
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.target.log(record.levelno, record.getMessage())
+        self.target.log(record.levelno, record.getMessage(), exc_info=record.exc_info)
 
 
 def summary_line(closed: Closed) -> str:
-    """`iteration 12/250: reward 0.41, loss -0.01 · 0.38 s`."""
+    """`iteration 11 done (12 of 250): reward 0.41, loss -0.01, grad_norm 1.2 · 0.38 s`."""
     manifests = [built.manifest for built in closed.built.values()]
-    metrics = [(name, m.metrics[name]) for m in manifests for name in METRICS.get(m.stage, ())]
-    text = ", ".join(f"{name} {value:.4f}" for name, value in metrics)
-    return f"iteration {closed.iteration + 1}/{closed.of}: {text} · {closed.seconds:.2f} s"
+    metrics = [f"{name} {m.metrics[name]:.4g}" for m in manifests for name in METRICS.get(m.stage, ())]
+    accuracy = [
+        f"accuracy of version {evaluated_version(label, closed)} {built.manifest.metrics['accuracy']:.4g}"
+        for label, built in closed.built.items()
+        if built.manifest.stage == "evaluate"
+    ]
+    done = f"iteration {closed.iteration} done ({closed.iteration + 1} of {closed.of})"
+    return f"{done}: {', '.join(metrics + accuracy)} · {closed.seconds:.2f} s"
+
+
+def subject(label: str, closed: Closed) -> str:
+    """What an artifact shows: `Rollouts of iteration 3`, `Evaluation of version 4`."""
+    if label == "rollout":
+        return f"Rollouts of iteration {closed.iteration}"
+    return f"Evaluation of version {evaluated_version(label, closed)}"
+
+
+def evaluated_version(label: str, closed: Closed) -> int:
+    """An iteration evaluates the weights it began with; the label of a second evaluation names its version."""
+    return closed.iteration if label == "evaluate" else int(label.split()[-1])
 
 
 def judged_samples(store: Store, built: Mapping[str, Built], label: str) -> pa.Table:
@@ -103,7 +125,8 @@ def judged_samples(store: Store, built: Mapping[str, Built], label: str) -> pa.T
         return read_table(store, built[label].manifest.tables["evaluate"], READ)
     texts = [name for name in READ if name in ROLLOUT.names]
     samples = read_table(store, built["rollout"].manifest.tables["rollout"], texts)
-    verdicts = read_table(store, built["verify"].manifest.tables["verify"], ("sample_id", "reward", "verdict"))
+    judged = ("sample_id", "reward", "verdict", "detail")
+    verdicts = read_table(store, built["verify"].manifest.tables["verify"], judged)
     return samples.join(verdicts, "sample_id").sort_by([("group_id", "ascending"), ("sample_index", "ascending")])
 
 

@@ -27,8 +27,9 @@ def cut(text: str, length: int = CUT) -> str:
 
 
 def rollout_rows(samples: pa.Table, count: int) -> list[dict[str, Any]]:
-    """Rows of the table artifact: numbers first, texts cut."""
-    return [_row(row) for row in samples.slice(0, count).to_pylist()]
+    """Rows of the table artifact, taken from all over the table so that groups differ: numbers first, texts cut."""
+    shown = min(count, len(samples))
+    return [_row(row) for row in samples.take([i * len(samples) // shown for i in range(shown)]).to_pylist()]
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
@@ -44,28 +45,39 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def rollout_page(samples: pa.Table, where: str) -> str:
-    """Whole rollouts worth reading: the best, the worst, the longest, and what could not be judged."""
+def rollout_page(samples: pa.Table, title: str) -> str:
+    """Whole rollouts worth reading: the best, the worst, the longest, and one of each kind that has no answer."""
     rows = samples.to_pylist()
-    sections = [_section(title, row) for title, row in _worth_reading(rows)]
-    return "\n\n".join([f"# Rollouts: {escape_markdown(where)}", *sections])
+    sections = [_section(heading, row) for heading, row in _worth_reading(rows)]
+    return "\n\n".join([f"# {escape_markdown(title)}", *sections])
 
 
 def _worth_reading(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     by_reward = sorted(rows, key=lambda row: (row["reward"], row["num_generated"]))
-    unjudged = [row for row in rows if row["verdict"] in ("unparseable", "timeout", "error")]
     found = [("Best", by_reward[-1]), ("Worst", by_reward[0]), ("Longest", max(rows, key=lambda r: r["num_generated"]))]
-    return [*found, *(("Not judged", row) for row in unjudged[:1])]
+    for verdict, heading in (("unparseable", "No answer found"), ("timeout", "Timed out"), ("error", "Not verified")):
+        found += [(heading, row) for row in rows if row["verdict"] == verdict][:1]
+    return _each_once(found)
 
 
-def _section(title: str, row: dict[str, Any]) -> str:
+def _each_once(found: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    """Every sample under its headings together, in the order of the first."""
+    headings: dict[str, list[str]] = {}
+    for heading, row in found:
+        headings.setdefault(row["sample_id"], []).append(heading)
+    samples = {row["sample_id"]: row for _, row in found}
+    return [(" · ".join(names), samples[sample]) for sample, names in headings.items()]
+
+
+def _section(heading: str, row: dict[str, Any]) -> str:
     facts = (
-        f"sample {row['sample_id']} · reward {row['reward']:g} · {row['verdict']} · "
-        f"{row['num_generated']} tokens · {row['stop_reason']} · version {row['version_min']}"
+        f"reward {row['reward']:g} · {row['verdict']} · tokens {row['num_generated']} · "
+        f"ended by {row['stop_reason']} · version {row['version_min']} · sample {row['sample_id']}"
     )
     parts = (("Prompt", row["prompt"]), ("Completion", row["completion"]), ("Answer", row["answer"]))
+    told = (*parts, ("Verifier", row["detail"])) if row["detail"] else parts
     return "\n\n".join(
-        [f"## {title}", escape_markdown(facts), *(f"**{name}**\n\n{_block(text)}" for name, text in parts)]
+        [f"## {heading}", escape_markdown(facts), *(f"**{name}**\n\n{_block(text)}" for name, text in told)]
     )
 
 

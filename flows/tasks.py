@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prefect import Task
@@ -18,6 +18,18 @@ from areal_tasks.stages.stage import Stage
 from schemas.errors import UserError
 
 RETRY_DELAYS = [1.0, 5.0, 20.0]
+#: What the message of a final state shows of a stage's metrics; `stages.metrics` in SQL has all of them.
+SHOWN = {
+    "rollout": ("mean_tokens", "truncated"),
+    "verify": ("reward", "correct", "incorrect", "unparseable", "timeout", "error"),
+    "evaluate": ("accuracy", "unparseable", "timeout", "error", "mean_tokens", "truncated"),
+    "train": (
+        *("loss", "grad_norm", "lr", "entropy", "kl", "approx_kl", "clip_fraction", "ratio_max"),
+        *("tokens", "skipped_steps", "train_seconds"),
+    ),
+}
+SHARES = ("truncated", "correct", "incorrect", "unparseable", "timeout", "error", "kept", "accuracy", "clip_fraction")
+SILENT_AT_0 = ("truncated", "unparseable", "timeout", "error", "kl", "skipped_steps")
 
 
 class StageTasks:
@@ -69,9 +81,19 @@ def _paths(job: Job) -> dict[str, str]:
 def final_state(built: Built) -> State[Any]:
     """`Reused` if the result was there already, else `Committed`; the message says what it holds and where it lies."""
     tables = ", ".join(f"{name}: {ref.rows} rows" for name, ref in built.manifest.tables.items())
-    metrics = ", ".join(f"{name} {value:.4g}" for name, value in built.manifest.metrics.items())
+    metrics = metrics_text(built.manifest.stage, built.manifest.metrics)
     message = " · ".join(part for part in (tables, metrics, built.ref.path) if part)
     return Completed(name="Reused" if built.reused else "Committed", message=message, data=built.ref.path)
+
+
+def metrics_text(stage: str, metrics: Mapping[str, float]) -> str:
+    """`reward 0.45, correct 45.3%, unparseable 0.8%`: what a person looks for first."""
+    named = [(name, metrics[name]) for name in SHOWN.get(stage, metrics) if name in metrics]
+    return ", ".join(
+        f"{name} {value:.1%}" if name in SHARES else f"{name} {value:.4g}"
+        for name, value in named
+        if value or name not in SILENT_AT_0
+    )
 
 
 def worth_retrying(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
