@@ -1,7 +1,7 @@
 """The quickstart as a bare Python loop: SFT, then GRPO, with no store, HTTP, processes or Prefect.
 
 The baseline of `benchmarks/overhead.py`, and a check of the quickstart's settings: it reads the same recipes and uses
-the same model, data and order, and nothing else of the project.
+the same model, data, order and learning rates, and nothing else of the project.
 
     python -m benchmarks.bare_loop [--seeds 1,2,3] [key=value …]     (overrides of the rlhf recipe)
 """
@@ -25,6 +25,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from areal_tasks.data.sampler import row_of_group
 from areal_tasks.data.scratch import character_tokenizer, scratch_model
 from areal_tasks.data.sums import sums
+from areal_tasks.engines.trainer.optimizer import learning_rate
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe, SftRecipe
 from schemas.recipe.sections import ScratchModel, Trainer
@@ -81,9 +82,9 @@ def _timed_sft(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rows
 
 
 def optimizer(model: LlamaForCausalLM, t: Trainer, steps: int) -> tuple[Optimizer, LRScheduler]:
-    """AdamW, and the linear decay to `lr_final` that the recipe asks for."""
-    adamw = torch.optim.AdamW(model.parameters(), t.lr, (t.beta1, t.beta2), t.eps, t.weight_decay)
-    return adamw, LambdaLR(adamw, lambda step: 1 - (1 - t.lr_final) * step / steps)
+    """AdamW in one fused kernel, and the recipe's learning rate at each step as a share of its peak."""
+    adamw = torch.optim.AdamW(model.parameters(), t.lr, (t.beta1, t.beta2), t.eps, t.weight_decay, fused=True)
+    return adamw, LambdaLR(adamw, lambda step: learning_rate(step, steps, t) / t.lr)
 
 
 def supervised(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows, recipe: SftRecipe) -> None:
@@ -127,7 +128,7 @@ def grpo(
         batch = generate(model, tokenizer, prompts, sampling.max_new_tokens, sampling.temperature, random)
         rewards = score(tokenizer, batch, [answer for _, answer in chosen])
         advantages = group_advantages(rewards.view(-1, sampling.group_size)).flatten()
-        for part in torch.arange(len(chosen)).chunk(recipe.algorithm.minibatches):
+        for part in torch.randperm(len(chosen), generator=random).chunk(recipe.algorithm.minibatches):
             loss = policy_loss(model, batch, part, advantages[part], recipe.algorithm.clip_ratio, sampling.temperature)
             _step(model, loss, adamw, schedule, recipe.trainer.max_grad_norm)
         yield float(rewards.mean())
@@ -222,9 +223,7 @@ def machine() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="1", help="seeds of the runs, separated by commas")
-    parser.add_argument(
-        "--sft", action="append", default=[], help="an override of the sft recipe"
-    )
+    parser.add_argument("--sft", action="append", default=[], help="an override of the sft recipe")
     parser.add_argument("overrides", nargs="*", help="overrides of the rlhf recipe")
     arguments = parser.parse_args()
     print(machine())
