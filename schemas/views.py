@@ -79,12 +79,17 @@ def _view(name: str, needs: str, sql: str, **columns: str) -> View:
     return View(name, frozenset(needs.split()), frozenset(columns), sql, tuple(columns.items()))
 
 
+def judged(table: str) -> str:
+    """The column `reward`: NaN in its table where a completion could not be judged, NULL for those who average."""
+    return f"CASE WHEN isnan({table}.reward) THEN NULL ELSE {table}.reward END AS reward"
+
+
 #: In order of preference: the first view of a name whose needs are met is made.
 VIEWS: Final = (
     _view(
         "samples",
         "scalars rollout",
-        "SELECT scalars.*, rollout.prompt, rollout.completion, rollout.answer{columns} FROM scalars"
+        f"SELECT scalars.* REPLACE ({judged('scalars')}), rollout.prompt, rollout.completion, rollout.answer{{columns}} FROM scalars"
         " LEFT JOIN rollout USING (iteration, sample_id){joins}",
         verify="verify.parsed, verify.detail",
     ),
@@ -97,7 +102,8 @@ VIEWS: Final = (
     _view(
         "samples",
         "evaluate",
-        "SELECT evaluate.* EXCLUDE (input_ids, loss_mask, logprobs, versions){columns} FROM evaluate{joins}",
+        f"SELECT evaluate.* EXCLUDE (input_ids, loss_mask, logprobs, versions) REPLACE ({judged('evaluate')}){{columns}}"
+        " FROM evaluate{joins}",
     ),
     _view(
         "tokens",

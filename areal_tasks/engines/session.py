@@ -116,9 +116,16 @@ class Engines:
 
     def trainer_at(self, version: int) -> TrainerClient:
         """The trainer, holding the policy of `version`: as it stands, or restored if it does not."""
+        return self._holding(version, version)
+
+    def trainer_to_step(self, version: int) -> TrainerClient:
+        """As `trainer_at`, or one step on: it may have stepped and its answer been lost, which it then repeats."""
+        return self._holding(version, version, version + 1)
+
+    def _holding(self, version: int, *welcome: int) -> TrainerClient:
         trainer = self._connected()
         held = trainer.health().version
-        if held != version:
+        if held not in welcome:
             log.info("the trainer holds version %s; restoring version %d", held, version)
             restore(self.run, trainer, self._initial(), version)
         return trainer

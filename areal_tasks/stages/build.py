@@ -6,7 +6,7 @@ This is the whole of resume, and of replay later: what has been built is found b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
@@ -42,9 +42,10 @@ def build(stage: Stage, context: Context, inputs: Mapping[str, Built], ids: Pref
     """The committed result of `stage` for this iteration's inputs, reused if its key is known, else made now."""
     given = Inputs({name: built.manifest for name, built in inputs.items()}, stage.reads)
     key = key_of(stage, context, given)
+    given = replace(given, key=key)
     found = context.run.find_stage(context.iteration, stage.name, key)
     if found is None:
-        return _make(stage, context, given, key, ids)
+        return _make(stage, context, given, ids)
     if stage.on_reuse is not None:
         stage.on_reuse(context, given, found.manifest)
     return Built(found.manifest, found.ref, reused=True)
@@ -78,7 +79,7 @@ def _carried_digests(stage: Stage, context: Context) -> list[str]:
     return weights + (steps if "policy" in stage.carries else [])
 
 
-def _make(stage: Stage, context: Context, inputs: Inputs, key: str, ids: PrefectIds) -> Built:
+def _make(stage: Stage, context: Context, inputs: Inputs, ids: PrefectIds) -> Built:
     run, attempt, started = context.run, new_attempt(), now()
     prefix = paths.stage_attempt(run.name, context.iteration, stage.name, attempt)
     output = stage.run(context, inputs, prefix)
@@ -88,7 +89,7 @@ def _make(stage: Stage, context: Context, inputs: Inputs, key: str, ids: Prefect
         iteration=context.iteration,
         stage=stage.name,
         attempt=attempt,
-        key=key,
+        key=inputs.key,
         digest=combine_digests({name: ref.digest for name, ref in tables.items()}),
         inputs=tuple(InputRef(path=manifest_path(m), digest=m.digest) for m in inputs.manifests.values()),
         tables=tables,

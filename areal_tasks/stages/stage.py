@@ -28,10 +28,11 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Inputs:
-    """The manifests a stage may read, by stage name, and the columns it declared."""
+    """The manifests a stage may read, by stage name, the columns it declared, and the key of what is asked for."""
 
     manifests: Mapping[str, StageManifest]
     reads: Sequence[str]
+    key: str = ""
 
     def ref(self, table: str) -> TableRef:
         """The table's reference, from whichever input stage wrote it. KeyError if it was not declared."""

@@ -30,7 +30,7 @@ def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     """Steps the policy from version `iteration` to the next. A retry never steps twice: the digest is known."""
-    done = context.engines.trainer_at(context.iteration).train(_command(context, inputs, prefix))
+    done = context.engines.trainer_to_step(context.iteration).train(_command(context, inputs, prefix))
     return Output(done.tables, done.metrics)
 
 
@@ -43,7 +43,7 @@ def _command(context: Context, inputs: Inputs, prefix: str) -> Train:
     return Train(
         owner=context.run.owner,
         version=context.iteration,
-        digest=prefix,
+        digest=inputs.key,
         kind="grpo" if isinstance(context.recipe, RlhfRecipe) else "sft",
         iteration=context.iteration,
         tables=inputs.refs(),
