@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.execute import execute, run_name, with_overrides
+from flows.execute import execute, prepared, run_name
 from schemas.recipe.recipe import EvaluateRecipe
 
 
@@ -19,5 +19,5 @@ def evaluate(recipe: EvaluateRecipe, run: str = "", overrides: str = "") -> dict
         run: Name of the run that holds the result. Empty: recipe and flow run name.
         overrides: Fields to change, as `section.field=value` with blanks between, such as `model.path=run://NAME`.
     """
-    recipe = with_overrides(recipe, overrides)
+    recipe = prepared(recipe, overrides)
     return execute(recipe, run_name(recipe, run))

@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.execute import execute, run_name, with_overrides
+from flows.execute import execute, prepared, run_name
 from flows.sft import sft
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
@@ -22,7 +22,7 @@ def rlhf(recipe: RlhfRecipe, run: str = "", overrides: str = "") -> dict[str, An
         run: Name of the run. The name of a run that exists resumes it. Empty: recipe and flow run name.
         overrides: Fields to change, as `section.field=value` with blanks between, such as `schedule.iterations=50`.
     """
-    recipe = with_overrides(recipe, overrides)
+    recipe = prepared(recipe, overrides)
     name = run_name(recipe, run)
     if recipe.model.warm_start:
         recipe = warm_started(recipe, name)

@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.execute import execute, run_name, with_overrides
+from flows.execute import execute, prepared, run_name
 from schemas.recipe.recipe import SftRecipe
 
 
@@ -19,5 +19,5 @@ def sft(recipe: SftRecipe, run: str = "", overrides: str = "") -> dict[str, Any]
         run: Name of the run. The name of a run that exists resumes it. Empty: recipe and flow run name.
         overrides: Fields to change, as `section.field=value` with blanks between, such as `trainer.lr=1e-5`.
     """
-    recipe = with_overrides(recipe, overrides)
+    recipe = prepared(recipe, overrides)
     return execute(recipe, run_name(recipe, run))
