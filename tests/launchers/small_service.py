@@ -1,0 +1,39 @@
+"""A service of a few lines that does what its name says: `ready`, `dies`, `silent`, `parent`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from areal_tasks.engines.service import ServiceSpec, read_spec, serve, watch_lifeline
+
+
+def make_app(spec: ServiceSpec) -> Starlette:
+    async def about(request: Request) -> JSONResponse:
+        return JSONResponse(spec.model_dump(mode="json"))
+
+    return Starlette(routes=[Route("/about", about)])
+
+
+def main() -> None:
+    watch_lifeline()
+    spec = read_spec()
+    for line in range(40):
+        print(f"line {line} of {spec.name}")
+    if spec.name == "dies":
+        sys.exit("error: there is no such model")
+    if spec.name == "silent":
+        time.sleep(600)
+    if spec.name == "parent":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    serve(make_app(spec), spec)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Services that start, that do not, that end, and what is left of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from areal_tasks.engines.service import TOKEN, ServiceSpec
+from areal_tasks.launchers.local import LocalHandle
+from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
+from areal_tasks.store.backend import Store, open_store
+from schemas.manifest import WeightsRef
+from schemas.recipe.sections import Launcher
+
+MODULE = "small_service"
+WEIGHTS = WeightsRef(version=3, attempt="a", path="r/weights/w.json", sha256="00", digest="11")
+
+Begin = Callable[..., Supervisor]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store((tmp_path / "store").as_uri())
+
+
+@pytest.fixture
+def begin(store: Store, tmp_path: Path) -> Iterator[Begin]:
+    """Starts a supervisor with services of the given names."""
+    begun: list[Supervisor] = []
+
+    def start(*names: str, startup_seconds: float = 60.0, restarts: int = 3) -> Supervisor:
+        settings = Launcher(type="local", startup_seconds=startup_seconds, restarts=restarts)
+        begun.append(Supervisor(store, settings, tmp_path / "logs"))
+        for name in names:
+            begun[-1].start(MODULE, spec(store, name))
+        return begun[-1]
+
+    yield start
+    for supervisor in begun:
+        supervisor.__exit__()
+
+
+def spec(store: Store, name: str) -> ServiceSpec:
+    return ServiceSpec(name=name, restart=0, store_url=store.url, run="r", owner=1, recipe={})
+
+
+def handle(supervisor: Supervisor, name: str) -> LocalHandle:
+    found = supervisor.services[name].handle
+    assert isinstance(found, LocalHandle)
+    return found
+
+
+def about(supervisor: Supervisor, url: str) -> dict[str, object]:
+    answer = httpx.get(f"{url}/about", headers={"Authorization": f"Bearer {supervisor.token}"}, timeout=10)
+    found: dict[str, object] = answer.raise_for_status().json()
+    return found
+
+
+def test_a_service_that_dies_at_its_start_is_named_with_its_last_words(begin: Begin, tmp_path: Path) -> None:
+    supervisor = begin("dies")
+    with pytest.raises(ServiceFailed) as failed:
+        supervisor.wait(["dies"])
+    message = str(failed.value)
+    assert message.startswith("service 'dies' ended with 1 while starting.")
+    assert f"Last lines of {tmp_path / 'logs' / 'r' / 'dies-1-0.log'}:" in message
+    assert message.endswith("line 39 of dies\n  error: there is no such model")
+    assert "line 10 of" not in message, "the last lines only"
+
+
+def test_a_service_that_is_not_ready_in_time_is_named_with_the_knob(begin: Begin) -> None:
+    supervisor = begin("silent", startup_seconds=2.0)
+    with pytest.raises(ServiceFailed, match=r"'silent' was not ready within launcher.startup_seconds = 2"):
+        supervisor.wait(["silent"])
+
+
+def test_a_service_answers_nobody_without_the_token(begin: Begin) -> None:
+    supervisor = begin("ready")
+    [url] = supervisor.wait(["ready"])
+    assert url.startswith("http://127.0.0.1:")
+    assert about(supervisor, url)["name"] == "ready"
+    assert httpx.get(f"{url}/about").status_code == 401
+    assert httpx.get(f"{url}/about", headers={"Authorization": "Bearer x"}).status_code == 401
+    process = psutil.Process(handle(supervisor, "ready").process.pid)
+    assert supervisor.token not in " ".join(process.cmdline()) and TOKEN not in os.environ
+
+
+def test_what_ended_is_started_again_elsewhere_on_the_weights_in_force(begin: Begin) -> None:
+    supervisor = begin("ready")
+    [before] = supervisor.wait(["ready"])
+    supervisor.heal()
+    assert supervisor.wait(["ready"]) == [before], "what runs is left alone"
+    handle(supervisor, "ready").process.kill()
+    handle(supervisor, "ready").process.wait()
+    supervisor.heal(WEIGHTS)
+    [after] = supervisor.wait(["ready"])
+    assert after != before
+    found = about(supervisor, after)
+    assert (found["restart"], found["weights"]) == (1, WEIGHTS.model_dump())
+
+
+def test_a_service_that_fails_too_often_stops_the_run(begin: Begin) -> None:
+    supervisor = begin("dies", restarts=0)
+    handle(supervisor, "dies").process.wait()
+    with pytest.raises(ServiceFailed, match=r"(?s)'dies' failed 1 times; launcher.restarts .*there is no such model"):
+        supervisor.heal()
+
+
+def test_leaving_stops_services_and_what_they_started(begin: Begin) -> None:
+    supervisor = begin("parent")
+    supervisor.wait(["parent"])
+    one = handle(supervisor, "parent")
+    family = [psutil.Process(one.process.pid), *psutil.Process(one.process.pid).children(recursive=True)]
+    assert len(family) == 2
+    supervisor.services["parent"].handle.stop()
+    _, alive = psutil.wait_procs(family, 5)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    assert not one.scratch.exists()
+
+
+def test_a_service_whose_supervisor_is_gone_ends(begin: Begin) -> None:
+    supervisor = begin("ready", "silent")
+    supervisor.wait(["ready"])
+    processes = [handle(supervisor, name).process for name in ("ready", "silent")]
+    os.close(supervisor.launcher.write_end)  # type: ignore[attr-defined]
+    supervisor.launcher.write_end = os.open(os.devnull, os.O_RDONLY)  # type: ignore[attr-defined]
+    assert [process.wait(20) for process in processes] == [-9, -9]
