@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -124,11 +125,19 @@ async def measure(client: InferenceClient, model: Any, case: Case, rounds: int) 
     return served, generated
 
 
+def _restart_without_spinning() -> None:
+    """OpenMP reads its wait policy when torch is imported; with the server's, neither side starves the other."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.embedded", *sys.argv[1:]])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
+    _restart_without_spinning()
     torch.set_num_threads(arguments.threads)
     load = os.getloadavg()[0]
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores (load {load:.1f} at the start), "
