@@ -91,7 +91,7 @@ def follow(machine: Machine, store: Store, run: str, flow_run: str, iterations: 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         bars = {
-            name: progress.add_task(name.removeprefix(run) or "rlhf", total=n, start=False)
+            name: progress.add_task("sft" if name.endswith("-sft") else "rlhf", total=n, start=False)
             for name, n in totals.items()
         }
         for state in states(machine, flow_run):
