@@ -6,6 +6,7 @@ The UI renders markdown in tables too, so that a GSM8K answer `#### 72` would be
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +35,7 @@ def rollout_rows(samples: pa.Table, count: int) -> list[dict[str, Any]]:
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
     return {
-        "reward": round(row["reward"], 4),
+        "reward": None if math.isnan(row["reward"]) else round(row["reward"], 4),  # JSON knows no NaN
         "verdict": row["verdict"],
         "tokens": row["num_generated"],
         "stop": row["stop_reason"],
@@ -53,8 +54,10 @@ def rollout_page(samples: pa.Table, title: str) -> str:
 
 
 def _worth_reading(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    by_reward = sorted(rows, key=lambda row: (row["reward"], row["num_generated"]))
-    found = [("Best", by_reward[-1]), ("Worst", by_reward[0]), ("Longest", max(rows, key=lambda r: r["num_generated"]))]
+    judged = [row for row in rows if not math.isnan(row["reward"])]
+    by_reward = sorted(judged, key=lambda row: (row["reward"], row["num_generated"]))
+    found = [("Best", by_reward[-1]), ("Worst", by_reward[0])] if judged else []
+    found.append(("Longest", max(rows, key=lambda row: row["num_generated"])))
     for verdict, heading in (("unparseable", "No answer found"), ("timeout", "Timed out"), ("error", "Not verified")):
         found += [(heading, row) for row in rows if row["verdict"] == verdict][:1]
     return _each_once(found)

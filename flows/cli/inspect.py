@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pyarrow as pa
 import pyarrow.csv
@@ -14,14 +14,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from areal_tasks.stages.graphs import iteration_plan
-from areal_tasks.stages.planner import Plan
-from areal_tasks.stages.stage import Stage
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import list_runs, load_run
 from schemas.manifest import IterationCommit
 from schemas.recipe.load import load_recipe
+
+if TYPE_CHECKING:
+    from areal_tasks.stages.planner import Plan
+    from areal_tasks.stages.stage import Stage
 
 StoreUrl = Annotated[str, typer.Option("--store", help="Store URL; else AREALFLOW_STORE, else the default folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -37,6 +38,8 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """The graph of stages that a recipe asks for; for an existing run, what is committed and what would be built."""
+    from areal_tasks.stages.graphs import iteration_plan  # torch: seconds that no other command should wait for
+
     settings = dict(item.partition("=")[::2] for item in overrides or [])
     name = settings.pop("run", "")
     loaded = load_recipe(recipe, [f"{key}={value}" for key, value in settings.items()])

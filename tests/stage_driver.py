@@ -35,7 +35,7 @@ Digests = list[list[tuple[str, str]]]
 
 def tiny(**changes: dict[str, Any] | int) -> Recipe:
     """A recipe whose run takes seconds; `changes` go to its sections, e.g. `schedule={"iterations": 5}`."""
-    sections: dict[str, Any] = {
+    sections: dict[str, dict[str, Any]] = {
         "model": {"scratch": {"layers": 1, "hidden": 16, "heads": 2, "intermediate": 16}, "max_length": 12},
         "data": {"source": "sums://2"},
         "rollout": {"groups": GROUPS, "group_size": 4, "max_new_tokens": 3},
@@ -86,8 +86,8 @@ def store_in(folder: Path) -> Store:
 # ── a driver that can be killed ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def start_driver(folder: Path, name: str, recipe: Recipe, die_at: int = 0) -> ForkServerProcess:
-    """`drive` in a process of its own. With `die_at` it is killed at that many writes to the store."""
+def start_driver(folder: Path, name: str, recipe: Recipe, die_at: int | str = 0) -> ForkServerProcess:
+    """`drive` in a process of its own, killed at `die_at` writes to the store, or before the job of that label."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     process = context.Process(target=_main, args=(folder, name, recipe, die_at))
@@ -95,11 +95,17 @@ def start_driver(folder: Path, name: str, recipe: Recipe, die_at: int = 0) -> Fo
     return process
 
 
-def _main(folder: Path, name: str, recipe: Recipe, die_at: int) -> None:
+def _main(folder: Path, name: str, recipe: Recipe, die_at: int | str) -> None:
     os.environ[MARK] = str(folder)
-    if die_at:
+    if isinstance(die_at, int) and die_at:
         _die_at_write(die_at)
-    drive(folder, name, recipe)
+
+    def execute(jobs: Sequence[Job]) -> list[Built]:
+        if jobs[0].label == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run_directly(jobs)
+
+    drive(folder, name, recipe, execute)
 
 
 def _die_at_write(number: int) -> None:

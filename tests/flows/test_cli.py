@@ -1,0 +1,191 @@
+"""The `arealflow` command: a person's mistake is one message, exit code 1, and no traceback."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from stage_driver import drive, store_in, tiny
+
+from flows.cli import machine, main
+from schemas.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A store that holds the run `small` of two iterations."""
+    folder = tmp_path_factory.mktemp("small")
+    drive(folder, "small", tiny(schedule={"iterations": 2}, evaluation={"every": 0, "limit": 0, "max_new_tokens": 256}))
+    return store_in(folder).url
+
+
+class Outcome:
+    """What a command printed, and how it ended."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> Outcome:
+    monkeypatch.setattr(sys, "argv", ["arealflow", *words])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+        sys.exit(0)
+    assert isinstance(ended.value.code, int | None)
+    printed = capsys.readouterr()
+    return Outcome(ended.value.code or 0, printed.out, printed.err)
+
+
+Mistake = tuple[list[str], list[str]]
+MISTAKES: dict[str, Mistake] = {
+    "unknown recipe": (["run", "nosuch"], ["unknown recipe 'nosuch'", "quickstart"]),
+    "misspelt recipe": (["plan", "quickstrat"], ["did you mean 'quickstart'?"]),
+    "bad recipe": (["run", "quickstart", "rollout.groups=0"], ["rollout.groups: should be greater than or equal to 1"]),
+    "no override": (["plan", "quickstart", "groups"], ["groups: unknown key"]),
+    "unknown run": (["sql", "nosuch", "SELECT 1", "--store", "{url}"], ["no run 'nosuch'", "Runs there: small"]),
+    "no run's name": (["sql", "../x", "SELECT 1", "--store", "{url}"], ["'../x' cannot name a run"]),
+    "run to plan": (["plan", "quickstart", "run=nosuch", "--store", "{url}"], ["no run 'nosuch'"]),
+    "SQL column": (
+        ["sql", "small", "SELECT nosuch FROM samples", "--store", "{url}"],
+        ["nosuch", "Views of run 'small'"],
+    ),
+    "SQL grammar": (["sql", "small", "SELEC 1", "--store", "{url}"], ["syntax error", "SELEC"]),
+    "SQL that writes": (["sql", "small", "DROP VIEW samples", "--store", "{url}"], ["a single SELECT"]),
+    "store's scheme": (["runs", "--store", "http://x"], ["'http://x' is not supported", "s3://bucket/prefix"]),
+    "store is a file": (["runs", "--store", "{file}"], ["a file stands where a folder should be"]),
+    "no S3 keys": (["runs", "--store", "s3://bucket/x"], ["AWS_ACCESS_KEY_ID is not set"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_message(
+    mistake: str, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    (tmp_path / "file").write_text("x")
+    words, expected = MISTAKES[mistake]
+    places = {"{url}": url, "{file}": (tmp_path / "file").as_uri()}
+    found = call(capsys, monkeypatch, *(places.get(word, word) for word in words))
+    assert found.code == 1
+    assert found.err.startswith("error: ") and "Traceback" not in found.err
+    for part in expected:
+        assert part in found.err
+
+
+def test_a_store_that_cannot_be_reached(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL": "http://127.0.0.1:1"}
+    for name, value in keys.items():
+        monkeypatch.setenv(name, value)
+    found = call(capsys, monkeypatch, "sql", "small", "SELECT 1", "--store", "s3://bucket/x")
+    assert found.code == 1
+    assert "s3://bucket/x at http://127.0.0.1:1 cannot be reached" in found.err and "Traceback" not in found.err
+
+
+def test_answers_as_json_and_csv(url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    query = "SELECT iteration, count(*) AS n FROM samples GROUP BY 1 ORDER BY 1"
+    found = call(capsys, monkeypatch, "sql", "small", query, "--store", url, "--json")
+    assert json.loads(found.out) == [{"iteration": 0, "n": 16}, {"iteration": 1, "n": 16}]
+    found = call(capsys, monkeypatch, "sql", "small", query, "--store", url, "--csv")
+    assert list(csv.reader(io.StringIO(found.out))) == [["iteration", "n"], ["0", "16"], ["1", "16"]]
+
+
+def test_a_text_is_shown_as_it_is(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = call(capsys, monkeypatch, "sql", "small", "SELECT '[red]x[/red] [/]' AS t", "--store", url)
+    assert found.code == 0 and "[red]x[/red] [/]" in found.out
+
+
+def test_runs_and_their_state(url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    [row] = json.loads(call(capsys, monkeypatch, "runs", "--store", url, "--json").out)
+    assert (row["name"], row["flow"], row["iterations"], row["planned"]) == ("small", "rlhf", 2, 2)
+
+
+def test_a_plan_says_what_is_committed(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = call(capsys, monkeypatch, "plan", "quickstart", "run=small", "--store", url, "--json")
+    rows = {row["stage"]: row for row in json.loads(found.out)}
+    assert rows["initialise"]["next"] == "reused" and rows["rollout"]["next"] == "built"
+    assert rows["rollout"]["last committed"].startswith("small/iteration=000001/stage=rollout/")
+    assert (rows["train"]["kind"], rows["rollout"]["kind"]) == ("TRAIN_STEP", "GENERATE")
+
+
+def test_the_doctor_fails_where_the_store_is_not_usable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
+    (tmp_path / "file").write_text("x")
+    for place, state in ((tmp_path / "store", "ok"), (tmp_path / "file", "BROKEN")):
+        found = call(capsys, monkeypatch, "doctor", "--store", place.as_uri(), "--json")
+        text = found.out[found.out.index("[\n") :]
+        assert {row["what"]: row["state"] for row in json.loads(text)}["store"] == state
+        assert found.code == (state == "BROKEN")
+
+
+def test_questions_do_not_wait_for_torch_or_prefect() -> None:
+    check = "import sys, flows.cli.main; sys.exit(str({'torch', 'prefect'} & sys.modules.keys() or ''))"
+    assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True).stderr.strip() == ""
+
+
+# ── the machine ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_taken_port_is_passed_over_and_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = machine.free_port(port)
+    assert found > port
+    assert f"port {port} is taken; using {found}" in capsys.readouterr().out
+
+
+def test_all_ports_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_binds", lambda probe, port: False)
+    with pytest.raises(UserError, match="ports 4200 to 4249 are all taken; name another with --port"):
+        machine.free_port(4200)
+
+
+def test_a_prefect_server_that_does_not_start_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
+    monkeypatch.setattr(machine, "_command", lambda words: [sys.executable, "-c", "raise SystemExit('no disk left')"])
+    monkeypatch.setattr(machine, "free_port", lambda first: 1)
+    with pytest.raises(
+        UserError, match=r"(?s)the Prefect server did not start; last lines of .*server.log:\nno disk left"
+    ):
+        machine.start()
+    assert machine.running() is None
+
+
+def test_what_we_started_is_stopped_with_what_it_started() -> None:
+    code = "import subprocess, time; subprocess.Popen(['sleep', '99']); time.sleep(99)"
+    process = psutil.Popen([sys.executable, "-c", code])
+    while not process.children():
+        assert process.is_running()
+    family = [process, *process.children()]
+    machine.stop(machine.Started(process.pid, process.create_time()), grace_seconds=0.5)
+    assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_another_process_of_the_same_id_is_left_alone() -> None:
+    machine.stop(machine.Started(os.getpid(), psutil.Process().create_time() - 100))
+
+
+def test_a_prefect_server_that_is_named_and_does_not_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows.cli import in_process
+
+    monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
+    with in_process.temporary_settings({in_process.PREFECT_API_URL: "http://127.0.0.1:1/api"}):
+        found = call(capsys, monkeypatch, "run", "quickstart")
+    assert found.code == 1
+    assert "error: no Prefect server answers at http://127.0.0.1:1/api" in found.err and "Traceback" not in found.err

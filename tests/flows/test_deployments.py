@@ -1,0 +1,70 @@
+"""`prefect deploy --all` in this folder, and the form that the Prefect UI makes of a flow's parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from prefect.utilities.callables import parameter_schema
+
+from flows.cli import machine
+from flows.cli.in_process import FLOWS
+from schemas.recipe.load import RECIPES, parse_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def deployments(api: str) -> list[dict[str, Any]]:
+    """What the server holds once everything is deployed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        machine.prefect(["work-pool", "create", machine.POOL, "--type", "process", "--overwrite"], api)
+        machine.prefect(["--no-prompt", "deploy", "--all"], api)
+    found: list[dict[str, Any]] = httpx.post(f"{api}/deployments/filter", json={}, timeout=30).raise_for_status().json()
+    return found
+
+
+def test_everything_in_prefect_yaml_is_deployed(deployments: list[dict[str, Any]]) -> None:
+    wanted = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    entrypoints = [(d["entrypoint"], d["name"]) for d in deployments]
+    assert sorted(entrypoints) == sorted((d["entrypoint"], d["name"]) for d in wanted)
+    assert {d["work_pool_name"] for d in deployments} == {machine.POOL}
+
+
+def test_every_deployment_has_a_recipe_that_its_flow_accepts(deployments: list[dict[str, Any]]) -> None:
+    for deployment in deployments:
+        recipe = parse_recipe(deployment["parameters"]["recipe"])
+        assert deployment["entrypoint"] == f"flows.{recipe.flow}.{recipe.flow}"
+        assert deployment["enforce_parameter_schema"]
+
+
+def test_every_deployment_runs_in_this_folder(deployments: list[dict[str, Any]]) -> None:
+    for deployment in deployments:
+        [step] = deployment["pull_steps"]
+        assert [options["directory"] for options in step.values()] == [str(ROOT)]
+
+
+def test_the_server_refuses_a_run_whose_parameters_do_not_fit(api: str, deployments: list[dict[str, Any]]) -> None:
+    [one] = [d for d in deployments if d["entrypoint"] == "flows.rlhf.rlhf" and d["name"] == "quickstart"]
+    recipe = {**one["parameters"]["recipe"], "rollout": {"groups": "many"}}
+    body = {"parameters": {"recipe": recipe}}
+    answer = httpx.post(f"{api}/deployments/{one['id']}/create_flow_run", json=body, timeout=30)
+    assert answer.is_client_error and "many" in answer.text
+
+
+@pytest.mark.parametrize("flow", sorted(FLOWS))
+def test_the_form_has_every_section_and_describes_every_field(flow: str) -> None:
+    schema = parameter_schema(FLOWS[flow])
+    assert list(schema.properties) == ["recipe", "run", "overrides"]
+    assert all(p.get("description") for p in schema.properties.values())
+    model = RECIPES[flow]
+    recipe = schema.definitions[model.__name__]["properties"]
+    assert set(recipe) == set(model.model_fields)
+    for name, definition in schema.definitions.items():
+        for key, shown in definition.get("properties", {}).items():
+            about = schema.definitions[shown["$ref"].split("/")[-1]] if "$ref" in shown else shown
+            assert about.get("description"), f"{name}.{key} has no description in the form"

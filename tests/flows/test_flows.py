@@ -1,0 +1,195 @@
+"""Flow runs on a real Prefect server: what a person sees of them, and how they end."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from markdown_it import MarkdownIt
+from stage_driver import Digests, digests, drive, start_driver, store_in, tiny
+
+from flows.rlhf import rlhf
+from schemas.errors import UserError
+from schemas.recipe.recipe import Recipe
+
+
+@dataclass
+class Prefect:
+    """Asks the server what a test wants to know."""
+
+    api: str
+
+    def ask(self, what: str, **query: Any) -> list[dict[str, Any]]:
+        answer = httpx.post(f"{self.api}/{what}/filter", json=query, timeout=30)
+        rows: list[dict[str, Any]] = answer.raise_for_status().json()
+        return rows
+
+    def last_flow_run(self) -> dict[str, Any]:
+        return self.ask("flow_runs", sort="EXPECTED_START_TIME_DESC", limit=1)[0]
+
+    def task_states(self, flow_run: str) -> dict[str, str]:
+        runs = self.ask("task_runs", flow_runs={"id": {"any_": [flow_run]}})
+        return {run["name"]: run["state_name"] for run in runs}
+
+    def artifact(self, key: str) -> dict[str, Any]:
+        return self.ask("artifacts/latest", artifacts={"key": {"any_": [key]}})[0]
+
+
+@pytest.fixture(scope="module")
+def prefect(api: str) -> Prefect:
+    return Prefect(api)
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set whose answers look like GSM8K's, which markdown would show as headings."""
+    folder = tmp_path_factory.mktemp("data")
+    for split in ("train", "test"):
+        rows = [{"question": f"{a}+{b}=", "answer": f"#### {a + b}"} for a in range(4) for b in range(4)]
+        (folder / f"{split}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    return folder
+
+
+def recipe_of(questions: Path, store: Path) -> Recipe:
+    return tiny(
+        data={"source": str(questions / "{split}.jsonl")},
+        store={"url": store_in(store).url},
+        schedule={"artifact_every": 1},
+    )
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that was killed before `verify 1` and then finished by the flow; `whole` is one that was never killed."""
+
+    folder: Path
+    recipe: Recipe
+    result: dict[str, Any]
+    flow_run: dict[str, Any]
+    whole: Digests
+
+
+@pytest.fixture(scope="module")
+def resumed(prefect: Prefect, questions: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resumed]:
+    folder = tmp_path_factory.mktemp("resumed")
+    recipe = recipe_of(questions, folder)
+    drive(folder, "whole", recipe)
+    process = start_driver(folder, "r", recipe, "verify 1")
+    process.join(60)
+    assert process.exitcode == -9
+    result = rlhf(recipe, run="r")
+    yield Resumed(folder, recipe, result, prefect.last_flow_run(), digests(folder, "whole"))
+
+
+def test_the_flow_says_what_it_made(resumed: Resumed) -> None:
+    assert resumed.result == {"run": "r", "store": store_in(resumed.folder).url, "iterations": 3}
+    assert resumed.flow_run["state_type"] == "COMPLETED"
+    assert resumed.flow_run["parameters"]["run"] == "r"
+    assert resumed.flow_run["parameters"]["recipe"]["rollout"]["groups"] == 4
+
+
+def test_what_was_committed_is_reused_and_the_rest_is_committed(prefect: Prefect, resumed: Resumed) -> None:
+    states = prefect.task_states(resumed.flow_run["id"])
+    assert states.pop("rollout 1") == "Reused"
+    later = {f"{stage} {k}" for stage in ("verify", "reference", "advantage", "train", "publish") for k in (1, 2)}
+    assert states == dict.fromkeys([*later, "rollout 2", "evaluate version 2", "evaluate version 3"], "Committed")
+
+
+def test_the_flow_makes_the_same_bits_as_a_run_that_was_never_killed(resumed: Resumed) -> None:
+    assert digests(resumed.folder, "r") == resumed.whole
+
+
+def test_tasks_name_tables_and_manifests_and_hold_no_data(prefect: Prefect, resumed: Resumed) -> None:
+    query = {"flow_runs": {"id": {"any_": [resumed.flow_run["id"]]}}, "task_runs": {"name": {"any_": ["rollout 2"]}}}
+    [run] = prefect.ask("task_runs", **query)
+    assert re.search(r"rollout: 16 rows · .* · r/iteration=000002/stage=rollout/\w+\.json", run["state"]["message"])
+    assert len(json.dumps(run)) < 8000
+
+
+def test_the_same_run_again_has_nothing_to_do(prefect: Prefect, resumed: Resumed) -> None:
+    assert rlhf(resumed.recipe, run="r") == resumed.result
+    assert prefect.task_states(prefect.last_flow_run()["id"]) == {}
+
+
+def test_progress_reaches_its_end(prefect: Prefect, resumed: Resumed) -> None:
+    assert prefect.artifact("r-progress")["data"] == 100.0
+
+
+def headings(markdown: str) -> list[str]:
+    tokens = MarkdownIt("commonmark").enable("table").parse(markdown)
+    return [tokens[i + 1].content for i, token in enumerate(tokens) if token.type == "heading_open"]
+
+
+def test_whole_rollouts_can_be_read_and_nothing_in_them_is_markup(prefect: Prefect, resumed: Resumed) -> None:
+    page = prefect.artifact("r-rollout-page")["data"]
+    assert "\n    #### " in page
+    titles = headings(page)
+    assert titles[0].startswith("Rollouts") and "·".join(titles).count("Best") == 1
+    assert not [title for title in titles if title.isdigit()]
+
+
+def test_the_table_of_rollouts_shows_answers_as_they_are(prefect: Prefect, resumed: Resumed) -> None:
+    for what in ("rollout", "evaluate"):
+        rows = json.loads(prefect.artifact(f"r-{what}-table")["data"])
+        assert rows and {"reward", "verdict", "prompt", "completion", "answer"} <= rows[0].keys()
+        for row in rows:
+            assert not headings(row["answer"])
+            assert MarkdownIt("commonmark").render(row["answer"]).startswith("<p>#### ")
+
+
+# ── what goes wrong ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def failure(prefect: Prefect) -> str:
+    run = prefect.last_flow_run()
+    assert run["state_type"] == "FAILED"
+    message: str = run["state"]["message"]
+    return message
+
+
+def test_a_bad_override_fails_with_every_problem_named(prefect: Prefect, questions: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError):
+        rlhf(recipe_of(questions, tmp_path), run="bad", overrides="rollout.groups=0 rollout.top_p=0.9")
+    message = failure(prefect)
+    assert "rollout.groups: should be greater than or equal to 1, not 0" in message
+    assert "rollout.top_p: rollouts are sampled from the whole vocabulary" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("reward.verifier=no_such_module:verify", "there is no module 'no_such_module'"),
+        ("reward.verifier=stage_reward:no_such", "has no 'no_such'"),
+        ("workflow.name=no_such_module:work", "workflow.name: no_such_module cannot be imported"),
+    ],
+)
+def test_code_that_does_not_exist_is_refused_before_there_is_a_run(
+    prefect: Prefect, questions: Path, tmp_path: Path, override: str, expected: str
+) -> None:
+    with pytest.raises(UserError, match=expected):
+        rlhf(recipe_of(questions, tmp_path), run="bad", overrides=override)
+    assert expected in failure(prefect)
+    assert not (tmp_path / "store").exists(), "no run, no service"
+    assert prefect.task_states(prefect.last_flow_run()["id"]) == {}
+
+
+def test_another_recipe_under_the_name_of_a_run_is_refused(prefect: Prefect, resumed: Resumed) -> None:
+    with pytest.raises(UserError):
+        rlhf(resumed.recipe, run="r", overrides="algorithm.clip_ratio=0.3")
+    assert "algorithm.clip_ratio is 0.2 there and 0.3 here" in failure(prefect)
+    assert digests(resumed.folder, "r") == resumed.whole
+
+
+def test_a_persons_mistake_is_logged_without_a_traceback(
+    prefect: Prefect, questions: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(UserError):
+        rlhf(recipe_of(questions, tmp_path), run="bad", overrides="data.source=/no/such/{split}.jsonl")
+    assert "there is no such file" in failure(prefect)
+    assert "there is no such file" in caplog.text and "Traceback" not in caplog.text
