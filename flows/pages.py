@@ -8,12 +8,14 @@ from __future__ import annotations
 import html
 import math
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
 
-CUT = 120
+# What fits beside the numbers in a table of the UI, which neither wraps its cells nor a page's code blocks.
+PROMPT_CUT, COMPLETION_CUT, ANSWER_CUT, PAGE_WIDTH = 60, 40, 16, 88
 _MARKUP = re.compile(r"([\\`*_{}\[\]()#+\-.!|~>$:])")
 
 
@@ -22,9 +24,16 @@ def escape_markdown(text: str) -> str:
     return _MARKUP.sub(r"\\\1", html.escape(" ".join(text.split()), quote=False))
 
 
-def cut(text: str, length: int = CUT) -> str:
-    """At most `length` characters, with … where something was left out."""
-    return text if len(text) <= length else f"{text[: length - 1]}…"
+def head(text: str, length: int) -> str:
+    """At most `length` characters from the start of a text, on one line, with … where something was left out."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else f"{line[: length - 1]}…"
+
+
+def tail(text: str, length: int) -> str:
+    """The same from the end, where an answer stands."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else f"…{line[1 - length :]}"
 
 
 def rollout_rows(samples: pa.Table, count: int) -> list[dict[str, Any]]:
@@ -39,10 +48,10 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
         "verdict": row["verdict"],
         "tokens": row["num_generated"],
         "stop": row["stop_reason"],
+        "answer": escape_markdown(tail(row["answer"], ANSWER_CUT)),
+        "completion": escape_markdown(tail(row["completion"], COMPLETION_CUT)),
+        "prompt": escape_markdown(head(row["prompt"], PROMPT_CUT)),
         "sample": row["sample_id"],
-        "prompt": escape_markdown(cut(row["prompt"])),
-        "completion": escape_markdown(cut(row["completion"])),
-        "answer": escape_markdown(cut(row["answer"][-40:], 40)),
     }
 
 
@@ -85,5 +94,9 @@ def _section(heading: str, row: dict[str, Any]) -> str:
 
 
 def _block(text: str) -> str:
-    """An indented code block: nothing in it is markup, whatever it holds."""
-    return "\n".join(f"    {line}" for line in (text or "(empty)").splitlines() or [""])
+    """An indented code block: nothing in it is markup, whatever it holds. Long lines are folded: the UI does not."""
+    return "\n".join(f"    {part}" for line in (text or "(empty)").splitlines() for part in _folded(line))
+
+
+def _folded(line: str) -> list[str]:
+    return textwrap.wrap(line, PAGE_WIDTH, drop_whitespace=False, break_on_hyphens=False) or [""]
