@@ -54,6 +54,31 @@ def tiny(**changes: dict[str, Any] | int) -> Recipe:
     return parse_recipe({"name": "tiny", "flow": "rlhf", **sections, **merged})
 
 
+def tiny_sft(**changes: dict[str, Any]) -> Recipe:
+    """As `tiny`, for supervised fine-tuning."""
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"scratch": {"layers": 1, "hidden": 16, "heads": 2, "intermediate": 16}, "max_length": 12},
+        "data": {"source": "sums://2"},
+        "algorithm": {"batch_size": 6, "steps": 2},
+        "trainer": {"lr": 1e-2, "micro_batch_tokens": 64, "threads": 1},
+        "schedule": {"iterations": ITERATIONS},
+        "launcher": {"type": "inline"},
+    }
+    merged = {name: {**sections.get(name, {}), **value} for name, value in changes.items()}
+    return parse_recipe({"name": "tiny-sft", "flow": "sft", **sections, **merged})
+
+
+def tiny_evaluation(path: str) -> Recipe:
+    """Evaluates the weights at `path` as `tiny` does."""
+    whole = tiny().model_dump(mode="json")
+    sections = {name: whole[name] for name in ("data", "reward", "inference", "evaluation", "launcher")}
+    model = {"path": path, "max_length": 12}
+    evaluation = {name: value for name, value in whole["evaluation"].items() if name != "every"}
+    return parse_recipe(
+        {"name": "tiny-evaluation", "flow": "evaluate", **sections, "model": model, "evaluation": evaluation}
+    )
+
+
 def drive(folder: Path, name: str, recipe: Recipe, execute: Execute = run_directly) -> Run:
     """Bring a run to its end, in this process."""
     run = open_run(store_in(folder), name, recipe.flow, recipe)

@@ -19,13 +19,15 @@ from stage_driver import (
     start_driver,
     store_in,
     tiny,
+    tiny_evaluation,
+    tiny_sft,
 )
 
 from areal_tasks.engines import server_pool
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
 from areal_tasks.store.query import run_sql
-from areal_tasks.store.runs import load_run
+from areal_tasks.store.runs import Run, Superseded, load_run, open_run
 from schemas.errors import UserError
 
 LOCAL = tiny(launcher={"type": "local"})
@@ -197,3 +199,65 @@ def test_a_service_may_be_gone_before_any_stage(tmp_path: Path, expected: Digest
     drive(tmp_path, "r", tiny(), execute)
     assert not victims
     assert digests(tmp_path, "r") == expected
+
+
+def test_a_start_that_was_overtaken_stops_at_its_next_commit(tmp_path: Path, expected: Digests) -> None:
+    def execute(jobs: Sequence[Job]) -> list[Built]:
+        if jobs[0].label == "train 1":
+            open_run(store_in(tmp_path), "r", "rlhf", tiny())
+        return run_directly(jobs)
+
+    with pytest.raises(Superseded, match="'r' has been started again since"):
+        drive(tmp_path, "r", tiny(), execute)
+    assert digests(tmp_path, "r") == expected[:1]
+    drive(tmp_path, "r", tiny())
+    assert digests(tmp_path, "r") == expected
+
+
+def test_who_loses_the_commit_of_a_train_stage_goes_on_with_the_winners(
+    tmp_path: Path, expected: Digests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    won: list[Built] = []
+
+    def execute(jobs: Sequence[Job]) -> list[Built]:
+        [built] = run_directly(jobs)
+        if jobs[0].label not in ("train 0", "train 1"):
+            return [built]
+        with monkeypatch.context() as patch:
+            patch.setattr(Run, "find_stage", lambda *arguments: None)  # the winner commits while we train
+            [again] = run_directly(jobs)
+        assert again.reused and again.manifest == built.manifest
+        won.append(again)
+        return [again]
+
+    drive(tmp_path, "r", tiny(), execute)
+    assert len(won) == 2
+    assert digests(tmp_path, "r") == expected
+
+
+def test_supervised_fine_tuning_that_is_killed_gives_the_same_bits(tmp_path: Path) -> None:
+    drive(tmp_path, "whole", tiny_sft())
+    instant = random.randint(3, 30)
+    start_driver(tmp_path, "r", tiny_sft(), instant).join(60)
+    drive(tmp_path, "r", tiny_sft())
+    assert digests(tmp_path, "r") == digests(tmp_path, "whole"), f"killed at the write {instant}"
+    assert [name for name, _ in digests(tmp_path, "r")[1]] == [
+        "initialise",
+        "prompts",
+        "batch",
+        "train",
+        "publish",
+        "weights",
+    ]
+    query = "SELECT list(CAST(sample_id AS INTEGER) ORDER BY iteration, minibatch, sample_id) AS places FROM batch"
+    [row] = run_sql(store_in(tmp_path), "r", query).to_pylist()
+    assert sorted(row["places"]) == list(range(ITERATIONS * 12))
+
+
+def test_an_evaluation_of_a_runs_weights_agrees_with_the_runs_own(whole: Path, expected: Digests) -> None:
+    drive(whole, "evaluated", tiny_evaluation("run://whole@2"))
+    [found] = digests(whole, "evaluated")
+    query = "SELECT sample_id, completion, reward FROM evaluate {} ORDER BY 1"
+    own = run_sql(store_in(whole), "whole", query.format("WHERE weights_version = 2")).to_pylist()
+    assert [name for name, _ in found] == ["initialise", "prompts", "evaluate", "weights"]
+    assert run_sql(store_in(whole), "evaluated", query.format("")).to_pylist() == own and len(own) == 8
