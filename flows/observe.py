@@ -49,6 +49,7 @@ class Observer:
     def __enter__(self) -> Observer:
         LIBRARY.addHandler(self.handler)
         LIBRARY.setLevel(logging.INFO)
+        LIBRARY.propagate = False  # the run's log is on the terminal too: no line of it twice
         return self
 
     def __exit__(
@@ -56,6 +57,7 @@ class Observer:
     ) -> None:
         LIBRARY.removeHandler(self.handler)
         LIBRARY.setLevel(self.level)
+        LIBRARY.propagate = True
 
     def __call__(self, closed: Closed) -> None:
         self.log.info(summary_line(closed))
