@@ -36,6 +36,7 @@ class StageTasks:
     """Runs jobs as tasks of their stages. Prefect sees labels and manifest paths, never data."""
 
     def __init__(self) -> None:
+        logging.getLogger("prefect.task_runs").setLevel(logging.WARNING)  # states say it; the log is for what does not
         self._tasks: dict[str, Task[..., Any]] = {}
         self._jobs: dict[str, Job] = {}
         self._built: dict[str, Built] = {}
