@@ -89,7 +89,8 @@ VIEWS: Final = (
     _view(
         "samples",
         "scalars rollout",
-        f"SELECT scalars.* REPLACE ({judged('scalars')}), rollout.prompt, rollout.completion, rollout.answer{{columns}} FROM scalars"
+        f"SELECT scalars.* REPLACE ({judged('scalars')}),"
+        " rollout.prompt, rollout.completion, rollout.answer{columns} FROM scalars"
         " LEFT JOIN rollout USING (iteration, sample_id){joins}",
         verify="verify.parsed, verify.detail",
     ),
@@ -102,7 +103,8 @@ VIEWS: Final = (
     _view(
         "samples",
         "evaluate",
-        f"SELECT evaluate.* EXCLUDE (input_ids, loss_mask, logprobs, versions) REPLACE ({judged('evaluate')}){{columns}}"
+        "SELECT evaluate.* EXCLUDE (input_ids, loss_mask, logprobs, versions)"
+        f" REPLACE ({judged('evaluate')}){{columns}}"
         " FROM evaluate{joins}",
     ),
     _view(
