@@ -11,7 +11,7 @@ from prefect.runtime import flow_run
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import PrefectIds
 from areal_tasks.stages.loop import Loop
-from areal_tasks.stages.preflight import check_code
+from areal_tasks.stages.preflight import check_code, check_engines
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.runs import open_run
 from flows.home import logs_folder
@@ -28,6 +28,7 @@ def prepared(recipe: R, overrides: str) -> R:
     """The recipe with its overrides, after everything that can be checked before a run exists. Raises UserError."""
     hide_tracebacks()
     recipe = with_overrides(recipe, overrides)
+    check_engines(recipe)  # type: ignore[arg-type]
     check_code(recipe)  # type: ignore[arg-type]
     return recipe
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from prefect import flow
 
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.runs import check_run
 from flows.execute import execute, prepared, run_name
 from flows.sft import sft
 from schemas.errors import UserError
@@ -34,7 +36,8 @@ def warm_started(recipe: RlhfRecipe, name: str) -> RlhfRecipe:
     first = load_recipe(recipe.model.warm_start)
     if not isinstance(first, SftRecipe):
         raise UserError(f"model.warm_start: {recipe.model.warm_start!r} is a recipe for {first.flow}; name one for sft")
-    first = first.model_copy(update={"store": recipe.store, "launcher": recipe.launcher})
-    sft(first, run=f"{name}-sft")
     model = recipe.model.model_copy(update={"path": f"run://{name}-sft", "warm_start": ""})
-    return recipe.model_copy(update={"model": model})
+    warm = recipe.model_copy(update={"model": model})
+    check_run(open_store(recipe.store.url), name, recipe.flow, warm)  # before the SFT run, not after it
+    sft(first.model_copy(update={"store": recipe.store, "launcher": recipe.launcher}), run=f"{name}-sft")
+    return warm

@@ -126,7 +126,9 @@ class Engines:
         trainer = self._connected()
         held = trainer.health().version
         if held not in welcome:
-            log.info("the trainer holds version %s; restoring version %d", held, version)
+            log.info(
+                "the trainer holds %s; loading version %d", "nothing" if held is None else f"version {held}", version
+            )
             restore(self.run, trainer, self._initial(), version)
         return trainer
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.workflows import load_workflow
-from schemas.recipe.recipe import Recipe, SftRecipe
+from schemas.errors import UserError
+from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
+
+
+def check_engines(recipe: Recipe) -> None:
+    """Raise UserError if the recipe asks for an engine that this version does not have yet."""
+    if not isinstance(recipe, SftRecipe) and recipe.inference.engine != "embedded":
+        raise UserError(f"inference.engine: {recipe.inference.engine} is not built yet; use embedded")
+    if not isinstance(recipe, EvaluateRecipe) and recipe.trainer.backend != "local":
+        raise UserError(f"trainer.backend: {recipe.trainer.backend} is not built yet; use local")
 
 
 def check_code(recipe: Recipe) -> None:

@@ -177,11 +177,19 @@ def open_run(
     Raises:
         UserError: the name is no name, or the run exists with another recipe or flow; fields and remedies are named.
     """
+    check_run(store, name, flow, recipe)  # before anyone is fenced off
     record = _create(store, name, flow, recipe.seed, parent)
-    check_same(name, record.flow, flow, read_segments(store, name), recipe)  # before anyone is fenced off
     owner = _claim(store, name, prefect_flow_run_id)
     run = Run(store, name, record, owner, read_segments(store, name))
     return Run(store, name, record, owner, _add_segment(run, recipe))
+
+
+def check_run(store: Store, name: str, flow: str, recipe: BaseRecipe) -> None:
+    """Raise what `open_run` would raise for this name and recipe, and change nothing."""
+    check_name(name)
+    record = find_record(store, paths.run_record(name), RunRecord)
+    if record is not None:
+        check_same(name, record.flow, flow, read_segments(store, name), recipe)
 
 
 def load_run(store: Store, name: str) -> Run:
@@ -234,7 +242,6 @@ def _summary(store: Store, name: str) -> RunSummary:
 
 
 def _create(store: Store, name: str, flow: str, seed: int, parent: tuple[str, int] | None) -> RunRecord:
-    check_name(name)
     found = find_record(store, paths.run_record(name), RunRecord)
     if found is not None:
         return found

@@ -55,8 +55,8 @@ def check_same(name: str, flow_there: str, flow: str, segments: tuple[Segment, .
 
 def _remedy(name: str) -> str:
     return (
-        f"Choose another name (run=NAME), take the run's own values to continue it, or branch off with "
-        f"`arealflow fork {name}`. Only schedule.iterations may grow."
+        f"Choose another name (run=NAME), or take {name}'s own values to continue it. "
+        "Only schedule.iterations may grow."
     )
 
 

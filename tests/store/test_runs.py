@@ -83,7 +83,7 @@ def test_another_recipe_is_refused_by_name(local_store: Store, overrides: list[s
     run = opened(local_store)
     with pytest.raises(UserError) as error:
         opened(local_store, *overrides)
-    assert all(text in str(error.value) for text in [*fields, "run=NAME", "arealflow fork run"])
+    assert all(text in str(error.value) for text in [*fields, "run=NAME", "own values to continue it"])
     assert run.is_current_owner() and len(load_run(local_store, "run").segments) == 1  # the running one goes on
 
 

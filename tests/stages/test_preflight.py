@@ -1,0 +1,25 @@
+"""What is known to fail is refused before a run exists."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_tasks.stages.preflight import check_engines
+from schemas.errors import UserError
+from schemas.recipe.load import load_recipe
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "evaluate-gsm8k"])
+def test_an_engine_that_is_not_built_is_named(name: str) -> None:
+    with pytest.raises(UserError, match=r"inference\.engine: sglang is not built yet; use embedded"):
+        check_engines(load_recipe(name))
+
+
+def test_a_backend_that_is_not_built_is_named() -> None:
+    with pytest.raises(UserError, match=r"trainer\.backend: fsdp2 is not built yet; use local"):
+        check_engines(load_recipe("sft-gsm8k"))
+
+
+def test_the_engines_of_the_quickstart_are_there() -> None:
+    check_engines(load_recipe("quickstart"))
+    check_engines(load_recipe("quickstart-sft"))
