@@ -11,7 +11,7 @@ STORE ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: install demo demo-s3 down test lint docs bench clean
+.PHONY: install demo demo-s3 down test lint docs bench
 
 install: .venv/installed
 

@@ -18,6 +18,7 @@ from flows.home import logs_folder
 from flows.messages import hide_tracebacks
 from flows.observe import Observer
 from flows.tasks import StageTasks
+from schemas.errors import UserError
 from schemas.recipe.load import apply_overrides, parse_recipe
 from schemas.recipe.recipe import BaseRecipe, Recipe
 
@@ -37,9 +38,17 @@ def with_overrides(recipe: R, overrides: str) -> R:
     """The recipe with `section.field=value` fields changed, checked again."""
     if not overrides.strip():
         return recipe
-    changed = parse_recipe(apply_overrides(recipe.model_dump(mode="json"), shlex.split(overrides)), recipe.name)
-    assert isinstance(changed, type(recipe)), "an override cannot turn one flow's recipe into another's"
+    changed = parse_recipe(apply_overrides(recipe.model_dump(mode="json"), _split(overrides)), recipe.name)
+    if not isinstance(changed, type(recipe)):
+        raise UserError(f"overrides: flow={changed.flow} cannot turn this into another flow's recipe; run that flow")
     return changed
+
+
+def _split(overrides: str) -> list[str]:
+    try:
+        return shlex.split(overrides)
+    except ValueError as error:
+        raise UserError(f"overrides: {error} in {overrides!r}; write section.field=value with blanks between") from None
 
 
 def run_name(recipe: BaseRecipe, run: str) -> str:

@@ -48,6 +48,7 @@ def replay_command(run: Run, manifest: StageManifest) -> Train:
         digest=manifest.key,
         kind="sft" if "batch" in tables else "grpo",
         iteration=manifest.iteration,
+        iterations=run.recipe_at(manifest.iteration)["schedule"]["iterations"],
         tables=tables,
         plan=manifest.tables["train_samples"],
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -28,6 +29,7 @@ from schemas.manifest import ServiceRecord, WeightsRef
 SPEC: Final = "AREAL_SERVICE_SPEC"
 TOKEN: Final = "AREAL_SERVICE_TOKEN"
 LIFELINE: Final = "AREAL_LIFELINE_FD"
+SCRATCH: Final = "AREAL_SERVICE_SCRATCH"  # a folder that the launcher made for this service alone
 
 
 class ServiceSpec(BaseModel):
@@ -59,6 +61,8 @@ def watch_lifeline() -> None:
 def _die_at_eof(fd: int) -> None:
     while os.read(fd, 1):
         pass
+    if SCRATCH in os.environ:
+        shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 

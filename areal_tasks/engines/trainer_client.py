@@ -61,5 +61,13 @@ class TrainerClient:
         except httpx.TransportError as error:
             raise TrainerDown(f"the trainer did not answer {path}: {type(error).__name__}: {error}") from error
         if answer.is_error:
-            raise UserError(f"the trainer refused {path}: {answer.json().get('error', answer.text)}")
+            raise UserError(f"the trainer refused {path}: {_reason(answer)}")
         return reply.model_validate_json(answer.content)
+
+
+def _reason(answer: httpx.Response) -> str:
+    """The trainer's own words; the whole body where it is not the trainer that answered."""
+    try:
+        return str(answer.json()["error"])
+    except (ValueError, LookupError, TypeError):
+        return f"{answer.status_code} {answer.text}"

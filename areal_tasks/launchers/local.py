@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from areal_tasks.engines.service import LIFELINE, SPEC, TOKEN
+from areal_tasks.engines.service import LIFELINE, SCRATCH, SPEC, TOKEN
 from areal_tasks.launchers.protocol import Job
 
 
@@ -71,6 +71,7 @@ class LocalLauncher:
             SPEC: job.spec.model_dump_json(),
             TOKEN: job.token,
             LIFELINE: str(self.read_end),
+            SCRATCH: str(scratch),
             "TMPDIR": str(scratch),
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
             "PYTHONUNBUFFERED": "1",

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from areal_tasks.engines.trainer.commands import Write
+from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.context import Context
 from areal_tasks.store import paths
+from areal_tasks.store.backend import StoreError
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.files import commit_weights
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.manifest import IterationCommit, StageManifest, WeightsRef
 from schemas.recipe.recipe import EvaluateRecipe
+
+log = logging.getLogger(__name__)
 
 
 def next_checkpoint(context: Context, built: Mapping[str, Built]) -> tuple[WeightsRef | None, float]:
@@ -24,7 +29,11 @@ def next_checkpoint(context: Context, built: Mapping[str, Built]) -> tuple[Weigh
     since += built["train"].manifest.metrics["train_seconds"]
     if since < recipe.trainer.recover_within_seconds:
         return held, since
-    return write_checkpoint(context, built["train"].manifest), 0.0
+    try:
+        return write_checkpoint(context, built["train"].manifest), 0.0
+    except (TrainerDown, StoreError) as error:  # the tables are the log: a checkpoint may come an iteration later
+        log.warning("no checkpoint of version %d: %s", context.iteration + 1, error)
+        return held, since
 
 
 def since_checkpoint(commit: IterationCommit) -> float:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from areal_tasks.store.backend import Store
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Context:
-    """One iteration as its stages see it. `progress(done, total)` may be called by long stages; the flow shows it."""
+    """One iteration as its stages see it."""
 
     run: Run
     recipe: Recipe
@@ -26,7 +25,6 @@ class Context:
     weights_held: WeightsRef | None
     previous: IterationCommit | None
     previous_digest: str
-    progress: Callable[[int, int], None] = field(default=lambda done, total: None)
 
     @property
     def store(self) -> Store:

@@ -18,7 +18,7 @@ def reference(recipe: RlhfRecipe) -> Stage:
         run=run,
         reads=columns("rollout", *COLUMNS["rollout"]),
         writes=("reference",),
-        fields=("rollout.temperature", "model", "trainer.layout"),
+        fields=("rollout.temperature", "model", "trainer.layout", "trainer.micro_batch_tokens", "trainer.backend"),
         carries=("initial weights",),
     )
 

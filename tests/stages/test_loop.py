@@ -124,6 +124,16 @@ def test_more_iterations_continue_a_run(tmp_path: Path, expected: Digests) -> No
     assert [s.from_iteration for s in load_run(store_in(tmp_path), "r").segments] == [0, 2]
 
 
+def test_a_longer_run_replays_its_past_with_the_learning_rates_of_then(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    decay = {"lr_schedule": "linear", "lr_final": 0.1}
+    drive(tmp_path, "r", tiny(schedule={"iterations": 2}, trainer=decay))
+    with caplog.at_level("INFO", "areal_tasks"):
+        drive(tmp_path, "r", tiny(trainer=decay))
+    assert "re-trained 2 committed iterations; largest difference in a loss: 0" in caplog.messages
+
+
 def test_another_recipe_under_the_same_name_is_refused(whole: Path) -> None:
     with pytest.raises(
         UserError, match=r"'whole' exists with another recipe: rollout.temperature is 1.0 there and 0.5 here"

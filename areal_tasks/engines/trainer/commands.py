@@ -35,6 +35,9 @@ class Train(Command):
     digest: str = Field(description="key of the input: a repeat with the same version and digest never steps twice")
     kind: Literal["grpo", "sft"]
     iteration: int = Field(ge=0)
+    iterations: int | None = Field(
+        None, ge=1, description="of the run as planned then: its learning rate decays to there"
+    )
     tables: dict[str, TableRef] = Field(description="grpo: rollout, advantage and perhaps reference; sft: batch")
     plan: TableRef | None = Field(None, description="train_samples of the committed iteration, to repeat its batches")
     prefix: str | None = Field(None, description="where the tables go; none: a replay, nothing is written")

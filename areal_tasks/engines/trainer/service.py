@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -137,11 +137,12 @@ class Trainer:
         if command.kind != self.settings.kind:
             raise UserError(f"this trainer was started for {self.settings.kind}, not for {command.kind}")
         batch = self._batch(command)
+        settings = replace(self.settings, iterations=command.iterations or self.settings.iterations)
         if command.plan is None:
             plan = make_plan(batch, self.settings, command.iteration)
         else:
             plan = recorded_plan(batch, self._read({"train_samples": command.plan})["train_samples"])
-        return Learner(self.backend, self.settings, batch, plan)
+        return Learner(self.backend, settings, batch, plan)
 
     def _batch(self, command: Train) -> Batch:
         tables = self._read(command.tables)
