@@ -73,14 +73,22 @@ def start(port: int = DEFAULT_PORT) -> Machine:
         api_url = f"http://127.0.0.1:{port}/api"
         typer.echo(f"starting the Prefect server on port {port}")
         server = _spawn("server", ["server", "start", "--host", "127.0.0.1", "--port", str(port)], api_url)
-        _wait_for(api_url, server)
-        prefect(["work-pool", "create", POOL, "--type", "process", "--overwrite"], api_url)
-        worker = _spawn("worker", ["worker", "start", "--pool", POOL, "--name", "local"], api_url)
-        machine = Machine(api_url, server, worker)
-        state_file().write_text(json.dumps(asdict(machine)))
+        try:
+            machine = Machine(api_url, server, _start_worker(api_url, server))
+            state_file().write_text(json.dumps(asdict(machine)))
+        except BaseException:  # an interrupt too: `down` knows only what is written down
+            stop(server)
+            raise
     typer.echo("deploying prefect.yaml")
     prefect(["--no-prompt", "deploy", "--all"], machine.api_url)
     return machine
+
+
+def _start_worker(api_url: str, server: Started) -> Started:
+    """The worker, once the server answers and has a work pool for it."""
+    _wait_for(api_url, server)
+    prefect(["work-pool", "create", POOL, "--type", "process", "--overwrite"], api_url)
+    return _spawn("worker", ["worker", "start", "--pool", POOL, "--name", "local"], api_url)
 
 
 def running() -> Machine | None:
