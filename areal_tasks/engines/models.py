@@ -15,6 +15,7 @@ from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.files import read_weights, upload
 from areal_tasks.store.paths import iteration_commit, run_record
+from areal_tasks.store.search import last_present
 from schemas.errors import UserError
 from schemas.manifest import FileRef, IterationCommit
 from schemas.recipe.sections import Model
@@ -69,15 +70,8 @@ def _newest_commit(store: Store, run: str) -> IterationCommit:
 
 
 def _versions(store: Store, run: str) -> int:
-    """How many iterations are committed, in O(log n) reads and no listing."""
-    above = 1
-    while store.exists(iteration_commit(run, above - 1)):
-        above *= 2
-    low, high = above // 2, above - 1  # committed: at least low, at most high
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if store.exists(iteration_commit(run, middle - 1)) else (low, middle - 1)
-    return low
+    """How many iterations are committed."""
+    return last_present(lambda k: store.exists(iteration_commit(run, k))) + 1
 
 
 # ── folders and names ───────────────────────────────────────────────────────────────────────────────────────────────

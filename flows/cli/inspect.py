@@ -17,6 +17,7 @@ from rich.table import Table
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import list_runs, load_run
+from flows.cli.overrides import run_and_changes
 from schemas.manifest import IterationCommit
 from schemas.recipe.load import load_recipe
 
@@ -40,9 +41,8 @@ def plan(
     """The graph of stages that a recipe asks for; for an existing run, what is committed and what would be built."""
     from areal_tasks.stages.graphs import iteration_plan  # torch: seconds that no other command should wait for
 
-    settings = dict(item.partition("=")[::2] for item in overrides or [])
-    name = settings.pop("run", "")
-    loaded = load_recipe(recipe, [f"{key}={value}" for key, value in settings.items()])
+    name, changes = run_and_changes(overrides)
+    loaded = load_recipe(recipe, changes)
     head = load_run(open_store(store or loaded.store.url), name).head() if name else None
     graph = iteration_plan(loaded, head.iteration + 1 if head else 0)
     rows = [stage_row(stage, graph, head) for stage in graph.stages]

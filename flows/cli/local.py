@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from flows.cli.overrides import run_and_changes
 from schemas.recipe.load import load_recipe
 
 
@@ -16,10 +17,8 @@ def run(
     ] = None,
 ) -> None:
     """Run a recipe here, its services as threads of this process unless launcher.type says otherwise."""
-    settings = dict(item.partition("=")[::2] for item in overrides or [])
-    name = settings.pop("run", "")
-    changes = [f"{key}={value}" for key, value in ({"launcher.type": "inline"} | settings).items()]
-    loaded = load_recipe(recipe, changes)
+    name, changes = run_and_changes(overrides)
+    loaded = load_recipe(recipe, ["launcher.type=inline", *changes])
 
     from flows.cli.in_process import run_here  # Prefect and torch: seconds that no other command should wait for
 
