@@ -110,6 +110,18 @@ class Grpo(Section):
     loss: Literal["token_mean", "sequence_mean"] = semantic(
         "token_mean", description="Mean over all tokens, or over sequences of their token means."
     )
+    behaviour_cap: float = semantic(
+        2.0,
+        ge=1,
+        le=1e6,
+        description="Cap of the weight π_proximal/π_behaviour of a token, where engine and trainer differ in rounding.",
+    )
+    max_logprob_gap: float = operational(
+        0.1,
+        gt=0,
+        le=100,
+        description="Mean |Δ logprob| between engine and trainer, in nats, above which the run stops before it trains.",
+    )
     minibatches: int = semantic(
         1, ge=1, le=1024, description="Optimizer steps an iteration; divides groups · group_size."
     )
@@ -145,7 +157,28 @@ class Trainer(Section):
     recover_within_seconds: float = operational(
         60.0, gt=0, le=86400, description="Checkpoint so often that re-training after a crash takes no longer."
     )
-    threads: int = operational(0, ge=0, le=1024, description="CPU threads; 0 is all cores.")
+    threads: int = operational(0, ge=0, le=1024, description="CPU threads of a rank; 0 is all cores.")
+    ranks: int = operational(
+        1, ge=1, le=4096, description="Processes that share the training, one GPU each where there are GPUs."
+    )
+    gpus: list[int] = operational([], description="GPUs of the ranks, by number; empty: the first ones.")
+    zero_stage: Literal[0, 1, 2, 3] = operational(
+        2, description="DeepSpeed: what is split over the ranks: 1 optimizer, 2 gradients too, 3 weights too."
+    )
+    cpu_offload: bool = operational(False, description="Keep optimizer state in host memory: slower, saves GPU memory.")
+    gradient_checkpointing: bool = operational(
+        False, description="Recompute activations in the backward pass: a third slower, saves GPU memory."
+    )
+    compile: bool = operational(False, description="Compile the layers with torch.compile: a minute's start, faster.")
+    head_chunk_tokens: int = operational(
+        4096, ge=16, le=1_048_576, description="Tokens whose logits over the vocabulary are in memory at once."
+    )
+    weights_every: int = operational(
+        1,
+        ge=1,
+        le=1_000_000,
+        description="Versions between weights written to the store; the others are handed to the servers only.",
+    )
 
 
 class Inference(Section):
@@ -158,6 +191,28 @@ class Inference(Section):
     groups_per_request: int = operational(1, ge=1, le=1024, description="Groups sent in one HTTP request.")
     max_concurrent_requests: int = operational(
         64, ge=1, le=65536, description="Requests under way at once, per server."
+    )
+    tensor_parallel: int = operational(1, ge=1, le=64, description="SGLang: GPUs that share one server's model.")
+    gpus: list[int] = operational(
+        [],
+        description="GPUs of the servers, by number; empty: those after the trainer's, or the same if there are none.",
+    )
+    memory_fraction: float = operational(
+        0.0, ge=0, lt=1, description="SGLang: share of a GPU's memory for weights and cache; 0 is SGLang's own choice."
+    )
+    first_port: int = operational(
+        0, ge=0, le=65535, description="SGLang: server i listens on this port + i; 0: any free ports."
+    )
+    transport: Literal["auto", "store", "tensor", "nccl"] = operational(
+        "auto",
+        description="How new weights reach the servers: through the store, as tensors on a shared GPU, between GPUs "
+        "by NCCL; auto takes the fastest that the placement allows.",
+    )
+    release_memory: bool = operational(
+        False, description="SGLang: give the GPU's memory back while the trainer works (both on the same GPU)."
+    )
+    flags: dict[str, Any] = semantic(
+        {}, description="SGLang: further flags of launch_server, without dashes: `{attention-backend: triton}`."
     )
     request_timeout_seconds: float = operational(600.0, gt=0, le=86400, description="Deadline of one request.")
     threads: int = operational(0, ge=0, le=1024, description="CPU threads a server; 0 is all cores.")
