@@ -20,24 +20,34 @@ class PolicyTerms(NamedTuple):
     """What the clipped objective gives per token."""
 
     loss: Float[Tensor, "T"]
-    ratio: Float[Tensor, "T"]  # policy / behaviour
+    ratio: Float[Tensor, "T"]  # policy / proximal
     clipped: Bool[Tensor, "T"]  # the clip decides, so that the token has no gradient
 
 
 def policy_terms(
     logprobs: Float[Tensor, "T"],
-    behaviour: Float[Tensor, "T"],
+    proximal: Float[Tensor, "T"],
     advantages: Float[Tensor, "T"],
     clip_ratio: float,
 ) -> PolicyTerms:
     """-min(ratio · A, clip(ratio, 1-ε, 1+ε) · A): PPO (arXiv:1707.06347), §3, eq. 7; gradient flows to `logprobs`.
 
-    A ratio that overflows gives a non-finite loss or gradient, which the trainer records and skips.
+    `proximal` is the policy that the clip keeps close to: the one that the iteration began with. A ratio that
+    overflows gives a non-finite loss or gradient, which the trainer records and skips.
     """
-    ratio = torch.exp(logprobs - behaviour)
+    ratio = torch.exp(logprobs - proximal)
     free = ratio * advantages
     bounded = ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * advantages
     return PolicyTerms(-torch.minimum(free, bounded), ratio.detach(), (bounded < free).detach())
+
+
+def behaviour_weights(proximal: Float[Tensor, "T"], behaviour: Float[Tensor, "T"], cap: float) -> Float[Tensor, "T"]:
+    """min(proximal / behaviour, cap): what a token's policy loss is multiplied by; no gradient, and 1 where both agree.
+
+    The decoupled objective: AReaL (arXiv:2505.24298), §5.2, after Hilton et al. (arXiv:2110.00641).
+    Sampling and clipping need not know the same policy; this weight corrects for tokens that another one has sampled.
+    """
+    return torch.exp(proximal - behaviour).clamp(max=cap).detach()
 
 
 def sft_terms(logprobs: Float[Tensor, "T"]) -> Float[Tensor, "T"]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import BaseModel
 from pydantic_core import PydanticCustomError
 
+from schemas.recipe.agreement import bit_equal
 from schemas.recipe.sources import SPLIT, SUFFIXES, source_kind
 
 if TYPE_CHECKING:
@@ -84,8 +85,13 @@ IDLE: Final = (
     Idle("algorithm.kl_coef", lambda r: r.algorithm.kl != "none", "with algorithm.kl none: set it to reward or loss"),
     Idle(
         "algorithm.clip_ratio",
-        lambda r: r.algorithm.minibatches > 1 or not _embedded(r),
+        lambda r: r.algorithm.minibatches > 1,
         "with one minibatch: the policy has not moved when the ratio is taken",
+    ),
+    Idle(
+        "algorithm.behaviour_cap",
+        lambda r: not bit_equal(r),
+        "with engines that are equal to the bit (embedded and deterministic, local, float32): the weight is 1",
     ),
     Idle(
         "trainer.lr_final",

@@ -120,7 +120,7 @@ class Grpo(Section):
         0.1,
         gt=0,
         le=100,
-        description="Mean |Δ logprob| between engine and trainer, in nats, above which the run stops before it trains.",
+        description="Mean distance of a token's logprobs in engine and trainer, in nats, above which the run stops.",
     )
     minibatches: int = semantic(
         1, ge=1, le=1024, description="Optimizer steps an iteration; divides groups · group_size."

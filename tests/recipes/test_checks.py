@@ -54,6 +54,7 @@ REFUSED = [
     ("reward.unverified_reward", "gsm8k", "reward.unverified_reward=1", "unless reward.on_unverified is reward"),
     ("algorithm.kl_coef", "quickstart", "algorithm.kl_coef=0.1", "set it to reward or loss"),
     ("algorithm.clip_ratio", "quickstart", "algorithm={clip_ratio: 0.1}", "with one minibatch"),
+    ("algorithm.behaviour_cap", "quickstart", "algorithm.behaviour_cap=3", "equal to the bit"),
     ("trainer.lr_final", "gsm8k", "trainer.lr_final=0.1", "set it to linear or cosine"),
     ("evaluation.every", "evaluate-gsm8k", "evaluation.every=5", "it evaluates once"),
     ("evaluation.limit", "quickstart", "evaluation={limit: 5}", "nothing is evaluated .evaluation=.. clears"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from areal_tasks.algorithms.losses import LossMean
 from schemas.errors import UserError
+from schemas.recipe.agreement import bit_equal
 from schemas.recipe.recipe import RlhfRecipe, SftRecipe
-from schemas.recipe.sections import Trainer
+from schemas.recipe.sections import Model, Trainer
 
 
 @dataclass(frozen=True)
@@ -18,12 +20,16 @@ class Settings:
     kind: Literal["grpo", "sft"]
     seed: int
     trainer: Trainer
+    model: Model
     temperature: float
     minibatches: int  # optimizer steps an iteration
     iterations: int
     mean: LossMean
     clip_ratio: float = 0.0
     kl_coef: float = 0.0  # of the KL term in the loss
+    behaviour_cap: float = 1.0
+    max_logprob_gap: float = math.inf
+    own_proximal: bool = False  # without a table `proximal`, it is the step's own forward, not the behaviour policy
 
     @property
     def total_steps(self) -> int:
@@ -56,12 +62,16 @@ def _grpo_settings(recipe: RlhfRecipe) -> Settings:
         kind="grpo",
         seed=recipe.seed,
         trainer=recipe.trainer,
+        model=recipe.model,
         temperature=recipe.rollout.temperature,
         minibatches=algorithm.minibatches,
         iterations=recipe.schedule.iterations,
         mean=algorithm.loss,
         clip_ratio=algorithm.clip_ratio,
         kl_coef=algorithm.kl_coef if algorithm.kl == "loss" else 0.0,
+        behaviour_cap=algorithm.behaviour_cap,
+        max_logprob_gap=algorithm.max_logprob_gap,
+        own_proximal=algorithm.minibatches == 1 and not bit_equal(recipe),
     )
 
 
@@ -70,6 +80,7 @@ def _sft_settings(recipe: SftRecipe) -> Settings:
         kind="sft",
         seed=recipe.seed,
         trainer=recipe.trainer,
+        model=recipe.model,
         temperature=1.0,
         minibatches=recipe.algorithm.steps,
         iterations=recipe.schedule.iterations,
