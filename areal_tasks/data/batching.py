@@ -93,6 +93,13 @@ def make_layout(sequences: Sequences, rows: Int[Tensor, " n"], kind: LayoutKind)
     )
 
 
+def empty_layout(sequences: Sequences) -> Layout:
+    """A pass over one cell of padding in which nothing counts."""
+    none = torch.zeros(0, dtype=torch.int64)
+    lone = Sequences(sequences.input_ids[:1], sequences.counted[:1], torch.zeros_like(none), none)
+    return make_layout(lone, none, "packed")
+
+
 def _shape(lengths: Int[Tensor, " n"], kind: LayoutKind) -> tuple[int, int]:
     """Rows and columns; at least one column, since models take no empty input."""
     width = int(lengths.sum() if kind == "packed" else lengths.max())
@@ -137,27 +144,47 @@ def _signed(x: int) -> int:
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
-def micro_batches(lengths: Int[Tensor, " n"], budget: int, kind: LayoutKind) -> Int[Tensor, " n"]:
+def micro_batches(lengths: Int[Tensor, " n"], budget: int, kind: LayoutKind, multiple_of: int = 1) -> Int[Tensor, " n"]:
     """The micro-batch of each sample: as few as the token budget allows, then as equal as they can be.
+
+    Their number is rounded up to a multiple of `multiple_of`, unless there are too few samples for it.
 
     A padded micro-batch costs its rows times its longest sample, so samples of like length go together. A sample that
     alone exceeds the budget gets a micro-batch of its own.
     """
     ordered, order = lengths.sort(descending=True, stable=True)
-    cap = _smallest_cap(ordered, budget, kind)
     found = torch.empty_like(order)
-    for number, (begin, end) in enumerate(_cut(ordered, cap, kind)):
+    for number, (begin, end) in enumerate(_runs(ordered, budget, kind, multiple_of)):
         found[order[begin:end]] = number
     return found
 
 
-def _smallest_cap(ordered: Int[Tensor, " n"], budget: int, kind: LayoutKind) -> int:
-    """The smallest budget that needs no more micro-batches than `budget` does: it balances them."""
-    fewest = len(_cut(ordered, budget, kind))
+def _runs(ordered: Int[Tensor, " n"], budget: int, kind: LayoutKind, multiple_of: int) -> list[tuple[int, int]]:
+    """Where to cut samples in falling order of length: under the smallest budget that needs no more runs than allowed.
+
+    That budget balances them. The last few runs to a full multiple come from halving those of most samples.
+    """
+    wanted = _rounded_up(len(_cut(ordered, budget, kind)), multiple_of, len(ordered))
+    cuts = _cut(ordered, _smallest_cap(ordered, budget, kind, wanted), kind)
+    while len(cuts) < wanted:
+        begin, end = max(cuts, key=lambda cut: cut[1] - cut[0])
+        at = cuts.index((begin, end))
+        cuts[at : at + 1] = [(begin, (begin + end) // 2), ((begin + end) // 2, end)]
+    return cuts
+
+
+def _rounded_up(number: int, multiple_of: int, most: int) -> int:
+    """The next multiple of `multiple_of`; `number` itself where that exceeds `most`."""
+    rounded = -(-number // multiple_of) * multiple_of
+    return rounded if rounded <= most else number
+
+
+def _smallest_cap(ordered: Int[Tensor, " n"], budget: int, kind: LayoutKind, wanted: int) -> int:
+    """The smallest budget, up to `budget`, that needs no more than `wanted` runs."""
     low, high = 0, budget
-    while fewest > 1 and high - low > 1:
+    while wanted > 1 and high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if len(_cut(ordered, middle, kind)) <= fewest else (middle, high)
+        low, high = (low, middle) if len(_cut(ordered, middle, kind)) <= wanted else (middle, high)
     return high
 
 

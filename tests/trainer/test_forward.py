@@ -10,7 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from areal_tasks.data.batching import Layout, LayoutKind, Sequences, make_layout, make_sequences
-from areal_tasks.engines.trainer.forward import score_tokens, token_scores
+from areal_tasks.engines.trainer.backend import Scores
+from areal_tasks.engines.trainer.forward import to_device, token_scores
+from areal_tasks.engines.trainer.policy import Policy
 
 LENGTHS = torch.tensor([7, 1, 12, 3, 9])
 KINDS: list[LayoutKind] = ["packed", "padded"]
@@ -33,6 +35,10 @@ def _sequences(seed: int = 0) -> Sequences:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 16, (int(LENGTHS.sum()),), generator=generator)
     return make_sequences(ids, torch.rand(len(ids), generator=generator) < 0.7, LENGTHS)
+
+
+def score_tokens(model: Any, layout: Layout, temperature: float) -> Scores:
+    return Policy(model, 16)(to_device(layout, torch.device("cpu")), temperature)
 
 
 def _plain(model: Any, sequences: Sequences, temperature: float) -> torch.Tensor:

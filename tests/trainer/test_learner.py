@@ -27,8 +27,8 @@ LENGTHS = [9, 4, 13, 6, 11, 3, 8, 2, 10, 7, 12, 5]  # the one of length 2 is all
 class Recorder(LocalBackend):
     """The local backend, keeping each gradient instead of stepping."""
 
-    def __init__(self, settings: Any) -> None:
-        super().__init__(settings)
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings.trainer, settings.model)
         self.gradients: list[torch.Tensor] = []
 
     def step(self, lr: float, wanted: bool) -> float:
@@ -44,7 +44,7 @@ def _run(
     model: Path, tables: Mapping[str, pa.Table], settings: Settings, plan: Plan | None = None
 ) -> tuple[Learned, torch.Tensor]:
     """Train without stepping: what is recorded, and the gradient of every minibatch (a row each)."""
-    backend = Recorder(settings.trainer)
+    backend = Recorder(settings)
     backend.load(model, 0)
     batch = _batch(tables)
     learned = Learner(backend, settings, batch, plan or make_plan(batch, settings, 0)).learn(0, Progress())
@@ -89,7 +89,7 @@ def test_ranks_that_share_the_micro_batches_add_up_to_one(tiny: Path) -> None:
     _, whole = _run(tiny, _tables(), settings)
     shares = []
     for rank in range(3):
-        backend = Recorder(settings.trainer)
+        backend = Recorder(settings)
         backend.load(tiny, 0)
         backend.rank, backend.world = rank, 3
         batch = _batch(_tables())
@@ -105,7 +105,7 @@ def test_loss_in_closed_form(tiny: Path) -> None:
     tables = _tables()
     learned, _ = _run(tiny, tables, settings)
     batch = _batch(tables)
-    backend = LocalBackend(settings.trainer)
+    backend = LocalBackend(settings.trainer, settings.model)
     backend.load(tiny, 0)
     layout = make_layout(batch.sequences, torch.arange(12), "padded")
     new = backend.score(layout, 0.8, "policy").logprobs
@@ -215,7 +215,7 @@ def test_sft_is_transformers_own_cross_entropy(tiny: Path) -> None:
     settings = read_settings(sft_recipe(algorithm={"batch_size": 12, "steps": 1}))
     table = demonstrations(LENGTHS, 1)
     learned, gradient = _run(tiny, {"batch": table}, settings)
-    backend = Recorder(settings.trainer)
+    backend = Recorder(settings)
     backend.load(tiny, 0)
     width = max(LENGTHS)
     rows = table.to_pylist()
@@ -227,8 +227,8 @@ def test_sft_is_transformers_own_cross_entropy(tiny: Path) -> None:
             for r in rows
         ]
     )
-    loss = backend.models["policy"](input_ids=ids, labels=labels).loss
-    backend.backward(loss)
+    loss = backend.models["policy"].model(input_ids=ids, labels=labels).loss
+    loss.backward()
     backend.step(0.0, wanted=False)
     assert learned.train_steps["loss"][0].as_py() == pytest.approx(loss.item(), abs=1e-6)
     torch.testing.assert_close(gradient, torch.stack(backend.gradients), atol=1e-6, rtol=1e-4)
@@ -236,7 +236,7 @@ def test_sft_is_transformers_own_cross_entropy(tiny: Path) -> None:
 
 def test_rates_and_steps_are_recorded(tiny: Path) -> None:
     settings = _settings(trainer={"lr_schedule": "linear", "lr_final": 0.0}, schedule={"iterations": 3})
-    backend = LocalBackend(settings.trainer)
+    backend = LocalBackend(settings.trainer, settings.model)
     backend.load(tiny, 0)
     batch = _batch(_tables())
     learned = Learner(backend, settings, batch, make_plan(batch, settings, 1)).learn(1, Progress(step=2))
@@ -265,7 +265,7 @@ def test_a_non_finite_step_is_skipped_recorded_and_counted(tiny: Path) -> None:
     batch = _batch(tables)
     plan = make_plan(batch, settings, 0)
     bad = int(plan.minibatch[0])
-    backend = LocalBackend(settings.trainer)
+    backend = LocalBackend(settings.trainer, settings.model)
     backend.load(tiny, 0)
     learned = Learner(backend, settings, batch, plan).learn(0, Progress())
     rows = learned.train_steps.to_pylist()
@@ -274,7 +274,7 @@ def test_a_non_finite_step_is_skipped_recorded_and_counted(tiny: Path) -> None:
     assert learned.metrics["optimizer_steps"] == 1
     assert all(map(torch.isfinite, torch.tensor(list(learned.metrics.values()))))
     assert learned.progress == Progress(step=2, skipped_in_row=1 if bad == 1 else 0)
-    good = LocalBackend(settings.trainer)
+    good = LocalBackend(settings.trainer, settings.model)
     good.load(tiny, 0)
     alone = Plan(torch.where(plan.minibatch == bad, LEFT_OUT, plan.minibatch), plan.micro_batch)
     Learner(good, settings, batch, alone).learn(0, Progress())
@@ -284,7 +284,7 @@ def test_a_non_finite_step_is_skipped_recorded_and_counted(tiny: Path) -> None:
 def test_skipped_steps_in_a_row_are_bounded_also_across_iterations(tiny: Path) -> None:
     settings = _settings(trainer={"max_skipped_steps": 2})
     batch = _batch(_poisoned(list(range(12))))
-    backend = LocalBackend(settings.trainer)
+    backend = LocalBackend(settings.trainer, settings.model)
     backend.load(tiny, 0)
     before = _weights(backend)
     learner = Learner(backend, settings, batch, make_plan(batch, settings, 0))
@@ -298,7 +298,7 @@ def test_skipped_steps_in_a_row_are_bounded_also_across_iterations(tiny: Path) -
 def test_a_minibatch_without_tokens_makes_no_step(tiny: Path) -> None:
     settings = _settings(algorithm={"minibatches": 4})
     batch = _batch(_tables(dropped=tuple(range(3, 12))))
-    backend = LocalBackend(settings.trainer)
+    backend = LocalBackend(settings.trainer, settings.model)
     backend.load(tiny, 0)
     learned = Learner(backend, settings, batch, make_plan(batch, settings, 0)).learn(0, Progress())
     rows = learned.train_steps.to_pylist()

@@ -238,7 +238,7 @@ def test_published_weights_are_a_model_with_its_tokenizer(rlhf: World, tiny: Pat
     assert json.loads((local / "config.json").read_text())["dtype"] == "float32"
     assert all(t.dtype == torch.float32 for t in load_file(local / "model.safetensors").values())
     loaded = AutoModelForCausalLM.from_pretrained(local)
-    held = trainer.backend.models["policy"].state_dict()  # type: ignore[attr-defined]
+    held = trainer.backend.models["policy"].model.state_dict()  # type: ignore[attr-defined]
     assert all(torch.equal(held[name], tensor) for name, tensor in loaded.state_dict().items())
     assert (
         AutoTokenizer.from_pretrained(local)("3+5=").input_ids == AutoTokenizer.from_pretrained(tiny)("3+5=").input_ids

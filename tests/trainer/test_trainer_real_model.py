@@ -21,7 +21,8 @@ TEXTS = ["The capital of France is Paris.", "2 + 2 = 4<|im_end|>", "A train leav
 def backend() -> LocalBackend:
     if "AREAL_TEST_MODEL" not in os.environ:
         pytest.skip("AREAL_TEST_MODEL names no model folder")
-    found = LocalBackend(read_settings(rlhf_recipe()).trainer)
+    settings = read_settings(rlhf_recipe())
+    found = LocalBackend(settings.trainer, settings.model)
     found.load(Path(os.environ["AREAL_TEST_MODEL"]), 0)
     return found
 
@@ -38,6 +39,6 @@ def test_logprobs_are_those_of_a_plain_forward_pass(backend: LocalBackend, kind:
     for text in texts:
         own = torch.tensor(text)
         with torch.no_grad():
-            logits = backend.models["policy"](input_ids=own[None]).logits[0, :-1]
+            logits = backend.models["policy"].model(input_ids=own[None]).logits[0, :-1]
         expected.append(torch.log_softmax(logits, -1).gather(-1, own[1:, None])[:, 0])
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=1e-4)

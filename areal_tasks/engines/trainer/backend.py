@@ -1,21 +1,28 @@
 """What a backend is: the owner of model and optimizer, on one process or on every rank of a torchrun group.
 
-Each rank runs the same commands in the same order; of an iteration's micro-batches it takes every `world`-th. Losses
-are weighted over the whole minibatch, so gradients are *summed* over micro-batches and ranks, never averaged.
+Each rank runs the same commands in the same order with the same tables; of an iteration's micro-batches it takes every
+`world`-th, and as many as the others (`Learner` adds empty ones). Losses are weighted over the whole minibatch, so
+gradients are *summed* over micro-batches and ranks, never averaged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from areal_tasks.data.batching import Layout
 
 Which = Literal["policy", "reference"]
+
+#: From the logprobs (with gradient) and the entropies of a run of counted tokens, those of `layout.where[part]`, to the
+#: rows of `objective.STATS`, token by token: a token's column depends on nothing but that token.
+TokenLoss = Callable[[Float[Tensor, " t"], Float[Tensor, " t"], slice], Float[Tensor, "K t"]]
 
 
 class Scores(NamedTuple):
@@ -46,6 +53,7 @@ class Backend(Protocol):
 
     rank: int
     world: int
+    device: torch.device  # where the model computes
 
     def load(self, weights: Path, seed: int) -> None:
         """Load the Hugging Face folder `weights` as the policy, with a fresh optimizer."""
@@ -55,16 +63,18 @@ class Backend(Protocol):
         """Load the frozen reference policy."""
         ...
 
-    def forward(self, layout: Layout, temperature: float) -> Scores:
-        """Score the tokens that count under the policy; `logprobs` carries its gradient."""
+    def learn(
+        self, layout: Layout, weights: Float[Tensor, " T"], loss: TokenLoss, temperature: float, last: bool
+    ) -> Float[Tensor, "K T"]:
+        """One forward and backward pass: adds the gradient of Σ_t weights[t] · loss(…)[0, t] to what has accumulated.
+
+        `last` marks the minibatch's last pass on this rank: sharded backends reduce gradients with it. Returns the rows
+        of `loss`, without gradient and without waiting for the device they are on, which is `device`.
+        """
         ...
 
     def score(self, layout: Layout, temperature: float, which: Which) -> Scores:
-        """The same without gradient."""
-        ...
-
-    def backward(self, loss: Float[Tensor, ""]) -> None:
-        """Add the gradient of `loss` to what has accumulated."""
+        """Logprobs and entropies of the tokens that count, without gradient, on the CPU."""
         ...
 
     def step(self, lr: float, wanted: bool) -> float:
@@ -75,15 +85,22 @@ class Backend(Protocol):
         ...
 
     def gather(self, stats: TokenStats) -> TokenStats:
-        """The statistics of all ranks."""
+        """The statistics of all ranks, on the CPU: the same on every rank, in a fixed order."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors under their Hugging Face names, in the dtype they are published in (`model.dtype`).
+
+        One at a time, on `device`; every rank takes part.
+        """
         ...
 
     def save_weights(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face folder, without tokenizer."""
+        """Write the policy as a Hugging Face folder in `model.dtype`, without tokenizer. Every rank takes part."""
         ...
 
     def save_checkpoint(self, folder: Path, progress: Progress) -> None:
-        """Write model, optimizer, RNG and progress."""
+        """Write model, optimizer, RNG and progress. Every rank takes part."""
         ...
 
     def load_checkpoint(self, folder: Path) -> Progress:

@@ -1,39 +1,40 @@
-"""From a model and a layout to the log-probabilities of the tokens that count."""
+"""A layout on the device that computes, and the plain way from logits to log-probabilities."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from areal_tasks.data.batching import Layout
 from areal_tasks.engines.trainer.backend import Scores
 
 
-def score_tokens(model: nn.Module, layout: Layout, temperature: float) -> Scores:
-    """Logprobs and entropies of the counted tokens of `layout` at the sampling temperature."""
-    return token_scores(predicting_logits(model, layout), layout.targets, temperature)
+@dataclass(frozen=True)
+class DeviceLayout:
+    """What the model needs of a `Layout`, on its device; the fields are those of the same name there."""
+
+    input_ids: Int[Tensor, "R L"]
+    position_ids: Int[Tensor, "R L"] | None
+    predictors: Int[Tensor, " T"]
+    targets: Int[Tensor, " T"]
 
 
-def predicting_logits(model: Any, layout: Layout) -> Float[Tensor, "T V"]:
-    """Logits at the positions that predict counted tokens, and nowhere else.
+def to_device(layout: Layout, device: torch.device) -> DeviceLayout:
+    """Copy `layout` to `device` without waiting for what it computes."""
+    return DeviceLayout(
+        input_ids=move(layout.input_ids, device),
+        position_ids=None if layout.position_ids is None else move(layout.position_ids, device),
+        predictors=move(layout.predictors, device),
+        targets=move(layout.targets, device),
+    )
 
-    The positions are picked right before the output layer: with a large vocabulary the logits of prompts and padding
-    would cost more than the transformer. Whatever the model does to its logits afterwards still happens.
-    """
 
-    def pick(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (inputs[0].flatten(0, 1).index_select(0, layout.predictors).unsqueeze(0), *inputs[1:])
-
-    handle = model.get_output_embeddings().register_forward_pre_hook(pick)
-    try:
-        output = model(input_ids=layout.input_ids, position_ids=layout.position_ids, use_cache=False)
-    finally:
-        handle.remove()
-    logits: Tensor = output.logits[0]
-    return logits
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on `device`. From ordinary memory the copy would wait for all that is queued there, so pin it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def token_scores(logits: Float[Tensor, "T V"], targets: Int[Tensor, " T"], temperature: float) -> Scores:

@@ -16,12 +16,15 @@ from areal_tasks.algorithms.losses import token_weights
 from areal_tasks.data.batching import (
     LEFT_OUT,
     Layout,
+    Sequences,
     counted_tokens,
+    empty_layout,
     make_layout,
     micro_batches,
     minibatches,
 )
-from areal_tasks.engines.trainer.backend import Backend, Progress, TokenStats
+from areal_tasks.engines.trainer.backend import Backend, Progress, TokenLoss, TokenStats
+from areal_tasks.engines.trainer.forward import move
 from areal_tasks.engines.trainer.metrics import joined, sample_columns, step_statistics, steps_table, summary
 from areal_tasks.engines.trainer.objective import STATS, Objective, grpo_objective, sft_objective
 from areal_tasks.engines.trainer.optimizer import learning_rate
@@ -51,8 +54,11 @@ class Learned:
     progress: Progress
 
 
-def make_plan(batch: Batch, settings: Settings, iteration: int) -> Plan:
-    """Deal the kept samples out to minibatches, and each minibatch to micro-batches within the token budget."""
+def make_plan(batch: Batch, settings: Settings, iteration: int, world: int = 1) -> Plan:
+    """Deal the kept samples out to minibatches, and each minibatch to micro-batches within the token budget.
+
+    The number of micro-batches is a multiple of `world`, the number of ranks, where there are samples enough.
+    """
     assigned = batch.minibatch
     if assigned is None:
         assigned = minibatches(batch.kept, settings.minibatches, settings.seed, iteration)
@@ -60,7 +66,7 @@ def make_plan(batch: Batch, settings: Settings, iteration: int) -> Plan:
     for number in range(settings.minibatches):
         rows = torch.nonzero(assigned == number)[:, 0]
         lengths = batch.sequences.lengths[rows]
-        micro[rows] = micro_batches(lengths, settings.trainer.micro_batch_tokens, settings.trainer.layout)
+        micro[rows] = micro_batches(lengths, settings.trainer.micro_batch_tokens, settings.trainer.layout, world)
     return Plan(assigned, micro)
 
 
@@ -70,11 +76,19 @@ def recorded_plan(batch: Batch, train_samples: pa.Table) -> Plan:
     return Plan(*(torch.tensor(table[name].to_numpy()).long() for name in ("minibatch", "micro_batch")))
 
 
-def make_objective(batch: Batch, settings: Settings) -> Objective:
-    """What is minimised over `batch`."""
+def make_objective(batch: Batch, settings: Settings, device: torch.device) -> Objective:
+    """What is minimised over `batch`, of tokens on `device`."""
     if settings.kind == "sft":
         return sft_objective
-    return grpo_objective(batch.columns, settings.clip_ratio, settings.kl_coef)
+    columns = {name: move(column, device) for name, column in batch.columns.items()}
+    return grpo_objective(columns, settings.clip_ratio, settings.kl_coef)
+
+
+def shared_out(passes: list[Layout], rank: int, world: int, sequences: Sequences) -> list[Layout]:
+    """Every `world`-th pass, and empty ones where other ranks have one more: sharded ranks work in step."""
+    rounds = -(-len(passes) // world)
+    mine = passes[rank::world]
+    return mine + [empty_layout(sequences)] * (rounds - len(mine))
 
 
 class Learner:
@@ -85,7 +99,7 @@ class Learner:
         self.settings = settings
         self.batch = batch
         self.plan = plan
-        self.objective = make_objective(batch, settings)
+        self.objective = make_objective(batch, settings, backend.device)
         self.counts = counted_tokens(batch.sequences)
 
     def learn(self, version: int, progress: Progress) -> Learned:
@@ -110,8 +124,9 @@ class Learner:
         rows = torch.nonzero(self.plan.minibatch == number)[:, 0]
         weights = self._sample_weights(rows)
         passes = self._passes(rows)
+        mine = shared_out(passes, self.backend.rank, self.backend.world, self.batch.sequences)
         lr = learning_rate(step, self.settings.total_steps, self.settings.trainer)
-        stats = self.backend.gather(self._accumulate(passes[self.backend.rank :: self.backend.world], weights))
+        stats = self.backend.gather(self._accumulate(mine, weights))
         found = step_statistics(stats, weights[stats.samples])
         norm = self.backend.step(lr, math.isfinite(found["loss"])) if found["tokens"] else 0.0
         row = {
@@ -140,14 +155,18 @@ class Learner:
         return [make_layout(self.batch.sequences, rows[micro == u], kind) for u in torch.unique(micro).tolist()]
 
     def _accumulate(self, passes: list[Layout], weights: Float[Tensor, " B"]) -> TokenStats:
-        """Forward and backward through `passes`; the gradients add up in the backend."""
-        found = [TokenStats(torch.zeros(len(STATS), 0), torch.zeros(0, dtype=torch.int64))]
+        """Forward and backward through `passes`; the gradients add up in the backend. Waits for the device once."""
+        values = [torch.zeros(len(STATS), 0, device=self.backend.device)]
         for layout in passes:
-            scores = self.backend.forward(layout, self.settings.temperature)
-            values = self.objective(scores.logprobs, scores.entropy, layout.where)
-            self.backend.backward((weights[layout.samples] * values[0]).sum())
-            found.append(TokenStats(values.detach(), layout.samples))
-        return joined(found)
+            loss = self._token_loss(layout)
+            share = weights[layout.samples]
+            values.append(self.backend.learn(layout, share, loss, self.settings.temperature, layout is passes[-1]))
+        samples = [layout.samples for layout in passes]
+        return TokenStats(torch.cat(values, 1).cpu(), torch.cat([torch.zeros(0, dtype=torch.int64), *samples]))
+
+    def _token_loss(self, layout: Layout) -> TokenLoss:
+        where = move(layout.where, self.backend.device)
+        return lambda logprobs, entropy, part: self.objective(logprobs, entropy, where[part])
 
     def _check_skipped(self, progress: Progress, row: dict[str, Any]) -> None:
         bound = self.settings.trainer.max_skipped_steps

@@ -1,22 +1,22 @@
-"""The `local` backend: one process, fp32 weights, CPU or whatever torch runs on here."""
+"""The `local` backend: policy, optimizer and frozen reference in one process, on the CPU or one GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 from areal_tasks.data.batching import Layout
 from areal_tasks.engines.trainer import checkpoint
-from areal_tasks.engines.trainer.backend import Progress, Scores, TokenStats, Which
-from areal_tasks.engines.trainer.forward import score_tokens
+from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, TokenStats, Which
+from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.optimizer import clip_gradients, make_optimizer, step_at
-from schemas.recipe.sections import Trainer
+from areal_tasks.engines.trainer.policy import Policy, load_policy
+from schemas.recipe.sections import Model, Trainer
 
 
 class LocalBackend:
@@ -25,28 +25,33 @@ class LocalBackend:
     rank = 0
     world = 1
 
-    def __init__(self, settings: Trainer) -> None:
+    def __init__(self, settings: Trainer, model: Model) -> None:
         self.settings = settings
-        self.models: dict[Which, Any] = {}
+        self.model_settings = model
+        self.device = torch.device("cpu")
+        self.models: dict[Which, Policy] = {}
         self.optimizer: torch.optim.Optimizer
 
     def load(self, weights: Path, seed: int) -> None:
         torch.manual_seed(seed)
-        self.models["policy"] = _load_model(weights)
+        self.models["policy"] = self._load(weights)
         self.optimizer = make_optimizer(self._parameters(), self.settings)
 
     def load_reference(self, weights: Path) -> None:
-        self.models["reference"] = _load_model(weights).requires_grad_(False)
+        self.models["reference"] = self._load(weights).requires_grad_(False)
 
-    def forward(self, layout: Layout, temperature: float) -> Scores:
-        return score_tokens(self.models["policy"], layout, temperature)
+    def learn(
+        self, layout: Layout, weights: Float[Tensor, " T"], loss: TokenLoss, temperature: float, last: bool
+    ) -> Float[Tensor, "K T"]:
+        placed = to_device(layout, self.device)
+        total, values = self.models["policy"](placed, temperature, move(weights, self.device), loss)
+        total.backward()
+        return cast(Tensor, values)
 
     @torch.no_grad()
     def score(self, layout: Layout, temperature: float, which: Which) -> Scores:
-        return score_tokens(self.models[which], layout, temperature)
-
-    def backward(self, loss: Float[Tensor, ""]) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        scores = self.models[which](to_device(layout, self.device), temperature)
+        return Scores(*(tensor.cpu() for tensor in scores))
 
     def step(self, lr: float, wanted: bool) -> float:
         norm = clip_gradients(self._parameters(), self.settings.max_grad_norm)
@@ -58,20 +63,20 @@ class LocalBackend:
     def gather(self, stats: TokenStats) -> TokenStats:
         return stats
 
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.models["policy"].named_weights()
+
     def save_weights(self, folder: Path) -> None:
-        self.models["policy"].save_pretrained(folder)
+        self.models["policy"].model.save_pretrained(folder)
 
     def save_checkpoint(self, folder: Path, progress: Progress) -> None:
-        checkpoint.save_state(folder, self.models["policy"], self.optimizer, progress)
+        checkpoint.save_state(folder, self.models["policy"].model, self.optimizer, progress)
 
     def load_checkpoint(self, folder: Path) -> Progress:
-        return checkpoint.load_state(folder, self.models["policy"], self.optimizer)
+        return checkpoint.load_state(folder, self.models["policy"].model, self.optimizer)
 
     def _parameters(self) -> list[Tensor]:
         return list(self.models["policy"].parameters())
 
-
-def _load_model(folder: Path) -> Any:
-    """The causal language model in `folder`, in fp32, with dropout off."""
-    logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    def _load(self, folder: Path) -> Policy:
+        return load_policy(folder, self.settings, self.model_settings, self.device)

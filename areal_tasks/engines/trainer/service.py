@@ -39,21 +39,20 @@ from areal_tasks.store.files import materialise, read_weights, upload
 from areal_tasks.store.shards import read_table, write_table
 from schemas.errors import UserError
 from schemas.manifest import TableRef, WeightsRef
-from schemas.recipe.sections import Trainer as TrainerSection
 
 #: Suffixes of the tokenizer files that are handed on with new weights.
 _HANDED_ON: Final = frozenset({".json", ".txt", ".model", ".jinja"})
 
 
-def make_backend(settings: TrainerSection) -> Backend:
+def make_backend(settings: Settings) -> Backend:
     """The backend that the recipe names.
 
     Raises:
         UserError: it is not available.
     """
-    if settings.backend != "local":
-        raise UserError(f"trainer.backend={settings.backend} is not available; set trainer.backend=local")
-    return LocalBackend(settings)
+    if settings.trainer.backend != "local":
+        raise UserError(f"trainer.backend={settings.trainer.backend} is not available; set trainer.backend=local")
+    return LocalBackend(settings.trainer, settings.model)
 
 
 @dataclass
@@ -70,7 +69,7 @@ class Trainer:
     def __init__(self, spec: ServiceSpec) -> None:
         self.store: Store = open_store(spec.store_url)
         self.settings: Settings = read_settings(spec.recipe)
-        self.backend = make_backend(self.settings.trainer)
+        self.backend = make_backend(self.settings)
         self.fence: Fence[Change] = Fence()
         self.fence.admit(spec.owner)
         self.progress = Progress()
@@ -139,7 +138,7 @@ class Trainer:
         batch = self._batch(command)
         settings = replace(self.settings, iterations=command.iterations or self.settings.iterations)
         if command.plan is None:
-            plan = make_plan(batch, self.settings, command.iteration)
+            plan = make_plan(batch, self.settings, command.iteration, self.backend.world)
         else:
             plan = recorded_plan(batch, self._read({"train_samples": command.plan})["train_samples"])
         return Learner(self.backend, settings, batch, plan)
