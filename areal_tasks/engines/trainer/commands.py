@@ -57,6 +57,27 @@ class Write(Command):
     prefix: str
 
 
+class Receiver(Message):
+    """An inference server that takes weights: its address and how many GPUs hold its model."""
+
+    url: str
+    ranks: int = Field(1, ge=1)
+
+
+class Send(Command):
+    """Hand the weights to servers (/send) without the store: as tensors on a GPU that they share, or by NCCL."""
+
+    transport: Literal["tensor", "nccl"]
+    receivers: tuple[Receiver, ...] = Field(min_length=1)
+    token: str = Field(repr=False, description="the servers' bearer token")
+
+
+class Sent(Message):
+    """Answer to /send."""
+
+    seconds: float
+
+
 class Loaded(Message):
     """Answer to /load."""
 

@@ -1,0 +1,119 @@
+"""The policy as it is published: full tensors under their Hugging Face names, kept on the device between versions.
+
+The buffers are the same for every version. So a server that shares the GPU maps them once, and the copy to the host
+goes through page-locked memory that is allocated once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import torch
+from torch import Tensor
+
+from areal_tasks.store.parallel import parallel
+
+Named = Mapping[str, Tensor]
+
+SHARD_BYTES: Final = 128 * 2**20  # files of about this size are written and hashed side by side
+#: safetensors' names of the types that weights have.
+TYPES: Final = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+class Snapshot:
+    """The full weights of one version, on the device, and their page-locked mirror on the host."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.tensors: dict[str, Tensor] = {}
+        self.mirror: dict[str, Tensor] = {}
+
+    def take(self, version: int, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy the weights of `version`, which come one tensor at a time; they must have the same shapes each time."""
+        self.version = None
+        for name, tensor in named:
+            _copy_into(self.tensors, name, tensor, tensor.device)
+        self.version = version
+
+    def save(self, folder: Path) -> None:
+        """Write the tensors as safetensors into `folder`: one file, or several of about SHARD_BYTES and their index."""
+        shards = _shards(self.host())
+        names = _file_names(len(shards))
+        parallel(lambda work: _write(folder / work[0], work[1]), list(zip(names, shards, strict=True)))
+        if len(shards) > 1:
+            (folder / "model.safetensors.index.json").write_text(json.dumps(_index(names, shards), indent=1))
+
+    def host(self) -> Named:
+        """The tensors in host memory."""
+        if all(t.device.type == "cpu" for t in self.tensors.values()):
+            return self.tensors
+        for name, tensor in self.tensors.items():
+            _copy_into(self.mirror, name, tensor, torch.device("cpu"))
+        torch.cuda.synchronize()
+        return self.mirror
+
+
+def _copy_into(held: dict[str, Tensor], name: str, tensor: Tensor, device: torch.device) -> None:
+    if name not in held:
+        pinned = device.type == "cpu" and tensor.is_cuda
+        held[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pinned)
+    held[name].copy_(tensor.detach(), non_blocking=True)
+
+
+def _shards(tensors: Named) -> list[Named]:
+    """The tensors in their order, cut into runs of at least SHARD_BYTES."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if size >= SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return list(shards)
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def _index(names: Sequence[str], shards: Sequence[Named]) -> dict[str, object]:
+    """What Hugging Face's loaders read to find each tensor."""
+    total = sum(t.nbytes for shard in shards for t in shard.values())
+    places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    return {"metadata": {"total_size": total}, "weight_map": places}
+
+
+def _write(path: Path, tensors: Named) -> None:
+    """One safetensors file (format: an 8-byte length, a JSON header, the tensors' bytes end to end).
+
+    The library's own writer first copies every tensor to a Python string while it holds the interpreter's lock, so
+    that threads cannot write side by side.
+    """
+    with path.open("wb") as file:
+        _write_header(file, tensors)
+        for data in _bytes(tensors):
+            file.write(data)
+
+
+def _write_header(file: BinaryIO, tensors: Named) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in tensors.items():
+        end = at + tensor.nbytes
+        header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8 bytes
+    file.write(len(text).to_bytes(8, "little") + text)
+
+
+def _bytes(tensors: Named) -> Iterator[memoryview]:
+    for tensor in tensors.values():
+        data: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+        yield memoryview(data)

@@ -1,0 +1,70 @@
+"""A server that takes broadcast weights as SGLang does, over gloo: `python receiver.py TOKEN`; prints its port.
+
+It joins through the very calls that SGLang 0.5.17 makes (`init_custom_process_group`), written out here, so that the
+sender's way of joining is checked against them and not against itself.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+
+GROUPS: dict[str, Any] = {}
+HELD: dict[str, Any] = {"version": "0", "tensors": {}}
+
+
+def join(address: str, port: int, rank: int, size: int, name: str, backend: str) -> None:
+    store, rank, size = next(rendezvous(f"tcp://{address}:{port}", rank, size))
+    wait = timedelta(seconds=60)
+    prefixed = PrefixStore(name, store)
+    group, _ = _new_process_group_helper(size, rank, [], Backend(backend), prefixed, group_name=name, timeout=wait)
+    _world.pg_group_ranks[group] = {i: i for i in range(size)}
+    GROUPS[name] = group
+
+
+def receive(body: dict[str, Any]) -> None:
+    for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        dist.broadcast(tensor, src=0, group=GROUPS[body["group_name"]])
+        HELD["tensors"][name] = tensor.float().tolist()
+    HELD["version"] = body["weight_version"]
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.headers["Authorization"] != f"Bearer {sys.argv[1]}":
+            self.answer(401, {"error": "token"})
+        elif self.path == "/init_weights_update_group":
+            names = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
+            join(*(body[n] for n in names))
+            self.answer(200, {"success": True})
+        else:
+            receive(body)
+            self.answer(200, {"success": True})
+
+    def do_GET(self) -> None:
+        self.answer(200, HELD)
+
+    def answer(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Keep the tests' output short."""
+
+
+if __name__ == "__main__":
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    print(server.server_address[1], flush=True)
+    server.serve_forever()

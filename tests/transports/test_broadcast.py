@@ -1,0 +1,55 @@
+"""Weights broadcast to two servers in other processes, over gloo in NCCL's place."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from areal_tasks.engines.trainer.commands import Receiver, Send
+from areal_tasks.engines.trainer.transport import HandOver, Sender
+
+TOKEN = "secret"
+
+
+@pytest.fixture
+def urls() -> Iterator[list[str]]:
+    command = [sys.executable, str(Path(__file__).with_name("receiver.py")), TOKEN]
+    servers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    yield [f"http://127.0.0.1:{int(s.stdout.readline())}" for s in servers if s.stdout]
+    for server in servers:
+        server.kill()
+        server.wait()
+
+
+def sending(urls: list[str], version: int, token: str = TOKEN) -> Send:
+    receivers = tuple(Receiver(url=url) for url in urls)
+    return Send(owner=1, version=version, transport="nccl", receivers=receivers, token=token)
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((2, 3), value), "b": torch.arange(4).to(torch.bfloat16) * value}
+
+
+def test_every_server_holds_every_version_it_is_sent(urls: list[str]) -> None:
+    sender = Sender("gloo", 5.0)
+    for version, value in ((1, 0.5), (2, -2.0)):
+        sender.send(weights(value), sending(urls, version))
+        for url in urls:
+            held = httpx.get(url).json()
+            assert held["version"] == str(version)
+            assert held["tensors"] == {n: t.float().tolist() for n, t in weights(value).items()}
+
+
+def test_a_server_that_refuses_is_named_and_the_next_hand_over_starts_afresh(urls: list[str]) -> None:
+    sender = Sender("gloo", 5.0)
+    with pytest.raises(HandOver, match=r"refused the weights: 401"):
+        sender.send(weights(1.0), sending(["http://127.0.0.1:1", urls[0]][1:], 1, token="wrong"))
+    assert sender.group is None
+    sender.send(weights(3.0), sending(urls, 1))
+    assert [httpx.get(url).json()["version"] for url in urls] == ["1", "1"]

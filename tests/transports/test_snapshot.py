@@ -1,0 +1,65 @@
+"""What is published: files that Hugging Face's and safetensors' own readers accept, with the bits of the tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from areal_tasks.engines.trainer import snapshot
+from areal_tasks.engines.trainer.snapshot import Snapshot
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = {"embed": (7, 5), "norm": (5,), "scalar": (), "odd": (3, 1, 2)}
+    found = {name: torch.randn(shape) for name, shape in shapes.items()}
+    return found | {"half": torch.randn(3, 3).to(torch.bfloat16), "turned": torch.randn(4, 6).T}
+
+
+def test_one_file_reads_back_to_the_bit(tmp_path: Path) -> None:
+    held = Snapshot()
+    held.take(1, tensors().items())
+    held.save(tmp_path)
+    read = load_file(tmp_path / "model.safetensors")
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+    assert all(torch.equal(read[n], t) and read[n].dtype == t.dtype for n, t in tensors().items())
+    assert set(read) == set(tensors())
+
+
+def test_many_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "SHARD_BYTES", 100)
+    held = Snapshot()
+    held.take(1, tensors().items())
+    held.save(tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors().values())
+    assert len(set(index["weight_map"].values())) > 1
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / file)[name], tensors()[name])
+
+
+def test_a_later_version_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    held = Snapshot()
+    held.take(1, tensors().items())
+    before = {n: t.data_ptr() for n, t in held.tensors.items()}
+    held.take(2, ((n, t + 1) for n, t in tensors().items()))
+    assert held.version == 2
+    assert {n: t.data_ptr() for n, t in held.tensors.items()} == before
+    assert torch.equal(held.tensors["embed"], tensors()["embed"] + 1)
+
+
+def test_a_snapshot_that_failed_half_way_is_of_no_version() -> None:
+    held = Snapshot()
+    held.take(1, tensors().items())
+
+    def breaks():
+        yield "embed", tensors()["embed"]
+        raise RuntimeError("a rank died")
+
+    with pytest.raises(RuntimeError):
+        held.take(2, breaks())
+    assert held.version is None
