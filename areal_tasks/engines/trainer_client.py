@@ -12,6 +12,8 @@ from areal_tasks.engines.trainer.commands import (
     Loaded,
     Logprobs,
     Message,
+    Send,
+    Sent,
     Tables,
     Train,
     Trained,
@@ -45,6 +47,9 @@ class TrainerClient:
 
     def publish(self, command: Write) -> Written:
         return self._ask("POST", "/publish", Written, command)
+
+    def send(self, command: Send) -> Sent:
+        return self._ask("POST", "/send", Sent, command)
 
     def checkpoint(self, command: Write) -> Written:
         return self._ask("POST", "/checkpoint", Written, command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,11 @@ def tensors() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     shapes = {"embed": (7, 5), "norm": (5,), "scalar": (), "odd": (3, 1, 2)}
     found = {name: torch.randn(shape) for name, shape in shapes.items()}
-    return found | {"half": torch.randn(3, 3).to(torch.bfloat16), "turned": torch.randn(4, 6).T}
+    return found | {"turned": torch.randn(4, 6).T}
 
 
 def test_one_file_reads_back_to_the_bit(tmp_path: Path) -> None:
-    held = Snapshot()
+    held = Snapshot(torch.float32)
     held.take(1, tensors().items())
     held.save(tmp_path)
     read = load_file(tmp_path / "model.safetensors")
@@ -30,9 +31,17 @@ def test_one_file_reads_back_to_the_bit(tmp_path: Path) -> None:
     assert set(read) == set(tensors())
 
 
+def test_weights_are_published_in_the_precision_of_the_forward_pass(tmp_path: Path) -> None:
+    held = Snapshot(torch.bfloat16)
+    held.take(1, tensors().items())
+    held.save(tmp_path)
+    read = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(read[n], t.to(torch.bfloat16)) for n, t in tensors().items())
+
+
 def test_many_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "SHARD_BYTES", 100)
-    held = Snapshot()
+    held = Snapshot(torch.float32)
     held.take(1, tensors().items())
     held.save(tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -43,7 +52,7 @@ def test_many_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_later_version_takes_the_place_of_the_first(tmp_path: Path) -> None:
-    held = Snapshot()
+    held = Snapshot(torch.float32)
     held.take(1, tensors().items())
     before = {n: t.data_ptr() for n, t in held.tensors.items()}
     held.take(2, ((n, t + 1) for n, t in tensors().items()))
@@ -53,10 +62,10 @@ def test_a_later_version_takes_the_place_of_the_first(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_that_failed_half_way_is_of_no_version() -> None:
-    held = Snapshot()
+    held = Snapshot(torch.float32)
     held.take(1, tensors().items())
 
-    def breaks():
+    def breaks() -> Iterator[tuple[str, torch.Tensor]]:
         yield "embed", tensors()["embed"]
         raise RuntimeError("a rank died")
 

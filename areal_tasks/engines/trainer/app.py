@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.trainer.commands import Command, Load, Logprobs, Message, Train, Write
+from areal_tasks.engines.trainer.commands import Command, Load, Logprobs, Message, Send, Train, Write
 from areal_tasks.engines.trainer.fencing import Refused
 from areal_tasks.engines.trainer.service import Trainer
 from schemas.errors import UserError
@@ -43,6 +43,7 @@ def make_app(spec: ServiceSpec) -> Starlette:
         ("train", Train, trainer.train),
         ("logprobs", Logprobs, trainer.logprobs),
         ("publish", Write, trainer.publish),
+        ("send", Send, trainer.send),
         ("checkpoint", Write, trainer.checkpoint),
     ]
     routes = [

@@ -95,10 +95,6 @@ class Backend(Protocol):
         """
         ...
 
-    def save_weights(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face folder in `model.dtype`, without tokenizer. Every rank takes part."""
-        ...
-
     def save_checkpoint(self, folder: Path, progress: Progress) -> None:
         """Write model, optimizer, RNG and progress. Every rank takes part."""
         ...

@@ -66,9 +66,6 @@ class LocalBackend:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.models["policy"].named_weights()
 
-    def save_weights(self, folder: Path) -> None:
-        self.models["policy"].model.save_pretrained(folder)
-
     def save_checkpoint(self, folder: Path, progress: Progress) -> None:
         checkpoint.save_state(folder, self.models["policy"].model, self.optimizer, progress)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
 import pyarrow as pa
 import torch
@@ -23,6 +21,8 @@ from areal_tasks.engines.trainer.commands import (
     Load,
     Loaded,
     Logprobs,
+    Send,
+    Sent,
     Tables,
     Train,
     Trained,
@@ -34,14 +34,13 @@ from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan, rec
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.rows import COLUMNS, Batch, grpo_batch, read_sequences, reference_table, sft_batch
 from areal_tasks.engines.trainer.settings import Settings, read_settings
+from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, hand_on
+from areal_tasks.engines.trainer.transport import Sender
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.files import materialise, read_weights, upload
 from areal_tasks.store.shards import read_table, write_table
 from schemas.errors import UserError
 from schemas.manifest import TableRef, WeightsRef
-
-#: Suffixes of the tokenizer files that are handed on with new weights.
-_HANDED_ON: Final = frozenset({".json", ".txt", ".model", ".jinja"})
 
 
 def make_backend(settings: Settings) -> Backend:
@@ -77,6 +76,8 @@ class Trainer:
         self.weights: Path | None = None  # the folder last loaded; its tokenizer goes with new weights
         self.initial = spec.weights
         self.has_reference = False
+        self.snapshot = Snapshot(DTYPES[self.settings.model.dtype])
+        self.sender = Sender()
 
     def load(self, command: Load) -> Loaded:
         """Replace policy and optimizer. Without a checkpoint it is fresh, at the step the version implies."""
@@ -87,6 +88,7 @@ class Trainer:
         weights = self._fetch(command.weights)
         state = self._fetch(command.checkpoint) if command.checkpoint else None
         self.fence.restart(None)
+        self.snapshot.version = None
         self.backend.load(weights, self.settings.seed)
         fresh = Progress(step=command.version * self.settings.minibatches)
         self.progress = self.backend.load_checkpoint(state) if state else fresh
@@ -122,6 +124,16 @@ class Trainer:
     def publish(self, command: Write) -> Written:
         """Write the policy as a Hugging Face folder, with the tokenizer it was loaded with."""
         return self._written(command, self._save_folder)
+
+    def send(self, command: Send) -> Sent:
+        """Hand the policy to inference servers directly; returns when all of them hold it."""
+        self.fence.admit(command.owner)
+        self.fence.expect(command.version)
+        started = time.perf_counter()
+        snapshot = self._snapshot()
+        if self.backend.rank == 0:
+            self.sender.send(snapshot.tensors, command)
+        return Sent(seconds=time.perf_counter() - started)
 
     def checkpoint(self, command: Write) -> Written:
         """Write everything that training goes on from. Nothing is visible until the caller commits the files."""
@@ -190,17 +202,20 @@ class Trainer:
         return Written(files=files, seconds=time.perf_counter() - started)
 
     def _save_folder(self, folder: Path) -> None:
-        self.backend.save_weights(folder)
-        for file in sorted(self.weights.iterdir()) if self.weights else ():
-            if _is_handed_on(file) and not (folder / file.name).exists():
-                shutil.copyfile(file, folder / file.name)
+        snapshot = self._snapshot()
+        if self.backend.rank == 0 and self.weights is not None:
+            snapshot.save(folder)
+            hand_on(self.weights, folder, snapshot.dtype)
+
+    def _snapshot(self) -> Snapshot:
+        """The policy's full weights as they are published, gathered once a version; every rank takes part."""
+        version = self.fence.version
+        if version is not None and self.snapshot.version != version:
+            self.snapshot.take(version, self.backend.named_weights(), keep=self.backend.rank == 0)
+        return self.snapshot
 
     def _fetch(self, ref: WeightsRef) -> Path:
         """The files of `ref` in one local folder."""
         into = Path(self.scratch.name) / f"{ref.digest[:16]}-{ref.version}"
         into.mkdir(exist_ok=True)
         return materialise(self.store, read_weights(self.store, ref).files, into)
-
-
-def _is_handed_on(file: Path) -> bool:
-    return file.suffix in _HANDED_ON and not file.name.endswith(".index.json")

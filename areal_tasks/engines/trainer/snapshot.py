@@ -7,6 +7,7 @@ goes through page-locked memory that is allocated once.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -19,23 +20,32 @@ from areal_tasks.store.parallel import parallel
 Named = Mapping[str, Tensor]
 
 SHARD_BYTES: Final = 128 * 2**20  # files of about this size are written and hashed side by side
+#: Types of a recipe's `model.dtype`.
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+#: Suffixes of the files that describe a model and its tokenizer, handed on with new weights.
+HANDED_ON: Final = frozenset({".json", ".txt", ".model", ".jinja"})
 #: safetensors' names of the types that weights have.
 TYPES: Final = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class Snapshot:
-    """The full weights of one version, on the device, and their page-locked mirror on the host."""
+    """The full weights of one version in `dtype`, on the device, and their page-locked mirror on the host."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self.version: int | None = None
         self.tensors: dict[str, Tensor] = {}
         self.mirror: dict[str, Tensor] = {}
 
-    def take(self, version: int, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the weights of `version`, which come one tensor at a time; they must have the same shapes each time."""
+    def take(self, version: int, named: Iterable[tuple[str, Tensor]], keep: bool = True) -> None:
+        """Copy the weights of `version`, which come one tensor at a time, with the same shapes each time.
+
+        A rank that does not `keep` them only takes part in gathering.
+        """
         self.version = None
         for name, tensor in named:
-            _copy_into(self.tensors, name, tensor, tensor.device)
+            if keep:
+                _copy_into(self.tensors, name, tensor.detach().to(self.dtype), tensor.device)
         self.version = version
 
     def save(self, folder: Path) -> None:
@@ -56,11 +66,21 @@ class Snapshot:
         return self.mirror
 
 
+def hand_on(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Copy what describes the model and its tokenizer from `source` beside the weights in `folder`, held in `dtype`."""
+    for file in sorted(source.iterdir()):
+        if file.suffix in HANDED_ON and not file.name.endswith(".index.json") and file.name != "config.json":
+            shutil.copyfile(file, folder / file.name)
+    config = json.loads((source / "config.json").read_text())
+    config.pop("torch_dtype", None)  # the key's older name
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}, indent=2))
+
+
 def _copy_into(held: dict[str, Tensor], name: str, tensor: Tensor, device: torch.device) -> None:
     if name not in held:
         pinned = device.type == "cpu" and tensor.is_cuda
         held[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pinned)
-    held[name].copy_(tensor.detach(), non_blocking=True)
+    held[name].copy_(tensor, non_blocking=True)
 
 
 def _shards(tensors: Named) -> list[Named]:
