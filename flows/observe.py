@@ -31,7 +31,7 @@ READ = (
     *("sample_id", "group_id", "sample_index", "prompt", "completion", "answer", "num_generated", "stop_reason"),
     *("version_min", "reward", "verdict", "detail"),
 )
-METRICS = {"verify": ("reward",), "train": ("loss", "grad_norm")}
+METRICS = {"verify": ("reward",), "train": ("loss", "grad_norm", "logprob_gap_mean")}
 LIBRARY = logging.getLogger("areal_tasks")
 
 
@@ -97,9 +97,10 @@ class _Relay(logging.Handler):
 
 
 def summary_line(closed: Closed) -> str:
-    """`iteration 11 done (12 of 250): reward 0.41, loss -0.01, grad_norm 1.2 · 0.38 s`."""
+    """`iteration 11 done (12 of 250): reward 0.41, loss -0.01, grad_norm 1.2, logprob_gap_mean 1e-07 · 0.38 s`."""
     manifests = [built.manifest for built in closed.built.values()]
-    metrics = [f"{name} {m.metrics[name]:.4g}" for m in manifests for name in METRICS.get(m.stage, ())]
+    shown = [(name, m.metrics) for m in manifests for name in METRICS.get(m.stage, ()) if name in m.metrics]
+    metrics = [f"{name} {found[name]:.4g}" for name, found in shown]
     accuracy = [
         f"accuracy of version {evaluated_version(label, closed)} {built.manifest.metrics['accuracy']:.4g}"
         for label, built in closed.built.items()

@@ -27,11 +27,14 @@ SHOWN = {
     "evaluate": ("accuracy", "unparseable", "timeout", "error", "mean_tokens", "truncated"),
     "train": (
         *("loss", "grad_norm", "lr", "entropy", "kl", "approx_kl", "clip_fraction", "ratio_max"),
-        *("tokens", "skipped_steps", "train_seconds"),
+        *("logprob_gap_mean", "logprob_gap_max", "ratio_outside", "tokens", "skipped_steps", "train_seconds"),
     ),
 }
-SHARES = ("truncated", "correct", "incorrect", "unparseable", "timeout", "error", "kept", "accuracy", "clip_fraction")
-SILENT_AT_0 = ("truncated", "unparseable", "timeout", "error", "kl", "skipped_steps")
+SHARES = (
+    *("truncated", "correct", "incorrect", "unparseable", "timeout", "error", "kept", "accuracy", "clip_fraction"),
+    "ratio_outside",
+)
+SILENT_AT_0 = ("truncated", "unparseable", "timeout", "error", "kl", "skipped_steps", "ratio_outside")
 
 
 class StageTasks:

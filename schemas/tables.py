@@ -1,7 +1,7 @@
 """Arrow schemas of every table a stage writes (one row per sample unless said otherwise).
 
-Index convention: `logprobs`, `versions`, `loss_mask`, `ref_logprobs` and `advantages` share the length of
-`input_ids`; element *i* speaks of token *i* of `input_ids`. Prompt positions hold 0 (version -1, mask False).
+Index convention: `logprobs`, `versions`, `loss_mask`, `ref_logprobs`, `prox_logprobs` and `advantages` share the length
+of `input_ids`; element *i* speaks of token *i* of `input_ids`. Prompt positions hold 0 (version -1, mask False).
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ VERIFY: Final = _schema(
 
 REFERENCE: Final = _schema(("sample_id", pa.string()), ("ref_logprobs", FLOATS))
 
+PROXIMAL: Final = _schema(("sample_id", pa.string()), ("prox_logprobs", FLOATS))
+
 ADVANTAGE: Final = _schema(
     ("sample_id", pa.string()),
     ("advantages", FLOATS),
@@ -86,8 +88,14 @@ TRAIN_STEPS: Final = _schema(  # one row per optimizer step
     ("approx_kl", pa.float64()),  # new against behaviour policy, k3, token mean
     ("entropy", pa.float64()),
     ("clip_fraction", pa.float64()),
-    ("ratio_mean", pa.float64()),
+    ("ratio_mean", pa.float64()),  # of new against proximal policy: what the clip sees
     ("ratio_max", pa.float64()),
+    # Agreement of trainer and server: proximal policy (this version, by the trainer) against behaviour (as sampled).
+    # NaN where nobody measured it: in SFT, without tokens, and where engines are equal to the bit from the second
+    # minibatch on, when the policy has moved and no proximal logprobs are kept.
+    ("logprob_gap_mean", pa.float64()),  # |Δ logprob| in nats, token mean
+    ("logprob_gap_max", pa.float64()),
+    ("ratio_outside", pa.float64()),  # share of tokens whose ratio proximal / behaviour is not within [0.9, 1.1]
     ("grad_norm", pa.float64()),
     ("lr", pa.float64()),
     ("tokens", pa.int64()),  # positions the loss counts
@@ -106,6 +114,7 @@ TRAIN_SAMPLES: Final = _schema(
     ("sample_clip_fraction", pa.float32()),
     ("sample_kl", pa.float32()),
     ("sample_loss", pa.float32()),
+    ("sample_logprob_gap", pa.float32()),  # mean over its tokens; NaN where `logprob_gap_mean` is
 )
 
 PUBLISH: Final = _schema(  # one row per publication
@@ -157,6 +166,7 @@ TABLES: Final[dict[str, pa.Schema]] = {
     "rollout": ROLLOUT,
     "verify": VERIFY,
     "reference": REFERENCE,
+    "proximal": PROXIMAL,
     "advantage": ADVANTAGE,
     "train_steps": TRAIN_STEPS,
     "train_samples": TRAIN_SAMPLES,

@@ -84,12 +84,17 @@ def judged(table: str) -> str:
     return f"CASE WHEN isnan({table}.reward) THEN NULL ELSE {table}.reward END AS reward"
 
 
+#: The column `sample_logprob_gap`: NaN in its table where nobody measured it, NULL for those who average.
+_GAP: Final = (
+    "CASE WHEN isnan(scalars.sample_logprob_gap) THEN NULL ELSE scalars.sample_logprob_gap END AS sample_logprob_gap"
+)
+
 #: In order of preference: the first view of a name whose needs are met is made.
 VIEWS: Final = (
     _view(
         "samples",
         "scalars rollout",
-        f"SELECT scalars.* REPLACE ({judged('scalars')}),"
+        f"SELECT scalars.* REPLACE ({judged('scalars')}, {_GAP}),"
         " rollout.prompt, rollout.completion, rollout.answer{columns} FROM scalars"
         " LEFT JOIN rollout USING (iteration, sample_id){joins}",
         verify="verify.parsed, verify.detail",
@@ -98,7 +103,7 @@ VIEWS: Final = (
         "samples",
         "batch",
         "SELECT batch.* EXCLUDE (input_ids, loss_mask){columns} FROM batch{joins}",
-        train_samples="train_samples.* EXCLUDE (iteration, sample_id, minibatch)",
+        train_samples="train_samples.* EXCLUDE (iteration, sample_id, minibatch, sample_logprob_gap)",
     ),
     _view(
         "samples",
@@ -115,6 +120,7 @@ VIEWS: Final = (
         " unnest(versions) AS version{columns} FROM rollout{joins}",
         advantage="unnest(advantages) AS advantage, unnest(returns) AS return",
         reference="unnest(ref_logprobs) AS ref_logprob",
+        proximal="unnest(prox_logprobs) AS prox_logprob",
     ),
     _view(
         "tokens",

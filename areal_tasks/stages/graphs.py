@@ -8,6 +8,7 @@ from areal_tasks.stages.evaluate import evaluate
 from areal_tasks.stages.initialise import initialise
 from areal_tasks.stages.planner import Plan, plan
 from areal_tasks.stages.prompts import prompts
+from areal_tasks.stages.proximal import proximal
 from areal_tasks.stages.publish import publish
 from areal_tasks.stages.reference import reference
 from areal_tasks.stages.rollout import rollout
@@ -25,7 +26,7 @@ def stages(recipe: Recipe) -> list[Stage]:
         return [*common, evaluate(recipe)]
     ends = [train(recipe), publish(recipe)]
     if isinstance(recipe, RlhfRecipe):
-        makers = (rollout, verify, reference, advantage, evaluate, scalars)
+        makers = (rollout, verify, reference, proximal, advantage, evaluate, scalars)
         return [*common, *(make(recipe) for make in makers), *ends]
     return [*common, batch(recipe), *ends]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pyarrow as pa
 
 from areal_tasks.stages.context import Context
@@ -9,6 +11,7 @@ from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from schemas.recipe.recipe import RlhfRecipe
 from schemas.tables import ADVANTAGE, ROLLOUT, SCALARS, TRAIN_SAMPLES, VERIFY, scalar_fields
 
+MISSING = {"minibatch": -1, "micro_batch": -1, "sample_logprob_gap": math.nan}
 SOURCES = {"rollout": ROLLOUT, "verify": VERIFY, "advantage": ADVANTAGE, "train_samples": TRAIN_SAMPLES}
 
 
@@ -31,7 +34,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
 
 
 def aligned(sample_ids: pa.ChunkedArray, table: pa.Table) -> pa.Table:
-    """The rows of `table` in the order of `sample_ids`; zeros and minibatch -1 for samples it does not have."""
+    """The rows of `table` in the order of `sample_ids`; zeros, minibatch -1 and no gap for samples it does not have."""
     if table["sample_id"].equals(sample_ids):
         return table
     wanted = pa.table({"sample_id": sample_ids, "_order": pa.array(range(len(sample_ids)))})
@@ -44,5 +47,5 @@ def aligned(sample_ids: pa.ChunkedArray, table: pa.Table) -> pa.Table:
 
 
 def _fill(field: pa.Field, column: pa.ChunkedArray) -> pa.ChunkedArray:
-    missing = -1 if field.name in ("minibatch", "micro_batch") else 0
-    return column.fill_null(pa.scalar(missing).cast(field.type)) if column.null_count else column
+    missing = pa.scalar(MISSING.get(field.name, 0)).cast(field.type)
+    return column.fill_null(missing) if column.null_count else column

@@ -7,25 +7,32 @@ from areal_tasks.engines.trainer.rows import COLUMNS
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from schemas.manifest import StageManifest
+from schemas.recipe.agreement import needs_proximal
 from schemas.recipe.recipe import RlhfRecipe, SftRecipe
 
 
 def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
     """Per optimizer step `train_steps`, per sample `train_samples`. Carries the policy to the next version."""
     grpo = isinstance(recipe, RlhfRecipe)
-    in_loss = isinstance(recipe, RlhfRecipe) and recipe.algorithm.kl == "loss"
-    tables = ("rollout", "advantage", *(("reference",) if in_loss else ())) if grpo else ("batch",)
     return Stage(
         name="train",
         kind=Kind.TRAIN_STEP,
-        version=1,
+        version=2,  # 2: the decoupled objective where engines are not equal to the bit
         run=run,
-        reads=tuple(name for table in tables for name in columns(table, *COLUMNS[table])),
+        reads=tuple(name for table in _tables(recipe) for name in columns(table, *COLUMNS[table])),
         writes=("train_steps", "train_samples"),
         fields=("trainer", "algorithm", "model", "schedule.iterations", *(("rollout.temperature",) if grpo else ())),
         carries=("policy",),
         on_reuse=replay,
     )
+
+
+def _tables(recipe: RlhfRecipe | SftRecipe) -> tuple[str, ...]:
+    """What the objective reads."""
+    if isinstance(recipe, SftRecipe):
+        return ("batch",)
+    reference = ("reference",) if recipe.algorithm.kl == "loss" else ()
+    return ("rollout", "advantage", *reference, *(("proximal",) if needs_proximal(recipe) else ()))
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pyarrow as pa
 import pytest
 
@@ -13,7 +15,13 @@ IDS = pa.chunked_array([["a", "b"], ["c"]])
 
 def trained(*rows: tuple[str, int, float]) -> pa.Table:
     """Rows of `TRAIN_SAMPLES`, of which only the sample, the minibatch and the loss matter here."""
-    others = {"micro_batch": 1, "sample_ratio": 1.0, "sample_clip_fraction": 0.25, "sample_kl": 0.5}
+    others = {
+        "sample_logprob_gap": 0.01,
+        "micro_batch": 1,
+        "sample_ratio": 1.0,
+        "sample_clip_fraction": 0.25,
+        "sample_kl": 0.5,
+    }
     records = [{"sample_id": name, "minibatch": batch, "sample_loss": loss, **others} for name, batch, loss in rows]
     return pa.Table.from_pylist(records, schema=TRAIN_SAMPLES)
 
@@ -34,6 +42,7 @@ def test_samples_that_were_not_trained_on_have_minibatch_minus_one() -> None:
     found = aligned(IDS, trained(("c", 4, 3.0), ("a", 2, 1.0))).to_pylist()
     assert [row["minibatch"] for row in found] == [2, -1, 4]
     assert [row["micro_batch"] for row in found] == [1, -1, 1]
+    assert math.isnan(found[1].pop("sample_logprob_gap"))
     assert found[1] == {
         "sample_id": "b",
         "minibatch": -1,

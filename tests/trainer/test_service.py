@@ -24,6 +24,7 @@ from areal_tasks.store.shards import read_table
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 
+TABLE = {"policy": "proximal", "reference": "reference"}
 LENGTHS = [9, 4, 13, 6, 11, 3, 8, 5, 10, 7, 12, 5]
 
 
@@ -251,13 +252,13 @@ def test_reference_is_version_0_for_good_and_policy_is_not(rlhf: World) -> None:
 
     def scored(which: str, version: int) -> pa.Table:
         body = {"owner": 1, "version": version, "which": which, "table": ref, "prefix": rlhf.prefix()}
-        return read_table(rlhf.store, trainer.logprobs(Logprobs.model_validate(body)).tables["reference"])
+        return read_table(rlhf.store, trainer.logprobs(Logprobs.model_validate(body)).tables[TABLE[which]])
 
     policy = scored("policy", 0)
     trainer.train(_grpo(rlhf, 0))
     reference = scored("reference", 1)
-    assert reference.equals(policy)
-    assert not scored("policy", 1).equals(reference)
+    assert reference["ref_logprobs"].equals(policy["prox_logprobs"])
+    assert not scored("policy", 1)["prox_logprobs"].equals(reference["ref_logprobs"])
     with pytest.raises(Refused):
         scored("policy", 0)
     masks = rollout(LENGTHS)["loss_mask"].to_pylist()
@@ -271,8 +272,8 @@ def test_a_first_step_on_its_own_samples_has_ratio_one(rlhf: World) -> None:
     trainer = rlhf.trainer()
     table = rollout(LENGTHS)
     body = {"owner": 1, "version": 0, "which": "policy", "table": rlhf.write("rollout", table), "prefix": rlhf.prefix()}
-    own = read_table(rlhf.store, trainer.logprobs(Logprobs.model_validate(body)).tables["reference"])
-    table = with_column(table, "logprobs", own["ref_logprobs"].to_pylist())
+    own = read_table(rlhf.store, trainer.logprobs(Logprobs.model_validate(body)).tables["proximal"])
+    table = with_column(table, "logprobs", own["prox_logprobs"].to_pylist())
     gains = advantage(table)
     metrics = trainer.train(rlhf.train_command(0, {"rollout": table, "advantage": gains})).metrics
     counts = [n - 2 for n in LENGTHS]

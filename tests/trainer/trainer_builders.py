@@ -32,7 +32,7 @@ def rlhf_recipe(**changes: Any) -> dict[str, Any]:
     """A recipe as the service receives it; `changes` go to its sections, e.g. trainer={"lr": 1e-3}."""
     base: dict[str, dict[str, Any]] = {
         "rollout": {"groups": 4, "group_size": 3, "temperature": 0.8, "max_new_tokens": 8},
-        "algorithm": {"minibatches": 2},
+        "algorithm": {"minibatches": 2, "max_logprob_gap": 100.0},  # `rollout` makes logprobs up
         "trainer": {"lr": 1e-3, "micro_batch_tokens": 40, "layout": "padded"},
         "schedule": {"iterations": 6},
     }

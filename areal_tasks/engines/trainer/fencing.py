@@ -6,11 +6,17 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from schemas.errors import UserError
+
 T = TypeVar("T")
 
 
 class Refused(Exception):
     """The command comes from a superseded owner or for another version: HTTP 409."""
+
+
+class Declined(UserError):
+    """A change was not made for what its input is: the memory is as it was, and a repeat is declined again."""
 
 
 class Fence(Generic[T]):
@@ -59,13 +65,18 @@ class Fence(Generic[T]):
     def change(self, version: int, digest: str, action: Callable[[], T]) -> T:
         """Do `action`, which turns `version` into its successor, and remember its result.
 
-        Where it fails, the memory is neither version: nothing is held until the next load.
+        Where it fails, the memory is neither version: nothing is held until the next load. Unless it was declined.
 
         Raises:
             Refused: another version is held.
         """
         self.expect(version)
+        last = self._last
         self.restart(None)
-        result = action()
+        try:
+            result = action()
+        except Declined:
+            self.version, self._last = version, last
+            raise
         self.version, self._last = version + 1, (version, digest, result)
         return result

@@ -23,9 +23,17 @@ from areal_tasks.data.batching import (
     micro_batches,
     minibatches,
 )
+from areal_tasks.engines.trainer.agreement import EnginesDisagree, agreement, check_agreement, gaps, outside
 from areal_tasks.engines.trainer.backend import Backend, Progress, TokenLoss, TokenStats
 from areal_tasks.engines.trainer.forward import move
-from areal_tasks.engines.trainer.metrics import joined, sample_columns, step_statistics, steps_table, summary
+from areal_tasks.engines.trainer.metrics import (
+    joined,
+    sample_columns,
+    step_statistics,
+    steps_table,
+    summary,
+    unmeasured,
+)
 from areal_tasks.engines.trainer.objective import STATS, Objective, grpo_objective, sft_objective
 from areal_tasks.engines.trainer.optimizer import learning_rate
 from areal_tasks.engines.trainer.rows import Batch, aligned, make_table
@@ -81,7 +89,7 @@ def make_objective(batch: Batch, settings: Settings, device: torch.device) -> Ob
     if settings.kind == "sft":
         return sft_objective
     columns = {name: move(column, device) for name, column in batch.columns.items()}
-    return grpo_objective(columns, settings.clip_ratio, settings.kl_coef)
+    return grpo_objective(columns, settings)
 
 
 def shared_out(passes: list[Layout], rank: int, world: int, sequences: Sequences) -> list[Layout]:
@@ -107,7 +115,9 @@ class Learner:
 
         Raises:
             TrainingFailed: more non-finite steps in a row than the recipe allows.
+            EnginesDisagree: server and trainer are further apart than the recipe allows; no step was made.
         """
+        self._check_table()
         steps: list[dict[str, Any]] = []
         stats: list[TokenStats] = []
         for number in range(self.settings.minibatches):
@@ -127,7 +137,11 @@ class Learner:
         mine = shared_out(passes, self.backend.rank, self.backend.world, self.batch.sequences)
         lr = learning_rate(step, self.settings.total_steps, self.settings.trainer)
         stats = self.backend.gather(self._accumulate(mine, weights))
+        if number and "proximal" not in self.batch.columns:
+            stats = unmeasured(stats)  # the policy has moved: this would be drift, not disagreement
         found = step_statistics(stats, weights[stats.samples])
+        if number == 0:
+            self._check_first(found)
         norm = self.backend.step(lr, math.isfinite(found["loss"])) if found["tokens"] else 0.0
         row = {
             **found,
@@ -167,6 +181,21 @@ class Learner:
     def _token_loss(self, layout: Layout) -> TokenLoss:
         where = move(layout.where, self.backend.device)
         return lambda logprobs, entropy, part: self.objective(logprobs, entropy, where[part])
+
+    def _check_table(self) -> None:
+        """Compare server and trainer over all tokens to be trained on, where the trainer was asked beforehand."""
+        if "proximal" in self.batch.columns:
+            counted = self.batch.sequences.counted & self.batch.kept.repeat_interleave(self.batch.sequences.lengths)
+            both = [self.batch.columns[name][counted] for name in ("proximal", "behaviour")]
+            check_agreement(agreement(gaps(*both), outside(*both)), self.settings.max_logprob_gap, len(both[0]))
+
+    def _check_first(self, found: dict[str, Any]) -> None:
+        """The same over the first minibatch, of which the forward and backward pass are done and the step is not."""
+        try:
+            check_agreement(found, self.settings.max_logprob_gap, found["tokens"])
+        except EnginesDisagree:
+            self.backend.step(0.0, wanted=False)  # forgets the gradient
+            raise
 
     def _check_skipped(self, progress: Progress, row: dict[str, Any]) -> None:
         bound = self.settings.trainer.max_skipped_steps

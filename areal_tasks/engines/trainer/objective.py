@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Final
 
@@ -10,30 +11,44 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from areal_tasks.algorithms.kl import k3
-from areal_tasks.algorithms.losses import policy_terms, sft_terms
+from areal_tasks.algorithms.losses import behaviour_weights, policy_terms, sft_terms
+from areal_tasks.engines.trainer.agreement import gaps, outside
+from areal_tasks.engines.trainer.settings import Settings
 
-#: The rows of a `TokenStats`; the first is what is minimised.
-STATS: Final = ("loss", "policy_loss", "kl", "approx_kl", "entropy", "clip_fraction", "ratio")
+#: The rows of a `TokenStats`; the first is what is minimised, the last two are the agreement of server and trainer.
+STATS: Final = (
+    *("loss", "policy_loss", "kl", "approx_kl", "entropy", "clip_fraction", "ratio"),
+    *("logprob_gap", "ratio_outside"),
+)
 
 #: From the logprobs and entropies of some counted tokens and their index in the flat columns, to the rows of STATS.
 Objective = Callable[[Float[Tensor, " T"], Float[Tensor, " T"], Int[Tensor, " T"]], Float[Tensor, "K T"]]
 
 
-def grpo_objective(columns: dict[str, Float[Tensor, " N"]], clip_ratio: float, kl_coef: float) -> Objective:
-    """GRPO over flat columns `behaviour`, `advantages` and perhaps `reference`; `kl_coef` weighs k3 in the loss.
+def grpo_objective(columns: dict[str, Float[Tensor, " N"]], settings: Settings) -> Objective:
+    """GRPO over flat columns `behaviour`, `advantages` and perhaps `reference` and `proximal`, decoupled (AReaL,
+    arXiv:2505.24298, §5.2): the ratio to the proximal policy is clipped, proximal / behaviour weighs the result.
 
-    KL to the reference is estimated from tokens of the behaviour policy, which is the policy to within one iteration.
+    The proximal policy is the one the iteration began with: column `proximal`; without it the step's own forward pass
+    where `settings` say that the step begins the iteration, else the behaviour policy, which makes every weight 1. The
+    agreement is then measured by the step's own forward pass: meaningless once the policy has moved. KL to the
+    reference is estimated from tokens of the behaviour policy, which is the policy to within one iteration.
     """
 
     def objective(
         logprobs: Float[Tensor, " T"], entropy: Float[Tensor, " T"], where: Int[Tensor, " T"]
     ) -> Float[Tensor, "K T"]:
-        behaviour = columns["behaviour"][where]
-        terms = policy_terms(logprobs, behaviour, columns["advantages"][where], clip_ratio)
+        own, behaviour = logprobs.detach(), columns["behaviour"][where]
+        start = columns["proximal"][where] if "proximal" in columns else own
+        proximal = start if "proximal" in columns or settings.own_proximal else behaviour
+        terms = policy_terms(logprobs, proximal, columns["advantages"][where], settings.clip_ratio)
+        policy_loss = behaviour_weights(proximal, behaviour, settings.behaviour_cap) * terms.loss
         kl = k3(logprobs, columns["reference"][where]) if "reference" in columns else torch.zeros_like(behaviour)
-        loss = terms.loss + kl_coef * kl if kl_coef else terms.loss
-        drift = k3(behaviour, logprobs.detach())
-        return torch.stack([loss, terms.loss, kl, drift, entropy, terms.clipped.float(), terms.ratio])
+        loss = policy_loss + settings.kl_coef * kl if settings.kl_coef else policy_loss
+        agreement = (gaps(start, behaviour), outside(start, behaviour))
+        return torch.stack(
+            [loss, policy_loss, kl, k3(behaviour, own), entropy, terms.clipped.float(), terms.ratio, *agreement]
+        )
 
     return objective
 
@@ -43,5 +58,5 @@ def sft_objective(
 ) -> Float[Tensor, "K T"]:
     """Cross-entropy of demonstrated tokens; there is no other policy to compare with."""
     loss = sft_terms(logprobs)
-    zero, one = torch.zeros_like(loss), torch.ones_like(loss)
-    return torch.stack([loss, loss, zero, zero, entropy, zero, one])
+    zero, one, unknown = torch.zeros_like(loss), torch.ones_like(loss), torch.full_like(loss, math.nan)
+    return torch.stack([loss, loss, zero, zero, entropy, zero, one, unknown, unknown])

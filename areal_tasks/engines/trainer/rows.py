@@ -22,6 +22,7 @@ COLUMNS = {
     "rollout": (*TEXT, "logprobs", "version_max"),
     "advantage": ("sample_id", "advantages", "kept"),
     "reference": ("sample_id", "ref_logprobs"),
+    "proximal": ("sample_id", "prox_logprobs"),
     "batch": (*TEXT, "minibatch"),
     "train_samples": ("sample_id", "minibatch", "micro_batch"),
 }
@@ -39,7 +40,7 @@ class Batch:
 
 
 def grpo_batch(tables: Mapping[str, pa.Table], version: int) -> Batch:
-    """The batch in tables `rollout`, `advantage` and perhaps `reference`, joined by `sample_id`.
+    """The batch in tables `rollout`, `advantage` and perhaps `reference` and `proximal`, joined by `sample_id`.
 
     Raises:
         UserError: rows are missing or lists differ in length, or a token is newer than `version`.
@@ -53,8 +54,9 @@ def grpo_batch(tables: Mapping[str, pa.Table], version: int) -> Batch:
         "behaviour": _flat(rollout, "logprobs", sequences),
         "advantages": _flat(advantage, "advantages", sequences),
     }
-    if "reference" in tables:
-        columns["reference"] = _flat(aligned(tables["reference"], ids, "reference"), "ref_logprobs", sequences)
+    for name in ("reference", "proximal"):
+        if name in tables:
+            columns[name] = _flat(aligned(tables[name], ids, name), COLUMNS[name][1], sequences)
     return Batch(ids, sequences, _tensor(advantage["kept"]), columns, None)
 
 
@@ -93,11 +95,11 @@ def aligned(table: pa.Table, ids: pa.Array, name: str) -> pa.Table:
     return table.take(rows)
 
 
-def reference_table(ids: pa.ChunkedArray, sequences: Sequences, logprobs: Float[Tensor, " N"]) -> pa.Table:
-    """A `reference` table from a flat column."""
+def logprobs_table(name: str, ids: pa.ChunkedArray, sequences: Sequences, logprobs: Float[Tensor, " N"]) -> pa.Table:
+    """The table `reference` or `proximal` from a flat column."""
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), sequences.lengths.cumsum(0)])
     lists = pa.ListArray.from_arrays(pa.array(ends.to(torch.int32).numpy()), pa.array(logprobs.numpy()), type=FLOATS)
-    return make_table("reference", {"sample_id": _whole(ids), "ref_logprobs": lists})
+    return make_table(name, dict(zip(COLUMNS[name], (_whole(ids), lists), strict=True)))
 
 
 def make_table(name: str, columns: Mapping[str, object]) -> pa.Table:

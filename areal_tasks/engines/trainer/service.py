@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -32,7 +33,7 @@ from areal_tasks.engines.trainer.commands import (
 from areal_tasks.engines.trainer.fencing import Fence, Refused
 from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan, recorded_plan
 from areal_tasks.engines.trainer.local import LocalBackend
-from areal_tasks.engines.trainer.rows import COLUMNS, Batch, grpo_batch, read_sequences, reference_table, sft_batch
+from areal_tasks.engines.trainer.rows import COLUMNS, Batch, grpo_batch, logprobs_table, read_sequences, sft_batch
 from areal_tasks.engines.trainer.settings import Settings, read_settings
 from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, hand_on
 from areal_tasks.engines.trainer.transport import Sender
@@ -110,16 +111,20 @@ class Trainer:
         return Trained(version=command.version + 1, tables=done.tables, metrics=done.learned.metrics)
 
     def logprobs(self, command: Logprobs) -> Tables:
-        """Score a rollout under the policy (which must be of that version) or the frozen version 0."""
+        """Score a rollout under the policy (which must be of that version) or the frozen version 0.
+
+        The former makes the table `proximal`, the latter `reference`.
+        """
         self.fence.admit(command.owner)
         if command.which == "policy":
             self.fence.expect(command.version)
         else:
             self._need_reference()
+        name = "proximal" if command.which == "policy" else "reference"
         table = read_table(self.store, command.table, COLUMNS["rollout"])
         sequences = read_sequences(table)
-        scored = reference_table(table["sample_id"], sequences, self._score(sequences, command.which))
-        return Tables(tables={"reference": write_table(self.store, command.prefix, "reference", scored)})
+        scored = logprobs_table(name, table["sample_id"], sequences, self._score(sequences, command.which))
+        return Tables(tables={name: write_table(self.store, command.prefix, name, scored)})
 
     def publish(self, command: Write) -> Written:
         """Write the policy as a Hugging Face folder, with the tokenizer it was loaded with."""
@@ -153,6 +158,7 @@ class Trainer:
             plan = make_plan(batch, self.settings, command.iteration, self.backend.world)
         else:
             plan = recorded_plan(batch, self._read({"train_samples": command.plan})["train_samples"])
+            settings = replace(settings, max_logprob_gap=math.inf)  # it is history: the threshold of then has passed it
         return Learner(self.backend, settings, batch, plan)
 
     def _batch(self, command: Train) -> Batch:
