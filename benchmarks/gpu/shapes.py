@@ -173,7 +173,9 @@ def main() -> None:
         started, words = time.perf_counter(), SHAPES[name].words
         learnt.setdefault(words, learn_tokenizer(words))
         make_shape(name, arguments.folder / name, learnt[words])
-        print(f"{arguments.folder / name}: {SHAPES[name].parameters / 1e6:.0f} M, {time.perf_counter() - started:.1f} s")
+        print(
+            f"{arguments.folder / name}: {SHAPES[name].parameters / 1e6:.0f} M, {time.perf_counter() - started:.1f} s"
+        )
 
 
 if __name__ == "__main__":
