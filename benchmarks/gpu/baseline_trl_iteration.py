@@ -1,0 +1,71 @@
+"""Whole GRPO iterations of TRL's GRPOTrainer with transformers generation: seconds each.
+
+    python -m benchmarks.gpu.baseline_trl_iteration SHAPE --model FOLDER --prompts PROMPTS.jsonl
+
+32 prompts × 8 completions of 512 tokens unless told otherwise. vLLM, TRL's usual generator, is not used. Random
+weights hardly ever end a completion by themselves, and a batch is decoded to its longest, so lengths are fixed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.prompts import read_prompts
+from benchmarks.gpu.results import add_results_option, record
+from benchmarks.gpu.shapes import SHAPES
+from benchmarks.gpu.trl_trainer import make_trainer, micro_batch
+
+
+def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of the iterations after the first, and what of them was generation."""
+    prompts = read_prompts(arguments.prompts)[: arguments.groups]
+    samples = len(prompts) * arguments.size
+    micro = micro_batch(arguments.micro_batch, samples)
+    with tempfile.TemporaryDirectory() as output:
+        trainer = make_trainer(
+            arguments.model,
+            prompts,
+            arguments.size,
+            arguments.new_tokens,
+            micro,
+            arguments.steps,
+            Path(output),
+            use_liger_kernel=torch.cuda.is_available(),
+            generation_kwargs={"min_new_tokens": arguments.new_tokens},
+        )
+        trainer.train()
+    return {
+        "shape": arguments.shape,
+        "samples": samples,
+        "new_tokens": arguments.new_tokens,
+        "micro_batch": micro,
+        "iteration_seconds": round(statistics.median(trainer.timer.seconds[1:]), 3),
+        "rollout_seconds": round(statistics.median(trainer.generation_seconds[1:]), 3),
+        "all_iterations": [round(t, 3) for t in trainer.timer.seconds],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--model", type=Path, required=True, help="the shape's folder")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSONL with a prompt a line")
+    parser.add_argument("--groups", type=int, default=32, help="prompts")
+    parser.add_argument("--size", type=int, default=8, help="completions a prompt")
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--micro-batch", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=3, help="iterations; the first is left out")
+    add_results_option(parser)
+    arguments = parser.parse_args()
+    torch.set_float32_matmul_precision("high")
+    record(arguments.results, "trl_iteration", **measured(arguments))
+
+
+if __name__ == "__main__":
+    main()
