@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from threading import Thread
+from typing import Any, Final
 
 import torch
 from pydantic import ValidationError
@@ -22,7 +22,9 @@ from starlette.routing import Route
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer.commands import Command, Load, Logprobs, Message, Send, Train, Write
-from areal_tasks.engines.trainer.fencing import Refused
+from areal_tasks.engines.trainer.fencing import Fence, Refused
+from areal_tasks.engines.trainer.group import Group, GroupBroken
+from areal_tasks.engines.trainer.ranks import cpu_threads, end_group
 from areal_tasks.engines.trainer.service import Trainer
 from schemas.errors import UserError
 
@@ -30,56 +32,94 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 log = logging.getLogger(__name__)
 
 
-def make_app(spec: ServiceSpec) -> Starlette:
-    """The trainer that `spec` describes, with nothing loaded."""
-    trainer = Trainer(spec)
-    queue = _Queue(spec.recipe.get("trainer", {}).get("threads", 0) or os.cpu_count() or 1)
+#: The commands: each is the method of `Trainer` of that name, and takes this body.
+COMMANDS: Final[Mapping[str, type[Command]]] = {
+    "load": Load,
+    "train": Train,
+    "logprobs": Logprobs,
+    "publish": Write,
+    "send": Send,
+    "checkpoint": Write,
+}
+
+
+def make_app(spec: ServiceSpec, group: Group | None = None) -> Starlette:
+    """The trainer that `spec` describes, with nothing loaded. With a `group`, this is its rank 0."""
+    desk = _Desk(Trainer(spec, group))
 
     async def health(_request: Request) -> Response:
-        return _json(trainer.health(queue.busy))
+        return _json(desk.trainer.health(desk.waiting > 0))
 
-    commands: list[tuple[str, type[Command], Callable[[Any], Message]]] = [
-        ("load", Load, trainer.load),
-        ("train", Train, trainer.train),
-        ("logprobs", Logprobs, trainer.logprobs),
-        ("publish", Write, trainer.publish),
-        ("send", Send, trainer.send),
-        ("checkpoint", Write, trainer.checkpoint),
-    ]
-    routes = [
-        Route(f"/{name}", _endpoint(trainer, queue, kind, obey), methods=["POST"]) for name, kind, obey in commands
-    ]
+    routes = [Route(f"/{name}", _endpoint(desk, name), methods=["POST"]) for name in COMMANDS]
     return Starlette(routes=[Route("/health", health), *routes])
 
 
-class _Queue:
-    """Commands, one at a time, all in one thread (torch keeps a thread pool for every thread that calls it).
+def follow(spec: ServiceSpec, group: Group) -> None:
+    """On the other ranks of `group`: obey what rank 0 is told.
 
-    The size of that pool is set by the thread itself: bits depend on it, and other threads' settings do not reach it.
+    Raises:
+        GroupBroken: this process must end.
+    """
+    trainer = Trainer(spec, group)
+    torch.set_num_threads(cpu_threads(trainer.settings.trainer))
+    while True:
+        group.follow(lambda text: _obey(trainer, text), trainer.state)
+
+
+def _obey(trainer: Trainer, text: str) -> Message:
+    name, _, body = text.partition(" ")
+    return _method(trainer, name)(COMMANDS[name].model_validate_json(body))
+
+
+def _method(trainer: Trainer, name: str) -> Callable[[Command], Message]:
+    method: Callable[[Command], Message] = getattr(trainer, name)
+    return method
+
+
+class _Desk:
+    """Takes commands and lets the trainer run them one at a time, all in one thread, in the order they came.
+
+    One thread, because torch keeps a thread pool for each that calls it. The size of that pool is set by the thread
+    itself: bits depend on it, and other threads' settings do not reach it.
     """
 
-    def __init__(self, threads: int) -> None:
-        self.thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (threads,))
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.group = trainer.group
+        self.gate: Fence[None] = Fence()
+        self.gate.admit(trainer.fence.owner)
+        self.thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (cpu_threads(trainer.settings.trainer),))
         self.waiting = 0
 
-    @property
-    def busy(self) -> bool:
-        return self.waiting > 0
-
-    async def run(self, work: Callable[[], Message]) -> Message:
+    async def run(self, name: str, command: Command) -> Message:
+        """The answer to `command`. Raises Refused at once for a superseded owner, also while others wait."""
+        self.gate.admit(command.owner)
         self.waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.thread, work)
+            work = asyncio.get_running_loop().run_in_executor(self.thread, self._obey, name, command)
+            broken = asyncio.wrap_future(self.group.broken)
+            both: set[asyncio.Future[Any]] = {work, broken}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if broken.done():
+                raise GroupBroken(broken.result())
+            return await work
         finally:
             self.waiting -= 1
 
+    def _obey(self, name: str, command: Command) -> Message:
+        self.gate.admit(command.owner)  # again: what a lower owner has queued is refused too, and on all ranks
+        text = f"{name} {command.model_dump_json()}"
+        try:
+            return self.group.lead(text, lambda: _method(self.trainer, name)(command), self.trainer.state)
+        except GroupBroken as error:
+            Thread(target=end_group, args=(self.group, str(error)), daemon=True).start()
+            raise
 
-def _endpoint(trainer: Trainer, queue: _Queue, kind: type[Command], obey: Callable[[Any], Message]) -> Endpoint:
+
+def _endpoint(desk: _Desk, name: str) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         try:
-            command = kind.model_validate_json(await request.body())
-            trainer.fence.admit(command.owner)  # at once, so that what a lower owner has queued is refused too
-            return _json(await queue.run(lambda: obey(command)))
+            return _json(await desk.run(name, COMMANDS[name].model_validate_json(await request.body())))
         except Exception as error:
             return _failure(error)
 

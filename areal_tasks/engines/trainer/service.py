@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 import pyarrow as pa
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from areal_tasks.data.batching import Sequences, make_layout, micro_batches
 from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.trainer.backend import Backend, Progress, Which
+from areal_tasks.engines.trainer.backend import Backend, Progress, TokenStats, Which
 from areal_tasks.engines.trainer.commands import (
     Health,
     Load,
@@ -31,7 +33,9 @@ from areal_tasks.engines.trainer.commands import (
     Written,
 )
 from areal_tasks.engines.trainer.fencing import Fence, Refused
-from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan, recorded_plan
+from areal_tasks.engines.trainer.fsdp2 import Fsdp2Backend
+from areal_tasks.engines.trainer.group import Group
+from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan, recorded_plan, shared_out
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.rows import COLUMNS, Batch, grpo_batch, logprobs_table, read_sequences, sft_batch
 from areal_tasks.engines.trainer.settings import Settings, read_settings
@@ -43,16 +47,29 @@ from areal_tasks.store.shards import read_table, write_table
 from schemas.errors import UserError
 from schemas.manifest import TableRef, WeightsRef
 
+_NONE: Final = torch.zeros(0, dtype=torch.int64)
+
 
 def make_backend(settings: Settings) -> Backend:
-    """The backend that the recipe names.
+    """The backend that the recipe names, as a rank of the process group that this process has joined.
 
     Raises:
-        UserError: it is not available.
+        UserError: DeepSpeed is not installed.
     """
-    if settings.trainer.backend != "local":
-        raise UserError(f"trainer.backend={settings.trainer.backend} is not available; set trainer.backend=local")
+    if settings.trainer.backend == "fsdp2":
+        return Fsdp2Backend(settings.trainer, settings.model)
+    if settings.trainer.backend == "deepspeed":
+        return _deepspeed(settings)
     return LocalBackend(settings.trainer, settings.model)
+
+
+def _deepspeed(settings: Settings) -> Backend:
+    """DeepSpeed is optional, and imported only where it is asked for."""
+    try:
+        from areal_tasks.engines.trainer.deepspeed_backend import DeepSpeedBackend
+    except ModuleNotFoundError as error:
+        raise UserError(f"trainer.backend: deepspeed needs {error.name}; pip install 'arealflow[deepspeed]'") from error
+    return DeepSpeedBackend(settings.trainer, settings.model)
 
 
 @dataclass
@@ -66,14 +83,16 @@ class Change:
 class Trainer:
     """The state behind the commands. Not for several threads at once: `app` runs one command at a time."""
 
-    def __init__(self, spec: ServiceSpec) -> None:
+    def __init__(self, spec: ServiceSpec, group: Group | None = None) -> None:
+        self.group = group or Group()
         self.store: Store = open_store(spec.store_url)
         self.settings: Settings = read_settings(spec.recipe)
         self.backend = make_backend(self.settings)
         self.fence: Fence[Change] = Fence()
         self.fence.admit(spec.owner)
         self.progress = Progress()
-        self.scratch = tempfile.TemporaryDirectory(prefix="areal-trainer-")
+        self._own_scratch = tempfile.TemporaryDirectory(prefix="areal-trainer-")
+        self.scratch = Path(self.group.from_first(lambda: self._own_scratch.name))  # one for all ranks
         self.weights: Path | None = None  # the folder last loaded; its tokenizer goes with new weights
         self.initial = spec.weights
         self.has_reference = False
@@ -106,7 +125,7 @@ class Trainer:
             self.fence.expect(command.version)
             learner = self._learner(command)
             done = self.fence.change(command.version, command.digest, lambda: self._learn(learner, command.version))
-        if command.prefix is not None and not done.tables:
+        if command.prefix is not None and not done.tables and self.group.rank == 0:
             done.tables = self._write_tables(command.prefix, done.learned)
         return Trained(version=command.version + 1, tables=done.tables, metrics=done.learned.metrics)
 
@@ -124,6 +143,8 @@ class Trainer:
         table = read_table(self.store, command.table, COLUMNS["rollout"])
         sequences = read_sequences(table)
         scored = logprobs_table(name, table["sample_id"], sequences, self._score(sequences, command.which))
+        if self.group.rank > 0:
+            return Tables(tables={})
         return Tables(tables={name: write_table(self.store, command.prefix, name, scored)})
 
     def publish(self, command: Write) -> Written:
@@ -143,6 +164,10 @@ class Trainer:
     def checkpoint(self, command: Write) -> Written:
         """Write everything that training goes on from. Nothing is visible until the caller commits the files."""
         return self._written(command, lambda folder: self.backend.save_checkpoint(folder, self.progress))
+
+    def state(self) -> str:
+        """What all ranks must agree on after a command."""
+        return f"version {self.fence.version}, step {self.progress.step}, owner {self.fence.owner}"
 
     def health(self, busy: bool) -> Health:
         """Where the trainer stands. Safe while a command runs."""
@@ -178,13 +203,16 @@ class Trainer:
         return {name: write_table(self.store, prefix, name, table) for name, table in tables.items()}
 
     def _score(self, sequences: Sequences, which: Which) -> Float[Tensor, " N"]:
-        """Logprobs of the counted tokens, 0 elsewhere."""
-        kind = self.settings.trainer.layout
-        micro = micro_batches(sequences.lengths, self.settings.trainer.micro_batch_tokens, kind)
+        """Logprobs of the counted tokens, 0 elsewhere. Each rank scores its share of the passes."""
+        kind, world = self.settings.trainer.layout, self.backend.world
+        micro = micro_batches(sequences.lengths, self.settings.trainer.micro_batch_tokens, kind, world)
+        passes = [make_layout(sequences, torch.nonzero(micro == n)[:, 0], kind) for n in torch.unique(micro).tolist()]
+        mine = shared_out(passes, self.backend.rank, world, sequences)
+        scores = [self.backend.score(layout, self.settings.temperature, which).logprobs for layout in mine]
+        share = TokenStats(torch.cat([*scores, torch.zeros(0)])[None], torch.cat([*(m.where for m in mine), _NONE]))
+        whole = self.backend.gather(share)
         found = torch.zeros(len(sequences.input_ids))
-        for number in torch.unique(micro).tolist():
-            layout = make_layout(sequences, torch.nonzero(micro == number)[:, 0], kind)
-            found[layout.where] = self.backend.score(layout, self.settings.temperature, which).logprobs
+        found[whole.samples] = whole.values[0]
         return found
 
     def _need_reference(self) -> None:
@@ -200,12 +228,16 @@ class Trainer:
         self.fence.admit(command.owner)
         self.fence.expect(command.version)
         started = time.perf_counter()
-        with tempfile.TemporaryDirectory(dir=self.scratch.name) as temporary:
-            folder = self.store.local(command.prefix) or Path(temporary)
-            folder.mkdir(parents=True, exist_ok=True)
+        with self._folder(command.prefix) as folder:
             save(folder)
-            files = upload(self.store, command.prefix, folder)
+            files = upload(self.store, command.prefix, folder) if self.group.rank == 0 else ()
         return Written(files=files, seconds=time.perf_counter() - started)
+
+    @contextmanager
+    def _folder(self, prefix: str) -> Iterator[Path]:
+        """The same empty folder for all ranks: the store's own where that is on this disk."""
+        with tempfile.TemporaryDirectory(dir=self.scratch) as temporary:
+            yield Path(self.group.from_first(lambda: _made(self.store.local(prefix) or Path(temporary))))
 
     def _save_folder(self, folder: Path) -> None:
         snapshot = self._snapshot()
@@ -221,7 +253,15 @@ class Trainer:
         return self.snapshot
 
     def _fetch(self, ref: WeightsRef) -> Path:
-        """The files of `ref` in one local folder."""
-        into = Path(self.scratch.name) / f"{ref.digest[:16]}-{ref.version}"
+        """The files of `ref` in one local folder, fetched by rank 0 for all."""
+        return Path(self.group.from_first(lambda: str(self._materialise(ref))))
+
+    def _materialise(self, ref: WeightsRef) -> Path:
+        into = self.scratch / f"{ref.digest[:16]}-{ref.version}"
         into.mkdir(exist_ok=True)
         return materialise(self.store, read_weights(self.store, ref).files, into)
+
+
+def _made(folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder)

@@ -1,0 +1,148 @@
+"""The `fsdp2` backend: weights, gradients and optimizer state split over the ranks (torch's fully_shard)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from areal_tasks.data.batching import Layout
+from areal_tasks.engines.trainer import checkpoint
+from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, TokenStats, Which
+from areal_tasks.engines.trainer.forward import move, to_device
+from areal_tasks.engines.trainer.optimizer import make_optimizer, step_at
+from areal_tasks.engines.trainer.policy import Policy, load_policy
+from areal_tasks.engines.trainer.process_group import gather_stats, ranks_here
+from schemas.recipe.sections import Model, Trainer
+
+#: Whole weights and gradients may stay on a GPU between the passes of a minibatch while they need less than this of it.
+ROOMY: Final = 0.2
+
+
+class Fsdp2Backend:
+    """This rank's share of policy, optimizer and frozen reference."""
+
+    def __init__(self, settings: Trainer, model: Model) -> None:
+        self.settings = settings
+        self.model_settings = model
+        self.rank, self.world, self.device = ranks_here()
+        self.mesh = init_device_mesh(self.device.type, (self.world,))
+        self.models: dict[Which, Policy] = {}
+        self.optimizer: torch.optim.Optimizer
+        self.roomy = False
+
+    def load(self, weights: Path, seed: int) -> None:
+        torch.manual_seed(seed)
+        policy = load_policy(weights, self.settings, self.model_settings, self.device)
+        self.roomy = self._is_roomy(policy)
+        self.models["policy"] = self._sharded(policy)
+        self.optimizer = make_optimizer(self.models["policy"].parameters(), self.settings)
+
+    def load_reference(self, weights: Path) -> None:
+        reference = load_policy(weights, self.settings, self.model_settings, self.device)
+        self.models["reference"] = self._sharded(reference.requires_grad_(False))
+
+    def learn(
+        self, layout: Layout, weights: Float[Tensor, " T"], loss: TokenLoss, temperature: float, last: bool
+    ) -> Float[Tensor, "K T"]:
+        self._between_passes(last)
+        policy = self.models["policy"]
+        total, values = policy(to_device(layout, self.device), temperature, move(weights, self.device), loss)
+        total.backward()
+        return cast(Tensor, values)
+
+    @torch.no_grad()
+    def score(self, layout: Layout, temperature: float, which: Which) -> Scores:
+        scores = self.models[which](to_device(layout, self.device), temperature)
+        _reshard(self.models[which])  # whole weights would outlive the next change of their shards
+        return Scores(*(tensor.cpu() for tensor in scores))
+
+    def step(self, lr: float, wanted: bool) -> float:
+        norm = clip_shards(list(self.models["policy"].parameters()), self.settings.max_grad_norm)
+        if wanted and norm < float("inf"):  # false for NaN too
+            step_at(self.optimizer, lr)
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def gather(self, stats: TokenStats) -> TokenStats:
+        return gather_stats(stats)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        published = torch.bfloat16 if self.model_settings.dtype == "bfloat16" else torch.float32
+        for name, shard in self.models["policy"].model.named_parameters():
+            yield name, whole(shard.detach().to(published)).to(self.device)
+
+    def save_checkpoint(self, folder: Path, progress: Progress) -> None:
+        checkpoint.save_state(folder, self.models["policy"].model, self.optimizer, progress)
+
+    def load_checkpoint(self, folder: Path) -> Progress:
+        return checkpoint.load_state(folder, self.models["policy"].model, self.optimizer)
+
+    def _sharded(self, policy: Policy) -> Policy:
+        """Split each decoder layer, then what is left: embeddings, norm and head, which stay whole in a pass."""
+        compute = torch.bfloat16 if self.model_settings.dtype == "bfloat16" else None
+        options: dict[str, Any] = {
+            "mesh": self.mesh,
+            "reshard_after_forward": self.world > 1,
+            "mp_policy": MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False),
+            "offload_policy": self._offload(),
+        }
+        for layer in decoder_layers(policy):
+            fully_shard(layer, **options)
+        fully_shard(policy, **options)
+        for module in _parts(policy):
+            module.set_gradient_divide_factor(1.0)  # losses are weighted over all ranks: gradients add up
+            module.set_force_sum_reduction_for_comms(True)
+        return policy
+
+    def _offload(self) -> OffloadPolicy:
+        if self.settings.cpu_offload and self.device.type == "cuda":
+            return CPUOffloadPolicy(pin_memory=True)
+        return OffloadPolicy()
+
+    def _between_passes(self, last: bool) -> None:
+        """Where there is room, gradients are summed over ranks (and weights split again) in the last pass only."""
+        policy = cast(FSDPModule, self.models["policy"])
+        policy.set_requires_gradient_sync(last or not self.roomy)
+        policy.set_reshard_after_backward(last or not self.roomy)
+
+    def _is_roomy(self, policy: Policy) -> bool:
+        if self.device.type == "cpu" or self.settings.cpu_offload:
+            return self.device.type == "cpu"
+        held = sum(p.numel() * 6 for p in policy.parameters())  # gradients in fp32, weights in bf16
+        return held < ROOMY * torch.cuda.get_device_properties(self.device).total_memory
+
+
+def decoder_layers(policy: Policy) -> list[nn.Module]:
+    """The transformer's layers: what Hugging Face says must stay together."""
+    names = set(policy.model._no_split_modules or ())
+    return [module for module in policy.model.modules() if type(module).__name__ in names]
+
+
+def clip_shards(parameters: list[Tensor], max_norm: float) -> float:
+    """Scale split gradients down to the global L2 norm `max_norm`; returns what it was, perhaps NaN or inf."""
+    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    clip_grads_with_norm_(parameters, max_norm, norm)
+    return float(whole(norm))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor behind a share of it; every rank takes part."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _parts(policy: Policy) -> list[FSDPModule]:
+    return [module for module in policy.modules() if isinstance(module, FSDPModule)]
+
+
+def _reshard(policy: Policy) -> None:
+    for module in _parts(policy):
+        module.reshard()

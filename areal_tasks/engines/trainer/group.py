@@ -1,0 +1,186 @@
+"""Several ranks that act as one trainer: each command is given to all of them, and they agree on what came of it.
+
+Commands and outcomes travel through the group's key-value store, not through collectives: a rank that has failed alone
+can then still say so, while the others are stuck in a collective that it will never join. What the ranks cannot agree
+on ends the whole group (`GroupBroken`), and the supervisor starts a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Final, TypeVar
+
+from torch.distributed import Store
+
+from areal_tasks.engines.trainer.fencing import Refused
+from schemas.errors import UserError
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+#: How long a rank that failed waits for the others to come to the same end.
+GRACE_SECONDS: Final = 20.0
+_FOREVER: Final = timedelta(days=20)
+
+
+class GroupBroken(Exception):
+    """A rank failed alone, or the ranks no longer hold the same: none of them can go on."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command came to on one rank: the state it left there, and the error if there was one."""
+
+    rank: int
+    state: str
+    error: str = ""
+    harmless: bool = True  # the error leaves rank and collectives as sound as they were
+
+
+def disagreement(outcomes: Sequence[Outcome]) -> str | None:
+    """Why ranks with these outcomes cannot go on together; none if they can."""
+    broken = [f"rank {o.rank}: {o.error}" for o in outcomes if not o.harmless]
+    if broken:
+        return "; ".join(broken)
+    if len({o.state for o in outcomes}) > 1:
+        return "the ranks differ: " + "; ".join(f"rank {o.rank} holds {o.state} {o.error}".rstrip() for o in outcomes)
+    return None
+
+
+class Group:
+    """This process's place among the ranks. Without a store it is the only one, and nothing is exchanged.
+
+    All ranks make the same calls in the same order. `survived` are errors that a single trainer survives too.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        world: int = 1,
+        store: Store | None = None,
+        survived: tuple[type[Exception], ...] = (UserError, Refused),
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> None:
+        self.rank = rank
+        self.world = world
+        self.store = store
+        self.survived = survived
+        self.grace = timedelta(seconds=grace_seconds)
+        self.broken: Future[str] = Future()  # why the group must end; set once, and then this process ends
+        self._command = 0
+        self._shared = 0
+        self._posted: list[str] = []  # keys of this command, and of the one before
+        self._stale: list[str] = []
+
+    def lead(self, command: str, work: Callable[[], T], state: Callable[[], str]) -> T:
+        """On rank 0: let every rank do `command`, which is `work` here. Returns when all have done it.
+
+        Raises:
+            GroupBroken: the ranks disagree; the process must end.
+            Exception: what `work` raised here, or a UserError for what it raised elsewhere.
+        """
+        if self.store is None:
+            return work()
+        self._begin()
+        self._post(f"command/{self._command}", command)
+        return self._agreed(work, state)
+
+    def follow(self, obey: Callable[[str], object], state: Callable[[], str]) -> None:
+        """On the other ranks: wait for the next command of rank 0, do it, and agree. GroupBroken as in `lead`."""
+        assert self.store is not None
+        self._begin()
+        self.store.wait([f"command/{self._command}"], _FOREVER)
+        command = self.store.get(f"command/{self._command}").decode()
+        try:
+            self._agreed(lambda: obey(command), state)
+        except self.survived as error:
+            log.info("rank %d: %s", self.rank, error)  # rank 0 answers with it
+
+    def from_first(self, work: Callable[[], str]) -> str:
+        """Rank 0 does `work`; every rank returns its text, or raises its UserError."""
+        if self.store is None:
+            return work()
+        self._shared += 1
+        key = f"shared/{self._command}/{self._shared}"
+        if self.rank == 0:
+            self._post(key, json.dumps(_attempt(work)))
+        self.store.wait([key], _FOREVER)
+        found: dict[str, str] = json.loads(self.store.get(key))
+        if "error" in found:
+            raise UserError(found["error"])
+        return found["text"]
+
+    def last_words(self, rank: int) -> str:
+        """What `rank` said of the command under way, if it has ended it."""
+        key = f"outcome/{self._command}/{rank}"
+        if self.store is None or not self.store.check([key]):
+            return ""
+        return Outcome(**json.loads(self.store.get(key))).error
+
+    def _begin(self) -> None:
+        self._command += 1
+        self._shared = 0
+        self._stale, self._posted = self._posted, []
+
+    def _post(self, key: str, value: str) -> None:
+        assert self.store is not None
+        self.store.set(key, value)
+        self._posted.append(key)
+
+    def _agreed(self, work: Callable[[], T], state: Callable[[], str]) -> T:
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+            log.log(
+                logging.INFO if self._survives(error) else logging.ERROR, "rank %d failed", self.rank, exc_info=error
+            )
+        self._settle(Outcome(self.rank, state(), _text(error), self._survives(error)))
+        if error is not None:
+            raise error
+        return result
+
+    def _survives(self, error: Exception | None) -> bool:
+        return error is None or isinstance(error, self.survived)
+
+    def _settle(self, mine: Outcome) -> None:
+        """Exchange outcomes. Raises GroupBroken, or a UserError where only other ranks have failed."""
+        outcomes = self._exchange(mine)
+        problem = disagreement(outcomes)
+        if problem is not None:
+            raise GroupBroken(problem)
+        failed = [o for o in outcomes if o.error]
+        if failed and not mine.error:
+            raise UserError(f"rank {failed[0].rank}: {failed[0].error}")
+
+    def _exchange(self, mine: Outcome) -> list[Outcome]:
+        assert self.store is not None
+        keys = [f"outcome/{self._command}/{rank}" for rank in range(self.world)]
+        self._post(keys[self.rank], json.dumps(asdict(mine)))
+        try:
+            self.store.wait(keys, self.grace if mine.error else _FOREVER)
+        except RuntimeError as error:  # torch's DistStoreError: a failed rank waits for the others in vain
+            raise GroupBroken(f"rank {self.rank}: {mine.error}") from error
+        found = [Outcome(**json.loads(self.store.get(key))) for key in keys]
+        for key in self._stale:  # all have ended this command, so they have read what was posted for the last
+            self.store.delete_key(key)
+        return found
+
+
+def _attempt(work: Callable[[], str]) -> dict[str, str]:
+    try:
+        return {"text": work()}
+    except UserError as error:
+        return {"error": str(error)}
+
+
+def _text(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, (UserError, Refused)) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,76 @@
+"""The process group of a trainer: gloo between CPUs; NCCL between GPUs, beside gloo for what lies on the host."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal_tasks.engines.trainer.backend import TokenStats
+from schemas.errors import UserError
+
+#: A collective that waits longer has lost a rank that looks alive.
+TIMEOUT: Final = timedelta(minutes=30)
+
+
+def rank_device(local_rank: int, world: int) -> torch.device:
+    """The GPU of a rank, among those that this process may see; the CPU where there is none.
+
+    Raises:
+        UserError: there are fewer GPUs than ranks.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if torch.cuda.device_count() < world:
+        raise UserError(
+            f"trainer.ranks: {world} ranks need a GPU each, but {torch.cuda.device_count()} can be seen here; "
+            "lower trainer.ranks or change trainer.gpus"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def meet(rank: int, world: int, store: dist.Store, device: torch.device) -> None:
+    """Make this process rank `rank` of `world`, all on this machine; returns when all are there."""
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would look up the host's name, and listen to the world
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=TIMEOUT,
+        device_id=device if on_gpu else None,
+    )
+
+
+def ranks_here() -> tuple[int, int, torch.device]:
+    """This process's rank, their number and its device. One that has met nobody becomes a group of its own."""
+    if not dist.is_initialized():
+        meet(0, 1, dist.HashStore(), rank_device(0, 1))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return rank, world, rank_device(rank, world)
+
+
+def gather_stats(stats: TokenStats) -> TokenStats:
+    """The statistics of all ranks in their order, on the CPU."""
+    return TokenStats(_gather_columns(stats.values.cpu()), _gather_columns(stats.samples.cpu()[None])[0])
+
+
+def _gather_columns(mine: Tensor) -> Tensor:
+    """Matrices of equal height from all ranks, side by side."""
+    if dist.get_world_size() == 1:
+        return mine
+    widths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(widths, torch.tensor([mine.shape[1]]))
+    widest = max(int(w) for w in widths)
+    padded = [mine.new_zeros(mine.shape[0], widest) for _ in widths]
+    dist.all_gather(padded, torch.nn.functional.pad(mine, (0, widest - mine.shape[1])))
+    return torch.cat([part[:, : int(width)] for part, width in zip(padded, widths, strict=True)], 1)
