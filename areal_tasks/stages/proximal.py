@@ -23,6 +23,7 @@ def proximal(recipe: RlhfRecipe) -> Stage:
         writes=("proximal",),
         fields=("rollout.temperature", "model", "trainer.layout", "trainer.micro_batch_tokens", "trainer.backend"),
         carries=("policy",),
+        after=("reference",),  # the same trainer: who restores it must not be disturbed
     )
 
 

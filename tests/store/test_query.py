@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from store_builders import STAGES, build, commit_stage, iteration_commit, manifest, recipe, table
 
@@ -49,6 +51,36 @@ def test_samples_joins_scalars_and_texts(store: Store) -> None:
     columns = [scalars["sample_id"], scalars["reward"], scalars["kept"], rollout["completion"], verify["parsed"]]
     expected = list(zip(*(column.to_pylist() for column in columns), strict=True))
     assert sorted(rows) == sorted(expected)
+
+
+def test_tables_from_before_a_column_are_read_beside_those_that_have_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added = {"train_steps": "logprob_gap_mean", "train_samples": "sample_logprob_gap", "scalars": "sample_logprob_gap"}
+    run = open_run(store, "run", "rlhf", recipe())
+    with monkeypatch.context() as patch:
+        for name, column in added.items():
+            patch.setitem(TABLES, name, pa.schema([f for f in TABLES[name] if f.name != column]))
+        build(run, [0])
+    build(run, [1])
+    gaps = table("train_steps", iteration=1)["logprob_gap_mean"].to_pylist()
+    found = ask(store, "SELECT iteration, count(*), count(logprob_gap_mean) FROM train_steps GROUP BY 1 ORDER BY 1")
+    assert found == [(0, ROWS, 0), (1, ROWS, ROWS)]
+    assert ask(store, "SELECT max(logprob_gap_mean) FROM train_steps") == [(max(gaps),)]
+    query = "SELECT iteration, count(*), count(sample_logprob_gap) FROM samples GROUP BY 1 ORDER BY 1"
+    assert ask(store, query) == [(0, ROWS, 0), (1, ROWS, ROWS)]
+
+
+def test_a_gap_that_nobody_measured_does_not_spoil_the_mean_of_the_others(local_store: Store) -> None:
+    run = open_run(local_store, "run", "rlhf", recipe())
+    rows = table("scalars")
+    at = rows.schema.get_field_index("sample_logprob_gap")
+    gaps = pa.array([math.nan, 0.5, *[0.25] * (ROWS - 2)], pa.float32())
+    made = {"rollout": table("rollout"), "scalars": rows.set_column(at, rows.schema.field(at), gaps)}
+    refs = [commit_stage(local_store, manifest(local_store, "run", 0, name, {name: t})) for name, t in made.items()]
+    run.commit_iteration(iteration_commit(run, 0, refs))
+    [(known, mean)] = ask(local_store, "SELECT count(sample_logprob_gap), avg(sample_logprob_gap) FROM samples")
+    assert known == ROWS - 1 and mean == (0.5 + 0.25 * (ROWS - 2)) / (ROWS - 1)
 
 
 def test_tokens_has_a_row_for_every_token(store: Store) -> None:
