@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -44,6 +45,8 @@ class ServiceSpec(BaseModel):
     owner: int
     recipe: dict[str, Any]
     weights: WeightsRef | None = None
+    gpus: tuple[str, ...] = ()  # those it may use, as CUDA_VISIBLE_DEVICES names them; empty: nothing is assigned
+    gpu_users: int = 1  # services that share its most crowded GPU, itself included
 
 
 def read_spec() -> ServiceSpec:
@@ -51,33 +54,39 @@ def read_spec() -> ServiceSpec:
     return ServiceSpec.model_validate_json(os.environ[SPEC])
 
 
-def watch_lifeline() -> None:
-    """Kill this process group when the lifeline pipe reaches end-of-file. Does nothing without a lifeline."""
+def watch_lifeline(before_death: Callable[[], object] = lambda: None) -> None:
+    """Kill this process group when the lifeline pipe reaches end-of-file. Does nothing without a lifeline.
+
+    `before_death` ends what the service has started outside its group.
+    """
     fd = os.environ.get(LIFELINE)
     if fd is not None:
-        threading.Thread(target=_die_at_eof, args=(int(fd),), name="lifeline", daemon=True).start()
+        threading.Thread(target=_die_at_eof, args=(int(fd), before_death), name="lifeline", daemon=True).start()
 
 
-def _die_at_eof(fd: int) -> None:
+def _die_at_eof(fd: int, before_death: Callable[[], object]) -> None:
     while os.read(fd, 1):
         pass
+    before_death()
     if SCRATCH in os.environ:
         shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
 class BearerAuth:
-    """ASGI middleware: refuses every request that does not carry the service's token."""
+    """ASGI middleware: refuses every request and every websocket that does not carry the service's token."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self.app = app
         self.expected = f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._allowed(scope):
+        if scope["type"] == "lifespan" or self._allowed(scope):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
             await JSONResponse({"error": "missing or wrong bearer token"}, status_code=401)(scope, receive, send)
-            return
-        await self.app(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
 
     def _allowed(self, scope: Scope) -> bool:
         given = dict(scope["headers"]).get(b"authorization", b"")
@@ -92,7 +101,7 @@ def make_server(
     listener = socket.create_server((host, 0), backlog=512)
     # asyncio sets this only on sockets that name their protocol; without it every answer waits 40 ms for an ACK
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    _register(spec, f"http://{host}:{listener.getsockname()[1]}")
+    register(spec, f"http://{host}:{listener.getsockname()[1]}")
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_keep_alive=120, timeout_graceful_shutdown=2
     )
@@ -106,7 +115,8 @@ def serve(app: Starlette, spec: ServiceSpec) -> None:
         server.run(sockets=[listener])
 
 
-def _register(spec: ServiceSpec, url: str) -> None:
+def register(spec: ServiceSpec, url: str) -> None:
+    """Say in the store that the service listens at `url`: from here on it is ready."""
     record = ServiceRecord(
         name=spec.name,
         restart=spec.restart,

@@ -66,8 +66,10 @@ class LocalLauncher:
 
     def _environment(self, job: Job, scratch: Path) -> dict[str, str]:
         threads = str(job.threads or os.cpu_count() or 1)
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(job.spec.gpus)} if job.spec.gpus else {}
         return {
             **os.environ,
+            **gpus,
             SPEC: job.spec.model_dump_json(),
             TOKEN: job.token,
             LIFELINE: str(self.read_end),

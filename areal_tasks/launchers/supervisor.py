@@ -6,11 +6,12 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areal_tasks.engines.service import ServiceSpec
+from areal_tasks.launchers.advice import advice
 from areal_tasks.launchers.inline import InlineLauncher
 from areal_tasks.launchers.local import LocalLauncher
 from areal_tasks.launchers.protocol import Handle, Job, Launcher
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 LAUNCHERS: dict[str, type[LocalLauncher] | type[InlineLauncher]] = {"local": LocalLauncher, "inline": InlineLauncher}
 POLL_SECONDS = 0.05
 LOG_LINES = 20
+SEARCHED_LINES = 2000
 
 
 @dataclass
@@ -78,6 +80,14 @@ class Supervisor:
                 if service.handle.exit_code() is not None:
                     self._restart(service, weights)
 
+    def end(self, urls: Collection[str]) -> None:
+        """Stop the services that listen at `urls`: they run but do not answer. `heal` starts them again."""
+        with self._healing:
+            for service in self.services.values():
+                if service.url in urls:
+                    log.warning("service %s at %s does not answer; ending it", service.job.spec.name, service.url)
+                    service.handle.stop()
+
     def _restart(self, service: Service, weights: WeightsRef | None) -> None:
         spec = service.job.spec
         if spec.restart >= self.settings.restarts:
@@ -115,6 +125,9 @@ class Supervisor:
         return self.logs / spec.run / f"{spec.name}-{spec.owner}-{spec.restart}.log"
 
     def _tail(self, service: Service) -> str:
+        """The log's last lines, then what can be done about the failure where the log tells its kind."""
         path = service.job.log
-        lines = path.read_text(errors="replace").splitlines()[-LOG_LINES:] if path.exists() else []
-        return "\n".join([f"Last lines of {path}:", *(f"  {line}" for line in lines or ["(nothing was written)"])])
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        shown = [f"Last lines of {path}:", *(f"  {line}" for line in lines[-LOG_LINES:] or ["(nothing was written)"])]
+        remedy = advice(service.job.spec.name, "\n".join(lines[-SEARCHED_LINES:]))
+        return "\n".join([*shown, remedy] if remedy else shown)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+from areal_tasks.engines.external import external_servers
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.workflows import load_workflow
 from schemas.errors import UserError
@@ -9,11 +12,18 @@ from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
 
 
 def check_engines(recipe: Recipe) -> None:
-    """Raise UserError if the recipe asks for an engine that this version does not have yet."""
-    if not isinstance(recipe, SftRecipe) and recipe.inference.engine != "embedded":
-        raise UserError(f"inference.engine: {recipe.inference.engine} is not built yet; use embedded")
+    """Raise UserError if the recipe asks for an engine that is not built yet, or not installed here."""
+    if not isinstance(recipe, SftRecipe) and recipe.inference.engine == "sglang" and not external_servers():
+        require_package("sglang", "inference.engine")
     if not isinstance(recipe, EvaluateRecipe) and recipe.trainer.backend != "local":
         raise UserError(f"trainer.backend: {recipe.trainer.backend} is not built yet; use local")
+
+
+def require_package(package: str, field: str) -> None:
+    """Raise UserError with the install command if an optional `package` is not there; does not import it."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:  # a mere folder of that name has no origin
+        raise UserError(f"{field}: {package} is not installed here; run: pip install 'arealflow[{package}]'")
 
 
 def check_code(recipe: Recipe) -> None:

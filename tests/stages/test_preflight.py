@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from areal_tasks.stages.preflight import check_engines
@@ -10,9 +12,16 @@ from schemas.recipe.load import load_recipe
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "evaluate-gsm8k"])
-def test_an_engine_that_is_not_built_is_named(name: str) -> None:
-    with pytest.raises(UserError, match=r"inference\.engine: sglang is not built yet; use embedded"):
+def test_an_engine_that_is_not_installed_is_named_with_the_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", None)  # not even where it is installed
+    with pytest.raises(UserError, match=r"inference\.engine: sglang is not installed here; run: pip install 'arealfl"):
         check_engines(load_recipe(name))
+
+
+def test_servers_that_run_elsewhere_need_no_engine_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", "10.0.0.5:30000")
+    check_engines(load_recipe("evaluate-gsm8k"))
 
 
 def test_a_backend_that_is_not_built_is_named() -> None:

@@ -1,0 +1,82 @@
+"""The command line and environment of one SGLang server, from the recipe. Pure functions (SGLang 0.5.17's flags)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from areal_tasks.engines.service import LIFELINE, SPEC, ServiceSpec
+from schemas.recipe.sections import Inference, Model
+
+#: SGLang keeps a few positions of its context: it takes prompts up to `context - 7` and ends at `context - 2`.
+CONTEXT_MARGIN: Final = 8
+SHARED_FRACTION: Final = 0.85  # of a shared GPU's memory, divided among its users where the recipe does not say
+
+#: Settings of the launcher that are not meant for SGLang, and switches that would undo what this service relies on.
+DROPPED: Final = (
+    *(SPEC, LIFELINE, "OMP_NUM_THREADS", "OMP_WAIT_POLICY"),
+    "SGLANG_RUST_SERVER",  # another HTTP server, which knows no token
+    "SGLANG_RETURN_ORIGINAL_LOGPROB",  # logprobs before the temperature; DESIGN §5 wants them after it
+)
+
+
+def arguments(spec: ServiceSpec, folder: Path, port: int) -> list[str]:
+    """What `launch_server` is told: where the weights lie, where to listen, and what the recipe says."""
+    settings = Inference.model_validate(spec.recipe["inference"])
+    model = Model.model_validate(spec.recipe["model"])
+    own: dict[str, Any] = {
+        "model-path": str(folder),
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": model.dtype,
+        "context-length": model.max_length + CONTEXT_MARGIN,
+        "tp-size": settings.tensor_parallel,
+        "random-seed": random_seed(spec),
+        "weight-version": spec.weights.version if spec.weights else 0,
+        "skip-server-warmup": True,  # it would ask without the token; the wait for readiness generates a token too
+    }
+    if fraction := memory_fraction(settings, spec.gpu_users):
+        own["mem-fraction-static"] = fraction
+    if settings.release_memory:
+        own["enable-memory-saver"] = True
+    return list(flags(own | settings.flags))
+
+
+def memory_fraction(settings: Inference, users: int) -> float:
+    """The share of a GPU that SGLang may fill with weights and cache; 0 leaves it to SGLang."""
+    if settings.memory_fraction or users == 1 or settings.release_memory:
+        return settings.memory_fraction
+    return round(SHARED_FRACTION / users, 3)
+
+
+def random_seed(spec: ServiceSpec) -> int:
+    """A seed of its own for each server and each of its starts: two that share one would sample alike."""
+    weights = spec.weights.version if spec.weights else 0
+    text = json.dumps([spec.recipe.get("seed", 0), spec.name, spec.owner, spec.restart, weights])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
+def flags(values: Mapping[str, Any]) -> Iterator[str]:
+    """`--key value`, `--key` for true, `--key a b` for a list, JSON for a mapping."""
+    for key, value in values.items():
+        yield f"--{key.replace('_', '-')}"
+        if isinstance(value, dict):
+            yield json.dumps(value)
+        elif isinstance(value, list):
+            yield from map(str, value)
+        elif value is not True:
+            yield str(value)
+
+
+def environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """The child's environment. Its context is longer than some models' by a margin that no token reaches."""
+    kept = {name: value for name, value in inherited.items() if name not in DROPPED}
+    return kept | {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+
+
+def server_index(name: str) -> int:
+    """The number at the end of `inference-3`."""
+    return int(name.rpartition("-")[2])

@@ -1,0 +1,54 @@
+"""A process and everything that descends from it, even what has left its session or lost its parent (Linux)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+
+import psutil
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+POLL_SECONDS = 0.05
+
+
+def adopt_orphans() -> None:
+    """From here on, descendants whose parent has died become children of this process instead of init's."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when `parent`'s main thread ends; end at once if it has already."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def end_descendants(seconds: float = 20.0) -> bool:
+    """Kill every descendant of this process, over and over until none is left; False if some outlive `seconds`."""
+    deadline = time.monotonic() + seconds
+    while descendants := psutil.Process().children(recursive=True):
+        for process in descendants:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+        _reap()
+    return True
+
+
+def _reap() -> None:
+    """Collect children that have ended, adopted ones included: until then they count as descendants."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option})")

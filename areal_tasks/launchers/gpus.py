@@ -1,0 +1,137 @@
+"""Which GPUs the trainer and each inference server use. Pure functions of what is visible and what the recipe says.
+
+A GPU goes by the name that `CUDA_VISIBLE_DEVICES` gives it; a recipe names GPUs by their place among the visible ones,
+as CUDA does. On a machine without GPUs nothing is assigned.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from schemas.errors import UserError
+from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
+
+SMI_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The GPUs of the trainer and of each server; empty where there are none to assign."""
+
+    trainer: tuple[str, ...] = ()
+    servers: tuple[tuple[str, ...], ...] = ()
+
+    def shared(self, server: int) -> bool:
+        """Whether the server has a GPU in common with the trainer."""
+        return bool(set(self.servers[server]) & set(self.trainer)) if self.servers else False
+
+    def users(self, server: int) -> int:
+        """How many services use the server's most crowded GPU, itself included; 1 without GPUs."""
+        services = [set(self.trainer), *map(set, self.servers)]
+        mine = self.servers[server] if self.servers else ()
+        return max((sum(gpu in service for service in services) for gpu in mine), default=1)
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs this process may use: `CUDA_VISIBLE_DEVICES` if it is set, else what `nvidia-smi -L` lists."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return tuple(gpu for gpu in (part.strip() for part in named.split(",")) if gpu not in ("", "-1", "NoDevFiles"))
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=SMI_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(re.findall(r"^GPU (\d+):", listed.stdout, re.MULTILINE)) if listed.returncode == 0 else ()
+
+
+def place_recipe(recipe: Recipe, visible: Sequence[str], external: bool = False) -> Placement:
+    """`place` for what a recipe asks for. The embedded engine computes on the CPU, and `external` servers run already.
+
+    Raises:
+        UserError: as `place`; or memory is to be given back where nobody would use it.
+    """
+    trains = not isinstance(recipe, EvaluateRecipe)
+    ranks, chosen = (recipe.trainer.ranks, recipe.trainer.gpus) if trains else (0, [])  # type: ignore[union-attr]
+    if isinstance(recipe, SftRecipe) or recipe.inference.engine != "sglang" or external:
+        return place(visible, ranks, chosen)
+    asked = recipe.inference
+    found = place(visible, ranks, chosen, asked.servers, asked.tensor_parallel, asked.gpus)
+    if asked.release_memory and visible and not any(map(found.shared, range(asked.servers))):
+        raise UserError(
+            "inference.release_memory: has no effect here, since servers and trainer have GPUs of their own "
+            f"({describe(found)}); leave it out, or set inference.gpus to the trainer's"
+        )
+    return found
+
+
+def place(
+    visible: Sequence[str],
+    ranks: int,
+    trainer_gpus: Sequence[int] = (),
+    servers: int = 0,
+    tensor_parallel: int = 1,
+    inference_gpus: Sequence[int] = (),
+) -> Placement:
+    """One GPU for each trainer rank, `tensor_parallel` for each server.
+
+    Named GPUs are taken as they are named. Otherwise the trainer has the first ones, and the servers those after them;
+    where these are too few, the servers share the trainer's too.
+
+    Raises:
+        UserError: there are not enough GPUs, or one that is named is not there; says what to change.
+    """
+    if not visible:
+        _refuse_named(trainer_gpus, "trainer.gpus")
+        _refuse_named(inference_gpus, "inference.gpus")
+        return Placement(servers=((),) * servers)
+    trainer = _trainer(visible, ranks, trainer_gpus)
+    pool = _named(visible, inference_gpus, "inference.gpus") or _pool(visible, trainer, servers * tensor_parallel)
+    starts = range(0, servers * tensor_parallel, tensor_parallel)
+    return Placement(trainer, tuple(pool[at : at + tensor_parallel] for at in starts))
+
+
+def describe(placement: Placement) -> str:
+    """`trainer on GPU 0, inference-0 on GPU 1`."""
+    owners = [("trainer", placement.trainer)]
+    owners += [(f"inference-{i}", gpus) for i, gpus in enumerate(placement.servers)]
+    return ", ".join(f"{name} on GPU {'+'.join(gpus)}" for name, gpus in owners if gpus)
+
+
+def _refuse_named(chosen: Sequence[int], field: str) -> None:
+    if chosen:
+        raise UserError(f"{field}: names GPU {chosen[0]}, but this machine shows none; leave it out to use the CPU")
+
+
+def _trainer(visible: Sequence[str], ranks: int, chosen: Sequence[int]) -> tuple[str, ...]:
+    if not chosen and ranks > len(visible):
+        raise UserError(
+            f"trainer.ranks: {ranks} ranks need a GPU each, and {_count(visible)}; lower trainer.ranks "
+            "(CUDA_VISIBLE_DEVICES says which GPUs are visible)"
+        )
+    return _named(visible, chosen, "trainer.gpus") or tuple(visible[:ranks])
+
+
+def _named(visible: Sequence[str], chosen: Sequence[int], field: str) -> tuple[str, ...]:
+    missing = [gpu for gpu in chosen if not 0 <= gpu < len(visible)]
+    if missing:
+        raise UserError(f"{field}: there is no GPU {missing[0]}: {_count(visible)}, numbered from 0")
+    return tuple(visible[gpu] for gpu in chosen)
+
+
+def _pool(visible: Sequence[str], trainer: Sequence[str], needed: int) -> tuple[str, ...]:
+    free = [gpu for gpu in visible if gpu not in trainer]
+    pool = (*free, *trainer)
+    if needed > len(pool):
+        raise UserError(
+            f"inference.servers · inference.tensor_parallel = {needed} GPUs, and {_count(visible)}; lower one of them, "
+            "or let servers share a GPU by naming it more than once in inference.gpus"
+        )
+    return pool
+
+
+def _count(visible: Sequence[str]) -> str:
+    return "1 is visible" if len(visible) == 1 else f"{len(visible)} are visible"

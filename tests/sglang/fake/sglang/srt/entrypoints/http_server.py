@@ -1,0 +1,32 @@
+"""The application, as a global that the launcher can put a check before."""
+
+from __future__ import annotations
+
+import os
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+
+async def health(request: Request) -> JSONResponse:
+    return JSONResponse({}, status_code=200)
+
+
+async def model_info(request: Request) -> JSONResponse:
+    return JSONResponse({"weight_version": app.state.settings.weight_version})
+
+
+async def about(request: Request) -> JSONResponse:
+    return JSONResponse({"settings": vars(app.state.settings), "environment": dict(os.environ)})
+
+
+async def die(request: Request) -> JSONResponse:
+    os._exit(3)
+
+
+app = Starlette(
+    routes=[Route("/health_generate", health), Route("/model_info", model_info), Route("/about", about),
+            Route("/die", die)]
+)  # fmt: skip

@@ -1,0 +1,2 @@
+def load_plugins() -> None:
+    print("plugins loaded")

@@ -1,0 +1,174 @@
+"""The service around SGLang, with a stand-in for SGLang that behaves worse than it does."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from areal_tasks.engines.service import ServiceSpec
+from areal_tasks.engines.sglang.__main__ import choose_port
+from areal_tasks.launchers.local import LocalHandle
+from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
+from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.commit import new_attempt
+from areal_tasks.store.files import commit_weights, upload
+from areal_tasks.store.paths import weights_attempt
+from areal_tasks.store.provenance import make_provenance, now
+from schemas.errors import UserError
+from schemas.manifest import WeightsRef
+from schemas.recipe.sections import Launcher
+
+FAKE = Path(__file__).parent / "fake"
+NAME = "inference-0"
+Begin = Callable[..., Supervisor]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store((tmp_path / "store").as_uri())
+
+
+def put_weights(store: Store, folder: Path) -> WeightsRef:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    attempt = new_attempt()
+    files = upload(store, weights_attempt("r", 4, attempt), folder)
+    return commit_weights(store, "r", 4, attempt, "weights", files, make_provenance(1, now()))
+
+
+@pytest.fixture
+def begin(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
+    """Starts a supervisor with one server; its recipe's inference section as keywords."""
+    monkeypatch.syspath_prepend(FAKE)
+    begun: list[Supervisor] = []
+    weights = put_weights(store, tmp_path / "model")
+
+    def start(gpus: tuple[str, ...] = (), restarts: int = 3, **inference: Any) -> Supervisor:
+        recipe = {"seed": 0, "model": {"path": "m"}, "inference": {"engine": "sglang", **inference}}
+        spec = ServiceSpec(
+            name=NAME, restart=0, store_url=store.url, run="r", owner=1, recipe=recipe, weights=weights, gpus=gpus
+        )
+        begun.append(Supervisor(store, Launcher(startup_seconds=60.0, restarts=restarts), tmp_path / "logs"))
+        begun[-1].start("areal_tasks.engines.sglang", spec)
+        return begun[-1]
+
+    yield start
+    for supervisor in begun:
+        supervisor.__exit__()
+
+
+def handle(supervisor: Supervisor) -> LocalHandle:
+    found = supervisor.services[NAME].handle
+    assert isinstance(found, LocalHandle)
+    return found
+
+
+def ask(supervisor: Supervisor, url: str) -> Any:
+    answer = httpx.get(url, headers={"Authorization": f"Bearer {supervisor.token}"}, timeout=10)
+    return answer.raise_for_status().json()
+
+
+def family(supervisor: Supervisor) -> list[psutil.Process]:
+    guard = psutil.Process(handle(supervisor).process.pid)
+    return [guard, *guard.children(recursive=True)]
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, 10)
+    assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_it_serves_behind_the_token_with_the_recipes_flags(begin: Begin, tmp_path: Path) -> None:
+    supervisor = begin(gpus=("5",), flags={"attention-backend": "triton", "cuda-graph-bs": [1, 2]})
+    [url] = supervisor.wait([NAME])
+    assert ask(supervisor, f"{url}/model_info") == {"weight_version": "4"}
+    for path in ("health_generate", "about"):
+        assert httpx.get(f"{url}/{path}").status_code == 401
+    about = ask(supervisor, f"{url}/about")
+    assert about["settings"]["attention_backend"] == "triton" and about["settings"]["cuda_graph_bs"] == [1, 2]
+    assert Path(about["settings"]["model_path"]).is_relative_to(tmp_path / "store"), "a store on this disk: no copy"
+    assert about["environment"]["CUDA_VISIBLE_DEVICES"] == "5"
+    everywhere = [" ".join(p.cmdline()) for p in family(supervisor)] + [repr(about)]
+    everywhere.append(supervisor.services[NAME].job.log.read_text())
+    assert not [text for text in everywhere if supervisor.token in text]
+
+
+def test_stopping_ends_even_those_that_left_the_session_and_their_parent(begin: Begin) -> None:
+    supervisor = begin()
+    supervisor.wait([NAME])
+    processes = family(supervisor)
+    assert len(processes) == 4 and len({os.getsid(p.pid) for p in processes}) == 2
+    started = time.monotonic()
+    handle(supervisor).stop()
+    assert_gone(processes)
+    assert time.monotonic() - started < 5
+
+
+def test_they_end_with_the_supervisor(begin: Begin) -> None:
+    supervisor = begin()
+    supervisor.wait([NAME])
+    processes = family(supervisor)
+    os.close(supervisor.launcher.write_end)  # type: ignore[attr-defined]
+    supervisor.launcher.write_end = os.open(os.devnull, os.O_RDONLY)  # type: ignore[attr-defined]
+    handle(supervisor).process.wait(20)
+    assert_gone(processes)
+
+
+def test_a_killed_guard_takes_sglang_with_it(begin: Begin) -> None:
+    supervisor = begin()
+    supervisor.wait([NAME])
+    number = int((handle(supervisor).scratch / "server.pid").read_text())
+    server = psutil.Process(number)
+    others = [p for p in family(supervisor)[1:] if p != server]
+    handle(supervisor).process.kill()
+    assert_gone([server])
+    for process in others:  # SGLang's own workers end with it; the stand-in's do not
+        process.kill()
+
+
+def test_a_server_that_dies_is_started_again(begin: Begin) -> None:
+    supervisor = begin()
+    [url] = supervisor.wait([NAME])
+    processes = family(supervisor)
+    with pytest.raises(httpx.HTTPError):
+        ask(supervisor, f"{url}/die")
+    assert handle(supervisor).process.wait(20) == 3
+    assert_gone(processes)
+    supervisor.heal()
+    [again] = supervisor.wait([NAME])
+    assert ask(supervisor, f"{again}/model_info") == {"weight_version": "4"}
+
+
+def test_a_server_that_does_not_answer_can_be_ended(begin: Begin) -> None:
+    supervisor = begin()
+    [url] = supervisor.wait([NAME])
+    supervisor.end([])
+    supervisor.heal()
+    assert supervisor.wait([NAME]) == [url]
+    supervisor.end([url])
+    supervisor.heal()
+    assert supervisor.services[NAME].job.spec.restart == 1
+    assert ask(supervisor, f"{supervisor.wait([NAME])[0]}/model_info") == {"weight_version": "4"}
+
+
+def test_want_of_memory_names_the_knobs(begin: Begin) -> None:
+    supervisor = begin(restarts=0, flags={"attention-backend": "no-memory"})
+    with pytest.raises(
+        ServiceFailed, match=r"(?s)ended with 1 while starting.*Raise inference\.memory_fraction, split"
+    ):
+        supervisor.wait([NAME])
+
+
+def test_ports_are_free_or_the_ones_asked_for() -> None:
+    assert choose_port(0, NAME) > 0
+    taken = choose_port(0, NAME)
+    assert choose_port(taken - 3, "inference-3") == taken
+    with pytest.raises(UserError, match=r"inference\.first_port: inference-9 cannot listen on port 65540"):
+        choose_port(65531, "inference-9")
