@@ -41,6 +41,8 @@ class Layout:
     where: Int[Tensor, " T"]  # their index in the flat columns
     samples: Int[Tensor, " T"]  # the sample each belongs to
     tokens: int  # positions the model computes, padding left out
+    bounds: Int[Tensor, " S"] | None = None  # packed: where each sample starts in the row and the last one ends, int32
+    longest: int = 0  # no sample between bounds is longer; a power of two, so that few values occur
 
 
 def make_sequences(
@@ -90,6 +92,8 @@ def make_layout(sequences: Sequences, rows: Int[Tensor, " n"], kind: LayoutKind)
         where=where,
         samples=rows.repeat_interleave(lengths)[counted],
         tokens=len(cells),
+        bounds=_bounds(lengths, width) if kind == "packed" else None,
+        longest=1 << (int(lengths.max()) - 1).bit_length() if len(cells) else 1,
     )
 
 
@@ -109,6 +113,12 @@ def _shape(lengths: Int[Tensor, " n"], kind: LayoutKind) -> tuple[int, int]:
 def _positions(lengths: Int[Tensor, " n"], width: int) -> Int[Tensor, "1 L"]:
     """Position within its sample of every cell of a packed row."""
     return torch.cat([spans(torch.zeros_like(lengths), lengths), torch.zeros(width, dtype=torch.int64)])[None, :width]
+
+
+def _bounds(lengths: Int[Tensor, " n"], width: int) -> Int[Tensor, " S"]:
+    """Where the samples of a packed row start and end. Those without a cell are left out; lone padding is one."""
+    taken = lengths[lengths > 0] if lengths.any() else torch.tensor([width])
+    return torch.cat([torch.zeros(1, dtype=torch.int64), taken.cumsum(0)]).to(torch.int32)
 
 
 def minibatches(kept: Bool[Tensor, " B"], count: int, seed: int, iteration: int) -> Int[Tensor, " B"]:

@@ -20,6 +20,8 @@ class DeviceLayout:
     position_ids: Int[Tensor, "R L"] | None
     predictors: Int[Tensor, " T"]
     targets: Int[Tensor, " T"]
+    bounds: Int[Tensor, " S"] | None = None
+    longest: int = 0
 
 
 def to_device(layout: Layout, device: torch.device) -> DeviceLayout:
@@ -29,6 +31,8 @@ def to_device(layout: Layout, device: torch.device) -> DeviceLayout:
         position_ids=None if layout.position_ids is None else move(layout.position_ids, device),
         predictors=move(layout.predictors, device),
         targets=move(layout.targets, device),
+        bounds=None if layout.bounds is None else move(layout.bounds, device),
+        longest=layout.longest,
     )
 
 

@@ -15,30 +15,40 @@ from areal_tasks.engines.trainer import checkpoint
 from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, TokenStats, Which
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.optimizer import clip_gradients, make_optimizer, step_at
-from areal_tasks.engines.trainer.policy import Policy, load_policy
+from areal_tasks.engines.trainer.policy import Policy, prepare, read_policy
+from areal_tasks.engines.trainer.precision import cast_parameters, copy_weights, working_copy
 from schemas.recipe.sections import Model, Trainer
 
 
 class LocalBackend:
-    """Policy, optimizer and frozen reference in this process."""
+    """Policy, optimizer and frozen reference in this process.
+
+    Weights and optimizer state are fp32. With `model.dtype` bfloat16 the passes go through a working copy.
+    """
 
     rank = 0
     world = 1
 
     def __init__(self, settings: Trainer, model: Model) -> None:
         self.settings = settings
-        self.model_settings = model
-        self.device = torch.device("cpu")
-        self.models: dict[Which, Policy] = {}
+        self.dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
+        self.device = choose_device(settings, model)
+        self.models: dict[Which, Policy] = {}  # what computes
+        self.master: Policy  # what the optimizer changes: the policy, or what its weights are rounded from
         self.optimizer: torch.optim.Optimizer
 
     def load(self, weights: Path, seed: int) -> None:
         torch.manual_seed(seed)
-        self.models["policy"] = self._load(weights)
+        self._forget()
+        self.master = read_policy(weights, self.settings, self.device)
+        rounded = self.dtype != torch.float32
+        work = working_copy(self.master, self.dtype) if rounded else self.master
+        self.models["policy"] = prepare(work, self.settings)
         self.optimizer = make_optimizer(self._parameters(), self.settings)
 
     def load_reference(self, weights: Path) -> None:
-        self.models["reference"] = self._load(weights).requires_grad_(False)
+        reference = cast_parameters(read_policy(weights, self.settings, self.device), self.dtype)
+        self.models["reference"] = prepare(reference.requires_grad_(False), self.settings)
 
     def learn(
         self, layout: Layout, weights: Float[Tensor, " T"], loss: TokenLoss, temperature: float, last: bool
@@ -57,6 +67,7 @@ class LocalBackend:
         norm = clip_gradients(self._parameters(), self.settings.max_grad_norm)
         if wanted and norm < float("inf"):  # false for NaN too
             step_at(self.optimizer, lr)
+            self._round()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
@@ -67,13 +78,34 @@ class LocalBackend:
         yield from self.models["policy"].named_weights()
 
     def save_checkpoint(self, folder: Path, progress: Progress) -> None:
-        checkpoint.save_state(folder, self.models["policy"].model, self.optimizer, progress)
+        checkpoint.save_state(folder, self.master.model, self.optimizer, progress)
 
     def load_checkpoint(self, folder: Path) -> Progress:
-        return checkpoint.load_state(folder, self.models["policy"].model, self.optimizer)
+        progress = checkpoint.load_state(folder, self.master.model, self.optimizer)
+        self._round()
+        return progress
 
     def _parameters(self) -> list[Tensor]:
-        return list(self.models["policy"].parameters())
+        return list(self.master.parameters())
 
-    def _load(self, folder: Path) -> Policy:
-        return load_policy(folder, self.settings, self.model_settings, self.device)
+    def _round(self) -> None:
+        if self.models["policy"] is not self.master:
+            copy_weights(self.master, self.models["policy"])
+
+    def _forget(self) -> None:
+        """Free what a load replaces before it takes memory of its own."""
+        if "policy" in self.models:
+            del self.models["policy"], self.master, self.optimizer
+
+
+def choose_device(settings: Trainer, model: Model) -> torch.device:
+    """The GPU, where there is one, for bfloat16 or when `trainer.gpus` names it; else the CPU.
+
+    fp32 belongs on the CPU by default: there its bits are those of the embedded engine, and the same every time.
+    """
+    wanted = model.dtype == "bfloat16" or bool(settings.gpus)
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if wanted and torch.cuda.is_available()
+        else torch.device("cpu")
+    )

@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
+from areal_tasks.engines.trainer.attention import NAME
 from areal_tasks.engines.trainer.backend import Scores, TokenLoss
 from areal_tasks.engines.trainer.forward import DeviceLayout, token_scores
+from areal_tasks.engines.trainer.head import HeadTask, TokenHead
 from schemas.recipe.sections import Model, Trainer
 
 #: The loss to minimise, a scalar with gradient, and the rows of the `TokenLoss` behind it, without.
 Loss = tuple[Float[Tensor, ""], Float[Tensor, "K T"]]
+#: Models whose logits are their last hidden states times a matrix, and nothing after (read in transformers 5.12, 5.23).
+PLAIN_HEADS: Final = frozenset(
+    {
+        "arcee", "exaone4", "gemma", "glm", "glm4", "helium", "llama", "ministral", "mistral", "olmo", "olmo2", "olmo3",
+        "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2",
+    }
+)  # fmt: skip
+log = logging.getLogger(__name__)
 
 
 class Policy(nn.Module):
-    """`model` with a head that sees only the positions that predict a counted token.
+    """`model` with a head that sees only the positions that predict a counted token, some at a time.
 
     Call it, never its `forward`: sharding hangs on the call's hooks. Wrappers must not cast its floating-point
     arguments (`MixedPrecisionPolicy(cast_forward_inputs=False)`). Its parameters have the model's own names, after
     `model.`.
     """
 
-    def __init__(self, model: Any, head_chunk_tokens: int) -> None:
+    def __init__(self, model: Any, head_chunk_tokens: int, compiled: bool = False) -> None:
         super().__init__()
         self.model = model
         self.head_chunk_tokens = head_chunk_tokens
+        self.compiled = compiled
+        self.fused = has_plain_head(model)
+        if self.fused:
+            model.set_output_embeddings(TokenHead(model.get_output_embeddings()))
 
     def forward(
         self,
@@ -41,6 +58,11 @@ class Policy(nn.Module):
         loss: TokenLoss | None = None,
     ) -> Scores | Loss:
         """Scores of the counted tokens; with a `loss` and the tokens' `weights`, Σ weights · loss and its rows."""
+        if self.fused:
+            task = HeadTask(layout.targets, temperature, self.head_chunk_tokens, self.compiled, weights, loss)
+            hidden = self.model.base_model(**_inputs(layout)).last_hidden_state
+            found: Scores | Loss = self.model.get_output_embeddings()(_picked(hidden, layout), task)
+            return found
         scores = token_scores(self._logits(layout), layout.targets, temperature)
         if loss is None or weights is None:
             return scores
@@ -56,29 +78,70 @@ class Policy(nn.Module):
                 yield name, tensor
 
     def _logits(self, layout: DeviceLayout) -> Float[Tensor, "T V"]:
-        """Logits at the positions that predict counted tokens, and nowhere else.
+        """Logits at the positions that predict counted tokens, and nowhere else, all at once.
 
-        The positions are picked right before the output layer: with a large vocabulary the logits of prompts and
-        padding would cost more than the transformer. Whatever the model does to its logits afterwards still happens.
+        The positions are picked right before the output layer. Whatever the model does to its logits afterwards still
+        happens, which is why models with other heads go this way.
         """
 
         def pick(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return (inputs[0].flatten(0, 1).index_select(0, layout.predictors).unsqueeze(0), *inputs[1:])
+            return (_picked(inputs[0], layout).unsqueeze(0), *inputs[1:])
 
         handle = self.model.get_output_embeddings().register_forward_pre_hook(pick)
         try:
-            output = self.model(input_ids=layout.input_ids, position_ids=layout.position_ids, use_cache=False)
+            output = self.model(**_inputs(layout))
         finally:
             handle.remove()
         logits: Tensor = output.logits[0]
         return logits
 
 
+def has_plain_head(model: Any) -> bool:
+    """Whether the model's logits are known to be one matrix product."""
+    head = model.get_output_embeddings()
+    return isinstance(head, nn.Linear) and head.bias is None and model.config.model_type in PLAIN_HEADS
+
+
 def load_policy(folder: Path, settings: Trainer, model_settings: Model, device: torch.device) -> Policy:
-    """The causal language model in `folder` with fp32 parameters on `device`, dropout off.
+    """The causal language model in `folder` with fp32 parameters on `device`, dropout off, prepared for training.
 
     In which precision it computes (`model.dtype`) is its backend's business.
     """
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-    return Policy(model.eval().to(device), settings.head_chunk_tokens)
+    return prepare(read_policy(folder, settings, device), settings)
+
+
+def read_policy(folder: Path, settings: Trainer, device: torch.device) -> Policy:
+    """The same before it is prepared: it can still be copied."""
+    transformers_logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=NAME)
+    return Policy(model.eval().to(device), settings.head_chunk_tokens, settings.compile)
+
+
+def prepare(policy: Policy, settings: Trainer) -> Policy:
+    """Let each layer be compiled at its first call, or its activations be recomputed, as the settings say.
+
+    The layers share one compiled graph, for any number of tokens.
+    """
+    if not policy.fused:
+        log.warning("models of type %s take all logits of a pass at once", policy.model.config.model_type)
+    for layer in decoder_layers(policy):
+        if settings.compile:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        if settings.gradient_checkpointing:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    return policy
+
+
+def decoder_layers(policy: Policy) -> list[nn.Module]:
+    """The transformer's layers: what Hugging Face says must stay together."""
+    names = set(policy.model._no_split_modules or ())
+    return [module for module in policy.model.modules() if type(module).__name__ in names]
+
+
+def _inputs(layout: DeviceLayout) -> dict[str, Any]:
+    packed = {} if layout.bounds is None else {"cu_seq_lens_q": layout.bounds, "max_length_q": layout.longest}
+    return {"input_ids": layout.input_ids, "position_ids": layout.position_ids, "use_cache": False, **packed}
+
+
+def _picked(hidden: Float[Tensor, "R L H"], layout: DeviceLayout) -> Float[Tensor, "T H"]:
+    return hidden.flatten(0, 1).index_select(0, layout.predictors)

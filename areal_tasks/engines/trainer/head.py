@@ -1,0 +1,195 @@
+"""The output layer, softmax and loss in one: logits exist for a chunk of the tokens that count, and only once.
+
+The gradient of a token's loss with respect to its logits is known as soon as its logprob is, so it is taken on the way
+forward: nothing as large as the logits waits for the backward pass, and nothing is computed twice. (Fusing the output
+layer with the cross-entropy: Hsu et al., arXiv:2410.10989, §3; here the loss is any function of each token's logprob.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from areal_tasks.engines.trainer.backend import Scores, TokenLoss
+
+
+class Softmax(NamedTuple):
+    """What a chunk's logits z say at temperature τ, in nats: log softmax(z/τ) at targets, entropy, log Σ exp(z/τ)."""
+
+    logprobs: Float[Tensor, " t"]
+    entropy: Float[Tensor, " t"]
+    normaliser: Float[Tensor, " t"]
+
+
+@dataclass(frozen=True)
+class HeadTask:
+    """What is asked of the head: scores of `targets`, or with `loss` the sum of `weights` · loss."""
+
+    targets: Int[Tensor, " T"]
+    temperature: float
+    chunk_tokens: int
+    compiled: bool = False
+    weights: Float[Tensor, " T"] | None = None
+    loss: TokenLoss | None = None
+
+    def chunks(self) -> list[slice]:
+        """The counted tokens in equal runs of at most `chunk_tokens`; one, perhaps empty, at least."""
+        total = len(self.targets)
+        count = max(-(-total // self.chunk_tokens), 1)
+        ends = [total * (i + 1) // count for i in range(count)]
+        return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+class TokenHead(nn.Linear):
+    """An output layer in the place of `linear`, with its parameter; without a task it does the same."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight = linear.weight
+
+    def forward(self, input: Tensor, task: HeadTask | None = None) -> Any:
+        """Logits; with a task `Scores`, or the loss and its rows, of the hidden states `input` [T, hidden]."""
+        if task is None:
+            return super().forward(input)
+        if task.loss is None:
+            return score_chunks(input, self.weight, task)
+        return _HeadLoss.apply(input, self.weight, task)  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def score_chunks(hidden: Float[Tensor, "T H"], weight: Float[Tensor, "V H"], task: HeadTask) -> Scores:
+    """Logprobs and entropies of the targets, without gradient."""
+    softmax, _ = kernels(task.compiled)
+    found = [softmax(F.linear(hidden[c], weight), task.targets[c], task.temperature) for c in task.chunks()]
+    return Scores(torch.cat([s.logprobs for s in found]), torch.cat([s.entropy for s in found]))
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Σ weights · loss, and the rows of the loss. The backward pass finds its gradients ready and scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, task: HeadTask) -> tuple[Tensor, Tensor]:
+        sweep = _Sweep(hidden, weight, task)
+        values = torch.cat(list(sweep.run()), dim=1)
+        ctx.gradients = sweep.gradients()
+        ctx.mark_non_differentiable(values)
+        return sweep.total, values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_total: Tensor, _of_values: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        of_hidden, of_weight = ctx.gradients
+        del ctx.gradients  # a second backward pass would scale them twice: let it fail
+        return of_hidden.mul_(of_total), None if of_weight is None else of_weight.mul_(of_total), None
+
+
+class _Sweep:
+    """Goes through the chunks; adds up loss and gradients."""
+
+    def __init__(self, hidden: Float[Tensor, "T H"], weight: Float[Tensor, "V H"], task: HeadTask) -> None:
+        self.hidden, self.weight, self.task = hidden, weight, task
+        self.total = torch.zeros((), dtype=_wide(hidden.dtype), device=hidden.device)
+        self.of_hidden = torch.empty_like(hidden)
+        self.of_weight: Tensor | None = None
+
+    def run(self) -> Iterator[Float[Tensor, "K t"]]:
+        softmax, to_logits = kernels(self.task.compiled)
+        for chunk in self.task.chunks():
+            hidden, targets = self.hidden[chunk], self.task.targets[chunk]
+            logits = F.linear(hidden, self.weight)
+            said = softmax(logits, targets, self.task.temperature)
+            values, slope = self._loss(said, chunk)
+            of_logits = to_logits(logits, targets, said.normaliser, slope, self.task.temperature)
+            torch.mm(of_logits, self.weight, out=self.of_hidden[chunk])
+            self._add(of_logits, hidden)
+            yield values
+
+    def gradients(self) -> tuple[Tensor, Tensor | None]:
+        """With respect to the hidden states and the weight, in their dtype."""
+        return self.of_hidden, None if self.of_weight is None else self.of_weight.to(self.weight.dtype)
+
+    def _loss(self, said: Softmax, chunk: slice) -> tuple[Float[Tensor, "K t"], Float[Tensor, " t"]]:
+        """The rows of the loss, and the derivative of the weighted sum with respect to each logprob."""
+        assert self.task.loss is not None and self.task.weights is not None
+        logprobs = said.logprobs.detach().requires_grad_()
+        with torch.enable_grad():
+            values = self.task.loss(logprobs, said.entropy, chunk)
+            total = (self.task.weights[chunk] * values[0]).sum()
+        (slope,) = torch.autograd.grad(total, logprobs)
+        self.total += total.detach()
+        return values.detach(), slope
+
+    def _add(self, of_logits: Float[Tensor, "t V"], hidden: Float[Tensor, "t H"]) -> None:
+        """Add this chunk's part to the weight's gradient, which is kept in fp32 while there is more to come."""
+        if not self.weight.requires_grad:
+            return
+        if len(self.task.chunks()) == 1:
+            self.of_weight = of_logits.t() @ hidden
+            return
+        if self.of_weight is None:
+            self.of_weight = torch.zeros_like(self.weight, dtype=_wide(self.weight.dtype))
+        accumulate(self.of_weight, of_logits, hidden)
+
+
+def accumulate(total: Float[Tensor, "V H"], of_logits: Float[Tensor, "t V"], hidden: Float[Tensor, "t H"]) -> None:
+    """total += of_logitsᵀ · hidden, in `total`'s precision; on a GPU without a second matrix of that size."""
+    if total.dtype == hidden.dtype:
+        total.addmm_(of_logits.t(), hidden)
+    elif total.is_cuda:
+        torch.addmm(total, of_logits.t(), hidden, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(of_logits.t() @ hidden)
+
+
+def softmax_chunk(logits: Float[Tensor, "t V"], targets: Int[Tensor, " t"], temperature: float) -> Softmax:
+    """`Softmax` in fp32 (or wider). A target that the model rules out has logprob -inf and no normaliser."""
+    scaled = logits.to(_wide(logits.dtype)) / temperature
+    everywhere = torch.log_softmax(scaled, dim=-1)
+    lowest = torch.finfo(everywhere.dtype).min  # the clamp keeps 0 · -inf, of a token that the model rules out, at 0
+    entropy = -(everywhere.exp() * everywhere.clamp_min(lowest)).sum(-1)
+    logprobs = everywhere.gather(-1, targets[:, None])[:, 0]
+    return Softmax(logprobs, entropy, scaled.gather(-1, targets[:, None])[:, 0] - logprobs)
+
+
+def logits_gradient(
+    logits: Float[Tensor, "t V"],
+    targets: Int[Tensor, " t"],
+    normaliser: Float[Tensor, " t"],
+    slope: Float[Tensor, " t"],
+    temperature: float,
+) -> Float[Tensor, "t V"]:
+    """slope · ∂ logprob / ∂ logits = slope · (1[target] - softmax) / τ, in the logits' dtype."""
+    shares = torch.exp(logits.to(_wide(logits.dtype)) / temperature - normaliser[:, None])
+    hit = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    return ((hit.to(shares.dtype) - shares) * (slope / temperature)[:, None]).to(logits.dtype)
+
+
+def kernels(compiled: bool) -> tuple[Callable[..., Softmax], Callable[..., Tensor]]:
+    """`softmax_chunk` and `logits_gradient`, as they are or fused into a few passes over the logits."""
+    return (_fused(softmax_chunk), _fused(logits_gradient)) if compiled else (softmax_chunk, logits_gradient)
+
+
+@cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = torch.compile(function, fullgraph=True)
+
+    def call(logits: Tensor, *others: Any) -> Any:
+        if not len(logits):
+            return function(logits, *others)
+        for tensor in (logits, *(o for o in others if isinstance(o, Tensor))):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)  # the vocabulary stays a constant
+        return compiled(logits, *others)
+
+    return call
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,43 @@
+"""When memory runs out: which knobs to turn."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Final, ParamSpec, TypeVar
+
+import torch
+
+from schemas.errors import UserError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+REMEDIES: Final = (
+    "lower trainer.micro_batch_tokens, then trainer.head_chunk_tokens; set trainer.gradient_checkpointing; set "
+    "trainer.cpu_offload (fsdp2, deepspeed); share the model between more trainer.ranks; where a server is on the same "
+    "GPU, lower inference.memory_fraction or set inference.release_memory"
+)
+#: What torch says when the host has no more memory, in a plain RuntimeError.
+_HOST: Final = ("not enough memory", "can't allocate memory")
+
+
+def names_memory_knobs(command: Callable[P, T]) -> Callable[P, T]:
+    """`command`, raising a UserError that names what to change where it runs out of memory, of a GPU or of the host."""
+
+    @functools.wraps(command)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return command(*args, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):
+                raise
+            found = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(f"the trainer ran out of memory: {found} In this order: {REMEDIES}.") from error
+
+    return guarded
+
+
+def ran_out(error: Exception) -> bool:
+    """Whether `error` says that memory ran out."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in _HOST)
