@@ -19,7 +19,7 @@ def slices(tokenizer: Any, count: int, tokens: int) -> list[str]:
     """`count` texts that the tokenizer gives about `tokens` ids each, the same at every call."""
     ids: list[int] = []
     for text in corpus():
-        ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) >= count * tokens:
             break
     if len(ids) < count * tokens:

@@ -1,0 +1,92 @@
+"""Raw SGLang: tokens a second under a recipe's own flags, for a run's prompts or a file's, and its reload time.
+
+    python -m benchmarks.gpu.baseline_sglang SHAPE --model FOLDER --prompts PROMPTS.jsonl
+    python -m benchmarks.gpu.baseline_sglang SHAPE --model FOLDER --run NAME --store URL
+
+With `--run` every sample of one of its iterations is asked for again, each as a request of its own. A bare client
+(aiohttp, orjson) sends `--concurrency` requests at a time, with logprobs. The first round warms up and is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.query import run_sql
+from benchmarks.gpu.prompts import read_prompts
+from benchmarks.gpu.results import add_results_option, record
+from benchmarks.gpu.sglang_load import generate, reload_seconds, server
+
+RECIPE = "benchmarks/gpu/iteration.yaml"
+
+
+def prompts_of_run(store: str, run: str, iteration: int) -> list[list[int]]:
+    """The prompt ids of every sample of an iteration: the tokens before the first generated one."""
+    query = (
+        "SELECT input_ids[: num_tokens - num_generated] AS ids FROM rollout "
+        f"WHERE iteration = {iteration} ORDER BY group_id, sample_index"
+    )
+    return [row["ids"] for row in run_sql(open_store(store), run, query).to_pylist()]
+
+
+def prompts_of_file(file: Path, model: Path, groups: int, size: int) -> list[list[int]]:
+    """The first `groups` prompts, `size` times each."""
+    ids: list[list[int]] = AutoTokenizer.from_pretrained(model)(read_prompts(file)[:groups])["input_ids"]
+    return [prompt for prompt in ids for _ in range(size)]
+
+
+def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Tokens a second and seconds of a reload."""
+    if arguments.run:
+        prompts = prompts_of_run(arguments.store, arguments.run, arguments.iteration)
+    else:
+        prompts = prompts_of_file(arguments.prompts, arguments.model, arguments.groups, arguments.size)
+    started = time.perf_counter()
+    with server(arguments.model, arguments.recipe, arguments.overrides, arguments.log) as url:
+        ready = time.perf_counter() - started
+        rounds = generate(url, prompts, arguments.new_tokens, arguments.concurrency, arguments.rounds + 1)[1:]
+        reloads = reload_seconds(url, arguments.model)
+    rates = [r["tokens"] / r["seconds"] for r in rounds]
+    return {
+        "shape": arguments.shape,
+        "run": arguments.run,
+        "requests": len(prompts),
+        "mean_prompt_tokens": round(statistics.mean(map(len, prompts)), 1),
+        "new_tokens": arguments.new_tokens,
+        "concurrency": arguments.concurrency,
+        "tokens_per_second": round(statistics.median(rates), 1),
+        "rounds": [{k: round(v, 4) for k, v in r.items()} for r in rounds],
+        "reload_seconds": [round(t, 4) for t in reloads],
+        "ready_seconds": round(ready, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape")
+    parser.add_argument("overrides", nargs="*", help="of the recipe, as section.field=value")
+    parser.add_argument("--model", type=Path, required=True, help="the shape's folder, memory-backed")
+    parser.add_argument("--recipe", default=RECIPE, help="whose inference section gives the flags")
+    parser.add_argument("--prompts", type=Path, help="JSONL with a prompt a line")
+    parser.add_argument("--groups", type=int, default=32, help="prompts of the file")
+    parser.add_argument("--size", type=int, default=8, help="requests a prompt")
+    parser.add_argument("--run", default="", help="take the prompts of this run instead")
+    parser.add_argument("--store", default="", help="where the run is")
+    parser.add_argument("--iteration", type=int, default=2, help="of the run")
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--concurrency", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--log", type=Path, default=Path("/tmp/gpu-bench/raw-sglang.log"))
+    add_results_option(parser)
+    arguments = parser.parse_intermixed_args()
+    record(arguments.results, "raw_sglang", **measured(arguments))
+
+
+if __name__ == "__main__":
+    main()

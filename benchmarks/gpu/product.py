@@ -1,0 +1,102 @@
+"""Runs through the product: Prefect server, worker, `prefect deployment run`, and the run's own tables afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from areal_tasks.store.backend import Store
+from areal_tasks.store.paths import iteration_commit
+from areal_tasks.store.query import run_sql
+from flows.cli.machine import Machine, environment, prefect, start
+
+ENDED: Final = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
+ROOT: Final = Path(__file__).resolve().parents[2]
+
+
+def start_machine(home: Path, extra: str = "") -> Machine:
+    """Server, worker and deployments, with their files under `home`; `extra`: a further prefect.yaml to deploy."""
+    os.chdir(ROOT)
+    os.environ["AREALFLOW_HOME"] = str(home)
+    folders = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(f for f in folders if f))  # own verifiers are found there
+    machine = start()
+    if extra:
+        prefect(["--no-prompt", "deploy", "--all", "--prefect-file", extra], machine.api_url)
+    return machine
+
+
+def deploy_run(machine: Machine, deployment: str, run: str, overrides: Mapping[str, object]) -> str:
+    """`prefect deployment run`; the id of the flow run."""
+    words = " ".join(f"{key}={value}" for key, value in overrides.items())
+    command = ["deployment", "run", deployment, "--param", f"run={run}", "--param", f"overrides={words}"]
+    print(f"$ prefect {' '.join(command)}", flush=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "prefect", *command], env=environment(machine.api_url), capture_output=True, text=True
+    )
+    found = re.search(r"UUID: (\S+)", done.stdout)
+    if done.returncode or found is None:
+        raise SystemExit(f"the flow run could not be created:\n{done.stdout}{done.stderr}")
+    return found[1]
+
+
+def state(machine: Machine, flow_run: str) -> str:
+    """The flow run's state; empty while the server does not answer."""
+    with contextlib.suppress(httpx.TransportError):
+        answer = httpx.get(f"{machine.api_url}/flow_runs/{flow_run}", timeout=30).raise_for_status()
+        return str(answer.json()["state_type"])
+    return ""
+
+
+def follow(machine: Machine, flow_runs: Mapping[str, str], deadline: float, tell: Callable[[], str]) -> dict[str, str]:
+    """The last state of each flow run (name -> id) once all have ended, or at the deadline (monotonic seconds).
+
+    What `tell` says is printed whenever it changes.
+    """
+    said, states = "", dict.fromkeys(flow_runs, "")
+    while time.monotonic() < deadline:
+        states = {name: state(machine, flow_run) for name, flow_run in flow_runs.items()}
+        if (news := tell()) != said:
+            said = news
+            print(f"{time.strftime('%H:%M:%S')} {said}", flush=True)
+        if all(s in ENDED for s in states.values()):
+            break
+        time.sleep(1.0)
+    return states
+
+
+def committed(store: Store, run: str, known: int = 0) -> int:
+    """Iterations of a run that are committed; `known` of them need no look."""
+    while store.exists(iteration_commit(run, known)):
+        known += 1
+    return known
+
+
+def rows(store: Store, run: str, query: str) -> list[dict[str, Any]]:
+    """The answer to a question in SQL."""
+    found: list[dict[str, Any]] = run_sql(store, run, query).to_pylist()
+    return found
+
+
+def show_failure(home: Path, run: str) -> None:
+    """The ends of the logs that say why a run failed."""
+    logs = [home / "logs" / "worker.log", *sorted((home / "logs" / run).glob("*.log"))]
+    for log in logs:
+        if log.exists():
+            lines = log.read_text(errors="replace").splitlines()[-25:]
+            print(f"── {log}", *lines, sep="\n", flush=True)
+
+
+def write_json(file: Path, value: object) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(value, indent=1, default=str))
