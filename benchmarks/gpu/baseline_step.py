@@ -25,7 +25,7 @@ from benchmarks.gpu.packed_model import VARLEN, compile_layers, packed_inputs, r
 from benchmarks.gpu.results import add_results_option, record
 from benchmarks.gpu.shapes import SHAPES, mfu
 
-MICRO_BATCHES = {"135m": (32, 64, 16), "0.5b": (16, 32, 8), "1.5b": (8, 16, 4), "tiny": (2,)}
+MICRO_BATCHES = {"135m": (32, 64, 16), "0.5b": (16, 32, 8), "1.5b": (8, 16, 4), "tiny": (1,)}
 
 
 @dataclass
@@ -131,13 +131,20 @@ def fastest(step: Step, ids: Tensor, candidates: Sequence[int], device: str) -> 
     return best, found[best]
 
 
+def fitted(micro: int, rows: int, length: int) -> int:
+    """As many tokens as `micro` rows of 1024, or a few more, in a number of rows that divides `rows`."""
+    wanted = min(rows, max(1, micro * 1024 // length))
+    return next(n for n in range(wanted, rows + 1) if rows % n == 0)
+
+
 def measured(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
     """Tokens a second of whole optimizer steps."""
     shape, length = SHAPES[arguments.shape], arguments.length
     started = time.perf_counter()
     step = make_step(arguments.shape, arguments.variant, device, arguments.master)
     ids = torch.randint(3, shape.vocabulary, (arguments.rows, length), device=device)
-    candidates = arguments.micro_batches or MICRO_BATCHES[arguments.shape][: 3 if arguments.variant == "eager" else 1]
+    known = MICRO_BATCHES[arguments.shape][: 3 if arguments.variant == "eager" else 1]
+    candidates = arguments.micro_batches or [fitted(micro, arguments.rows, length) for micro in known]
     micro, row_seconds = fastest(step, ids, candidates, device)
     prepared = time.perf_counter() - started
     repeats = max(2, min(8, int(arguments.seconds / (row_seconds * arguments.rows))))
