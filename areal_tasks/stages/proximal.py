@@ -23,7 +23,10 @@ def proximal(recipe: RlhfRecipe) -> Stage:
         writes=("proximal",),
         fields=("rollout.temperature", "model", "trainer.layout", "trainer.micro_batch_tokens", "trainer.backend"),
         carries=("policy",),
-        after=("reference",),  # the same trainer: who restores it must not be disturbed
+        after=(
+            "reference",  # the same trainer: who restores it must not be disturbed
+            *(("evaluate",) if recipe.inference.release_memory else ()),  # one at a time on the GPU
+        ),
     )
 
 

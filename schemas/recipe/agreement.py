@@ -1,4 +1,4 @@
-"""Whether a recipe's engines agree to the bit, and what training needs where they do not."""
+"""Whether a recipe's engines count as equal to the bit, and what training needs where they do not."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ if TYPE_CHECKING:
 
 
 def bit_equal(recipe: RlhfRecipe) -> bool:
-    """Whether server and trainer compute the same logprobs: the same model code, precision and order of sums.
+    """Whether server and trainer compute the same logprobs: the same model code in the same precision.
 
-    Logprobs that were sampled are then the policy's own, and there is nothing to correct.
+    The server's are then taken for the policy's own, and there is nothing to correct. What is left is the last bit of
+    float32, where the two batch differently: 1e-7 nats on average over a quickstart, and measured all the same.
     """
     inference = recipe.inference
     return (
