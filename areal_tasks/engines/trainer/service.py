@@ -37,6 +37,7 @@ from areal_tasks.engines.trainer.fsdp2 import Fsdp2Backend
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan, recorded_plan, shared_out
 from areal_tasks.engines.trainer.local import LocalBackend
+from areal_tasks.engines.trainer.memory import names_memory_knobs
 from areal_tasks.engines.trainer.rows import COLUMNS, Batch, grpo_batch, logprobs_table, read_sequences, sft_batch
 from areal_tasks.engines.trainer.settings import Settings, read_settings
 from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, hand_on
@@ -99,6 +100,7 @@ class Trainer:
         self.snapshot = Snapshot(DTYPES[self.settings.model.dtype])
         self.sender = Sender()
 
+    @names_memory_knobs
     def load(self, command: Load) -> Loaded:
         """Replace policy and optimizer. Without a checkpoint it is fresh, at the step the version implies."""
         self.fence.admit(command.owner)
@@ -117,6 +119,7 @@ class Trainer:
         self.fence.restart(command.version)
         return Loaded(version=command.version, step=self.progress.step)
 
+    @names_memory_knobs
     def train(self, command: Train) -> Trained:
         """Make the next version, or recall that it was made; write the tables unless this is a replay."""
         self.fence.admit(command.owner)
@@ -129,6 +132,7 @@ class Trainer:
             done.tables = self._write_tables(command.prefix, done.learned)
         return Trained(version=command.version + 1, tables=done.tables, metrics=done.learned.metrics)
 
+    @names_memory_knobs
     def logprobs(self, command: Logprobs) -> Tables:
         """Score a rollout under the policy (which must be of that version) or the frozen version 0.
 
