@@ -153,11 +153,8 @@ def wait_for_one(
     def tell() -> str:
         return ", ".join(f"{s} {committed(store, run[s])}/{planned(s, arguments)}" for s in going)
 
-    while time.monotonic() < deadline:
-        states = follow(machine, going, min(deadline, time.monotonic() + 2), tell)
-        if ended := {step: how for step, how in states.items() if how in ENDED}:
-            return ended
-    return {}
+    states = follow(machine, going, deadline, tell, first=True)
+    return {step: how for step, how in states.items() if how in ENDED}
 
 
 def end(machine: Machine, how: str) -> None:

@@ -58,18 +58,21 @@ def state(machine: Machine, flow_run: str) -> str:
     return ""
 
 
-def follow(machine: Machine, flow_runs: Mapping[str, str], deadline: float, tell: Callable[[], str]) -> dict[str, str]:
+def follow(
+    machine: Machine, flow_runs: Mapping[str, str], deadline: float, tell: Callable[[], str], first: bool = False
+) -> dict[str, str]:
     """The last state of each flow run (name -> id) once all have ended, or at the deadline (monotonic seconds).
 
-    What `tell` says is printed whenever it changes.
+    `first`: as soon as one has ended. What `tell` says is printed whenever it changes.
     """
     said, states = "", dict.fromkeys(flow_runs, "")
+    enough = any if first else all
     while time.monotonic() < deadline:
         states = {name: state(machine, flow_run) for name, flow_run in flow_runs.items()}
         if (news := tell()) != said:
             said = news
             print(f"{time.strftime('%H:%M:%S')} {said}", flush=True)
-        if all(s in ENDED for s in states.values()):
+        if enough(s in ENDED for s in states.values()):
             break
         time.sleep(1.0)
     return states
