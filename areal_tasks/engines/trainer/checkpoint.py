@@ -1,41 +1,119 @@
-"""Training state on disk through torch.distributed.checkpoint (DCP), which any number of ranks can read back."""
+"""Training state on disk through torch.distributed.checkpoint (DCP): any backend on any number of ranks reads it back.
+
+It holds tensors and nothing else: of every parameter, under its Hugging Face name, the fp32 weight and AdamW's state;
+the random state; and the progress. What is read is taken for data: no code that a file may name is run.
+"""
 
 from __future__ import annotations
 
+import pickle
 import warnings
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from areal_tasks.engines.trainer.backend import Progress
+from areal_tasks.engines.trainer.optimizer import prepare_state
+from schemas.errors import UserError
+
+#: A parameter's `weight`, and what AdamW keeps of it: `step`, `exp_avg`, `exp_avg_sq`. Sharded ones are DTensors.
+Parameter = Mapping[str, Tensor]
+Parameters = Mapping[str, Parameter]
+
+#: What DCP's metadata is pickled from; some of it since torch 2.11, some before.
+_MODULES: Final = ("torch.distributed.checkpoint.", "torch.distributed.tensor.")
+_NAMES: Final = frozenset(
+    {
+        "torch.Size", "torch.device", "torch.serialization._get_layout", "torch._utils._rebuild_device",
+        "collections.OrderedDict", "pathlib.PosixPath", "pathlib._local.PosixPath", "_codecs.encode",
+        *(f"torch.{kind}" for kind in ("float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool")),
+    }
+)  # fmt: skip
 
 
 def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-    """Write model, optimizer, RNG and progress into `folder`, which must be fresh."""
-    with _single_process():
-        dcp.save(_state(model, optimizer, progress), checkpoint_id=folder)
+    """Write model, optimizer, RNG and progress into `folder`, which must be fresh. Every rank takes part."""
+    save_parameters(folder, held_parameters(model, optimizer), progress)
 
 
 def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Put back into `model` and `optimizer`, in place, what `save_state` wrote; every bit of it."""
-    state = _state(model, optimizer, Progress())
-    with _single_process():
-        dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    torch.set_rng_state(state["rng"])
-    return Progress(**state["progress"])
+    """Put back into `model` and `optimizer`, in place, what `save_state` wrote; every bit of it.
+
+    Raises:
+        UserError: the checkpoint is of another model, damaged, or holds more than tensors.
+    """
+    return load_parameters(folder, held_parameters(model, optimizer))
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> dict[str, Any]:
-    weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments, "rng": torch.get_rng_state(), "progress": asdict(progress)}
+def held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Parameters:
+    """The tensors that `model` and `optimizer` hold themselves, whole or sharded."""
+    return {
+        name: {"weight": parameter.detach(), **prepare_state(optimizer, parameter)}
+        for name, parameter in model.named_parameters()
+    }
 
 
-def _single_process() -> warnings.catch_warnings[None]:
+def save_parameters(folder: Path, parameters: Parameters, progress: Progress) -> None:
+    """As `save_state`, of tensors that the backend has made for it."""
+    counts = torch.tensor([progress.step, progress.skipped_in_row])
+    state = {"parameters": parameters, "rng": torch.get_rng_state(), "progress": counts}
+    with _quiet():
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=False), no_dist=_alone())
+
+
+def load_parameters(folder: Path, parameters: Parameters) -> Progress:
+    """As `load_state`, into the tensors of `parameters`."""
+    rng, counts = torch.get_rng_state(), torch.zeros(2, dtype=torch.int64)
+    state = {"parameters": parameters, "rng": rng, "progress": counts}
+    check_metadata(folder)
+    try:
+        with _quiet():
+            dcp.load(state, checkpoint_id=folder, planner=_TensorsOnly(), no_dist=_alone())
+    except (CheckpointException, RuntimeError, ValueError) as error:
+        raise UserError(f"the checkpoint in {folder} is not one of this model: {_reason(error)}") from error
+    torch.set_rng_state(rng)
+    step, skipped = counts.tolist()
+    return Progress(step, skipped)
+
+
+def check_metadata(folder: Path) -> None:
+    """Refuse a checkpoint whose index, which DCP unpickles, names anything but DCP's own types. Raises UserError."""
+    with (folder / ".metadata").open("rb") as file:
+        _Guarded(file).load()
+
+
+class _Guarded(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if not (f"{module}.".startswith(_MODULES) or f"{module}.{name}" in _NAMES):
+            raise UserError(
+                f"the checkpoint names {module}.{name}, which no checkpoint of a model needs: do not use it"
+            )
+        return super().find_class(module, name)
+
+
+class _TensorsOnly(DefaultLoadPlanner):  # type: ignore[misc]
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        raise ValueError(f"{read_item.dest_index.fqn} is not a tensor")
+
+
+def _alone() -> bool:
+    return not dist.is_initialized()
+
+
+def _quiet() -> warnings.catch_warnings[None]:
     """DCP warns where there is no process group, which is what one process means."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)
+
+
+def _reason(error: BaseException) -> str:
+    """The first failure of any rank."""
+    failures = getattr(error, "failures", {})
+    first = next((cause for cause, _ in failures.values()), error)
+    return str(first).splitlines()[0] if str(first) else type(first).__name__

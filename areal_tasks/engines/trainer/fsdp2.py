@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -19,7 +19,7 @@ from areal_tasks.engines.trainer import checkpoint
 from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, TokenStats, Which
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.optimizer import make_optimizer, step_at
-from areal_tasks.engines.trainer.policy import Policy, load_policy
+from areal_tasks.engines.trainer.policy import Policy, decoder_layers, load_policy
 from areal_tasks.engines.trainer.process_group import gather_stats, ranks_here
 from schemas.recipe.sections import Model, Trainer
 
@@ -41,6 +41,7 @@ class Fsdp2Backend:
 
     def load(self, weights: Path, seed: int) -> None:
         torch.manual_seed(seed)
+        self._forget()
         policy = load_policy(weights, self.settings, self.model_settings, self.device)
         self.roomy = self._is_roomy(policy)
         self.models["policy"] = self._sharded(policy)
@@ -103,6 +104,11 @@ class Fsdp2Backend:
             module.set_force_sum_reduction_for_comms(True)
         return policy
 
+    def _forget(self) -> None:
+        """Free what a load replaces before it takes memory of its own."""
+        if "policy" in self.models:
+            del self.models["policy"], self.optimizer
+
     def _offload(self) -> OffloadPolicy:
         if self.settings.cpu_offload and self.device.type == "cuda":
             return CPUOffloadPolicy(pin_memory=True)
@@ -119,12 +125,6 @@ class Fsdp2Backend:
             return self.device.type == "cpu"
         held = sum(p.numel() * 6 for p in policy.parameters())  # gradients in fp32, weights in bf16
         return held < ROOMY * torch.cuda.get_device_properties(self.device).total_memory
-
-
-def decoder_layers(policy: Policy) -> list[nn.Module]:
-    """The transformer's layers: what Hugging Face says must stay together."""
-    names = set(policy.model._no_split_modules or ())
-    return [module for module in policy.model.modules() if type(module).__name__ in names]
 
 
 def clip_shards(parameters: list[Tensor], max_norm: float) -> float:

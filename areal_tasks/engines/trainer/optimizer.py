@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,14 +35,31 @@ def _remaining(done: float, schedule: str) -> float:
 
 def make_optimizer(parameters: Iterable[Tensor], settings: Trainer) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101) over fp32 master weights, in one fused kernel."""
-    return torch.optim.AdamW(
-        parameters,
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
+    return torch.optim.AdamW(parameters, **optimizer_options(settings))
+
+
+def optimizer_options(settings: Trainer) -> dict[str, Any]:
+    """The arguments of torch's AdamW."""
+    betas = (settings.beta1, settings.beta2)
+    return {
+        "lr": settings.lr,
+        "betas": betas,
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+        "fused": True,
+    }
+
+
+def prepare_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """What AdamW keeps of a parameter: the zeros it would begin with, if it has made no step yet."""
+    if not optimizer.state[parameter]:
+        optimizer.state[parameter].update(
+            step=torch.zeros((), dtype=torch.float32, device=parameter.device),
+            exp_avg=torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            exp_avg_sq=torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        )
+    state: dict[str, Tensor] = optimizer.state[parameter]
+    return state
 
 
 def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> float:
