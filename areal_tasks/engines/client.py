@@ -40,11 +40,11 @@ class GenerateResult:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    text: str = ""
+    text: str = ""  # empty if put together from several answers: their parts need not be whole characters
     stop_reason: str = "abort"  # stop, length or abort
     server: str = ""
     seconds: float = 0.0
-    segments: int = 0  # answers it was put together from; `text` joins their texts
+    segments: int = 0  # answers it was put together from
 
 
 class InferenceClient:
@@ -88,13 +88,16 @@ class InferenceClient:
         left = chunk
         while left:
             body = _body([(requests[i], results[i]) for i in left])
-            server, answers = await self.pool.generate(requests[left[0]].group, body, len(left))
             before = sum(len(results[i].output_ids) for i in left)
+            server, answers = await self.pool.generate(requests[left[0]].group, body, len(left))
             for i, answer in zip(left, answers, strict=True):
-                _extend(results[i], answer, requests[i].max_new_tokens)
+                _extend(results[i], answer)
                 results[i].server = server
+            generated = sum(len(results[i].output_ids) for i in left)
             left = [i for i in left if results[i].stop_reason == "abort"] if aborts == self._aborts else []
-            idle = 0 if sum(len(results[i].output_ids) for i in chunk) > before else idle + 1
+            for i in left:
+                _withdraw(results[i])
+            idle = 0 if generated - len(left) > before else idle + 1
             if left and idle > IDLE_CONTINUATIONS:
                 raise ServerDown(f"{server} keeps aborting requests without generating a token")
         for i in chunk:
@@ -107,13 +110,39 @@ class InferenceClient:
         """
         return await self.pool.update_weights(uri, version)
 
+    async def meet(self) -> int | None:
+        """The version that the servers say they hold. WrongVersion if they differ."""
+        return await self.pool.meet()
+
+    async def adopt(self, version: int) -> None:
+        """The servers were handed `version` by the trainer: have each of them say so."""
+        await self.pool.adopt(version)
+
+    def lost(self) -> list[str]:
+        """Addresses of servers that stay evicted: they may run, but they need a restart."""
+        return self.pool.lost()
+
+    def healthy(self) -> list[str]:
+        """Addresses of the servers that are not evicted."""
+        return [server.url for server in self.pool.servers if server.healthy]
+
+    async def release_memory(self) -> None:
+        """Have the servers give the memory of their cache back until `resume_memory`."""
+        await self.pool.broadcast("/release_memory_occupation", {"tags": ["kv_cache"]})
+
+    async def resume_memory(self) -> None:
+        """Have the servers take that memory again."""
+        await self.pool.broadcast("/resume_memory_occupation", {"tags": ["kv_cache"]})
+
     async def pause(self, mode: str = "abort") -> None:
         """Stop generating on all servers; interrupted requests continue after `resume()`."""
+        self.pool.paused = True
         await self.pool.broadcast("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
         """Go on generating."""
         await self.pool.broadcast("/continue_generation", {})
+        self.pool.paused = False
 
     async def abort(self) -> None:
         """End all requests under way: their results have stop_reason `abort` and what was generated so far."""
@@ -156,18 +185,28 @@ def _params(request: GenerateRequest, generated: int) -> dict[str, Any]:
     return params
 
 
-def _extend(result: GenerateResult, answer: dict[str, Any], max_new_tokens: int) -> None:
+def _extend(result: GenerateResult, answer: dict[str, Any]) -> None:
     """Append a segment to a result."""
     meta = answer["meta_info"]
-    pairs = meta["output_token_logprobs"]
-    result.output_ids += [token for _, token, *_ in pairs]
-    result.logprobs += [logprob for logprob, *_ in pairs]
-    result.versions += [int(version) for version, count in version_runs(meta) for _ in range(count)]
+    if meta["output_token_logprobs"]:
+        logprobs, tokens, *_ = zip(*meta["output_token_logprobs"], strict=True)
+        result.output_ids += tokens
+        result.logprobs += logprobs
+    for version, count in version_runs(meta):
+        result.versions += [int(version)] * count
     result.segments += 1
-    result.text += answer["text"]
+    result.text = answer["text"] if result.segments == 1 else ""
     result.stop_reason = meta["finish_reason"]["type"]
-    if result.stop_reason == "abort" and len(result.output_ids) >= max_new_tokens:
-        result.stop_reason = "length"
+
+
+def _withdraw(result: GenerateResult) -> None:
+    """Take back the last token of an interrupted result, to have it sampled again.
+
+    SGLang looks for an abort before it looks for the end: the last token may be the one that ends the text. An abort
+    does not depend on the token that it hits, so another draw of it has the same distribution.
+    """
+    for column in (result.output_ids, result.logprobs, result.versions):
+        del column[-1:]
 
 
 __all__ = ["GenerateRequest", "GenerateResult", "InferenceClient", "Refused", "ServerDown", "WrongVersion"]

@@ -1,7 +1,8 @@
 """The inference servers of a run as one: routing by load, eviction and re-admission by health, one weights version.
 
-A server that fails is evicted at once and its request goes elsewhere. In the background it is asked for its health
-until it answers; before it is let in again it is brought to the weights version that the others hold.
+A request waits here, in order, until the router has a server for it. A server that fails is evicted at once and its
+requests go elsewhere; one that stays silent is asked for its health, and evicted if it has none. In the background an
+evicted server is asked until it answers; before it is let in again it is brought to the version that the others hold.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import aiohttp
 import orjson
 
+from areal_tasks.engines.routing import Router, Server
 from schemas.errors import UserError
 from schemas.recipe.sections import Inference
 
@@ -27,8 +29,15 @@ ATTEMPTS: Final = 4  # servers a request is tried on: one that kills its server 
 CONNECT_SECONDS: Final = 10.0
 NO_SERVER_SECONDS: Final = 10.0  # how long a request waits when every server is evicted
 PROBE_SECONDS: Final = (0.1, 5.0)  # first and longest pause between two looks at an evicted server
-AFFINITIES: Final = 65536  # groups whose server is remembered
-SMOOTHING: Final = 0.3  # weight of the newest measurement of a server's speed
+LOST_SECONDS: Final = 20.0  # a server that is evicted for longer is worth a restart
+WATCH_SECONDS: Final = 20.0  # pause between two looks at a server with requests under way
+WATCH_FAILURES: Final = 3  # looks in a row without an answer after which it counts as hung
+HEALTH_SECONDS: Final = 30.0  # SGLang itself says 503 after 20 s without a token
+INTERRUPTED: Final = 499  # SGLang's status for a request that was aborted before its model saw it
+ABORTED: Final[dict[str, Any]] = {
+    "text": "",
+    "meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": [], "weight_version": ""},
+}
 
 
 class ServerDown(Exception):
@@ -43,22 +52,17 @@ class Refused(UserError):
     """A server refused a request as wrong (HTTP 4xx); the message holds its reason."""
 
 
+class Interrupted(Exception):
+    """The request was aborted before anything was generated."""
+
+
 @dataclass(eq=False)
-class Server:
-    """One server as the client sees it."""
+class _Waiter:
+    """A request without a server. Its future becomes the server and the time from which it is under way."""
 
-    url: str
-    slots: asyncio.Semaphore
-    healthy: bool = True
-    load: int = 0  # samples under way
-    seconds_per_sample: float | None = None
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
-
-    def learn(self, seconds: float, load: int) -> None:
-        """Take a request's duration into account, made while `load` samples were under way."""
-        new = seconds / max(load, 1)
-        old = new if self.seconds_per_sample is None else self.seconds_per_sample
-        self.seconds_per_sample = (1 - SMOOTHING) * old + SMOOTHING * new
+    group: int
+    samples: int
+    given: asyncio.Future[tuple[Server, float]]
 
 
 class ServerPool:
@@ -66,45 +70,60 @@ class ServerPool:
 
     def __init__(self, urls: Iterable[str], token: str, settings: Inference) -> None:
         self.settings = settings
-        self.servers = [Server(url, asyncio.Semaphore(settings.max_concurrent_requests)) for url in urls]
+        self.servers = [Server(url, settings.max_concurrent_requests) for url in urls]
         if not self.servers:
             raise UserError("no inference server: give the address of at least one")
+        self.router = Router(self.servers)
+        self.paused = False  # then nobody generates, and silence is no sign of illness
         self.version: int | None = None  # what every healthy server holds
         self._target: int | None = None  # what they are being brought to
         self._uri: str | None = None  # where the target's weights lie
-        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        self._http: aiohttp.ClientSession | None = None
-        self._affinity: OrderedDict[int, Server] = OrderedDict()
-        self._changed = asyncio.Event()  # set when a server is let in again
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self._sessions: dict[Server, aiohttp.ClientSession] = {}
+        self._waiting: deque[_Waiter] = deque()
+        self._tasks: dict[tuple[str, Server], asyncio.Task[None]] = {}  # at most one of a kind for each server
+        self._end_of_hope: asyncio.TimerHandle | None = None  # runs while every server is evicted and requests wait
         self._last_error: ServerDown | None = None
         self._meeting = asyncio.Lock()
 
     async def close(self) -> None:
         """Stop probing and close all connections."""
-        for server in self.servers:
-            for task in server.tasks:
-                task.cancel()
-        if self._http is not None:
-            await self._http.close()
+        for task in self._tasks.values():
+            task.cancel()
+        if self._end_of_hope is not None:
+            self._end_of_hope.cancel()
+        for session in self._sessions.values():
+            await session.close()
+
+    def lost(self) -> list[str]:
+        """Addresses of servers that have been evicted for so long that they will hardly recover."""
+        now = self.router.clock()
+        return [s.url for s in self.servers if not s.healthy and now - s.evicted > LOST_SECONDS]
 
     async def generate(self, group: int, body: dict[str, Any], samples: int) -> tuple[str, list[dict[str, Any]]]:
         """Send a `/generate` body to a server; its URL and answers. Retried elsewhere when a server fails."""
-        await self._meet()
+        await self.meet()
         for _ in range(ATTEMPTS):
-            server = await self._pick(group, samples)
+            server, started = await self._server_for(group, samples)
+            finished = False
             try:
-                return server.url, await self._generate(server, body, samples)
+                answers = await self._generate(server, body, samples)
+                finished = not any(a["meta_info"]["finish_reason"]["type"] == "abort" for a in answers)
+                return server.url, answers
             except ServerDown as error:
                 self._evict(server, error)
+            finally:
+                self.router.end(server, samples, started, finished)
+                self._dispatch()
         raise ServerDown(f"{ATTEMPTS} servers failed to answer one request; the last: {self._last_error}")
 
     async def _generate(self, server: Server, body: dict[str, Any], samples: int) -> list[dict[str, Any]]:
         oldest = self.version
-        with _Load(server, samples):
-            async with server.slots:
-                started, load = time.perf_counter(), server.load
-                answers: list[dict[str, Any]] = await self._ask(server, "POST", "/generate", body)
-                server.learn(time.perf_counter() - started, load)
+        self._background("watch", server, self._watch)
+        try:
+            answers: list[dict[str, Any]] = await self._ask(server, "POST", "/generate", body)
+        except Interrupted:
+            return [ABORTED] * samples
         self._check_versions(server, answers, oldest)
         return answers
 
@@ -114,49 +133,84 @@ class ServerPool:
         if oldest is not None and newest is not None and not all(oldest <= v <= newest for v in found):
             raise WrongVersion(f"{server.url} generated with weights {sorted(found)}, expected {oldest} to {newest}")
 
-    async def _pick(self, group: int, samples: int) -> Server:
-        """The group's server if it is healthy, else the one that will probably be done first."""
-        deadline = time.monotonic() + NO_SERVER_SECONDS
-        while not (healthy := [s for s in self.servers if s.healthy]):
-            self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
-            except TimeoutError:
-                raise ServerDown(f"no inference server answers; the last error: {self._last_error}") from None
-        chosen = self._affinity.get(group)
-        if chosen is None or not chosen.healthy:
-            chosen = _quickest(healthy, samples)
-        self._affinity[group] = chosen
-        self._affinity.move_to_end(group)
-        if len(self._affinity) > AFFINITIES:
-            self._affinity.popitem(last=False)
-        return chosen
+    async def _server_for(self, group: int, samples: int) -> tuple[Server, float]:
+        """Wait for a server; the request counts as under way on it. ServerDown if there is none for too long."""
+        waiter = _Waiter(group, samples, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiter)
+        self._dispatch()
+        try:
+            return await waiter.given
+        except asyncio.CancelledError:
+            if waiter.given.done() and not waiter.given.cancelled():
+                server, started = waiter.given.result()
+                self.router.end(server, samples, started, finished=False)
+            self._dispatch()
+            raise
 
-    async def _meet(self) -> None:
+    def _dispatch(self) -> None:
+        """Give waiting requests, in order, to the servers that the router chooses."""
+        queued = sum(waiter.samples for waiter in self._waiting)
+        while self._waiting:
+            waiter = self._waiting[0]
+            server = None
+            if not waiter.given.done():  # else it was cancelled
+                server = self.router.choose(waiter.group, waiter.samples, queued)
+                if server is None:
+                    break
+                waiter.given.set_result((server, self.router.begin(server, waiter.group, waiter.samples)))
+            queued -= waiter.samples
+            self._waiting.popleft()
+        if self._waiting and self._end_of_hope is None and not any(s.healthy for s in self.servers):
+            self._end_of_hope = asyncio.get_running_loop().call_later(NO_SERVER_SECONDS, self._give_up)
+
+    def _give_up(self) -> None:
+        """No server has come back in time: whoever waits is told."""
+        self._end_of_hope = None
+        if any(s.healthy for s in self.servers):
+            return
+        error = ServerDown(f"no inference server answers; the last error: {self._last_error}")
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.given.done():
+                waiter.given.set_exception(error)
+
+    async def meet(self) -> int | None:
         """Learn, once, which version the servers hold. Raises WrongVersion when they do not agree."""
         async with self._meeting:
             if self.version is not None:
-                return
+                return self.version
             held = {s.url: v for s in self.servers if (v := await self._held(s)) is not None}
             if len(set(held.values())) > 1:
                 raise WrongVersion(f"the servers hold different weights: {held}; send them one version")
             self.version = self._target = next(iter(held.values()), None)
+            return self.version
 
     async def _held(self, server: Server) -> int | None:
         try:
-            return int((await self._ask(server, "GET", "/model_info"))["weight_version"])
+            held = str((await self._ask(server, "GET", "/model_info"))["weight_version"])
+            return int(held) if held.isdecimal() else -1  # a server of somebody else's, with a name for what it holds
         except ServerDown as error:
             self._evict(server, error)
             return None
 
     async def update_weights(self, uri: str, version: int) -> list[float]:
-        """Bring every healthy server to `version`; seconds for each. The others follow before they are let in again."""
+        """Bring every healthy server to `version`; seconds for each. The others follow before they are let in again.
+
+        What is being generated ends with what it has; SGLang would otherwise let it end first.
+        """
         self._target, self._uri = version, uri
         seconds = await self._each(self._update)
-        if not seconds:
-            await self._pick(-1, 0)  # until one of them has caught up
+        if not seconds:  # wait until one of them has caught up
+            server, started = await self._server_for(-1, 0)
+            self.router.end(server, 0, started, finished=False)
         self.version = version
         return seconds
+
+    async def adopt(self, version: int) -> None:
+        """Somebody else gave every healthy server `version`: have each say so. One that does not is evicted."""
+        self._target, self._uri = version, None
+        await self._each(self._confirm)
+        self.version = version
 
     async def _each(self, ask: Callable[[Server], Awaitable[T]]) -> list[T]:
         """Ask every healthy server at once; what those answered that did not fail. The others are evicted."""
@@ -172,14 +226,18 @@ class ServerPool:
     async def _update(self, server: Server) -> float:
         """Bring one server to the target and have it say so."""
         started = time.perf_counter()
-        body = {"model_path": self._uri, "weight_version": str(self._target), "flush_cache": True}
+        where = {"model_path": self._uri, "weight_version": str(self._target)}
+        body = where | {"flush_cache": True, "abort_all_requests": True}
         answer = await self._ask(server, "POST", "/update_weights_from_disk", body)
         if not answer.get("success", True):
             raise Refused(f"{server.url} did not load {self._uri}: {answer.get('message')}")
+        await self._confirm(server)
+        return time.perf_counter() - started
+
+    async def _confirm(self, server: Server) -> None:
         held = (await self._ask(server, "GET", "/model_info"))["weight_version"]
         if str(held) != str(self._target):
             raise WrongVersion(f"{server.url} holds weights {held} after it was sent {self._target}")
-        return time.perf_counter() - started
 
     async def broadcast(self, path: str, body: dict[str, Any]) -> None:
         """POST to every healthy server. A server that fails is evicted."""
@@ -193,10 +251,30 @@ class ServerPool:
         if not server.healthy:
             return
         log.warning("evicted inference server %s: %s", server.url, error)
-        server.healthy, self._last_error = False, error
-        task = asyncio.ensure_future(self._probe(server))
-        server.tasks.add(task)
-        task.add_done_callback(server.tasks.discard)
+        server.healthy, server.evicted, self._last_error = False, self.router.clock(), error
+        self._background("probe", server, self._probe)
+        self._dispatch()
+
+    def _background(self, kind: str, server: Server, work: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
+        """Run `work` for the server, unless it is being done already."""
+        task = self._tasks.get((kind, server))
+        if task is None or task.done():
+            self._tasks[kind, server] = asyncio.ensure_future(work(server))
+
+    async def _watch(self, server: Server) -> None:
+        """While requests are under way, see to it that the server does generate; drop its connections if it hangs."""
+        silent = 0
+        while server.requests and server.healthy:
+            await asyncio.sleep(WATCH_SECONDS)
+            try:
+                if not self.paused:
+                    await self._ask(server, "GET", "/health_generate", seconds=HEALTH_SECONDS)
+                silent = 0
+            except (ServerDown, Refused) as error:
+                silent += 1
+                if silent == WATCH_FAILURES:
+                    self._evict(server, ServerDown(f"it hangs: {error}"))
+                    await self._sessions.pop(server).close()
 
     async def _probe(self, server: Server) -> None:
         """Look at an evicted server until it is well, then let it in again."""
@@ -205,14 +283,17 @@ class ServerPool:
             await asyncio.sleep(pause)
             pause = min(2 * pause, longest)
             try:
-                await self._ask(server, "GET", "/health")
+                await self._ask(server, "GET", "/health", seconds=HEALTH_SECONDS)
                 await self._catch_up(server)
             except (ServerDown, UserError) as error:
                 log.info("inference server %s stays evicted: %s", server.url, error)
                 continue
             log.warning("inference server %s is well again", server.url)
-            server.healthy, server.load = True, 0
-            self._changed.set()
+            server.healthy = True
+            if self._end_of_hope is not None:
+                self._end_of_hope.cancel()
+                self._end_of_hope = None
+            self._dispatch()
 
     async def _catch_up(self, server: Server) -> None:
         """See to it that the server holds the target version."""
@@ -223,62 +304,46 @@ class ServerPool:
             raise WrongVersion(f"it holds weights {held}, expected {self._target}")
         await self._update(server)
 
-    async def _ask(self, server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """One HTTP exchange. Raises ServerDown, or Refused with the server's reason."""
+    async def _ask(
+        self, server: Server, method: str, path: str, body: dict[str, Any] | None = None, seconds: float | None = None
+    ) -> Any:
+        """One HTTP exchange. Raises ServerDown, Refused with the server's reason, or Interrupted."""
         data = None if body is None else orjson.dumps(body)
+        timeout = aiohttp.ClientTimeout(seconds or self.settings.request_timeout_seconds, sock_connect=CONNECT_SECONDS)
         try:
-            async with self._session().request(method, server.url + path, data=data) as response:
+            async with self._session(server).request(method, server.url + path, data=data, timeout=timeout) as response:
                 content = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ServerDown(f"{server.url}{path}: {error or type(error).__name__}") from error
         if response.status >= 500:
             raise ServerDown(f"{server.url}{path} answered {response.status}: {_reason(content)}")
+        if response.status == INTERRUPTED:
+            raise Interrupted
         if response.status >= 400:
             raise Refused(f"{server.url}{path} answered {response.status}: {_reason(content)}")
-        return orjson.loads(content)
+        return orjson.loads(content) if content else None  # SGLang answers some orders with nothing
 
-    def _session(self) -> aiohttp.ClientSession:
-        if self._http is None:
-            timeout = aiohttp.ClientTimeout(self.settings.request_timeout_seconds, sock_connect=CONNECT_SECONDS)
+    def _session(self, server: Server) -> aiohttp.ClientSession:
+        """Connections of their own for each server, so that they can be dropped together."""
+        if server not in self._sessions:
             connector = aiohttp.TCPConnector(limit=0)
-            self._http = aiohttp.ClientSession(headers=self._headers, timeout=timeout, connector=connector)
-        return self._http
-
-
-class _Load:
-    """Counts samples as under way on a server."""
-
-    def __init__(self, server: Server, samples: int) -> None:
-        self.server, self.samples = server, samples
-
-    def __enter__(self) -> None:
-        self.server.load += self.samples
-
-    def __exit__(self, *error: object) -> None:
-        self.server.load = max(self.server.load - self.samples, 0)
-
-
-def _quickest(servers: list[Server], samples: int) -> Server:
-    """The server with the least expected time until `samples` more are done; one not measured yet counts as average."""
-    known = [s.seconds_per_sample for s in servers if s.seconds_per_sample is not None]
-    usual = sum(known) / len(known) if known else 1.0
-
-    def expected(server: Server) -> float:
-        each = usual if server.seconds_per_sample is None else server.seconds_per_sample
-        return (server.load + samples) * each
-
-    return min(servers, key=expected)
+            self._sessions[server] = aiohttp.ClientSession(headers=self._headers, connector=connector)
+        return self._sessions[server]
 
 
 def version_runs(meta: dict[str, Any]) -> list[tuple[Any, int]]:
-    """(version, tokens) of an answer's segments."""
-    return meta.get("weight_versions") or [(meta["weight_version"], meta["completion_tokens"])]
+    """(version, tokens) of an answer's segments; the embedded server tells where weights changed on the way."""
+    if "weight_versions" in meta:
+        return list(meta["weight_versions"])
+    tokens = len(meta["output_token_logprobs"])
+    return [(meta["weight_version"], tokens)] if tokens else []
 
 
 def _reason(content: bytes) -> str:
-    """The server's error message, out of `{"error": …}` where it sent that."""
+    """The server's error message, out of `{"error": …}` or `{"message": …}` where it sent that."""
     try:
-        error = orjson.loads(content)["error"]
+        found = orjson.loads(content)
+        error = found["error"] if "error" in found else found["message"]
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return content[:500].decode(errors="replace")
     return str(error["message"] if isinstance(error, dict) and "message" in error else error)

@@ -26,7 +26,11 @@ class Fake:
         self.broken = False  # answers 500
         self.deaf = False  # closes the connection
         self.stuck = False  # accepts updates without taking them
-        self.interrupt = 0  # requests answered with one token and `abort`
+        self.interrupt = 0  # requests answered with two tokens and `abort`
+        self.broken_health = False
+        self.name = ""  # of the weights, until it gets others
+        self.update_bodies: list[dict[str, Any]] = []
+        self.on_generate = self.generate
         self.ended = asyncio.Event()
         self.busy = asyncio.Lock()
         self.url = ""
@@ -56,7 +60,7 @@ class Fake:
         )
 
     def answer(self, prompt: list[int], most: int, interrupted: bool, version: int) -> dict[str, Any]:
-        n = 1 if interrupted else min(self.tokens, most)
+        n = min(2 if interrupted else self.tokens, most)
         output = [len(prompt) + i for i in range(n)]
         meta = {
             "finish_reason": {"type": "abort" if interrupted else "length"},
@@ -71,21 +75,23 @@ class Fake:
             return web.json_response({"error": "out of order"}, status=500)
         body = await request.json()
         self.updates.append(body["model_path"])
+        self.update_bodies.append(body)
         if not self.stuck:
+            self.name = ""
             self.version = int(body["weight_version"])
         return web.json_response({"success": True, "message": ""})
 
     async def health(self, request: web.Request) -> web.Response:
-        down = self.broken or self.deaf
+        down = self.broken or self.deaf or self.broken_health
         return web.json_response({}, status=503 if down else 200)
 
     async def info(self, request: web.Request) -> web.Response:
         assert request.headers["Authorization"] == "Bearer token"
-        return web.json_response({"weight_version": str(self.version)})
+        return web.json_response({"weight_version": self.name or str(self.version)})
 
     async def command(self, request: web.Request) -> web.Response:
         self.ended.set()
-        return web.json_response({})
+        return web.Response()  # SGLang answers an abort with nothing
 
 
 @asynccontextmanager
@@ -102,11 +108,12 @@ async def serving(*fakes: Fake, **settings: Any) -> AsyncIterator[InferenceClien
 
 async def serve(fake: Fake) -> web.AppRunner:
     app = web.Application()
-    app.add_routes([
-        web.post("/generate", fake.generate), web.post("/update_weights_from_disk", fake.update),
-        web.post("/abort_request", fake.command), web.post("/pause_generation", fake.command),
-        web.get("/health", fake.health), web.get("/model_info", fake.info), web.get("/server_info", fake.info),
-    ])  # fmt: skip
+    commands = ("/abort_request", "/pause_generation", "/continue_generation")
+    app.add_routes([web.post(path, fake.command) for path in commands])
+    app.add_routes([web.get(path, fake.health) for path in ("/health", "/health_generate")])
+    app.add_routes([web.get(path, fake.info) for path in ("/model_info", "/server_info")])
+    app.add_routes([web.post("/update_weights_from_disk", fake.update)])
+    app.add_routes([web.post("/generate", lambda request: fake.on_generate(request))])
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -268,8 +275,8 @@ def test_interrupted_output_is_continued_with_its_versions() -> None:
             results = await work
             assert [r.output_ids for r in results] == [[1, 2, 3]] * 2
             assert all(r.versions == [0, 1, 1] and r.segments == 2 for r in results)
-            assert [r.text for r in results] == ["<1><2><3>"] * 2
-            assert fake.bodies[1]["input_ids"] == [[7, 1]] * 2
+            assert [r.text for r in results] == [""] * 2, "to be decoded anew"
+            assert fake.bodies[1]["input_ids"] == [[7, 1]] * 2, "the last token is sampled again"
             assert [p["max_new_tokens"] for p in fake.bodies[1]["sampling_params"]] == [2, 2]
 
     run(test)
@@ -283,7 +290,7 @@ def test_an_abort_ends_requests_with_what_they_have() -> None:
             work = asyncio.ensure_future(client.generate(requests(1)))
             await until(lambda: len(fake.bodies) > 0)
             await client.abort()
-            assert [(r.stop_reason, r.output_ids) for r in await work] == [("abort", [1])] * 2
+            assert [(r.stop_reason, r.output_ids) for r in await work] == [("abort", [1, 2])] * 2
             assert len(fake.bodies) == 1
 
     run(test)
@@ -349,3 +356,94 @@ def test_cancelling_closes_the_connections() -> None:
 def test_no_address_is_a_mistake() -> None:
     with pytest.raises(UserError, match="at least one"):
         InferenceClient([], "token", Inference())
+
+
+def test_a_request_that_was_aborted_before_its_turn_is_sent_again() -> None:
+    async def test() -> None:
+        fake = Fake()
+        async with serving(fake) as client:
+            asked, answer = requests(1), fake.generate
+            refusals = iter([499, 499])
+
+            async def first_499(request: web.Request) -> web.StreamResponse:
+                if (status := next(refusals, 200)) != 200:
+                    return web.json_response({"error": {"message": "Request x was aborted"}}, status=status)
+                return await answer(request)
+
+            fake.on_generate = first_499
+            results = await client.generate(asked)
+            check(asked, results)
+            assert all(r.segments == 3 and client.pool.servers[0].healthy for r in results)
+
+    run(test)
+
+
+def test_an_update_interrupts_what_is_being_generated() -> None:
+    async def test() -> None:
+        fake = Fake()
+        async with serving(fake) as client:
+            await client.update_weights("w", 1)
+            assert fake.update_bodies[0]["abort_all_requests"] and fake.update_bodies[0]["flush_cache"]
+
+    run(test)
+
+
+def test_a_server_that_hangs_is_found_out_and_its_requests_go_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_pool, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(server_pool, "LOST_SECONDS", 0.05)
+
+    async def test() -> None:
+        hung, well = Fake(delay=20), Fake(delay=0.2)
+        hung.broken_health = True
+        async with serving(hung, well) as client:
+            asked = requests(4)
+            check(asked, await client.generate(asked))
+            assert {s.url: s.healthy for s in client.pool.servers} == {hung.url: False, well.url: True}
+            assert well.samples == 8
+            await until(lambda: client.lost() == [hung.url])
+
+    run(test)
+
+
+def test_a_paused_server_is_not_taken_for_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_pool, "WATCH_SECONDS", 0.01)
+
+    async def test() -> None:
+        fake = Fake(delay=0.3)
+        fake.broken_health = True
+        async with serving(fake) as client:
+            await client.pause()
+            check(requests(1), await client.generate(requests(1)))
+            assert client.pool.servers[0].healthy and client.lost() == []
+
+    run(test)
+
+
+def test_no_server_gets_more_requests_at_once_than_the_recipe_says() -> None:
+    async def test() -> None:
+        fakes = [Fake(), Fake()]
+        most: dict[str, int] = {}
+        async with serving(*fakes, max_concurrent_requests=3) as client:
+            router = client.pool.router
+
+            def begin(server: Any, group: int, samples: int) -> float:
+                most[server.url] = max(most.get(server.url, 0), server.requests + 1)
+                return type(router).begin(router, server, group, samples)
+
+            router.begin = begin  # type: ignore[method-assign]
+            check(requests(20), await client.generate(requests(20)))
+            assert set(most.values()) == {3}
+
+    run(test)
+
+
+def test_a_server_of_somebody_else_may_have_a_name_for_its_weights() -> None:
+    async def test() -> None:
+        fake = Fake()
+        fake.name = "default"
+        async with serving(fake) as client:
+            assert await client.meet() == -1
+            await client.update_weights("w", 4)
+            assert client.version == 4
+
+    run(test)
