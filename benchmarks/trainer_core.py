@@ -38,7 +38,7 @@ from benchmarks.gpu.shapes import SHAPES, Shape, mfu, random_model
 from schemas.recipe.sections import Model, Trainer
 
 #: Tokens of a pass and of a chunk of logits that fit an H200 (139 GiB) with room to spare, without recompute.
-SIZES: Final = {"135m": (66560, 16384), "0.5b": (66560, 16384), "1.5b": (33280, 8192), "tiny": (512, 128)}
+SIZES: Final = {"135m": (66560, 16384), "0.5b": (66560, 8192), "1.5b": (33280, 8192), "tiny": (512, 128)}
 #: How far bf16 passes may be from fp32 ones, as a share of the gradient's norm.
 CLOSE: Final = 0.03
 

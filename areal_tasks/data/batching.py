@@ -97,11 +97,9 @@ def make_layout(sequences: Sequences, rows: Int[Tensor, " n"], kind: LayoutKind)
     )
 
 
-def empty_layout(sequences: Sequences) -> Layout:
-    """A pass over one cell of padding in which nothing counts."""
-    none = torch.zeros(0, dtype=torch.int64)
-    lone = Sequences(sequences.input_ids[:1], sequences.counted[:1], torch.zeros_like(none), none)
-    return make_layout(lone, none, "packed")
+def lay_out(sequences: Sequences, rows: Int[Tensor, " n"], kind: LayoutKind) -> Layout:
+    """`make_layout`; of no samples, a pass over one cell of padding in which nothing counts."""
+    return make_layout(sequences, rows, kind if len(rows) else "packed")
 
 
 def _shape(lengths: Int[Tensor, " n"], kind: LayoutKind) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from areal_tasks.data.batching import (
     LEFT_OUT,
     counted_tokens,
+    lay_out,
     make_layout,
     make_sequences,
     micro_batches,
@@ -83,6 +84,28 @@ def test_micro_batches_keep_within_the_budget(lengths: list[int], budget: int, k
         assert _cost(part, kind) <= budget or len(part) == 1
 
 
+@settings(max_examples=200)
+@given(LENGTHS, st.integers(1, 300), st.sampled_from(["packed", "padded"]), st.integers(1, 8))
+def test_micro_batches_come_in_full_rounds_for_the_ranks(
+    lengths: list[int], budget: int, kind: str, ranks: int
+) -> None:
+    tensor = torch.tensor(lengths)
+    fewest = int(micro_batches(tensor, budget, kind).max()) + 1  # type: ignore[arg-type]
+    found = micro_batches(tensor, budget, kind, ranks)  # type: ignore[arg-type]
+    sizes = torch.bincount(found)
+    rounded = -(-fewest // ranks) * ranks
+    assert len(sizes) == (rounded if rounded <= len(lengths) else fewest)
+    assert sizes.min() > 0
+    for number in range(len(sizes)):
+        part = tensor[found == number]
+        assert _cost(part, kind) <= budget or len(part) == 1
+
+
+def test_micro_batches_of_several_ranks_are_balanced() -> None:
+    found = micro_batches(torch.full((40,), 10), 200, "packed", 4)
+    assert torch.bincount(found).tolist() == [10, 10, 10, 10]
+
+
 def test_micro_batches_are_one_when_the_budget_allows() -> None:
     assert micro_batches(torch.tensor([3, 9, 5]), 27, "padded").tolist() == [0, 0, 0]
     assert micro_batches(torch.tensor([3, 9, 5]), 17, "packed").tolist() == [0, 0, 0]
@@ -117,6 +140,29 @@ def test_layout_pairs_each_counted_token_with_the_position_before_it() -> None:
         assert layout.samples.tolist() == [2, 2, 0, 0]
         assert ids[layout.where].tolist() == layout.targets.tolist()
         assert layout.tokens == 5  # the last token of a sample predicts nothing
+
+
+def test_a_packed_row_says_where_samples_end_and_how_long_they_are() -> None:
+    sequences = make_sequences(torch.arange(20), torch.ones(20, dtype=torch.bool), torch.tensor([6, 1, 10, 3]))
+    layout = make_layout(sequences, torch.arange(4), "packed")
+    assert layout.bounds is not None and layout.bounds.dtype == torch.int32
+    assert layout.bounds.tolist() == [0, 5, 14, 16]  # the sample of one token has no cell
+    assert layout.longest == 16
+    assert make_layout(sequences, torch.arange(4), "padded").bounds is None
+    for kind in ("packed", "padded"):
+        nothing = lay_out(sequences, torch.zeros(0, dtype=torch.int64), kind)  # type: ignore[arg-type]
+        assert nothing.input_ids.shape == (1, 1)
+        assert nothing.bounds is not None and nothing.bounds.tolist() == [0, 1]
+        assert len(nothing.targets) == nothing.tokens == 0
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=20))
+def test_the_bound_of_lengths_holds_and_takes_few_values(lengths: list[int]) -> None:
+    total = sum(lengths)
+    sequences = make_sequences(torch.zeros(total, dtype=torch.int64), torch.ones(total).bool(), torch.tensor(lengths))
+    longest = make_layout(sequences, torch.arange(len(lengths)), "packed").longest
+    assert max(lengths) - 1 <= longest < 2 * max(lengths)
+    assert longest.bit_count() == 1
 
 
 def test_a_sample_of_one_token_lays_out_and_counts_nothing() -> None:

@@ -16,10 +16,8 @@ from areal_tasks.algorithms.losses import token_weights
 from areal_tasks.data.batching import (
     LEFT_OUT,
     Layout,
-    Sequences,
     counted_tokens,
-    empty_layout,
-    make_layout,
+    lay_out,
     micro_batches,
     minibatches,
 )
@@ -38,6 +36,8 @@ from areal_tasks.engines.trainer.objective import STATS, Objective, grpo_objecti
 from areal_tasks.engines.trainer.optimizer import learning_rate
 from areal_tasks.engines.trainer.rows import Batch, aligned, make_table
 from areal_tasks.engines.trainer.settings import Settings
+
+Rows = Int[Tensor, " _"]  # samples by their place in the batch
 
 
 class TrainingFailed(Exception):
@@ -92,11 +92,11 @@ def make_objective(batch: Batch, settings: Settings, device: torch.device) -> Ob
     return grpo_objective(columns, settings)
 
 
-def shared_out(passes: list[Layout], rank: int, world: int, sequences: Sequences) -> list[Layout]:
-    """Every `world`-th pass, and empty ones where other ranks have one more: sharded ranks work in step."""
+def shared_out(passes: list[Rows], rank: int, world: int) -> list[Rows]:
+    """The samples of every `world`-th pass, and of none where other ranks have one more: sharded ranks work in step."""
     rounds = -(-len(passes) // world)
     mine = passes[rank::world]
-    return mine + [empty_layout(sequences)] * (rounds - len(mine))
+    return mine + [torch.zeros(0, dtype=torch.int64)] * (rounds - len(mine))
 
 
 class Learner:
@@ -134,7 +134,7 @@ class Learner:
         rows = torch.nonzero(self.plan.minibatch == number)[:, 0]
         weights = self._sample_weights(rows)
         passes = self._passes(rows)
-        mine = shared_out(passes, self.backend.rank, self.backend.world, self.batch.sequences)
+        mine = shared_out(passes, self.backend.rank, self.backend.world)
         lr = learning_rate(step, self.settings.total_steps, self.settings.trainer)
         stats = self.backend.gather(self._accumulate(mine, weights))
         if number and "proximal" not in self.batch.columns:
@@ -148,7 +148,9 @@ class Learner:
             "grad_norm": norm,
             "lr": lr,
             "skipped": not (math.isfinite(found["loss"]) and math.isfinite(norm)),
-            "total_tokens": sum(p.tokens for p in passes),
+            "total_tokens": int(
+                (self.batch.sequences.lengths[rows] - 1).clamp(min=0).sum()
+            ),  # the last predicts nothing
             "samples": len(rows),
             "micro_batches": len(passes),
             "step_seconds": time.perf_counter() - started,
@@ -163,20 +165,23 @@ class Learner:
         weights[tokens] = token_weights(counts, self.settings.mean)  # the tokens of a sample weigh alike
         return weights
 
-    def _passes(self, rows: Int[Tensor, " n"]) -> list[Layout]:
+    def _passes(self, rows: Rows) -> list[Rows]:
         micro = self.plan.micro_batch[rows]
-        kind = self.settings.trainer.layout
-        return [make_layout(self.batch.sequences, rows[micro == u], kind) for u in torch.unique(micro).tolist()]
+        return [rows[micro == number] for number in torch.unique(micro).tolist()]
 
-    def _accumulate(self, passes: list[Layout], weights: Float[Tensor, " B"]) -> TokenStats:
-        """Forward and backward through `passes`; the gradients add up in the backend. Waits for the device once."""
+    def _accumulate(self, passes: list[Rows], weights: Float[Tensor, " B"]) -> TokenStats:
+        """Forward and backward through `passes`; the gradients add up in the backend.
+
+        Lays a pass out while the device computes the one before; waits for the device once, at the end.
+        """
         values = [torch.zeros(len(STATS), 0, device=self.backend.device)]
-        for layout in passes:
-            loss = self._token_loss(layout)
-            share = weights[layout.samples]
-            values.append(self.backend.learn(layout, share, loss, self.settings.temperature, layout is passes[-1]))
-        samples = [layout.samples for layout in passes]
-        return TokenStats(torch.cat(values, 1).cpu(), torch.cat([torch.zeros(0, dtype=torch.int64), *samples]))
+        samples = [torch.zeros(0, dtype=torch.int64)]
+        for number, rows in enumerate(passes, 1):
+            layout = lay_out(self.batch.sequences, rows, self.settings.trainer.layout)
+            loss, share = self._token_loss(layout), weights[layout.samples]
+            values.append(self.backend.learn(layout, share, loss, self.settings.temperature, number == len(passes)))
+            samples.append(layout.samples)
+        return TokenStats(torch.cat(values, 1).cpu(), torch.cat(samples))
 
     def _token_loss(self, layout: Layout) -> TokenLoss:
         where = move(layout.where, self.backend.device)

@@ -128,7 +128,7 @@ def prepare(policy: Policy, settings: Trainer) -> Policy:
         if settings.compile:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if settings.gradient_checkpointing:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     return policy
 
 

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from areal_tasks.data.batching import Sequences, make_layout, micro_batches
+from areal_tasks.data.batching import Sequences, lay_out, micro_batches
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer.backend import Backend, Progress, TokenStats, Which
 from areal_tasks.engines.trainer.commands import (
@@ -210,8 +210,8 @@ class Trainer:
         """Logprobs of the counted tokens, 0 elsewhere. Each rank scores its share of the passes."""
         kind, world = self.settings.trainer.layout, self.backend.world
         micro = micro_batches(sequences.lengths, self.settings.trainer.micro_batch_tokens, kind, world)
-        passes = [make_layout(sequences, torch.nonzero(micro == n)[:, 0], kind) for n in torch.unique(micro).tolist()]
-        mine = shared_out(passes, self.backend.rank, world, sequences)
+        passes = [torch.nonzero(micro == number)[:, 0] for number in torch.unique(micro).tolist()]
+        mine = [lay_out(sequences, rows, kind) for rows in shared_out(passes, self.backend.rank, world)]
         scores = [self.backend.score(layout, self.settings.temperature, which).logprobs for layout in mine]
         share = TokenStats(torch.cat([*scores, torch.zeros(0)])[None], torch.cat([*(m.where for m in mine), _NONE]))
         whole = self.backend.gather(share)
