@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=0, help="samples at a time; halved until it fits")
     parser.add_argument("--rows", type=int, default=128, help="samples an optimizer step")
     parser.add_argument("--length", type=int, default=1024, help="tokens a sample")
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="of these, the prompt's")
+    parser.add_argument("--prompt-tokens", type=int, default=1, help="of these, the prompt's: not trained")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps; the first is left out")
     add_results_option(parser)
     arguments = parser.parse_args()

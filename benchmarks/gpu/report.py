@@ -166,8 +166,8 @@ def _samples(ours: Record) -> int:
 
 
 def _rate(row: Record) -> str:
-    variant = f", {row['variant']}" if row.get("variant") else ""
-    return f"{row['tokens_per_second']:,.0f} tokens/s{variant}"
+    how = row.get("variant") or row.get("backend") or ""
+    return f"{row['tokens_per_second']:,.0f} tokens/s{', ' if how else ''}{how}"
 
 
 def markdown(found: Sequence[Figure], rows: Sequence[Record]) -> str:

@@ -1,0 +1,236 @@
+"""The parts of the GPU measurements that need no GPU: shapes, the split of an iteration, the table of figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.gpu.baseline_step import fitted, full_logits_loss, make_step, targets
+from benchmarks.gpu.mcnemar import compare, exact_p
+from benchmarks.gpu.packed_model import VARLEN, packed_inputs, random_policy
+from benchmarks.gpu.report import Results, bare_seconds, figures, markdown
+from benchmarks.gpu.results import load, record, run_limited
+from benchmarks.gpu.run_times import join, split, summary
+from benchmarks.gpu.shapes import SHAPES, learn_tokenizer, make_shape, mfu
+from schemas.recipe.load import list_recipes, load_recipe
+
+MACHINE = {"device": "a chip", "date": "2026-01-01 10:00 UTC", "versions": {"torch": "2"}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return learn_tokenizer(SHAPES["tiny"].words)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters_are_counted_as_the_model_has_them(name: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(SHAPES[name].config())
+    model.tie_weights()
+    assert sum(p.numel() for p in model.parameters()) == SHAPES[name].parameters
+
+
+def test_the_known_rate_gives_the_known_share_of_the_chip() -> None:
+    assert mfu(SHAPES["1.5b"], 47_500, 1024) == pytest.approx(0.46, abs=0.005)
+
+
+def test_a_shape_folder_decodes_every_id(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    folder = make_shape("tiny", tmp_path / "tiny", tokenizer)
+    found = AutoTokenizer.from_pretrained(folder)
+    assert len(found) == SHAPES["tiny"].vocabulary
+    assert all(found.decode([i]) for i in range(3, len(found)))
+    assert found.decode(found("x = 41 + 1")["input_ids"]) == "x = 41 + 1"
+    assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() == SHAPES["tiny"].parameters
+
+
+def test_packing_changes_neither_loss_nor_gradient() -> None:
+    ids = torch.randint(3, 500, (4, 16), generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for attention, packed in (("sdpa", False), (VARLEN, True)):
+        model = random_policy(SHAPES["tiny"], "cpu", attention, torch.float32)
+        inputs = packed_inputs(ids) if packed else {"input_ids": ids}
+        loss = full_logits_loss(model(**inputs).logits.flatten(0, 1), targets(ids))
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.allclose(*gradients, atol=1e-5)
+
+
+@pytest.mark.parametrize("master", [False, True])
+def test_micro_batches_add_up_to_the_gradient_of_the_whole(master: bool) -> None:
+    ids = torch.randint(3, 500, (4, 16), generator=torch.Generator().manual_seed(2))
+    gradients = []
+    for micro in (4, 1):
+        step = make_step("tiny", "eager", "cpu", master)
+        for part in ids.split(micro):
+            step.accumulate(part, micro / 4)
+        gradients.append(torch.cat([p.grad.float().flatten() for p in step.weights]))
+    assert (gradients[0] - gradients[1]).norm() < 0.03 * gradients[0].norm()  # bf16 passes
+
+
+def test_a_step_with_masters_writes_them_back() -> None:
+    step = make_step("tiny", "eager", "cpu", master=True)
+    assert step.master is not None
+    before = [m.clone() for m in step.master]
+    step(torch.randint(3, 500, (4, 16)), 2)
+    assert all(not torch.equal(m, b) for m, b in zip(step.master, before, strict=True))
+    assert all(torch.equal(w, m.bfloat16()) for w, m in zip(step.weights, step.master, strict=True))
+
+
+def test_micro_batches_divide_the_rows_and_hold_as_many_tokens() -> None:
+    assert fitted(8, 128, 1024) == 8
+    assert fitted(8, 256, 576) == 16
+    assert fitted(64, 6, 1024) == 6
+
+
+def test_a_cut_off_line_costs_only_itself(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    record(file, "step", shape="tiny", tokens_per_second=1.0)
+    with file.open("a") as sink:
+        sink.write('{"what": "ste')
+    assert [row["what"] for row in load(file)] == ["step"]
+
+
+def test_what_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    alive = tmp_path / "alive"
+    script = f"(sleep 3; touch {alive}) & sleep 30"
+    assert run_limited(["bash", "-c", script], 0.3) == 124
+    assert run_limited(["sleep", "3.2"], 10) == 0
+    assert not alive.exists()
+
+
+# ── where an iteration's time goes ──────────────────────────────────────────────────────────────────────────────────
+
+
+def tables(iterations: int = 4) -> dict[str, list[dict[str, Any]]]:
+    """An iteration every 10 s: 6 s generation, 3 s training, 0.4 s weights; the last writes a checkpoint for 1 s."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in ("commits", "stages", "rollout", "train", "publish")}
+    for k in range(iterations):
+        end, kept = 10.0 * (k + 1), k == iterations - 1
+        closing = 1.0 if kept else 0.1
+        found["commits"].append(
+            {"iteration": k, "started": end - 10, "committed": end, "checkpoint_version": k + 1 if kept else None}
+        )
+        for name, seconds in (("rollout", 6.2), ("train", 3.1), ("publish", 0.4)):
+            stage = {"iteration": k, "stage": name, "seconds": seconds, "bytes": 10, "committed": end - closing}
+            found["stages"].append(stage)
+        found["rollout"].append(
+            {"iteration": k, "samples": 4, "generated": 400, "tokens": 480, "generation": 6.0, "mean_tokens": 120.0}
+            | {"full_length": 4}
+        )
+        found["train"].append({"iteration": k, "trained": 476, "steps": 3.0, "gap_mean": 0.01, "gap_max": 0.1})
+        found["publish"].append({"iteration": k, "transport": "tensor", "write_seconds": 0.2, "load_seconds": 0.1})
+    return found
+
+
+def test_an_iteration_is_split_without_counting_anything_twice() -> None:
+    rows = join(tables())
+    assert [row["wall"] for row in rows] == [10.0] * 4
+    assert rows[1]["overhead"] == pytest.approx(1.0)
+    assert rows[1]["tables_and_orchestration"] == pytest.approx(0.6)
+    assert rows[3]["checkpoint"] and rows[3]["tables_and_orchestration"] == pytest.approx(1.0 - 0.4 - 1.0)
+
+
+def test_overhead_is_what_neither_generates_nor_trains() -> None:
+    row = {"wall": 5.0, "generation": 3.0, "steps": 1.5, "stage_publish": 0.2, "closing": 0.1, "checkpoint": False}
+    assert split(row) == pytest.approx({"overhead": 0.5, "tables_and_orchestration": 0.3})
+
+
+def test_a_summary_leaves_the_first_iterations_out() -> None:
+    rows = join(tables())
+    rows[0] |= {"wall": 100.0, "generation": 90.0}
+    found = summary(rows, warm=1)
+    assert found["iterations"] == 3 and found["iteration_seconds"] == pytest.approx(10.0)
+    assert found["rollout_tokens_per_second"] == pytest.approx(400 / 6.2)
+    assert found["overhead_share"] == pytest.approx(0.1)
+    assert found["full_length_share"] == 1.0 and found["checkpoints"] == 1
+
+
+def test_too_short_a_run_is_said_to_be_so() -> None:
+    with pytest.raises(SystemExit, match="more than 4 are needed"):
+        summary(join(tables()), warm=4)
+
+
+# ── the table ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def row(what: str, shape: str = "1.5b", **values: Any) -> dict[str, Any]:
+    return {"what": what, "shape": shape, **values, **MACHINE}
+
+
+def our_run(**changes: Any) -> dict[str, Any]:
+    found = summary(join(tables()), 1)
+    named = {"run": "r", "flow_run": "f", "groups": 2, "group_size": 2, "new_tokens": 100}
+    return row("our_iteration", **(found | named | changes))
+
+
+def test_figures_take_our_best_and_the_best_baseline() -> None:
+    rows = [
+        row("trainer_core", tokens_per_second=60.0, backend="local"),
+        row("trl_step", tokens_per_second=30.0, variant="liger"),
+        row("trl_step", tokens_per_second=100.0, variant="bf16"),
+        row("plain_step", tokens_per_second=40.0, variant="eager", length=1024),
+        row("plain_step", tokens_per_second=50.0, variant="layers", length=1024),
+        row("plain_step", tokens_per_second=70.0, variant="layers", length=512),
+    ]
+    found = {f.what: f for f in figures(Results(rows))}
+    assert found["trainer ÷ TRL step"].value == 2.0 and found["trainer ÷ TRL step"].reached
+    assert found["trainer ÷ plain compiled step"].value == 1.2
+    assert found["trainer MFU"].reached is False
+
+
+def test_an_iteration_is_compared_with_the_bare_parts_for_its_tokens() -> None:
+    rows = [
+        our_run(),
+        row("raw_sglang", tokens_per_second=80.0, new_tokens=100, requests=4),
+        row("raw_sglang", tokens_per_second=800.0, new_tokens=100, requests=64),
+        row("plain_step", tokens_per_second=120.0, variant="layers", length=120),
+    ]
+    results = Results(rows)
+    assert bare_seconds(results, rows[0]) == pytest.approx((5.0, 4.0))
+    found = {f.what: f for f in figures(results)}
+    assert found["iteration ÷ bare parts"].value == pytest.approx(10 / 9, abs=1e-4)
+    assert found["iteration ÷ bare parts"].reached is False
+    assert found["rollout stage ÷ raw SGLang"].value == pytest.approx(400 / 6.2 / 80, abs=1e-4)
+    assert found["new weights answer, tensor, s"].reached
+    assert "**missed**" in markdown(list(found.values()), rows) and "(flow run f)" in markdown([], rows)
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    assert figures(Results([row("plain_step", tokens_per_second=1.0, variant="eager", length=1024)])) == []
+
+
+# ── the test of two evaluations ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_mcnemar_counts_only_questions_that_both_answered() -> None:
+    first = {1: True, 2: False, 3: False, 4: True}
+    second = {1: True, 2: True, 3: False, 5: True}
+    found = compare(first, second)
+    assert (found.questions, found.first, found.second, found.gained, found.lost) == (3, 1, 2, 1, 0)
+    assert found.p == 1.0
+
+
+@pytest.mark.parametrize(("gained", "lost", "p"), [(0, 0, 1.0), (10, 0, 2 / 1024), (5, 5, 1.0), (9, 1, 22 / 1024)])
+def test_exact_p(gained: int, lost: int, p: float) -> None:
+    assert exact_p(gained, lost) == pytest.approx(p) == exact_p(lost, gained)
+
+
+# ── recipes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_benchmark_recipe_is_one_that_its_flow_accepts() -> None:
+    recipe = load_recipe("benchmarks/gpu/iteration.yaml")
+    assert recipe.flow == "rlhf" and json.dumps(recipe.model_dump(mode="json"))
+
+
+def test_the_three_smollm2_recipes_ask_the_same_question() -> None:
+    recipes = [load_recipe(name) for name in list_recipes() if name.startswith("smollm2-")]
+    assert sorted(r.flow for r in recipes) == ["evaluate", "rlhf", "sft"]
+    assert len({r.data.model_dump_json() for r in recipes}) == 1
+    assert len({r.model.max_length for r in recipes}) == 1
