@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_each_reload_is_timed(fake: FakeServer) -> None:
 
 def test_the_server_gets_the_recipes_flags() -> None:
     words = server_flags(Path("/model"), RECIPE, ["inference.memory_fraction=0.25"], 30000)
-    pairs = dict(zip(words, words[1:], strict=False))
+    pairs = dict(pairwise(words))
     assert pairs["--model-path"] == "/model" and pairs["--port"] == "30000"
     assert pairs["--attention-backend"] == "triton" and pairs["--mem-fraction-static"] == "0.25"
     assert "--disable-prefill-cuda-graph" in words and "True" not in words
