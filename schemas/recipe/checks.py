@@ -68,6 +68,14 @@ IDLE: Final = (
     Idle("inference.deterministic", _embedded, "with inference.engine sglang: it is the embedded engine's"),
     Idle("inference.slots", _embedded, "with inference.engine sglang: it is the embedded engine's"),
     Idle("inference.threads", _embedded, "with inference.engine sglang: it is the embedded engine's"),
+    *(
+        Idle(f"inference.{name}", lambda r: not _embedded(r), "with inference.engine embedded: it is SGLang's")
+        for name in ("tensor_parallel", "gpus", "memory_fraction", "first_port", "release_memory", "transport", "flags")
+    ),
+    *(
+        Idle(f"inference.{name}", lambda r: r.flow == "rlhf", "in an evaluate recipe: it trains nothing")
+        for name in ("release_memory", "transport")
+    ),
     Idle("data.system", lambda r: r.data.chat, "without data.chat: set data.chat to true"),
     Idle("data.subset", _source("hub"), "unless data.source is the name of a Hugging Face data set"),
     Idle("data.prompt_column", _source("hub", "file"), "with sums://, which has no columns"),
@@ -92,6 +100,11 @@ IDLE: Final = (
         "algorithm.behaviour_cap",
         lambda r: not bit_equal(r),
         "with engines that are equal to the bit (embedded and deterministic, local, float32): the weight is 1",
+    ),
+    Idle(
+        "trainer.head_chunk_tokens",
+        lambda r: r.trainer.head_chunk_tokens < r.trainer.micro_batch_tokens,
+        "unless it is below trainer.micro_batch_tokens: all tokens of a pass are one chunk then",
     ),
     Idle(
         "trainer.lr_final",
@@ -237,10 +250,22 @@ def warmup_ends(r: RlhfRecipe | SftRecipe) -> Message:
     return None
 
 
+def weights_every_written(r: RlhfRecipe | SftRecipe) -> Message:
+    if r.flow != "rlhf" or r.trainer.weights_every == 1:
+        return None
+    if r.inference.engine == "embedded" or r.inference.transport == "store":
+        return (
+            f"trainer.weights_every: {r.trainer.weights_every} would keep new weights from the servers, which get them "
+            "through the store here; set it to 1, or inference.engine to sglang and inference.transport to auto"
+        )
+    return None
+
+
 TRAINING_CHECKS: Final[tuple[Callable[[Any], Message], ...]] = (
     micro_batch_holds_sample,
     schedule_decays,
     warmup_ends,
+    weights_every_written,
 )
 
 

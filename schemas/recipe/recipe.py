@@ -15,6 +15,7 @@ from schemas.recipe.checks import (
     refuse_problems,
 )
 from schemas.recipe.fields import Section, section, semantic
+from schemas.recipe.inference_checks import INFERENCE_CHECKS, trainer_gpus_suffice
 from schemas.recipe.sections import (
     Data,
     Evaluation,
@@ -58,7 +59,7 @@ class BaseRecipe(Section):
 class RlhfRecipe(BaseRecipe):
     """Reinforcement learning from verified rewards: rollout → verify → advantage → train → publish."""
 
-    CHECKS = (*BASE_CHECKS, *TRAINING_CHECKS, *EVALUATION_CHECKS, *GRPO_CHECKS)
+    CHECKS = (*BASE_CHECKS, *TRAINING_CHECKS, *EVALUATION_CHECKS, *INFERENCE_CHECKS, *GRPO_CHECKS)
 
     flow: Literal["rlhf"] = Field("rlhf", description=FLOW)
     rollout: Rollout = section(Rollout, "Sampling.")
@@ -74,7 +75,7 @@ class RlhfRecipe(BaseRecipe):
 class SftRecipe(BaseRecipe):
     """Supervised fine-tuning: batch → train → publish."""
 
-    CHECKS = (*BASE_CHECKS, *TRAINING_CHECKS)
+    CHECKS = (*BASE_CHECKS, *TRAINING_CHECKS, trainer_gpus_suffice)
 
     flow: Literal["sft"] = Field("sft", description=FLOW)
     algorithm: Sft = section(Sft, "Batches of demonstrations.")
@@ -85,7 +86,7 @@ class SftRecipe(BaseRecipe):
 class EvaluateRecipe(BaseRecipe):
     """Evaluation of one set of weights on the held-out split."""
 
-    CHECKS = (*BASE_CHECKS, *EVALUATION_CHECKS)
+    CHECKS = (*BASE_CHECKS, *EVALUATION_CHECKS, *INFERENCE_CHECKS)
 
     flow: Literal["evaluate"] = Field("evaluate", description=FLOW)
     workflow: Workflow = section(Workflow, "How one sample is produced.")

@@ -55,6 +55,15 @@ REFUSED = [
     ("algorithm.kl_coef", "quickstart", "algorithm.kl_coef=0.1", "set it to reward or loss"),
     ("algorithm.clip_ratio", "quickstart", "algorithm={clip_ratio: 0.1}", "with one minibatch"),
     ("algorithm.behaviour_cap", "quickstart", "algorithm.behaviour_cap=3", "equal to the bit"),
+    ("trainer.head_chunk_tokens", "gsm8k", "trainer.head_chunk_tokens=1000000", "below trainer.micro_batch_tokens"),
+    ("inference.tensor_parallel", "quickstart", "inference.tensor_parallel=2", "it is SGLang's"),
+    ("inference.gpus", "quickstart", "inference.gpus=[0]", "it is SGLang's"),
+    ("inference.memory_fraction", "quickstart", "inference.memory_fraction=0.5", "it is SGLang's"),
+    ("inference.first_port", "quickstart", "inference.first_port=30000", "it is SGLang's"),
+    ("inference.release_memory", "quickstart", "inference.release_memory=true", "it is SGLang's"),
+    ("inference.transport", "quickstart", "inference.transport=nccl", "it is SGLang's"),
+    ("inference.flags", "quickstart", "inference.flags={attention-backend: triton}", "it is SGLang's"),
+    ("weights_every_written", "quickstart", "trainer.weights_every=5", "would keep new weights from the servers"),
     ("trainer.lr_final", "gsm8k", "trainer.lr_final=0.1", "set it to linear or cosine"),
     ("evaluation.every", "evaluate-gsm8k", "evaluation.every=5", "it evaluates once"),
     ("evaluation.limit", "quickstart", "evaluation={limit: 5}", "nothing is evaluated .evaluation=.. clears"),
@@ -93,7 +102,7 @@ ALLOWED = [
     ("gsm8k", ["workflow.name=my.module:turns", "workflow.arguments.turns=3"]),
     ("gsm8k", ["data.system=Think first."]),
     ("gsm8k", ["trainer.lr_schedule=cosine", "trainer.lr_final=0.1"]),
-    ("gsm8k", ["inference.engine=embedded", "inference.slots=32", "inference.deterministic=false"]),
+    ("evaluate-gsm8k", ["inference.engine=embedded", "inference.slots=32", "inference.deterministic=false"]),
 ]
 
 
