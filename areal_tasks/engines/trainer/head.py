@@ -150,13 +150,19 @@ def accumulate(total: Float[Tensor, "V H"], of_logits: Float[Tensor, "t V"], hid
 
 
 def softmax_chunk(logits: Float[Tensor, "t V"], targets: Int[Tensor, " t"], temperature: float) -> Softmax:
-    """`Softmax` in fp32 (or wider). A target that the model rules out has logprob -inf and no normaliser."""
+    """`Softmax` in fp32 (or wider), in sums over rows: a compiler needs but two passes over the logits.
+
+    Entropy is log Σ exp(d) - Σ d·exp(d) / Σ exp(d), d the distance to the row's largest logit.
+    """
     scaled = logits.to(_wide(logits.dtype)) / temperature
-    everywhere = torch.log_softmax(scaled, dim=-1)
-    lowest = torch.finfo(everywhere.dtype).min  # the clamp keeps 0 · -inf, of a token that the model rules out, at 0
-    entropy = -(everywhere.exp() * everywhere.clamp_min(lowest)).sum(-1)
-    logprobs = everywhere.gather(-1, targets[:, None])[:, 0]
-    return Softmax(logprobs, entropy, scaled.gather(-1, targets[:, None])[:, 0] - logprobs)
+    largest = scaled.amax(-1)
+    below = (scaled - largest[:, None]).clamp_min(torch.finfo(scaled.dtype).min)  # -inf · 0 would be NaN
+    shares = below.exp()
+    total = shares.sum(-1)
+    normaliser = largest + total.log()
+    entropy = total.log() - (shares * below).sum(-1) / total
+    chosen = logits.gather(-1, targets[:, None])[:, 0].to(scaled.dtype) / temperature
+    return Softmax(chosen - normaliser, entropy, normaliser)
 
 
 def logits_gradient(
