@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import httpx
 
-from areal_tasks.store.backend import Store
+from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.paths import iteration_commit
 from areal_tasks.store.query import run_sql
-from flows.cli.machine import Machine, environment, prefect, start
+from flows.cli.machine import Machine, environment, prefect, running, start
 
 ENDED: Final = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -37,9 +37,13 @@ def start_machine(home: Path, extra: str = "") -> Machine:
 
 
 def deploy_run(machine: Machine, deployment: str, run: str, overrides: Mapping[str, object]) -> str:
+    """`prefect deployment run` with these overrides; the id of the flow run."""
+    return create(machine, deployment, run, " ".join(f"{key}={value}" for key, value in overrides.items()))
+
+
+def create(machine: Machine, deployment: str, run: str, overrides: str) -> str:
     """`prefect deployment run`; the id of the flow run."""
-    words = " ".join(f"{key}={value}" for key, value in overrides.items())
-    command = ["deployment", "run", deployment, "--param", f"run={run}", "--param", f"overrides={words}"]
+    command = ["deployment", "run", deployment, "--param", f"run={run}", "--param", f"overrides={overrides}"]
     print(f"$ prefect {' '.join(command)}", flush=True)
     done = subprocess.run(
         [sys.executable, "-m", "prefect", *command], env=environment(machine.api_url), capture_output=True, text=True
@@ -103,3 +107,22 @@ def show_failure(home: Path, run: str) -> None:
 def write_json(file: Path, value: object) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(value, indent=1, default=str))
+
+
+def main() -> None:
+    """`python -m benchmarks.gpu.product DEPLOYMENT RUN "OVERRIDES"`: run it on a machine that is up, to its end."""
+    deployment, run, overrides = sys.argv[1:]
+    machine = running()
+    if machine is None:
+        raise SystemExit("nothing is running: arealflow up")
+    flow_run = create(machine, deployment, run, overrides)
+    store = open_store("")
+    ended = follow(machine, {run: flow_run}, time.monotonic() + 540, lambda: f"{committed(store, run)} iterations")[run]
+    print(f"flow run {flow_run} of run {run}: {ended or 'still at work'}", flush=True)
+    if ended != "COMPLETED":
+        show_failure(Path(os.environ["AREALFLOW_HOME"]), run)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
