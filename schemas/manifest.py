@@ -109,13 +109,22 @@ class WeightsManifest(Record):
 
 
 class WeightsRef(Record):
-    """A weights or checkpoint manifest as another record names it."""
+    """A weights or checkpoint manifest as another record names it.
+
+    Weights that were handed to the servers and not written have no path; `digest` is then that of the train stage
+    that made them, from whose inputs they can be made again.
+    """
 
     version: int
     attempt: str
     path: str
     sha256: str
     digest: str
+
+    @property
+    def written(self) -> bool:
+        """Whether the store has them."""
+        return bool(self.path)
 
 
 class IterationCommit(Record):

@@ -17,7 +17,7 @@ from areal_tasks.store.files import read_weights, upload
 from areal_tasks.store.paths import iteration_commit, run_record
 from areal_tasks.store.search import last_present
 from schemas.errors import UserError
-from schemas.manifest import FileRef, IterationCommit
+from schemas.manifest import FileRef, IterationCommit, WeightsRef
 from schemas.recipe.sections import Model
 
 #: What a model's folder needs: configuration, safetensors and tokenizer. Other formats of the same weights stay behind.
@@ -51,7 +51,16 @@ def run_weights(store: Store, path: str) -> tuple[FileRef, ...]:
     if not store.exists(run_record(run)):
         raise UserError(f"model.path: there is no run '{run}' in {store.url}")
     commit = _commit_of(store, run, int(version)) if version else _newest_commit(store, run)
-    return read_weights(store, commit.weights).files
+    return read_weights(store, _written(path, commit)).files
+
+
+def _written(path: str, commit: IterationCommit) -> WeightsRef:
+    if not commit.weights.written:
+        raise UserError(
+            f"model.path: '{path}' is version {commit.weights.version}, which was handed to the servers and not "
+            "written; name one that trainer.weights_every divides, or the last of a run that is complete"
+        )
+    return commit.weights
 
 
 def _commit_of(store: Store, run: str, version: int) -> IterationCommit:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Coroutine
 from functools import cached_property
 from pathlib import Path
@@ -19,10 +20,13 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.external import external_servers, external_token
+from areal_tasks.engines.handover import Transport, choose_transport, local_weights, send_command
 from areal_tasks.engines.models import load_tokenizer
 from areal_tasks.engines.recovery import replay_command, restore
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer_client import TrainerClient
+from areal_tasks.launchers.gpus import Placement, describe, place_recipe, visible_gpus
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.store.files import materialise, read_weights
@@ -34,7 +38,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TRAINER = "trainer"
-MODULES = {"embedded": "areal_tasks.engines.embedded", TRAINER: "areal_tasks.engines.trainer"}
+MODULES = {
+    "embedded": "areal_tasks.engines.embedded",
+    "sglang": "areal_tasks.engines.sglang",
+    TRAINER: "areal_tasks.engines.trainer",
+}
 
 
 class Engines:
@@ -44,8 +52,13 @@ class Engines:
         self.run = run
         self.recipe = recipe
         self.supervisor = Supervisor(run.store, recipe.launcher, logs)
+        self.external = [] if isinstance(recipe, SftRecipe) else external_servers()
+        self.placement = Placement()
         self.initial: WeightsRef | None = None
         self.serving: WeightsRef | None = None
+        self.written: WeightsRef | None = None  # what a server that starts can load
+        self.transport: Transport = "store"
+        self._released = False
         self._trainer: TrainerClient | None = None
         self._inference: InferenceClient | None = None
         self._verifiers: VerifierPool | None = None
@@ -69,18 +82,28 @@ class Engines:
         self._loop.stop()
         self._scratch.cleanup()
 
-    def start(self, initial: WeightsRef, current: WeightsRef) -> None:
-        """Start the services without waiting for them: servers on `current`, the trainer on nothing yet."""
-        self.initial, self.serving = initial, current
+    def start(self, initial: WeightsRef, current: WeightsRef, written: WeightsRef) -> None:
+        """Start the services without waiting for them: servers on `written`, the trainer on nothing yet.
+
+        `current` are the weights in force, and `written` the newest in the store at or before them.
+        """
+        self.initial, self.serving, self.written = initial, current, written
+        self.placement = place_recipe(self.recipe, visible_gpus(), bool(self.external))
+        self.transport = choose_transport(self.recipe, self.placement, bool(self.external))
+        if assigned := describe(self.placement):
+            log.info("%s", assigned)
         if not isinstance(self.recipe, EvaluateRecipe):
-            self.supervisor.start(MODULES[TRAINER], self._spec(TRAINER, initial), self.recipe.trainer.threads)
-        for name in self.server_names:
-            inference = self.recipe.inference  # type: ignore[union-attr]
-            self.supervisor.start(MODULES[inference.engine], self._spec(name, current), inference.threads)
+            spec = self._spec(TRAINER, initial, self.placement.trainer)
+            self.supervisor.start(MODULES[TRAINER], spec, self.recipe.trainer.threads)
+        for i, name in enumerate(self.server_names):
+            inference, gpus = self.recipe.inference, self.placement.servers[i : i + 1]  # type: ignore[union-attr]
+            spec = self._spec(name, written, gpus[0] if gpus else (), self.placement.users(i))
+            self.supervisor.start(MODULES[inference.engine], spec, inference.threads)
 
     @property
     def server_names(self) -> list[str]:
-        if isinstance(self.recipe, SftRecipe):
+        """The servers that this run starts; none where it uses servers that run already."""
+        if isinstance(self.recipe, SftRecipe) or self.external:
             return []
         return [f"inference-{i}" for i in range(self.recipe.inference.servers)]
 
@@ -93,26 +116,77 @@ class Engines:
         return self._verifiers
 
     def inference(self) -> InferenceClient:
-        """The servers, all of them running; those that had ended are started again on the weights in force."""
-        self.supervisor.heal(self.serving)
-        urls = self.supervisor.wait(self.server_names)
+        """The servers, all of them running on the weights in force; those that had ended are started again."""
+        client = self._servers()
+        if client.version != self._serving().version:
+            self._catch_up(client)
+        if self._released:
+            self.call(client.resume_memory())
+            self._released = False
+        return client
+
+    def _servers(self) -> InferenceClient:
+        """A client of the servers, whatever they hold."""
+        if self._inference is not None and not self.external:
+            self.supervisor.end(self._inference.lost())
+        self.supervisor.heal(self.written)
+        urls = self.external or self.supervisor.wait(self.server_names)
         if self._inference is None or self._addresses["inference"] != urls:
             if self._inference is not None:
                 self.call(self._inference.close())
-            self._inference = InferenceClient(urls, self.supervisor.token, self.recipe.inference)  # type: ignore[union-attr]
+            token = external_token() if self.external else self.supervisor.token
+            self._inference = InferenceClient(urls, token, self.recipe.inference)  # type: ignore[union-attr]
             self._addresses["inference"] = urls
         return self._inference
+
+    def _catch_up(self, client: InferenceClient) -> None:
+        """Bring servers that this client does not know yet to the weights in force."""
+        ref = self._serving()
+        if ref == self.written and not self.external and self.call(client.meet()) == ref.version:
+            return
+        if ref.written:
+            self._load_written(client, ref)
+        else:
+            self._hand_over(client, self.trainer_at(ref.version), ref.version)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine of the inference client in the one loop it belongs to."""
         return self._loop.run(work)
 
-    def serve_weights(self, ref: WeightsRef) -> list[float]:
-        """Make every server generate with `ref`; seconds for each. Nothing to do without servers."""
+    def serve_weights(self, ref: WeightsRef, trainer: TrainerClient | None = None) -> list[float]:
+        """Make every server generate with `ref`; seconds for each. Nothing to do without servers.
+
+        The weights come from `trainer`, which holds them, unless they travel through the store.
+        """
         self.serving = ref
-        if not self.server_names:
+        if ref.written:
+            self.written = ref
+        if not self.server_names and not self.external:
             return []
-        return self.call(self.inference().update_weights(self.run.store.uri(ref.path), ref.version))
+        client = self._servers()
+        if trainer is None or self.transport == "store":
+            return self._load_written(client, ref)
+        return self._hand_over(client, trainer, ref.version)
+
+    def now_written(self, ref: WeightsRef, loads: list[float]) -> list[float]:
+        """The store has what the servers were handed already, in `loads` seconds."""
+        self.serving = self.written = ref
+        return loads
+
+    def _load_written(self, client: InferenceClient, ref: WeightsRef) -> list[float]:
+        """Have the servers read the weights: the embedded ones from the store, SGLang's from a folder."""
+        if self.recipe.inference.engine == "embedded":  # type: ignore[union-attr]
+            return self.call(client.update_weights(self.run.store.uri(ref.path), ref.version))
+        with local_weights(self.run.store, ref) as folder:
+            return self.call(client.update_weights(str(folder), ref.version))
+
+    def _hand_over(self, client: InferenceClient, trainer: TrainerClient, version: int) -> list[float]:
+        """Have the trainer send the weights it holds, and every server say that it has them."""
+        started, urls = time.monotonic(), client.healthy()
+        ranks = self.recipe.inference.tensor_parallel  # type: ignore[union-attr]
+        trainer.send(send_command(self.run.owner, version, self.transport, urls, ranks, self.supervisor.token))
+        self.call(client.adopt(version))
+        return [time.monotonic() - started] * len(urls)
 
     def trainer_at(self, version: int) -> TrainerClient:
         """The trainer, holding the policy of `version`: as it stands, or restored if it does not."""
@@ -152,7 +226,8 @@ class Engines:
         return load_tokenizer(materialise(self.run.store, small, Path(self._scratch.name) / "tokenizer"))
 
     def _connected(self) -> TrainerClient:
-        self.supervisor.heal(self.serving)
+        self._make_room()
+        self.supervisor.heal(self.written)
         urls = self.supervisor.wait([TRAINER])
         if self._trainer is None or self._addresses[TRAINER] != urls:
             if self._trainer is not None:
@@ -161,11 +236,23 @@ class Engines:
             self._addresses[TRAINER] = urls
         return self._trainer
 
+    def _make_room(self) -> None:
+        """Where the recipe asks for it, have the servers give their cache's memory to the trainer on the same GPU."""
+        inference = getattr(self.recipe, "inference", None)
+        if inference is None or not inference.release_memory or self._released or self._inference is None:
+            return
+        self.call(self._inference.release_memory())
+        self._released = True
+
+    def _serving(self) -> WeightsRef:
+        assert self.serving is not None, "start() comes first"
+        return self.serving
+
     def _initial(self) -> WeightsRef:
         assert self.initial is not None, "start() comes first"
         return self.initial
 
-    def _spec(self, name: str, weights: WeightsRef) -> ServiceSpec:
+    def _spec(self, name: str, weights: WeightsRef, gpus: tuple[str, ...] = (), gpu_users: int = 1) -> ServiceSpec:
         return ServiceSpec(
             name=name,
             restart=0,
@@ -174,6 +261,8 @@ class Engines:
             owner=self.run.owner,
             recipe=self.recipe.model_dump(mode="json"),
             weights=weights,
+            gpus=gpus,
+            gpu_users=gpu_users,
         )
 
 

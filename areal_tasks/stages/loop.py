@@ -97,8 +97,16 @@ class Loop:
             if stage.name == "initialise":
                 table = once["initialise"].manifest.tables["initial_weights"]
                 initial = published_weights(self.run.store, self.run.name, table)
-                self.engines.start(initial, self.head.weights if self.head else initial)
+                current = self.head.weights if self.head else initial
+                self.engines.start(initial, current, self._newest_written(initial))
         return once
+
+    def _newest_written(self, initial: WeightsRef) -> WeightsRef:
+        """The newest weights of committed iterations that are in the store; looks back one interval at most."""
+        commit = self.head
+        while commit is not None and not commit.weights.written:
+            commit = self.run.commit(commit.iteration - 1) if commit.iteration else None
+        return commit.weights if commit else initial
 
     def _iteration(self, k: int, once: Mapping[str, Built]) -> dict[str, Built]:
         started, built = now(), dict(once)

@@ -12,11 +12,11 @@ from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
 
 
 def check_engines(recipe: Recipe) -> None:
-    """Raise UserError if the recipe asks for an engine that is not built yet, or not installed here."""
+    """Raise UserError if the recipe asks for an engine that is not installed here."""
     if not isinstance(recipe, SftRecipe) and recipe.inference.engine == "sglang" and not external_servers():
         require_package("sglang", "inference.engine")
-    if not isinstance(recipe, EvaluateRecipe) and recipe.trainer.backend != "local":
-        raise UserError(f"trainer.backend: {recipe.trainer.backend} is not built yet; use local")
+    if not isinstance(recipe, EvaluateRecipe) and recipe.trainer.backend == "deepspeed":
+        require_package("deepspeed", "trainer.backend")
 
 
 def require_package(package: str, field: str) -> None:

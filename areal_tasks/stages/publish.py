@@ -17,7 +17,7 @@ from areal_tasks.store.paths import weights, weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.shards import read_table
 from schemas.manifest import FileRef, StageManifest, TableRef, WeightsRef
-from schemas.recipe.recipe import RlhfRecipe, SftRecipe
+from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 from schemas.tables import PUBLISH
 
 
@@ -37,27 +37,57 @@ def publish(recipe: RlhfRecipe | SftRecipe) -> Stage:
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
-    version = context.iteration + 1
-    started = time.monotonic()
-    ref, files = write_weights(context, inputs.manifests["train"], version)
-    written = time.monotonic() - started
-    loads = context.engines.serve_weights(ref)
-    row = publish_row(context.store, ref, files) | {"write_seconds": written, "load_seconds": loads}
-    return Output({"publish": pa.Table.from_pylist([row], schema=PUBLISH)}, {"write_seconds": written})
+    """The servers get the weights first where the trainer can hand them over; else they read what was written."""
+    train, engines, started = inputs.manifests["train"], context.engines, time.monotonic()
+    trainer, ref = engines.trainer_after(train), unwritten(train)
+    row = _row(ref, engines.transport)
+    direct = engines.transport != "store"
+    loads = engines.serve_weights(ref, trainer) if direct else []
+    if is_written(context.recipe, ref.version):
+        began = time.monotonic()
+        ref, files = write_weights(context, train, ref.version)
+        row = publish_row(context.store, ref, files, engines.transport) | {"write_seconds": time.monotonic() - began}
+        loads = engines.now_written(ref, loads) if direct else engines.serve_weights(ref)
+    table = pa.Table.from_pylist([row | {"load_seconds": loads}], schema=PUBLISH)
+    return Output({"publish": table}, {"publish_seconds": time.monotonic() - started})
 
 
-def publish_row(store: Store, ref: WeightsRef, files: Sequence[FileRef]) -> dict[str, object]:
-    """A row of `PUBLISH` for weights that nobody has timed."""
+def is_written(recipe: Recipe, version: int) -> bool:
+    """Whether the store gets this version: at the recipe's interval, at the run's end, and where it is evaluated."""
+    if isinstance(recipe, EvaluateRecipe):
+        return True
+    due = version % recipe.trainer.weights_every == 0 or version == recipe.schedule.iterations
+    every = recipe.evaluation.every if isinstance(recipe, RlhfRecipe) else 0
+    return due or (every > 0 and version % every == 0)
+
+
+def unwritten(train: StageManifest) -> WeightsRef:
+    """How records name weights that are not in the store: by what made them."""
+    return WeightsRef(version=train.iteration + 1, attempt="", path="", sha256="", digest=train.digest)
+
+
+def _row(ref: WeightsRef, transport: str) -> dict[str, object]:
+    """A row of `PUBLISH` for weights that are not in the store."""
     return {
         "version": ref.version,
-        "weights_attempt": ref.attempt,
-        "transport": "store",
-        "materialised": True,
-        "uri": store.uri(ref.path),
-        "bytes": sum(f.bytes for f in files),
+        "weights_attempt": "",
+        "transport": transport,
+        "materialised": False,
+        "uri": "",
+        "bytes": 0,
         "sha256": ref.digest,
         "write_seconds": 0.0,
         "load_seconds": [],
+    }
+
+
+def publish_row(store: Store, ref: WeightsRef, files: Sequence[FileRef], transport: str = "store") -> dict[str, object]:
+    """A row of `PUBLISH` for written weights that nobody has timed."""
+    return _row(ref, transport) | {
+        "weights_attempt": ref.attempt,
+        "materialised": True,
+        "uri": store.uri(ref.path),
+        "bytes": sum(f.bytes for f in files),
     }
 
 
@@ -71,12 +101,15 @@ def write_weights(context: Context, train: StageManifest, version: int) -> tuple
 
 
 def reload(context: Context, inputs: Inputs, manifest: StageManifest) -> None:
-    """The weights are committed: let the servers have them."""
+    """The weights are committed: let the servers have them, from the store or from a trainer that holds them."""
     ref = published_weights(context.store, context.run.name, manifest.tables["publish"])
-    context.engines.serve_weights(ref)
+    trainer = None if ref.written else context.engines.trainer_after(inputs.manifests["train"])
+    context.engines.serve_weights(ref, trainer)
 
 
 def published_weights(store: Store, run: str, table: TableRef) -> WeightsRef:
     """The weights that the one row of a publish table names."""
-    row = read_table(store, table, ("version", "weights_attempt")).to_pylist()[0]
+    row = read_table(store, table, ("version", "weights_attempt", "materialised", "sha256")).to_pylist()[0]
+    if not row["materialised"]:
+        return WeightsRef(version=row["version"], attempt="", path="", sha256="", digest=row["sha256"])
     return weights_ref(store, weights(run, row["version"], row["weights_attempt"]))

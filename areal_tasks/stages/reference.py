@@ -20,6 +20,7 @@ def reference(recipe: RlhfRecipe) -> Stage:
         writes=("reference",),
         fields=("rollout.temperature", "model", "trainer.layout", "trainer.micro_batch_tokens", "trainer.backend"),
         carries=("initial weights",),
+        after=("evaluate",) if recipe.inference.release_memory else (),  # one at a time on the GPU
     )
 
 

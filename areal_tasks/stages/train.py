@@ -23,6 +23,9 @@ def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
         writes=("train_steps", "train_samples"),
         fields=("trainer", "algorithm", "model", "schedule.iterations", *(("rollout.temperature",) if grpo else ())),
         carries=("policy",),
+        after=("evaluate",)
+        if isinstance(recipe, RlhfRecipe) and recipe.inference.release_memory
+        else (),  # one at a time on the GPU
         on_reuse=replay,
     )
 

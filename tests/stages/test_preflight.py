@@ -24,9 +24,15 @@ def test_servers_that_run_elsewhere_need_no_engine_here(monkeypatch: pytest.Monk
     check_engines(load_recipe("evaluate-gsm8k"))
 
 
-def test_a_backend_that_is_not_built_is_named() -> None:
-    with pytest.raises(UserError, match=r"trainer\.backend: fsdp2 is not built yet; use local"):
-        check_engines(load_recipe("sft-gsm8k"))
+def test_deepspeed_is_named_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    recipe = load_recipe("sft-gsm8k", ["trainer.backend=deepspeed"])
+    with pytest.raises(UserError, match=r"trainer\.backend: deepspeed is not installed here"):
+        check_engines(recipe)
+
+
+def test_fsdp2_needs_nothing_more() -> None:
+    check_engines(load_recipe("sft-gsm8k"))
 
 
 def test_the_engines_of_the_quickstart_are_there() -> None:

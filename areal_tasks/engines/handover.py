@@ -1,0 +1,78 @@
+"""How new weights reach the inference servers: through the store, or from the trainer's memory."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Literal
+
+from areal_tasks.engines.trainer.commands import Receiver, Send
+from areal_tasks.launchers.gpus import Placement
+from areal_tasks.store.backend import Store
+from areal_tasks.store.files import materialise, read_weights
+from schemas.errors import UserError
+from schemas.manifest import WeightsRef
+from schemas.recipe.recipe import Recipe, RlhfRecipe
+
+Transport = Literal["store", "tensor", "nccl"]
+MEMORY: Final = Path("/dev/shm")
+
+
+def choose_transport(recipe: Recipe, placement: Placement, external: bool) -> Transport:
+    """The transport that the recipe names, or for `auto` the fastest that the placement of services allows.
+
+    Raises:
+        UserError: the one it names is not possible there.
+    """
+    if not isinstance(recipe, RlhfRecipe) or recipe.inference.engine != "sglang":
+        return "store"
+    possible = _possible(placement, external)
+    asked = recipe.inference.transport
+    if asked == "auto":
+        return possible[0]
+    if asked not in possible:
+        raise UserError(
+            f"inference.transport: {asked} is not possible here: {_NEEDS[asked]}; possible: {', '.join(possible)}"
+        )
+    return asked
+
+
+_NEEDS: Final = {
+    "tensor": "every server must run on the trainer's first GPU and on no other",
+    "nccl": "every server needs GPUs that neither the trainer's first rank nor another server uses",
+}
+
+
+def _possible(placement: Placement, external: bool) -> list[Transport]:
+    """Fastest first."""
+    found: list[Transport] = []
+    if placement.trainer and placement.servers and not external:
+        first = placement.trainer[0]
+        used = [gpu for server in placement.servers for gpu in server]
+        if set(used) == {first} and len(used) == len(placement.servers):
+            found.append("tensor")
+        elif first not in used and len(set(used)) == len(used):
+            found.append("nccl")
+    return [*found, "store"]
+
+
+def send_command(owner: int, version: int, transport: Transport, urls: Sequence[str], ranks: int, token: str) -> Send:
+    """The trainer's order to hand `version` to the servers at `urls`, each of `ranks` GPUs."""
+    if transport == "store":
+        raise ValueError("through the store nothing is sent")
+    receivers = tuple(Receiver(url=url, ranks=ranks) for url in urls)
+    return Send(owner=owner, version=version, transport=transport, receivers=receivers, token=token)
+
+
+@contextmanager
+def local_weights(store: Store, ref: WeightsRef) -> Iterator[Path]:
+    """The files of `ref` in a folder of this machine while servers load them; in memory if they must be fetched."""
+    parent = MEMORY if MEMORY.is_dir() else None
+    into = Path(tempfile.mkdtemp(prefix="arealflow-weights-", dir=parent))
+    try:
+        yield materialise(store, read_weights(store, ref).files, into)
+    finally:
+        shutil.rmtree(into, ignore_errors=True)
