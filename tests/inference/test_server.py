@@ -205,6 +205,15 @@ def test_pause_holds_and_continue_releases(server: Process) -> None:
     assert held.result()["meta_info"]["finish_reason"]["type"] == "length"
 
 
+def test_a_long_queue_is_no_illness(server: Process) -> None:
+    work = Background(server, sampling_params=LONG | {"n": 64})
+    wait_until(lambda: busy(server) > 8)
+    assert server.http.get("/health_generate").status_code == 200
+    assert busy(server) > 8, "it did not wait for its turn"
+    server.post("/abort_request", abort_all=True)
+    assert len(work.result()) == 64
+
+
 def test_abort_request_answers_with_the_partial_output(server: Process) -> None:
     server.post("/pause_generation", mode="in_place")
     mine, other = (Background(server, sampling_params=LONG, rid=rid) for rid in ("mine", "other"))

@@ -176,13 +176,15 @@ def _texts(sequences: list[Sequence], detokenizer: Detokenizer | None) -> list[s
 
 
 def _matched(sequence: Sequence) -> object:
-    return None if sequence.params.no_stop_trim else (sequence.finish or {}).get("matched")
+    return (sequence.finish or {}).get("matched")
 
 
 def _shown_tokens(sequence: Sequence) -> list[int]:
-    return sequence.output[:-1] if isinstance(_matched(sequence), int) else sequence.output
+    trimmed = isinstance(_matched(sequence), int) and not sequence.params.no_stop_trim
+    return sequence.output[:-1] if trimmed else sequence.output
 
 
 def _trimmed(sequence: Sequence, text: str) -> str:
+    """The text up to the stop string that ended it, or to its end with `no_stop_trim`."""
     matched = _matched(sequence)
-    return trim(text, matched) if isinstance(matched, str) else text
+    return trim(text, matched, sequence.params.no_stop_trim) if isinstance(matched, str) else text

@@ -103,7 +103,7 @@ def make_sequences(
     rid: str, prompt: list[int], params: SamplingParams, eos: frozenset[int], max_length: int
 ) -> list[Sequence]:
     """The `n` sequences of one prompt. Without a seed each gets a random one."""
-    stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos)
+    stop_ids = frozenset() if params.ignore_eos else frozenset(params.stop_token_ids or ()) | eos  # as SGLang does
     limit = min(params.max_new_tokens, max_length - len(prompt))
     seed = secrets.randbits(62) if params.sampling_seed is None else params.sampling_seed
     ids = [rid] if params.n == 1 else [f"{rid}_{i}" for i in range(params.n)]

@@ -34,6 +34,7 @@ def tail_length(stops: Sequence[str]) -> int:
     return _TOKENS_PER_CHARACTER * max(map(len, stops)) + 1
 
 
-def trim(text: str, stop: str) -> str:
-    """`text` up to the stop string."""
-    return text.split(stop, 1)[0]
+def trim(text: str, stop: str, keep: bool = False) -> str:
+    """`text` up to the stop string; with `keep`, up to its end."""
+    before, found, _ = text.partition(stop)
+    return before + found if keep else before

@@ -1,0 +1,394 @@
+"""What every inference server must do: cases over a running server, whichever engine it is.
+
+Each case is a plain function of a `Target`. They speak HTTP as the client does, and compare with a plain forward pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import httpx
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from areal_tasks.engines.client import GenerateRequest, InferenceClient, Refused
+from schemas.recipe.sections import Inference
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A running server, the folder of its weights, another folder of the same shape, and how exact it computes."""
+
+    url: str
+    token: str
+    folder: Path
+    other: Path
+    max_length: int
+    mean_gap: float  # |Δ logprob| to the reference, in nats
+    largest_gap: float
+
+    @cached_property
+    def vocabulary(self) -> int:
+        return int(json.loads((self.folder / "config.json").read_text())["vocab_size"])
+
+    def prompt(self, seed: int, length: int = 12) -> list[int]:
+        """Token ids without special ones at the start of the vocabulary."""
+        source = random.Random(seed)
+        return [source.randrange(3, self.vocabulary) for _ in range(length)]
+
+    def post(self, path: str, body: Json | None = None, token: str | None = None) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.token if token is None else token}"}
+        return httpx.post(f"{self.url}{path}", json=body or {}, headers=headers, timeout=120)
+
+    def get(self, path: str) -> Json:
+        headers = {"Authorization": f"Bearer {self.token}"}
+        answer: Json = httpx.get(f"{self.url}{path}", headers=headers, timeout=120).raise_for_status().json()
+        return answer
+
+    def generate(self, prompts: list[list[int]], *params: Json, **common: Any) -> list[Json]:
+        """One batched request with logprobs, as the client sends it."""
+        each = [{"no_stop_trim": True, **common, **p} for p in params or ({},) * len(prompts)]
+        body = {"input_ids": prompts, "sampling_params": each, "return_logprob": True}
+        answers: list[Json] = self.post("/generate", body).raise_for_status().json()
+        return answers
+
+    @property
+    def version(self) -> str:
+        return str(self.get("/model_info")["weight_version"])
+
+    def update(self, folder: Path, version: int, **more: Any) -> httpx.Response:
+        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True, **more}
+        return self.post("/update_weights_from_disk", body)
+
+    @contextmanager
+    def client(self) -> Iterator[Callable[[Callable[[InferenceClient], Any]], Any]]:
+        """Runs a coroutine function of the product's own client."""
+
+        async def call(work: Callable[[InferenceClient], Any]) -> Any:
+            client = InferenceClient([self.url], self.token, Inference(max_concurrent_requests=256))
+            try:
+                return await asyncio.wait_for(work(client), 300)
+            finally:
+                await client.close()
+
+        yield lambda work: asyncio.run(call(work))
+
+    def assert_logprobs(self, prompt: list[int], output: list[int], found: list[float], temperature: float) -> None:
+        self.assert_close(found, reference(self.folder, prompt, output, temperature))
+
+    def assert_close(self, found: list[float], expected: list[float]) -> None:
+        gaps = [abs(a - b) for a, b in zip(found, expected, strict=True)]
+        assert sum(gaps) / len(gaps) <= self.mean_gap and max(gaps) <= self.largest_gap, (found, expected)
+
+
+@cache
+def model_of(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@cache
+def tokenizer_of(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def reference(folder: Path, prompt: list[int], output: list[int], temperature: float) -> list[float]:
+    """Log-softmax(logits / temperature) of `output`, by one forward pass in float32."""
+    ids = torch.tensor([[*prompt, *output]])
+    with torch.inference_mode():
+        logits = model_of(folder)(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    scores = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+    return list(scores.gather(1, ids[0, len(prompt) :, None])[:, 0].tolist())
+
+
+def logprobs_of(answer: Json) -> list[float]:
+    return [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
+
+
+def in_background(work: Callable[[], Any]) -> Future[Any]:
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    return future
+
+
+def answers_without_the_token_are_refused(t: Target) -> None:
+    for path in ("/generate", "/update_weights_from_disk", "/pause_generation", "/abort_request"):
+        assert t.post(path, {}, token="wrong").status_code == 401, path
+    for path in ("/model_info", "/server_info", "/health", "/health_generate"):
+        assert httpx.get(f"{t.url}{path}", timeout=60).status_code == 401, path
+
+
+def health_and_information(t: Target) -> None:
+    assert t.version.isdecimal()
+    assert t.get("/server_info")["version"]
+    for path in ("/health", "/health_generate"):
+        headers = {"Authorization": f"Bearer {t.token}"}
+        assert httpx.get(f"{t.url}{path}", headers=headers, timeout=60).status_code == 200
+
+
+def an_answer_holds_tokens_logprobs_version_and_reason(t: Target) -> None:
+    [answer] = t.generate([t.prompt(1)], max_new_tokens=5, ignore_eos=True)
+    meta = answer["meta_info"]
+    assert len(answer["output_ids"]) == meta["completion_tokens"] == 5
+    assert meta["prompt_tokens"] == 12 and meta["weight_version"] == t.version
+    assert meta["finish_reason"] == {"type": "length", "length": 5}
+    assert [token for _, token, *_ in meta["output_token_logprobs"]] == answer["output_ids"]
+    assert all(isinstance(x, float) and x <= 0 for x in logprobs_of(answer))
+    assert isinstance(answer["text"], str) and isinstance(meta["id"], str)
+
+
+def a_single_prompt_is_answered_by_an_object(t: Target) -> None:
+    body = {"input_ids": t.prompt(2), "sampling_params": {"max_new_tokens": 3}, "return_logprob": True}
+    answer = t.post("/generate", body).raise_for_status().json()
+    assert isinstance(answer, dict) and 1 <= len(answer["output_ids"]) <= 3
+
+
+def logprobs_are_those_of_the_model_at_the_temperature(t: Target) -> None:
+    prompts = [t.prompt(10 + i, 8 + i) for i in range(4)]
+    for temperature in (1.0, 0.7, 0.0):
+        for prompt, answer in zip(
+            prompts, t.generate(prompts, max_new_tokens=24, temperature=temperature), strict=True
+        ):
+            t.assert_logprobs(prompt, answer["output_ids"], logprobs_of(answer), temperature)
+
+
+def a_mixed_batch_keeps_its_parameters_apart(t: Target) -> None:
+    prompts = [t.prompt(20 + i, 5 + 3 * i) for i in range(3)]
+    params = [{"max_new_tokens": 2 + 3 * i, "temperature": (0.0, 1.0, 0.5)[i], "ignore_eos": True} for i in range(3)]
+    answers = t.generate(prompts, *params)
+    assert [len(a["output_ids"]) for a in answers] == [2, 5, 8]
+    for prompt, answer, p in zip(prompts, answers, params, strict=True):
+        t.assert_logprobs(prompt, answer["output_ids"], logprobs_of(answer), p["temperature"])
+
+
+def greedy_is_greedy(t: Target) -> None:
+    prompt = t.prompt(30)
+    [first], [second] = (t.generate([prompt], max_new_tokens=8, temperature=0.0) for _ in range(2))
+    assert first["output_ids"] == second["output_ids"]
+    t.assert_logprobs(prompt, first["output_ids"], logprobs_of(first), 1.0)
+
+
+def samples_of_a_group_differ(t: Target) -> None:
+    params = [{"sampling_seed": 2**62 + i} for i in range(8)]
+    answers = t.generate([t.prompt(31)] * 8, *params, max_new_tokens=16, ignore_eos=True)
+    assert len({tuple(a["output_ids"]) for a in answers}) > 4
+
+
+def a_seed_repeats_its_sample_where_the_server_promises_it(t: Target) -> None:
+    info = t.get("/server_info")
+    promised = info.get("deterministic", info.get("enable_deterministic_inference"))
+    [first], [second] = (t.generate([t.prompt(32)], {"sampling_seed": 7}, max_new_tokens=16) for _ in range(2))
+    assert not promised or first["output_ids"] == second["output_ids"]
+
+
+def the_end_token_ends_and_is_kept(t: Target) -> None:
+    eos = tokenizer_of(t.folder).eos_token_id
+    for answer in t.generate([t.prompt(40 + i) for i in range(32)], max_new_tokens=24, temperature=1.5):
+        output, reason = answer["output_ids"], answer["meta_info"]["finish_reason"]
+        assert eos not in output[:-1]
+        if len(output) < 24:
+            assert reason["type"] == "stop" and reason["matched"] == output[-1]
+
+
+def a_stop_token_ends_and_is_kept(t: Target) -> None:
+    prompt = t.prompt(50)
+    [free] = t.generate([prompt], max_new_tokens=12, temperature=0.0, ignore_eos=True)
+    stop = free["output_ids"][5]
+    until = free["output_ids"][: free["output_ids"].index(stop) + 1]
+    [answer] = t.generate([prompt], max_new_tokens=12, temperature=0.0, stop_token_ids=[stop])
+    assert answer["output_ids"] == until and answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    [ignoring] = t.generate([prompt], max_new_tokens=12, temperature=0.0, stop_token_ids=[stop], ignore_eos=True)
+    assert ignoring["output_ids"] == free["output_ids"], "ignore_eos ignores stop tokens too"
+
+
+def a_stop_string_ends_and_is_kept(t: Target) -> None:
+    prompt, tokenizer = t.prompt(51), tokenizer_of(t.folder)
+    [free] = t.generate([prompt], max_new_tokens=24, temperature=0.0, ignore_eos=True)
+    words = (tokenizer.decode(free["output_ids"][i : i + 1]) for i in range(6, 20))
+    stop = next(word for word in words if word.strip() and word.isprintable() and "�" not in word)
+    [answer] = t.generate([prompt], max_new_tokens=24, temperature=0.0, stop=[stop], ignore_eos=True)
+    output = answer["output_ids"]
+    assert output == free["output_ids"][: len(output)] and len(output) < 24
+    assert stop in tokenizer.decode(output) and stop not in tokenizer.decode(output[:-1])
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert answer["text"].endswith(stop) and len(logprobs_of(answer)) == len(output)
+
+
+def a_sample_may_fill_the_models_length(t: Target) -> None:
+    room = 4
+    prompts = [t.prompt(60, t.max_length - room), t.prompt(61, t.max_length - 1)]
+    long, longest = t.generate(prompts, {"max_new_tokens": room}, {"max_new_tokens": 1}, ignore_eos=True)
+    assert (len(long["output_ids"]), len(longest["output_ids"])) == (room, 1)
+
+
+def a_prompt_that_is_too_long_is_refused_with_the_reason(t: Target) -> None:
+    body = {"input_ids": [t.prompt(62, t.max_length + 50)], "sampling_params": {"max_new_tokens": 4}}
+    answer = t.post("/generate", body)
+    assert answer.status_code == 400 and str(t.max_length + 50) in answer.text
+
+    async def ask(client: InferenceClient) -> None:
+        try:
+            await client.generate([GenerateRequest(t.prompt(63, t.max_length + 50), 4)])
+        except Refused as refused:
+            assert "400" in str(refused)
+        else:
+            raise AssertionError("it was not refused")
+
+    with t.client() as run:
+        run(ask)
+
+
+def an_unknown_token_is_refused(t: Target) -> None:
+    body = {"input_ids": [[3, t.vocabulary + 7]], "sampling_params": {"max_new_tokens": 4}}
+    assert t.post("/generate", body).status_code == 400
+
+
+def sixty_four_requests_at_once(t: Target) -> None:
+    asked = [GenerateRequest(t.prompt(70 + i // 4, 6 + i // 4), 16, seed=i, group=i // 4) for i in range(256)]
+
+    async def ask(client: InferenceClient) -> Any:
+        return await client.generate(asked)
+
+    with t.client() as run:
+        results = run(ask)
+    assert all(r.stop_reason in ("stop", "length") and r.output_ids for r in results)
+    for request, result in list(zip(asked, results, strict=True))[::32]:
+        assert result.versions == [int(t.version)] * len(result.output_ids)
+        t.assert_logprobs(request.input_ids, result.output_ids, result.logprobs, 1.0)
+
+
+def _long(t: Target, seed: int) -> Callable[[], list[Json]]:
+    new = t.max_length - 20
+    return lambda: t.generate([t.prompt(seed + i) for i in range(4)], max_new_tokens=new, ignore_eos=True)
+
+
+def an_abort_answers_with_what_there_is(t: Target) -> None:
+    work = in_background(_long(t, 80))
+    sleep(0.1)
+    response = t.post("/abort_request", {"abort_all": True})
+    assert response.status_code == 200
+    for answer in work.result(60):
+        meta = answer["meta_info"]
+        assert meta["finish_reason"]["type"] in ("abort", "length")
+        assert len(meta["output_token_logprobs"]) == len(answer["output_ids"])
+    assert t.generate([t.prompt(84)], max_new_tokens=2, ignore_eos=True)[0]["output_ids"], "it goes on serving"
+
+
+def new_weights_have_their_version_and_their_logprobs(t: Target) -> None:
+    version, prompt = int(t.version), t.prompt(90)
+    try:
+        answer = t.update(t.other, version + 1)
+        assert answer.status_code == 200 and answer.json()["success"]
+        assert t.version == str(version + 1)
+        [found] = t.generate([prompt], max_new_tokens=12)
+        assert found["meta_info"]["weight_version"] == str(version + 1)
+        t.assert_close(logprobs_of(found), reference(t.other, prompt, found["output_ids"], 1.0))
+    finally:
+        assert t.update(t.folder, version).json()["success"]
+    [found] = t.generate([prompt], max_new_tokens=12)
+    t.assert_logprobs(prompt, found["output_ids"], logprobs_of(found), 1.0)
+
+
+def weights_that_are_not_there_change_nothing(t: Target) -> None:
+    before, [first] = t.version, t.generate([t.prompt(91)], max_new_tokens=8, temperature=0.0)
+    assert t.update(t.folder / "nothing", int(before) + 5).status_code >= 400
+    assert t.version == before
+    assert t.generate([t.prompt(91)], max_new_tokens=8, temperature=0.0)[0]["output_ids"] == first["output_ids"]
+
+
+def an_update_interrupts_and_the_client_goes_on_with_the_new_weights(t: Target) -> None:
+    version = int(t.version)
+    asked = [GenerateRequest(t.prompt(92 + i), t.max_length - 20, seed=i, group=i) for i in range(256)]
+
+    async def ask(client: InferenceClient) -> Any:
+        work = asyncio.ensure_future(client.generate(asked))
+        await asyncio.sleep(0.15)
+        await client.update_weights(str(t.other), version + 1)
+        return await work
+
+    try:
+        with t.client() as run:
+            results = run(ask)
+    finally:
+        assert t.update(t.folder, version).json()["success"]
+    interrupted = [pair for pair in zip(asked, results, strict=True) if len(set(pair[1].versions)) > 1]
+    assert interrupted, "nothing was interrupted: the model is too quick for this test"
+    for request, result in interrupted[:4]:
+        cut = result.versions.count(version)
+        assert result.versions == [version] * cut + [version + 1] * (len(result.output_ids) - cut)
+        folders = [(t.folder, slice(0, cut)), (t.other, slice(cut, None))]
+        for folder, part in folders:
+            if result.output_ids[part]:
+                all_scores = reference(folder, request.input_ids, result.output_ids, 1.0)
+                t.assert_close(result.logprobs[part], all_scores[part])
+
+
+def a_pause_interrupts_and_the_client_goes_on_afterwards(t: Target) -> None:
+    asked = [GenerateRequest(t.prompt(100 + i), t.max_length - 20, seed=i, group=i) for i in range(256)]
+
+    async def ask(client: InferenceClient) -> Any:
+        work = asyncio.ensure_future(client.generate(asked))
+        await asyncio.sleep(0.15)
+        await client.pause()
+        await asyncio.sleep(0.3)
+        finished = work.done()
+        await client.resume()
+        return finished, await work
+
+    with t.client() as run:
+        finished, results = run(ask)
+    interrupted = [pair for pair in zip(asked, results, strict=True) if pair[1].segments > 1]
+    assert interrupted and not finished, "nothing was interrupted: the model is too quick for this test"
+    assert all(result.stop_reason in ("stop", "length") for result in results)
+    for request, result in interrupted[:4]:
+        t.assert_logprobs(request.input_ids, result.output_ids, result.logprobs, 1.0)
+
+
+def paused_in_place_or_retracted_requests_are_held(t: Target) -> None:
+    for mode in ("in_place", "retract"):
+        work = in_background(_long(t, 110))
+        sleep(0.1)
+        assert t.post("/pause_generation", {"mode": mode}).status_code == 200
+        sleep(0.3)
+        assert t.post("/continue_generation").status_code == 200
+        for answer in work.result(120):
+            assert answer["meta_info"]["finish_reason"]["type"] == "length"
+            assert len(answer["output_ids"]) == t.max_length - 20
+
+
+CASES = (
+    answers_without_the_token_are_refused,
+    health_and_information,
+    an_answer_holds_tokens_logprobs_version_and_reason,
+    a_single_prompt_is_answered_by_an_object,
+    logprobs_are_those_of_the_model_at_the_temperature,
+    a_mixed_batch_keeps_its_parameters_apart,
+    greedy_is_greedy,
+    samples_of_a_group_differ,
+    a_seed_repeats_its_sample_where_the_server_promises_it,
+    the_end_token_ends_and_is_kept,
+    a_stop_token_ends_and_is_kept,
+    a_stop_string_ends_and_is_kept,
+    a_sample_may_fill_the_models_length,
+    a_prompt_that_is_too_long_is_refused_with_the_reason,
+    an_unknown_token_is_refused,
+    sixty_four_requests_at_once,
+    an_abort_answers_with_what_there_is,
+    new_weights_have_their_version_and_their_logprobs,
+    weights_that_are_not_there_change_nothing,
+    an_update_interrupts_and_the_client_goes_on_with_the_new_weights,
+    a_pause_interrupts_and_the_client_goes_on_afterwards,
+    paused_in_place_or_retracted_requests_are_held,
+)
