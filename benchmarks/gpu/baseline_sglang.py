@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.query import run_sql
+from benchmarks.gpu.product import committed
 from benchmarks.gpu.prompts import read_prompts
 from benchmarks.gpu.results import add_results_option, record
 from benchmarks.gpu.sglang_load import generate, reload_seconds, server
@@ -41,15 +42,27 @@ def prompts_of_file(file: Path, model: Path, groups: int, size: int) -> list[lis
     return [prompt for prompt in ids for _ in range(size)]
 
 
+def prompts_of(arguments: argparse.Namespace) -> list[list[int]]:
+    """As the command line says."""
+    if not arguments.run:
+        return prompts_of_file(arguments.prompts, arguments.model, arguments.groups, arguments.size)
+    last = committed(open_store(arguments.store), arguments.run) - 1
+    return prompts_of_run(arguments.store, arguments.run, last if arguments.iteration < 0 else arguments.iteration)
+
+
+def wait_for(file: Path | None) -> None:
+    """Until somebody says go; whoever started this process ends it if nobody ever does."""
+    while file is not None and not file.exists():
+        time.sleep(0.2)
+
+
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     """Tokens a second and seconds of a reload."""
-    if arguments.run:
-        prompts = prompts_of_run(arguments.store, arguments.run, arguments.iteration)
-    else:
-        prompts = prompts_of_file(arguments.prompts, arguments.model, arguments.groups, arguments.size)
     started = time.perf_counter()
     with server(arguments.model, arguments.recipe, arguments.overrides, arguments.log) as url:
         ready = time.perf_counter() - started
+        wait_for(arguments.go)
+        prompts = prompts_of(arguments)
         rounds = generate(url, prompts, arguments.new_tokens, arguments.concurrency, arguments.rounds + 1)[1:]
         reloads = reload_seconds(url, arguments.model)
     rates = [r["tokens"] / r["seconds"] for r in rounds]
@@ -78,7 +91,8 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=8, help="requests a prompt")
     parser.add_argument("--run", default="", help="take the prompts of this run instead")
     parser.add_argument("--store", default="", help="where the run is")
-    parser.add_argument("--iteration", type=int, default=2, help="of the run")
+    parser.add_argument("--iteration", type=int, default=-1, help="of the run; -1: the last that is committed")
+    parser.add_argument("--go", type=Path, help="wait, with the server up and idle, until this file is there")
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--concurrency", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)

@@ -4,7 +4,8 @@
 #   benchmarks/gpu/baselines.sh [plain] [trl] [trl_iteration] [sglang]        (default: all of them)
 #
 # SHAPES ("135m 0.5b 1.5b"), FOLDER (/dev/shm/gpu-bench), GPU_RESULTS ($OUT/results.jsonl, else ./results.jsonl),
-# LIMIT (90 seconds each), PLAIN ("eager layers"), TRL ("liger compile"). A failed or slow one does not stop the rest.
+# LIMIT (90 seconds each), PLAIN ("eager layers"), TRL ("liger"; plain, compile and bf16
+# are the others: compiled, TRL passes attention an explicit mask, which is slower). A failed or slow one does not stop the rest.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -22,7 +23,7 @@ for part in "$@"; do
   for shape in $SHAPES; do
     case $part in
       plain) for v in ${PLAIN:-eager layers}; do run baseline_step "$shape" --variant "$v" ${STEP_OPTIONS:-}; done ;;
-      trl) for v in ${TRL:-liger compile}; do
+      trl) for v in ${TRL:-liger}; do
         run baseline_trl_step "$shape" --model "$FOLDER/$shape" --variant "$v" ${TRL_OPTIONS:-}; done ;;
       trl_iteration)
         [ "$shape" = "${TRL_SHAPE:-135m}" ] || continue

@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.iteration SHAPE [--parts run,sglang,step,trl] [key=value …]
 
 1. `run`: Prefect server, worker and `prefect deployment run rlhf/gpu-iteration` on random weights and prompts;
-2. `sglang`: raw SGLang under the run's flags on exactly the prompts of one of its iterations;
+2. `sglang`: raw SGLang under the run's flags on exactly the prompts of one of its iterations; after a `run`, its server
+   has been started beside that, and has been idle since;
 3. `step`: the plain compiled training step on sequences of the run's mean length;
 4. `trl`: whole iterations of TRL's GRPOTrainer on the same prompts.
 
@@ -14,10 +15,13 @@ fields of benchmarks/gpu/iteration.yaml.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,7 @@ from areal_tasks.store.backend import open_store
 from benchmarks.gpu.baseline_sglang import RECIPE
 from benchmarks.gpu.product import committed, deploy_run, follow, show_failure, start_machine
 from benchmarks.gpu.prompts import make_prompts
-from benchmarks.gpu.results import add_results_option, load, measure, record
+from benchmarks.gpu.results import add_results_option, end_group, load, measure, record
 from benchmarks.gpu.run_times import Row, iteration_rows, summary
 from benchmarks.gpu.shapes import SHAPES, make_shape
 from flows.cli.machine import down
@@ -50,9 +54,11 @@ def main() -> None:
     add_results_option(parser)
     arguments = parser.parse_intermixed_args()
     arguments.name = arguments.name or f"gpu-{arguments.shape}-{datetime.now(UTC):%m%d-%H%M%S}".replace(".", "")
-    for part in arguments.parts.split(","):
-        print(f"── {part}", flush=True)
-        RUN[part](arguments)
+    parts = arguments.parts.split(",")
+    with raw_server_beside(arguments) if {"run", "sglang"} <= set(parts) else contextlib.nullcontext():
+        for part in parts:
+            print(f"── {part}", flush=True)
+            RUN[part](arguments)
 
 
 def paths(arguments: argparse.Namespace) -> tuple[Path, Path, str]:
@@ -115,23 +121,51 @@ def run_product(arguments: argparse.Namespace) -> None:
     )
 
 
+@contextlib.contextmanager
+def raw_server_beside(arguments: argparse.Namespace) -> Iterator[None]:
+    """Start the raw server already now: it is ready, and idle until told to go, while the run is measured."""
+    go = arguments.results.parent / f"{arguments.name}.go"
+    command = [sys.executable, "-m", "benchmarks.gpu.baseline_sglang", *sglang_words(arguments), "--go", str(go)]
+    arguments.beside = subprocess.Popen(command, start_new_session=True)
+    try:
+        yield
+    finally:
+        end_group(arguments.beside)
+        go.unlink(missing_ok=True)
+
+
 def run_sglang(arguments: argparse.Namespace) -> None:
     """Raw SGLang on the prompts of the last iteration that is committed."""
+    beside = getattr(arguments, "beside", None)
+    if beside is None:
+        measure("baseline_sglang", sglang_words(arguments), arguments.part_seconds)
+        return
+    (arguments.results.parent / f"{arguments.name}.go").touch()
+    try:
+        code = beside.wait(arguments.part_seconds)
+    except subprocess.TimeoutExpired:
+        code = 124
+        end_group(beside)
+    if code:
+        print(f"benchmarks.gpu.baseline_sglang ended with {code}", file=sys.stderr, flush=True)
+
+
+def sglang_words(arguments: argparse.Namespace) -> list[str]:
+    """The command line of the raw baseline for this run."""
     model, _, store = paths(arguments)
-    recipe, last = recipe_of(arguments), committed(open_store(store), arguments.name) - 1
+    recipe = recipe_of(arguments)
     samples = recipe.rollout.groups * recipe.rollout.group_size
     under_way = recipe.inference.max_concurrent_requests * recipe.inference.groups_per_request
     options = {
         "--model": model,
         "--run": arguments.name,
         "--store": store,
-        "--iteration": last,
         "--new-tokens": recipe.rollout.max_new_tokens,
         "--concurrency": min(samples, under_way * recipe.rollout.group_size),
         "--results": arguments.results,
     }
     changes = [f"{key}={value}" for key, value in overrides(arguments).items()]
-    measure("baseline_sglang", [arguments.shape, *changes, *_words(options)], arguments.part_seconds)
+    return [arguments.shape, *changes, *_words(options)]
 
 
 def run_step(arguments: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ Results are appended as they come, so that nothing is lost when a later measurem
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -16,6 +17,8 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
+
+import psutil
 
 PACKAGES: Final = ("torch", "transformers", "sglang", "trl", "liger-kernel", "deepspeed", "prefect")
 Record = dict[str, Any]
@@ -103,6 +106,18 @@ def end_group(process: subprocess.Popen[Any], grace: float = 10.0) -> None:
             process.wait(patience)
         except subprocess.TimeoutExpired:
             continue
+    process.wait(grace)
+
+
+def end_tree(process: subprocess.Popen[Any], grace: float = 8.0) -> None:
+    """End a process of our own group, with everything below it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        process.terminate()
+        _, alive = psutil.wait_procs(family, grace)
+        for left in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
     process.wait(grace)
 
 

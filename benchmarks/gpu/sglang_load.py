@@ -20,7 +20,7 @@ import orjson
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.sglang.command import arguments, environment
-from benchmarks.gpu.results import end_group
+from benchmarks.gpu.results import end_tree
 from schemas.recipe.load import load_recipe
 
 
@@ -33,14 +33,12 @@ def server(model: Path, recipe: str, overrides: Sequence[str], log: Path, second
     log.parent.mkdir(parents=True, exist_ok=True)
     print(f"$ {' '.join(command)}", flush=True)
     with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command, env=environment(os.environ), stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(command, env=environment(os.environ), stdout=sink, stderr=subprocess.STDOUT)
     try:
         _wait(process, f"http://127.0.0.1:{port}", log, seconds)
         yield f"http://127.0.0.1:{port}"
     finally:
-        end_group(process)
+        end_tree(process)
 
 
 def server_flags(model: Path, recipe: str, overrides: Sequence[str], port: int) -> list[str]:

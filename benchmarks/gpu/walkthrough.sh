@@ -12,7 +12,7 @@ export AREALFLOW_HOME=${AREALFLOW_HOME:-/tmp/walkthrough} AREALFLOW_STORE=${AREA
 FLAGS=${FLAGS:-"{attention-backend: triton, sampling-backend: pytorch, grammar-backend: none, disable-prefill-cuda-graph: true}"}
 work=/dev/shm/walkthrough
 mkdir -p "$work" "$AREALFLOW_HOME"
-arealflow() { python3 -m flows.cli.main "$@"; }
+arealflow() { python3 -c 'from flows.cli.main import main; main()' "$@"; }
 if [ -z "${MODEL:-}" ]; then
   python3 -m benchmarks.gpu.shapes "$work" 0.5b
   MODEL=$work/0.5b
@@ -22,10 +22,11 @@ if [ -z "${DATA:-}" ]; then
   head -n 32 "$work/train.jsonl" >"$work/test.jsonl"
   DATA=$work
 fi
-trap 'python3 -m flows.cli.main down; [ -z "${server:-}" ] || kill -TERM -- "-$server" 2>/dev/null || true' EXIT
+trap 'arealflow down; [ -z "${server:-}" ] || kill -TERM -- "-$server" 2>/dev/null || true' EXIT
 common="model.path=$MODEL model.max_length=512 data.source=$DATA/{split}.jsonl data.subset= rollout.groups=8
   rollout.max_new_tokens=128 reward.verifier=benchmarks.gpu.coin:verify evaluation={} schedule.iterations=3
   algorithm.minibatches=1 trainer.warmup_steps=1 trainer.compile=false 'inference.flags=$FLAGS' ${MORE:-}"
+common=$(tr -s ' \n' ' ' <<<"$common")
 
 run() {  # NAME FURTHER_OVERRIDES
   python3 -m benchmarks.gpu.product rlhf/gsm8k "$1" "$common $2"
