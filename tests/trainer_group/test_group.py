@@ -1,0 +1,199 @@
+"""How ranks agree, without processes: each rank is a thread, and they share a store in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from torch.distributed import HashStore
+from trainer_builders import World
+
+from areal_tasks.engines.trainer.app import make_app
+from areal_tasks.engines.trainer.commands import Load
+from areal_tasks.engines.trainer.fencing import Refused
+from areal_tasks.engines.trainer.group import Group, GroupBroken, Outcome, disagreement
+from areal_tasks.engines.trainer.ranks import cpu_threads, end_group, environment, find_place
+from schemas.errors import UserError
+from schemas.recipe.sections import Trainer
+
+Work = Callable[[], Any]
+
+
+def _groups(world: int = 2, grace: float = 0.3) -> tuple[list[Group], HashStore]:
+    store = HashStore()
+    return [Group(rank, world, store, grace_seconds=grace) for rank in range(world)], store
+
+
+def _command(groups: list[Group], works: list[Work], states: list[str] | None = None) -> list[Any]:
+    """Every rank does its part of one command; what each returned or raised."""
+    states = states or ["same"] * len(groups)
+
+    def run(rank: int) -> Any:
+        try:
+            if rank == 0:
+                return groups[0].lead("go", works[0], lambda: states[0])
+            return groups[rank].follow(lambda text: works[rank](), lambda: states[rank])
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return list(pool.map(run, range(len(groups))))
+
+
+def _raises(error: Exception) -> Work:
+    def work() -> None:
+        raise error
+
+    return work
+
+
+def test_all_ranks_hear_the_command_and_rank_0_returns_its_own_result() -> None:
+    groups, _ = _groups(3)
+    heard: list[str] = []
+    with ThreadPoolExecutor(2) as pool:
+        followers = [pool.submit(g.follow, heard.append, lambda: "same") for g in groups[1:]]
+        assert groups[0].lead('train {"a": 1}', lambda: 7, lambda: "same") == 7
+        assert [f.result() for f in followers] == [None, None]
+    assert heard == ['train {"a": 1}'] * 2
+
+
+@pytest.mark.parametrize("error", [UserError("no such table"), Refused("superseded")])
+def test_an_error_that_all_ranks_share_is_raised_and_survived(error: Exception) -> None:
+    groups, _ = _groups()
+    assert _command(groups, [_raises(error)] * 2) == [error, None]
+    assert _command(groups, [lambda: 1, lambda: 2]) == [1, None]
+
+
+def test_a_harmless_error_of_another_rank_is_raised_on_rank_0() -> None:
+    groups, _ = _groups()
+    found, _ = _command(groups, [lambda: 1, _raises(UserError("the store is full"))])
+    assert isinstance(found, UserError)
+    assert str(found) == "rank 1: the store is full"
+    assert _command(groups, [lambda: 1, lambda: 2])[0] == 1
+
+
+def test_ranks_that_hold_different_things_break_up() -> None:
+    groups, _ = _groups()
+    found = _command(groups, [lambda: 1, _raises(UserError("no memory"))], ["version 1", "version None"])
+    assert [type(f) for f in found] == [GroupBroken, GroupBroken]
+    assert str(found[0]) == "the ranks differ: rank 0 holds version 1; rank 1 holds version None no memory"
+
+
+def test_an_unexpected_error_breaks_the_group_even_if_all_share_it() -> None:
+    groups, _ = _groups()
+    found = _command(groups, [_raises(RuntimeError("NCCL")), _raises(RuntimeError("NCCL"))])
+    assert [type(f) for f in found] == [GroupBroken, GroupBroken]
+    assert str(found[0]) == "rank 0: RuntimeError: NCCL; rank 1: RuntimeError: NCCL"
+
+
+def test_a_rank_that_fails_alone_says_why_while_the_others_are_stuck() -> None:
+    """Rank 0 waits in a collective that never ends: rank 1 gives up after its grace, and rank 0 can read its words."""
+    groups, _ = _groups()
+    stuck = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        leading = pool.submit(groups[0].lead, "go", stuck.wait, lambda: "same")
+        with pytest.raises(GroupBroken, match="rank 1: no memory"):
+            groups[1].follow(lambda text: _raises(UserError("no memory"))(), lambda: "same")
+        assert groups[0].last_words(1) == "no memory"
+        assert not leading.done()
+        stuck.set()
+        assert isinstance(leading.exception(5), UserError)
+
+
+def test_a_rank_that_dies_without_a_word_has_none() -> None:
+    groups, _ = _groups()
+    assert groups[0].last_words(1) == ""
+    assert Group().last_words(0) == ""
+
+
+def test_what_rank_0_finds_is_found_by_all() -> None:
+    groups, _ = _groups()
+    found: list[str] = []
+    works = [
+        lambda g=g, n=n: found.extend(g.from_first(w) for w in (lambda: f"a{n}", lambda: f"b{n}"))
+        for n, g in enumerate(groups)
+    ]
+    _command(groups, works)
+    assert sorted(found) == ["a0", "a0", "b0", "b0"]
+    failing = [lambda g=g: g.from_first(_raises(UserError("it is damaged"))) for g in groups]
+    error, _ = _command(groups, failing)
+    assert isinstance(error, UserError)
+    assert str(error) == "it is damaged"
+
+
+def test_keys_of_past_commands_are_dropped() -> None:
+    groups, store = _groups()
+    counts = []
+    for _ in range(6):
+        _command(groups, [lambda g=g: g.from_first(lambda: "x") for g in groups])
+        counts.append(store.num_keys())
+    assert counts[-1] == counts[2] <= 8
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    alone = Group()
+    assert alone.lead("go", lambda: 3, lambda: "x") == 3
+    assert alone.from_first(lambda: "text") == "text"
+    error = RuntimeError("as it is")
+    with pytest.raises(RuntimeError) as caught:
+        alone.lead("go", _raises(error), lambda: "x")
+    assert caught.value is error
+
+
+def test_disagreement() -> None:
+    same = [Outcome(0, "v1"), Outcome(1, "v1", "refused")]
+    assert disagreement(same) is None
+    assert disagreement([Outcome(0, "v1"), Outcome(1, "v2")]) == "the ranks differ: rank 0 holds v1; rank 1 holds v2"
+    assert disagreement([Outcome(0, "v1"), Outcome(1, "v1", "crash", harmless=False)]) == "rank 1: crash"
+
+
+def test_a_place_is_rank_0_unless_torchrun_says_otherwise() -> None:
+    settings = Trainer(backend="fsdp2", ranks=2)
+    place = find_place(settings, {})
+    assert (place.rank, place.world, place.spawned) == (0, 2, False)
+    place = find_place(settings, environment(1, 2, 1234))
+    assert (place.rank, place.local_rank, place.world, place.spawned) == (1, 1, 2, True)
+    with pytest.raises(UserError, match=r"asks for 2, but WORLD_SIZE is 4"):
+        find_place(settings, environment(1, 4, 1234))
+    with pytest.raises(UserError, match="on one machine"):
+        find_place(settings, {**environment(1, 2, 1234), "LOCAL_WORLD_SIZE": "1"})
+
+
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert cpu_threads(Trainer()) == 8
+    assert cpu_threads(Trainer(backend="fsdp2", ranks=4)) == 2
+    assert cpu_threads(Trainer(backend="fsdp2", ranks=16)) == 1
+    assert cpu_threads(Trainer(backend="fsdp2", ranks=4, threads=3)) == 3
+
+
+def test_rank_0_answers_with_why_the_group_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own command is stuck; the reason comes from the rank that failed alone. Then all processes are killed."""
+    ended: list[tuple[int, int]] = []
+    monkeypatch.setattr("os.killpg", lambda *call: ended.append(call))
+    monkeypatch.setattr("areal_tasks.engines.trainer.ranks.ANSWER_SECONDS", 0.0)
+    store = HashStore()
+    group = Group(0, 2, store)
+    app = make_app(world.spec(), group)
+    threading.Timer(0.2, end_group, (group, "rank 1: out of memory")).start()
+    body = Load(owner=1, version=0, weights=world.initial).model_dump_json()
+    answer = asyncio.run(_post(app, "/load", body))
+    assert answer.status_code == 500
+    assert answer.json() == {"error": "GroupBroken: rank 1: out of memory"}
+    assert ended == [(0, signal.SIGKILL)]
+    mine = json.loads(store.get("outcome/1/0"))
+    store.set("outcome/1/1", json.dumps({**mine, "rank": 1}))  # lets go of the thread that waits for it
+
+
+async def _post(app: Starlette, path: str, body: str) -> httpx.Response:
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://trainer") as client:
+        return await client.post(path, content=body)

@@ -1,0 +1,132 @@
+"""A trainer of two ranks as the supervisor runs it: commands over HTTP, deaths of either rank, no process left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from conftest import recipe
+from trainer_builders import World, advantage, rollout
+
+from areal_tasks.engines.trainer.commands import Load, Train, Write
+from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
+from areal_tasks.launchers.local import LocalHandle
+from areal_tasks.launchers.supervisor import Supervisor
+from areal_tasks.store.shards import read_table
+from schemas.errors import UserError
+from schemas.recipe.sections import Launcher
+
+LENGTHS = [9, 4, 13, 6, 11, 3, 8]
+
+
+@pytest.fixture(scope="module")
+def supervisor(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
+    settings = Launcher(type="local", startup_seconds=120, restarts=3)
+    with Supervisor(world.store, settings, tmp_path_factory.mktemp("logs")) as started:
+        world.recipe = recipe(backend="fsdp2", ranks=2)
+        started.start("areal_tasks.engines.trainer", world.spec(), 1)
+        yield started
+
+
+def _client(supervisor: Supervisor) -> TrainerClient:
+    """The trainer; started again if it has ended."""
+    supervisor.heal()
+    return TrainerClient(supervisor.wait(["trainer"])[0], supervisor.token, 60)
+
+
+def _ranks(supervisor: Supervisor) -> list[psutil.Process]:
+    handle = supervisor.services["trainer"].handle
+    assert isinstance(handle, LocalHandle)
+    first = psutil.Process(handle.process.pid)
+    return [first, *first.children()]
+
+
+def _gone(processes: list[psutil.Process], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _train(world: World, version: int, **changes: Any) -> Train:
+    table = rollout(LENGTHS, seed=version, version=version)
+    return world.train_command(version, {"rollout": table, "advantage": advantage(table)}, **changes)
+
+
+def _published(world: World, client: TrainerClient, attempt: str) -> list[str]:
+    version = client.health().version or 0
+    prefix = world.folder("weights", version, attempt)
+    return [f.sha256 for f in client.publish(Write(owner=1, version=version, prefix=prefix)).files]
+
+
+def test_commands_over_http(world: World, supervisor: Supervisor) -> None:
+    client = _client(supervisor)
+    assert client.health().version is None
+    with pytest.raises(UserError, match="nothing is loaded"):
+        client.train(_train(world, 0))
+    client.load(Load(owner=1, version=0, weights=world.initial))
+    command = _train(world, 0)
+    answer = client.train(command)
+    assert read_table(world.store, answer.tables["train_steps"]).num_rows == 1
+    weights = _published(world, client, "one")
+    assert client.train(command) == answer
+    with pytest.raises(UserError, match="version 1 is held"):
+        client.train(_train(world, 0, digest="another"))
+    assert _published(world, client, "two") == weights
+    assert client.train(_train(world, 1)).version == 2
+    assert client.health().step == 2
+    client.close()
+
+
+def test_input_that_cannot_be_read_is_an_answer_and_the_group_lives_on(world: World, supervisor: Supervisor) -> None:
+    client = _client(supervisor)
+    ranks = _ranks(supervisor)
+    client.load(Load(owner=1, version=0, weights=world.initial))
+    broken = _train(world, 0)
+    shard = world.store.local(broken.tables["advantage"].shards[0].path)
+    assert shard is not None
+    good = shard.read_bytes()
+    shard.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    with pytest.raises(UserError, match=shard.name):
+        client.train(broken)
+    shard.write_bytes(good)
+    assert client.train(broken).version == 1
+    assert _ranks(supervisor) == ranks
+    client.close()
+
+
+def test_a_trainer_that_loses_a_rank_ends_and_starts_again(world: World, supervisor: Supervisor) -> None:
+    client = _client(supervisor)
+    client.load(Load(owner=1, version=0, weights=world.initial))
+    ranks = _ranks(supervisor)
+    assert len(ranks) == 2
+    ranks[1].kill()
+    assert _gone(ranks), [p.status() for p in ranks]
+    with pytest.raises(TrainerDown):
+        client.health()
+    client.close()
+    assert _exit_code(supervisor) not in (None, 0)
+    again = _client(supervisor)
+    assert again.health().version is None
+    again.load(Load(owner=1, version=0, weights=world.initial))
+    assert again.train(_train(world, 0)).version == 1
+    again.close()
+
+
+def test_no_rank_outlives_rank_0(supervisor: Supervisor) -> None:
+    _client(supervisor).close()
+    ranks = _ranks(supervisor)
+    assert len(ranks) == 2
+    ranks[0].kill()
+    assert _gone(ranks), [p.status() for p in ranks]
+
+
+def _exit_code(supervisor: Supervisor) -> int | None:
+    handle = supervisor.services["trainer"].handle
+    assert isinstance(handle, LocalHandle)
+    return handle.process.wait(10)

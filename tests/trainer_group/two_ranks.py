@@ -1,0 +1,112 @@
+"""What a trainer is put through, alone or on two ranks. As a program: one of two ranks, with every backend in turn.
+
+`python two_ranks.py FOLDER` plays FOLDER/script.json; rank 0 writes what came of it to FOLDER/answers.json.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from areal_tasks.engines.service import ServiceSpec
+from areal_tasks.engines.trainer.commands import Load, Logprobs, Train, Write
+from areal_tasks.engines.trainer.group import Group
+from areal_tasks.engines.trainer.ranks import join
+from areal_tasks.engines.trainer.service import Trainer
+from areal_tasks.store.files import commit_weights
+from areal_tasks.store.paths import checkpoint_attempt, stage_attempt, weights_attempt
+from areal_tasks.store.provenance import make_provenance, now
+from schemas.manifest import WeightsRef
+from schemas.recipe.sections import Trainer as Section
+
+STEPS = 5
+
+
+class Player:
+    """A trainer and where its output goes."""
+
+    def __init__(self, script: dict[str, Any], name: str, options: dict[str, Any], group: Group) -> None:
+        spec = script["spec"]
+        recipe = {**spec["recipe"], "trainer": {**spec["recipe"]["trainer"], **options}}
+        self.script, self.name, self.group = script, name, group
+        self.outputs = itertools.count()
+        self.trainer = Trainer(ServiceSpec.model_validate({**spec, "recipe": recipe}), group)
+
+    def load(self, checkpoint: WeightsRef | None = None) -> None:
+        weights = WeightsRef.model_validate(self.script["initial"])
+        version = checkpoint.version if checkpoint else 0
+        self.trainer.load(Load(owner=1, version=version, weights=weights, checkpoint=checkpoint))
+
+    def train(self, number: int) -> dict[str, float]:
+        body = {**self.script["trains"][number], "prefix": self._prefix()}
+        return self.trainer.train(Train.model_validate(body)).metrics
+
+    def publish(self, label: str) -> str:
+        version = self.trainer.fence.version or 0
+        prefix = weights_attempt("r", version, f"{self.name}-{label}")
+        self.trainer.publish(Write(owner=1, version=version, prefix=prefix))
+        return prefix
+
+    def checkpoint(self, label: str) -> WeightsRef:
+        version = self.trainer.fence.version or 0
+        attempt = f"{self.name}-{label}"
+        prefix = checkpoint_attempt("r", version, attempt)
+        files = self.trainer.checkpoint(Write(owner=1, version=version, prefix=prefix)).files
+        made = make_provenance(1, now())
+        store = self.trainer.store
+        text = self.group.from_first(
+            lambda: commit_weights(store, "r", version, attempt, "checkpoint", files, made).model_dump_json()
+        )
+        return WeightsRef.model_validate_json(text)
+
+    def logprobs(self, which: str) -> dict[str, Any]:
+        version = self.trainer.fence.version or 0
+        body = {**self.script["logprobs"], "which": which, "version": version, "prefix": self._prefix()}
+        tables = self.trainer.logprobs(Logprobs.model_validate(body)).tables
+        return {name: ref.model_dump(mode="json") for name, ref in tables.items()}
+
+    def _prefix(self) -> str:
+        return stage_attempt("r", 0, "train", f"{self.name}-{next(self.outputs)}")
+
+
+def play(player: Player) -> dict[str, Any]:
+    """Five steps, a repeat, a step that must be skipped, a checkpoint, a sixth step; and what it all gave."""
+    player.load()
+    found: dict[str, Any] = {"metrics": [player.train(number) for number in range(STEPS)]}
+    found["repeat"] = player.train(STEPS - 1)
+    found["trained"] = player.publish("trained")
+    found["policy"], found["reference"] = player.logprobs("policy"), player.logprobs("reference")
+    found["checkpoint"] = player.checkpoint("five").model_dump(mode="json")
+    found["sixth"] = player.train(STEPS)
+    found["six"] = player.publish("six")
+    found["poisoned"] = player.train(STEPS + 1)
+    found["skipped"] = player.publish("skipped")
+    return found
+
+
+def go_on(player: Player, checkpoint: dict[str, Any], label: str) -> dict[str, Any]:
+    """Load a checkpoint after five steps over a policy that has moved on, and take the sixth."""
+    player.load(WeightsRef.model_validate(checkpoint))
+    return {"sixth": player.train(STEPS), "six": player.publish(label), "step": player.trainer.progress.step}
+
+
+def main(folder: Path) -> None:
+    script = json.loads((folder / "script.json").read_text())
+    first = next(iter(script["backends"].values()))
+    spec = ServiceSpec.model_validate(script["spec"])
+    settings = {**spec.recipe["trainer"], **first}
+    group = join(Section.model_validate(settings))
+    answers = {}
+    for name, options in script["backends"].items():
+        player = Player(script, name, options, group)
+        answers[name] = play(player)
+        answers[name]["from_local"] = go_on(player, script["local_checkpoint"], "from-local")
+    if group.rank == 0:
+        (folder / "answers.json").write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
