@@ -7,12 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from benchmarks.gpu.shapes import Shape
 
 VARLEN = "benchmark_varlen"
+_KNOWN = inspect.signature(varlen_attn).parameters  # they change between releases of torch
+_FLAGS: dict[str, Any] = {
+    **({"is_causal": True} if "is_causal" in _KNOWN else {"window_size": (-1, 0)}),
+    **({"enable_gqa": True} if "enable_gqa" in _KNOWN else {}),
+}
 
 
 def varlen_attention(
@@ -29,16 +35,10 @@ def varlen_attention(
     """Causal attention within each packed sequence: [1, heads, tokens, width] in, [1, tokens, heads, width] out."""
     if not query.is_cuda:
         return _by_sequence(query, key, value, max_length_q, scaling), None
-    from torch.nn.attention.varlen import varlen_attn
-
-    known = inspect.signature(varlen_attn).parameters
-    flags: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    if "enable_gqa" in known:
-        flags["enable_gqa"] = True
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if query.dtype == torch.float32:  # autocast leaves rotary positions in float32
         q, k, v = (x.bfloat16() for x in (q, k, v))
-    out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **flags)
+    out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **_FLAGS)
     return out[None], None
 
 
