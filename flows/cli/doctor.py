@@ -45,7 +45,8 @@ def packages() -> list[dict[str, Any]]:
 
 
 def _package(module: str, purpose: str, remedy: str) -> dict[str, Any]:
-    if importlib.util.find_spec(module) is None:
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None:  # a mere folder of that name is no package
         state = "not installed" if remedy else "BROKEN"
         return _row(module, state, f"needed for {purpose}: {remedy or 'install arealflow again'}")
     return _row(module, "ok", f"{importlib.metadata.version(module.replace('_', '-'))}, for {purpose}")
