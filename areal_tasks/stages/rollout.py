@@ -16,7 +16,10 @@ from schemas.recipe.recipe import RlhfRecipe
 from schemas.recipe.sections import Workflow
 
 PROMPT_COLUMNS = ("prompt_id", "prompt", "answer", "input_ids")
-ENGINE_FIELDS = ("model.dtype", "model.max_length", "inference.engine", "inference.deterministic", "inference.slots")
+ENGINE_FIELDS = (
+    *("model.dtype", "model.max_length", "inference.engine", "inference.flags"),
+    *("inference.deterministic", "inference.slots"),
+)
 
 
 def rollout(recipe: RlhfRecipe) -> Stage:

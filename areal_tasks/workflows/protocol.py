@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, compress
 from typing import Any, Protocol
 
+import numpy as np
 import pyarrow as pa
 
+from areal_tasks.data.ragged import ragged
 from areal_tasks.engines.client import InferenceClient
 from schemas.tables import ROLLOUT
 
@@ -44,7 +47,7 @@ class Sample:
     @property
     def generated_versions(self) -> list[int]:
         """The versions of the tokens the model generated."""
-        return [v for v, generated in zip(self.versions, self.loss_mask, strict=True) if generated]
+        return list(compress(self.versions, self.loss_mask))
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Workflow(Protocol):
     async def run(self, prompts: Sequence[Prompt], context: WorkflowContext) -> list[Sample]: ...
 
 
-def _row(sample: Sample) -> dict[str, Any]:
+def _scalars(sample: Sample) -> dict[str, Any]:
     versions = sample.generated_versions
     prompt = sample.prompt
     return {
@@ -80,10 +83,6 @@ def _row(sample: Sample) -> dict[str, Any]:
         "prompt": prompt.prompt,
         "completion": sample.completion,
         "answer": prompt.answer,
-        "input_ids": sample.input_ids,
-        "loss_mask": sample.loss_mask,
-        "logprobs": sample.logprobs,
-        "versions": sample.versions,
         "num_tokens": len(sample.input_ids),
         "num_generated": len(versions),
         "stop_reason": sample.stop_reason,
@@ -98,6 +97,21 @@ def _row(sample: Sample) -> dict[str, Any]:
     }
 
 
+def _lists(samples: Sequence[Sample], name: str) -> pa.ListArray:
+    """A column of lists, made from one flat array: a list at a time takes Arrow three times as long."""
+    lists, kind = [getattr(sample, name) for sample in samples], ROLLOUT.field(name).type
+    sizes = np.array([len(one) for one in lists], dtype=np.int64)
+    values = np.fromiter(chain.from_iterable(lists), kind.value_type.to_pandas_dtype(), count=int(sizes.sum()))
+    return ragged(values, sizes, kind)
+
+
 def samples_to_table(samples: Sequence[Sample]) -> pa.Table:
     """The samples as a `ROLLOUT` table, in the order given."""
-    return pa.Table.from_pylist([_row(sample) for sample in samples], schema=ROLLOUT)
+    rows = [_scalars(sample) for sample in samples]
+    columns = [
+        _lists(samples, field.name)
+        if pa.types.is_list(field.type)
+        else pa.array([row[field.name] for row in rows], field.type)
+        for field in ROLLOUT
+    ]
+    return pa.Table.from_arrays(columns, schema=ROLLOUT)

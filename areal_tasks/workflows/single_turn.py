@@ -47,11 +47,18 @@ def _sample(
         loss_mask=[False] * before + [True] * after,
         logprobs=[0.0] * before + result.logprobs,
         versions=[-1] * before + result.versions,
-        stop_reason=result.stop_reason,
+        stop_reason=_stop_reason(result, context),
         seed=request.seed or 0,
         server=result.server,
         seconds=result.seconds,
     )
+
+
+def _stop_reason(result: GenerateResult, context: WorkflowContext) -> str:
+    """Why it ended. SGLang says `length` when the last token that it may generate is the end token."""
+    end = getattr(context.tokenizer, "eos_token_id", None)
+    ended = result.stop_reason == "length" and end is not None and result.output_ids[-1:] == [end]
+    return "stop" if ended else result.stop_reason
 
 
 def _text(result: GenerateResult, context: WorkflowContext) -> str:

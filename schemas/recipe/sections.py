@@ -198,7 +198,10 @@ class Inference(Section):
         description="GPUs of the servers, by number; empty: those after the trainer's, or the same if there are none.",
     )
     memory_fraction: float = operational(
-        0.0, ge=0, lt=1, description="SGLang: share of a GPU's memory for weights and cache; 0 is SGLang's own choice."
+        0.0,
+        ge=0,
+        lt=1,
+        description="SGLang: share of a GPU's memory for weights and cache; 0: its choice, or a part of a shared GPU.",
     )
     first_port: int = operational(
         0, ge=0, le=65535, description="SGLang: server i listens on this port + i; 0: any free ports."

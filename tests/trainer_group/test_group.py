@@ -183,14 +183,23 @@ def test_rank_0_answers_with_why_the_group_ends(world: World, monkeypatch: pytes
     store = HashStore()
     group = Group(0, 2, store)
     app = make_app(world.spec(), group)
-    threading.Timer(0.2, end_group, (group, "rank 1: out of memory")).start()
+    ending = threading.Timer(0.2, end_group, (group, "rank 1: out of memory"))
+    ending.start()
     body = Load(owner=1, version=0, weights=world.initial).model_dump_json()
-    answer = asyncio.run(_post(app, "/load", body))
+    try:
+        answer = asyncio.run(_post(app, "/load", body))
+    finally:
+        ending.join()  # before `killpg` is the real one again
+        _let_go(store)
     assert answer.status_code == 500
     assert answer.json() == {"error": "GroupBroken: rank 1: out of memory"}
     assert ended == [(0, signal.SIGKILL)]
+
+
+def _let_go(store: HashStore) -> None:
+    """End the wait for rank 1's outcome: the thread in it would outlive the tests."""
     mine = json.loads(store.get("outcome/1/0"))
-    store.set("outcome/1/1", json.dumps({**mine, "rank": 1}))  # lets go of the thread that waits for it
+    store.set("outcome/1/1", json.dumps({**mine, "rank": 1}))
 
 
 async def _post(app: Starlette, path: str, body: str) -> httpx.Response:
