@@ -57,6 +57,7 @@ class InferenceClient:
     def __init__(self, urls: Iterable[str], token: str, settings: Inference) -> None:
         self.settings = settings
         self.pool = ServerPool(urls, token, settings)
+        self.finished = 0  # requests completed since this client was made
         self._aborts = 0  # calls of abort(): what they interrupt is not continued
 
     async def close(self) -> None:
@@ -94,7 +95,9 @@ class InferenceClient:
                 _extend(results[i], answer)
                 results[i].server = server
             generated = sum(len(results[i].output_ids) for i in left)
+            asked = len(left)
             left = [i for i in left if results[i].stop_reason == "abort"] if aborts == self._aborts else []
+            self.finished += asked - len(left)
             for i in left:
                 _withdraw(results[i])
             idle = 0 if generated - len(left) > before else idle + 1

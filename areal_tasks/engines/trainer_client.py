@@ -57,6 +57,14 @@ class TrainerClient:
     def health(self) -> Health:
         return self._ask("GET", "/health", Health)
 
+    def work(self) -> tuple[int, int]:
+        """Samples done of those that the command under way is about; (0, 0) when it is not known. Raises nothing."""
+        try:
+            health = self.health()
+        except (TrainerDown, UserError):
+            return 0, 0  # whoever waits for the command is told
+        return (health.done, health.of) if health.busy else (0, 0)
+
     def close(self) -> None:
         self.http.close()
 

@@ -43,6 +43,13 @@ class VerifierPool:
         self._lock = threading.Lock()
         self._server: Forkserver | None = None
         self._workers: list[Worker] = []
+        self._job: _Job | None = None
+
+    @property
+    def judged(self) -> int:
+        """Verdicts that the call of `verify` under way has; of the last one after it."""
+        job = self._job
+        return 0 if job is None else len(job.results)
 
     def __enter__(self) -> Self:
         """Loads the verifier. UserError when it cannot be loaded."""
@@ -65,7 +72,8 @@ class VerifierPool:
         with self._lock:
             self._start()
             try:
-                results = _Job(self._server_running(), self._workers, self.settings.timeout_seconds, rows).run()
+                self._job = _Job(self._server_running(), self._workers, self.settings.timeout_seconds, rows)
+                results = self._job.run()
             except BaseException:
                 self._stop()  # the workers still hold rows of this job
                 raise

@@ -44,9 +44,10 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
         stop=tuple(recipe.evaluation.stop),
         tokenizer=context.engines.tokenizer,
     )
-    samples = generate(context, recipe.workflow, prompts, settings)
+    label = f"evaluate version {context.weights.version}"
+    samples = generate(context, recipe.workflow, prompts, settings, label)
     check_versions(client, context.weights.version)
-    results = judge(context.engines.verifiers, samples)
+    results = judge(context.engines.verifiers, samples, label)
     shares = verdict_shares(results)
     check_failures(shares, recipe.reward.max_unverified, results)
     table = joined(samples, verify_table(samples["sample_id"], results), context.weights.version)

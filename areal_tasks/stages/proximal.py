@@ -8,6 +8,7 @@ from __future__ import annotations
 from areal_tasks.engines.trainer.commands import Logprobs
 from areal_tasks.engines.trainer.rows import COLUMNS
 from areal_tasks.stages.context import Context
+from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from schemas.recipe.recipe import RlhfRecipe
 
@@ -39,4 +40,5 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
         table=inputs.ref("rollout"),
         prefix=prefix,
     )
-    return Output(trainer.logprobs(command).tables)
+    with reported(f"proximal {context.iteration}", "samples", trainer.work):
+        return Output(trainer.logprobs(command).tables)

@@ -9,6 +9,7 @@ import pyarrow as pa
 from areal_tasks.data.sampler import position, row_of_group
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.stages.context import Context, groups_consumed
+from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from areal_tasks.workflows import Prompt, WorkflowContext, load_workflow, samples_to_table
 from schemas.errors import UserError
@@ -53,7 +54,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
         stop=tuple(recipe.rollout.stop),
         tokenizer=context.engines.tokenizer,
     )
-    table = generate(context, recipe.workflow, prompts, settings)
+    table = generate(context, recipe.workflow, prompts, settings, f"rollout {context.iteration}")
     check_versions(client, context.weights.version)
     return Output({"rollout": table}, summary(table))
 
@@ -67,10 +68,15 @@ def prompts_of_groups(table: pa.Table, groups: Sequence[int], seed: int) -> list
     ]
 
 
-def generate(context: Context, workflow: Workflow, prompts: Sequence[Prompt], settings: WorkflowContext) -> pa.Table:
-    """The workflow's samples as a `ROLLOUT` table."""
+def generate(
+    context: Context, workflow: Workflow, prompts: Sequence[Prompt], settings: WorkflowContext, label: str
+) -> pa.Table:
+    """The workflow's samples as a `ROLLOUT` table; the log says under `label` how far it is."""
     work = load_workflow(workflow.name, workflow.arguments).run(prompts, settings)
-    return samples_to_table(context.engines.call(work))
+    client, samples = settings.client, len(prompts) * settings.group_size
+    before = client.finished
+    with reported(label, "samples", lambda: (min(samples, client.finished - before), samples)):
+        return samples_to_table(context.engines.call(work))
 
 
 def check_versions(client: InferenceClient, expected: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from areal_tasks.engines.trainer.commands import Train
 from areal_tasks.engines.trainer.rows import COLUMNS
 from areal_tasks.stages.context import Context
+from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from schemas.manifest import StageManifest
 from schemas.recipe.agreement import needs_proximal
@@ -40,7 +41,9 @@ def _tables(recipe: RlhfRecipe | SftRecipe) -> tuple[str, ...]:
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     """Steps the policy from version `iteration` to the next. A retry never steps twice: the digest is known."""
-    done = context.engines.trainer_to_step(context.iteration).train(_command(context, inputs, prefix))
+    trainer = context.engines.trainer_to_step(context.iteration)
+    with reported(f"train {context.iteration}", "samples", trainer.work):
+        done = trainer.train(_command(context, inputs, prefix))
     return Output(done.tables, done.metrics)
 
 

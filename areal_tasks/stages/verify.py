@@ -9,6 +9,7 @@ import pyarrow as pa
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult
 from areal_tasks.rewards.protocol import UNVERIFIED
 from areal_tasks.stages.context import Context
+from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from schemas.errors import UserError
 from schemas.recipe.recipe import RlhfRecipe
@@ -31,17 +32,18 @@ def verify(recipe: RlhfRecipe) -> Stage:
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     """Raises UserError when more verdicts than `reward.max_unverified` are timeouts or errors."""
     rollout = inputs.read(context, "rollout")
-    results = judge(context.engines.verifiers, rollout)
+    results = judge(context.engines.verifiers, rollout, f"verify {context.iteration}")
     counts = verdict_shares(results)
     check_failures(counts, context.recipe.reward.max_unverified, results)  # type: ignore[union-attr]
     table = verify_table(rollout["sample_id"], results)
     return Output({"verify": table}, {"reward": mean_reward(results), **counts})
 
 
-def judge(pool: VerifierPool, samples: pa.Table) -> list[VerifyResult]:
+def judge(pool: VerifierPool, samples: pa.Table, label: str) -> list[VerifyResult]:
     """A result for each row of `samples` (columns prompt, completion, answer), in order."""
     texts = [samples[name].to_pylist() for name in ("prompt", "completion", "answer")]
-    return pool.verify(list(zip(*texts, strict=True)))
+    with reported(label, "verdicts", lambda: (min(pool.judged, len(samples)), len(samples))):
+        return pool.verify(list(zip(*texts, strict=True)))
 
 
 def verify_table(sample_ids: pa.ChunkedArray, results: Sequence[VerifyResult]) -> pa.Table:

@@ -72,7 +72,8 @@ def test_training_makes_the_next_version_and_writes_its_tables(rlhf: World) -> N
     assert steps["step"].to_pylist() == [1, 2]
     assert samples.num_rows == 12
     assert answer.metrics["loss"] == pytest.approx(sum(steps["loss"].to_pylist()) / 2)
-    assert trainer.health(False).model_dump() == {"version": 1, "step": 2, "owner": 1, "busy": False}
+    health = trainer.health(False).model_dump()
+    assert health == {"version": 1, "step": 2, "owner": 1, "busy": False, "done": 12, "of": 12}
 
 
 def test_a_repeat_gets_the_recorded_result_and_steps_once(rlhf: World) -> None:

@@ -107,9 +107,14 @@ class Written(Message):
 
 
 class Health(Message):
-    """Answer to /health. `version` is none before the first /load and after a failed step."""
+    """Answer to /health. `version` is none before the first /load and after a failed step.
+
+    `done` of `of` samples have been through the command that is running, or that ran last.
+    """
 
     version: int | None
     step: int
     owner: int
     busy: bool
+    done: int = 0
+    of: int = 0

@@ -52,6 +52,18 @@ class Plan:
     micro_batch: Int[Tensor, " B"]
 
 
+@dataclass
+class Work:
+    """How many of a command's samples have been through the model; of all ranks, as rank 0 can tell."""
+
+    of: int = 0
+    done: int = 0
+
+    def add(self, samples: int) -> None:
+        """Another `samples` are done."""
+        self.done = min(self.of, self.done + samples)
+
+
 @dataclass(frozen=True)
 class Learned:
     """What an iteration leaves: its two tables, their summary, and where training stands."""
@@ -109,6 +121,7 @@ class Learner:
         self.plan = plan
         self.objective = make_objective(batch, settings, backend.device)
         self.counts = counted_tokens(batch.sequences)
+        self.work = Work(int((plan.minibatch != LEFT_OUT).sum()))
 
     def learn(self, version: int, progress: Progress) -> Learned:
         """Take every optimizer step of the iteration that makes `version` + 1.
@@ -181,6 +194,7 @@ class Learner:
             loss, share = self._token_loss(layout), weights[layout.samples]
             values.append(self.backend.learn(layout, share, loss, self.settings.temperature, number == len(passes)))
             samples.append(layout.samples)
+            self.work.add(len(rows) * self.backend.world)
         return TokenStats(torch.cat(values, 1).cpu(), torch.cat(samples))
 
     def _token_loss(self, layout: Layout) -> TokenLoss:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from areal_tasks.data.batching import Sequences, lay_out, micro_batches
+from areal_tasks.data.batching import Layout, Sequences, lay_out, micro_batches
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer.backend import Backend, Progress, TokenStats, Which
 from areal_tasks.engines.trainer.commands import (
@@ -35,7 +35,7 @@ from areal_tasks.engines.trainer.commands import (
 from areal_tasks.engines.trainer.fencing import Fence, Refused
 from areal_tasks.engines.trainer.fsdp2 import Fsdp2Backend
 from areal_tasks.engines.trainer.group import Group
-from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan, recorded_plan, shared_out
+from areal_tasks.engines.trainer.learner import Learned, Learner, Work, make_plan, recorded_plan, shared_out
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.memory import names_memory_knobs
 from areal_tasks.engines.trainer.rows import COLUMNS, Batch, grpo_batch, logprobs_table, read_sequences, sft_batch
@@ -92,6 +92,7 @@ class Trainer:
         self.fence: Fence[Change] = Fence()
         self.fence.admit(spec.owner)
         self.progress = Progress()
+        self.work = Work()
         self._own_scratch = tempfile.TemporaryDirectory(prefix="areal-trainer-")
         self.scratch = Path(self.group.from_first(lambda: self._own_scratch.name))  # one for all ranks
         self.weights: Path | None = None  # the folder last loaded; its tokenizer goes with new weights
@@ -114,7 +115,7 @@ class Trainer:
         self.backend.load(weights, self.settings.seed)
         fresh = Progress(step=command.version * self.settings.minibatches)
         self.progress = self.backend.load_checkpoint(state) if state else fresh
-        self.weights = weights
+        self.weights, self.work = weights, Work()
         self.initial = command.weights if command.weights.version == 0 else self.initial
         self.fence.restart(command.version)
         return Loaded(version=command.version, step=self.progress.step)
@@ -175,7 +176,8 @@ class Trainer:
 
     def health(self, busy: bool) -> Health:
         """Where the trainer stands. Safe while a command runs."""
-        return Health(version=self.fence.version, step=self.progress.step, owner=self.fence.owner, busy=busy)
+        step, owner, work = self.progress.step, self.fence.owner, self.work
+        return Health(version=self.fence.version, step=step, owner=owner, busy=busy, done=work.done, of=work.of)
 
     def _learner(self, command: Train) -> Learner:
         """Everything that can fail without harm to the memory: reading and checking the input."""
@@ -198,6 +200,7 @@ class Trainer:
         return {name: read_table(self.store, ref, COLUMNS[name]) for name, ref in refs.items()}
 
     def _learn(self, learner: Learner, version: int) -> Change:
+        self.work = learner.work
         learned = learner.learn(version, self.progress)
         self.progress = learned.progress
         return Change(learned, {})
@@ -211,12 +214,19 @@ class Trainer:
         kind, world = self.settings.trainer.layout, self.backend.world
         micro = micro_batches(sequences.lengths, self.settings.trainer.micro_batch_tokens, kind, world)
         passes = [torch.nonzero(micro == number)[:, 0] for number in torch.unique(micro).tolist()]
-        mine = [lay_out(sequences, rows, kind) for rows in shared_out(passes, self.backend.rank, world)]
-        scores = [self.backend.score(layout, self.settings.temperature, which).logprobs for layout in mine]
+        shared = shared_out(passes, self.backend.rank, world)
+        mine = [lay_out(sequences, rows, kind) for rows in shared]
+        self.work = Work(len(sequences.lengths))
+        scores = [self._pass_score(layout, len(rows), which) for layout, rows in zip(mine, shared, strict=True)]
         share = TokenStats(torch.cat([*scores, torch.zeros(0)])[None], torch.cat([*(m.where for m in mine), _NONE]))
         whole = self.backend.gather(share)
         found = torch.zeros(len(sequences.input_ids))
         found[whole.samples] = whole.values[0]
+        return found
+
+    def _pass_score(self, layout: Layout, samples: int, which: Which) -> Float[Tensor, " _"]:
+        found = self.backend.score(layout, self.settings.temperature, which).logprobs
+        self.work.add(samples * self.backend.world)
         return found
 
     def _need_reference(self) -> None:
