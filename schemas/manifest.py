@@ -1,22 +1,63 @@
-"""The JSON records of the store: whatever exists under these names is a commit (DESIGN §4)."""
+"""The JSON records of the store: whatever exists under these names is a commit (DESIGN §4).
+
+Schema 2 adds a seal to every file, the log, references of children, tags, tombstones and signatures. Files of schema 1
+are read as they are: every field that they lack has a default.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Final
+import hashlib
+import re
+from typing import Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
+_SEAL: Final = re.compile(rb'\A\{\n "seal": "([0-9a-f]{64})",\n')
 
 
 class Record(BaseModel):
-    """A JSON file of the store. Written once; unknown keys are refused, a newer schema is named."""
+    """A JSON value of the store. Unknown keys are refused, a newer schema is named."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
+
+class StoredRecord(Record):
+    """A JSON file of the store, written once. Its seal betrays any altered byte, also where no other file vouches."""
+
+    schema_version: int = SCHEMA_VERSION
+
     def encode(self) -> bytes:
-        """The bytes that are stored (and hashed)."""
-        return self.model_dump_json(indent=1).encode()
+        """The bytes that are stored (and hashed): of schema 1 as that program wrote them, later ones sealed."""
+        if self.schema_version < 2:
+            return self.model_dump_json(indent=1, exclude_unset=True).encode()
+        body = self.model_dump_json(indent=1).encode()
+        return b'{\n "seal": "' + _digest(body) + b'",\n' + body[2:]
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self:
+        """The record that `data` holds. Whether its seal holds is another question."""
+        return cls.model_validate_json(_unsealed(data))
+
+
+def is_sealed(data: bytes) -> bool:
+    """Whether `data` begins with a seal, as every file of schema 2 does."""
+    return _SEAL.match(data) is not None
+
+
+def seal_holds(data: bytes) -> bool:
+    """Whether the bytes of a file are those that were sealed, to the last bit; False if it has no seal."""
+    found = _SEAL.match(data)
+    return found is not None and _digest(_unsealed(data)) == found.group(1)
+
+
+def _unsealed(data: bytes) -> bytes:
+    found = _SEAL.match(data)
+    return data if found is None else b"{\n" + data[found.end() :]
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest().encode()
 
 
 class FileRef(Record):
@@ -69,10 +110,9 @@ class Provenance(Record):
     prefect_task_run_id: str = ""
 
 
-class StageManifest(Record):
+class StageManifest(StoredRecord):
     """One committed stage of one iteration: `iteration=K/stage=S/<key>.json`."""
 
-    schema_version: int = SCHEMA_VERSION
     run: str
     iteration: int
     stage: str
@@ -95,10 +135,9 @@ class StageRef(Record):
     digest: str
 
 
-class WeightsManifest(Record):
+class WeightsManifest(StoredRecord):
     """`weights/version=V/attempt=A.json`: a Hugging Face folder; or a checkpoint, under `checkpoints/`."""
 
-    schema_version: int = SCHEMA_VERSION
     run: str
     version: int
     attempt: str
@@ -127,10 +166,9 @@ class WeightsRef(Record):
         return bool(self.path)
 
 
-class IterationCommit(Record):
+class IterationCommit(StoredRecord):
     """`iteration=K/commit.json` closes iteration K, which made weights version K+1. The commits are one hash chain."""
 
-    schema_version: int = SCHEMA_VERSION
     run: str
     iteration: int
     attempt: str
@@ -140,26 +178,31 @@ class IterationCommit(Record):
     weights: WeightsRef
     checkpoint: WeightsRef | None = Field(description="newest checkpoint at or before this commit")
     state: dict[str, Any] = Field(default={}, description="state carried to the next iteration, as JSON")
+    restored: WeightsRef | None = Field(
+        default=None, description="weights of version K published anew by a restored trainer, which this one began with"
+    )
     provenance: Provenance
 
 
-class RunRecord(Record):
+class RunRecord(StoredRecord):
     """`run.json`: what never changes about a run."""
 
-    schema_version: int = SCHEMA_VERSION
     run: str
     flow: str
     seed: int
     attempt: str
     parent: str = ""
     parent_iteration: int = 0
+    kind: str = Field(default="", description='how it came from its parent: "fork", "replay"; "" without a parent')
+    counterfactual: bool = Field(default=False, description="its rollouts are another policy's, kept on purpose")
+    replay_from: str = Field(default="", description="of a replay: the first stage that is built anew")
+    replay_until: str = Field(default="", description="of a replay: the last stage that is built")
     provenance: Provenance
 
 
-class Segment(Record):
+class Segment(StoredRecord):
     """`segments/<n>.json`: the recipe in force from an iteration on."""
 
-    schema_version: int = SCHEMA_VERSION
     n: int
     from_iteration: int
     attempt: str
@@ -167,10 +210,9 @@ class Segment(Record):
     provenance: Provenance
 
 
-class OwnerRecord(Record):
+class OwnerRecord(StoredRecord):
     """`owners/<n>.json`: each start of the flow claims the next number; lower owners are refused for ever."""
 
-    schema_version: int = SCHEMA_VERSION
     n: int
     attempt: str
     host: str
@@ -179,13 +221,93 @@ class OwnerRecord(Record):
     prefect_flow_run_id: str = ""
 
 
-class ServiceRecord(Record):
+class ServiceRecord(StoredRecord):
     """`services/owner=<n>/<name>-<restart>.json`: where a service of this run listens."""
 
-    schema_version: int = SCHEMA_VERSION
     name: str
     restart: int
     url: str
     host: str
     pid: int
     started: str
+
+
+class LogRecord(StoredRecord):
+    """`log/<n>.json`: who did what to the run, and when. The records are a hash chain of their own."""
+
+    n: int
+    attempt: str
+    action: str = Field(description="one of ACTIONS")
+    user: str
+    host: str
+    time: str
+    pid: int
+    prefect_flow_run_id: str = ""
+    details: dict[str, bool | int | float | str] = {}
+    previous: str = Field(default="", description="SHA-256 of the bytes of the record before it")
+
+
+#: What a log tells of.
+ACTIONS: Final = (
+    *("started", "resumed", "finished", "failed", "cancelled", "extended"),
+    *("forked", "replayed", "removed", "tagged", "protected", "exported", "signed"),
+)
+
+
+class Reference(StoredRecord):
+    """`references/<child>.json`: a child run needs this run's history before `iteration`."""
+
+    child: str
+    iteration: int
+    attempt: str
+    kind: str = Field(default="", description='"fork", "replay", or "weights": it begins with weights of this run')
+    provenance: Provenance
+
+
+class Tag(StoredRecord):
+    """`tags/<tag>.json`: a name for weights, which `gc` then never removes."""
+
+    tag: str
+    version: int
+    weights_attempt: str
+    attempt: str
+    user: str
+    provenance: Provenance
+
+
+class Tombstone(StoredRecord):
+    """`tombstones/<kind>-<version>-<attempt>.json`, or `tombstone.json` for a whole run: removed on purpose, by whom.
+
+    It is written before anything is removed. Manifests and commits stay, so that the run can still be audited.
+    """
+
+    kind: str = Field(description="weights, checkpoint or run")
+    path: str = Field(description="the manifest whose files were removed; the run's name for a run")
+    version: int = -1
+    bytes: int = 0
+    attempt: str
+    user: str
+    reason: str
+    provenance: Provenance
+
+
+class Signature(StoredRecord):
+    """`signatures/<key>-<root>.json`: somebody vouches for the run as it was after `iteration`."""
+
+    root: str
+    iteration: int
+    log: str = Field(description="SHA-256 of the last log record's bytes, which vouches for those before; or empty")
+    log_records: int
+    algorithm: str
+    public_key: str
+    signature: str
+    attempt: str
+    user: str
+    provenance: Provenance
+
+
+#: Records of which there is one under a name, whoever comes first: `attempt` tells whose it is.
+Claimed = (
+    StageManifest | WeightsManifest | IterationCommit | RunRecord | Segment | OwnerRecord
+    | LogRecord | Reference | Tag | Tombstone | Signature
+)  # fmt: skip

@@ -5,24 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from pydantic import ValidationError
 
 from areal_tasks.store.backend import Exists, Missing, Store, StoreError
-from schemas.manifest import (
-    SCHEMA_VERSION,
-    IterationCommit,
-    OwnerRecord,
-    Record,
-    RunRecord,
-    Segment,
-    StageManifest,
-    WeightsManifest,
-)
+from schemas.manifest import SCHEMA_VERSION, Claimed, StoredRecord, is_sealed, seal_holds
 
-R = TypeVar("R", bound=Record)
-C = TypeVar("C", bound=RunRecord | Segment | OwnerRecord | StageManifest | WeightsManifest | IterationCommit)
+R = TypeVar("R", bound=StoredRecord)
+C = TypeVar("C", bound=Claimed)
+
+_RESTORE: Final = "Restore this file from a backup; every other iteration is unharmed."
 
 
 def new_attempt() -> str:
@@ -98,9 +91,12 @@ def bytes_digest(store: Store, path: str) -> str:
 def decode(store: Store, path: str, model: type[R], data: bytes) -> R:
     """The record that `data`, read from `path`, holds; a UserError that names the file if it holds none."""
     try:
-        return model.model_validate_json(data)
+        record = model.parse(data)
     except ValidationError as error:
         raise StoreError(_explain(store.uri(path), data, error)) from error
+    if (is_sealed(data) or record.schema_version > 1) and not seal_holds(data):
+        raise StoreError(f"{store.uri(path)} is damaged (its seal does not hold): bytes were altered. {_RESTORE}")
+    return record
 
 
 def _explain(where: str, data: bytes, error: ValidationError) -> str:
@@ -109,7 +105,7 @@ def _explain(where: str, data: bytes, error: ValidationError) -> str:
         return f"{where} was written by a newer arealflow (schema {version}; this one reads {SCHEMA_VERSION}): upgrade."
     first = error.errors()[0]
     cause = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}".lstrip(": ")
-    return f"{where} is damaged ({cause}). Restore this file from a backup; every other iteration is unharmed."
+    return f"{where} is damaged ({cause}). {_RESTORE}"
 
 
 def _schema_version(data: bytes) -> int:

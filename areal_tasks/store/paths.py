@@ -15,6 +15,34 @@ def segment(run: str, n: int) -> str:
     return f"{run}/segments/{n}.json"
 
 
+def log(run: str, n: int) -> str:
+    """The n-th line of the run's log, from 1."""
+    return f"{run}/log/{n}.json"
+
+
+def reference(run: str, child: str) -> str:
+    """What `child` leaves in its parent `run`."""
+    return f"{run}/references/{child}.json"
+
+
+def tag(run: str, name: str) -> str:
+    return f"{run}/tags/{name}.json"
+
+
+def tombstone(run: str, kind: str, version: int, attempt: str) -> str:
+    """Says that the files of weights or a checkpoint were removed on purpose."""
+    return f"{run}/tombstones/{kind}-{version:06d}-{attempt}.json"
+
+
+def run_tombstone(run: str) -> str:
+    """Says that the whole run was removed on purpose."""
+    return f"{run}/tombstone.json"
+
+
+def signature(run: str, key: str, root: str) -> str:
+    return f"{run}/signatures/{key}-{root}.json"
+
+
 def service(run: str, owner: int, name: str, restart: int) -> str:
     return f"{run}/services/owner={owner}/{name}-{restart}.json"
 
@@ -53,3 +81,18 @@ def checkpoint(run: str, version: int, attempt: str) -> str:
 def checkpoint_attempt(run: str, version: int, attempt: str) -> str:
     """The folder of its files."""
     return f"{run}/checkpoints/version={version:06d}/attempt={attempt}"
+
+
+def compactions(run: str) -> str:
+    """The folder of a run's compactions, which are derived from its other files."""
+    return f"{run}/compact"
+
+
+def compaction(run: str, first: int, stop: int, digest: str) -> str:
+    """The manifest of a compaction of the iterations from `first` to before `stop`; `digest` is of its bytes."""
+    return f"{compactions(run)}/{first:06d}-{stop:06d}-{digest}.json"
+
+
+def compact_attempt(run: str, attempt: str) -> str:
+    """The folder of a compaction's files."""
+    return f"{compactions(run)}/attempt={attempt}"

@@ -1,0 +1,79 @@
+"""The log of a run: who ran, cancelled, changed, forked, replayed, removed what. Only ever appended to (DESIGN §4).
+
+Each line names the bytes of the line before it: whoever alters or takes out one is found out by `arealflow audit`.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import os
+import socket
+from collections.abc import Mapping
+
+from areal_tasks.store import paths
+from areal_tasks.store.backend import Missing, Store
+from areal_tasks.store.commit import commit_once, new_attempt, read_record
+from areal_tasks.store.parallel import parallel
+from areal_tasks.store.provenance import now
+from areal_tasks.store.search import last_present
+from schemas.manifest import ACTIONS, LogRecord
+
+Details = Mapping[str, bool | int | float | str]
+
+
+def append(
+    store: Store, run: str, action: str, details: Details | None = None, *, prefect_flow_run_id: str = ""
+) -> LogRecord:
+    """Add a line to the log of `run`; returns it. Several processes may do so at once.
+
+    Raises:
+        ValueError: `action` is none of `schemas.manifest.ACTIONS`.
+        StoreError: the store refuses.
+    """
+    if action not in ACTIONS:
+        raise ValueError(f"a log tells of {', '.join(ACTIONS)}, not of {action!r}")
+    n, mine = log_length(store, run), False
+    while not mine:
+        n += 1
+        record = LogRecord(
+            n=n,
+            attempt=new_attempt(),
+            action=action,
+            user=user(),
+            host=socket.gethostname(),
+            time=now(),
+            pid=os.getpid(),
+            prefect_flow_run_id=prefect_flow_run_id,
+            details=dict(details or {}),
+            previous=log_digest(store, run, n - 1),
+        )
+        _, mine = commit_once(store, paths.log(run, n), record)
+    return record
+
+
+def read_log(store: Store, run: str) -> list[LogRecord]:
+    """The log of `run`, oldest line first; empty for a run of schema 1, which had none."""
+    numbers = range(1, log_length(store, run) + 1)
+    return parallel(lambda n: read_record(store, paths.log(run, n), LogRecord), numbers)
+
+
+def log_length(store: Store, run: str) -> int:
+    """How many lines the log has; O(log n) reads and no listing."""
+    return last_present(lambda n: store.exists(paths.log(run, n)), 1)
+
+
+def log_digest(store: Store, run: str, n: int) -> str:
+    """SHA-256 of the bytes of the n-th line; empty for none."""
+    try:
+        return hashlib.sha256(store.read(paths.log(run, n))).hexdigest() if n > 0 else ""
+    except Missing:  # removed by somebody since: the next audit says so, and the log goes on
+        return ""
+
+
+def user() -> str:
+    """Who runs this process, as the machine knows them."""
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container's user has no name
+        return str(os.getuid())
