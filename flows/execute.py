@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from prefect import get_run_logger
@@ -12,8 +15,9 @@ from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import PrefectIds
 from areal_tasks.stages.loop import Loop
 from areal_tasks.stages.preflight import check_code, check_engines
-from areal_tasks.store.backend import open_store
-from areal_tasks.store.runs import open_run
+from areal_tasks.store.backend import StoreError, open_store
+from areal_tasks.store.journal import append
+from areal_tasks.store.runs import Run, open_run
 from flows.home import logs_folder
 from flows.messages import hide_tracebacks
 from flows.observe import Observer
@@ -63,7 +67,33 @@ def execute(recipe: Recipe, name: str) -> dict[str, Any]:
     run = open_run(store, name, recipe.flow, recipe, prefect_flow_run_id=ids.flow_run)
     log = get_run_logger()
     log.info("run %s in %s, as owner %d", name, store.url, run.owner)
-    with Observer(run, recipe) as observe, Engines(run, recipe, logs_folder()) as engines:
+    with logged(run, ids.flow_run), Observer(run, recipe) as observe, Engines(run, recipe, logs_folder()) as engines:
         Loop(run, recipe, engines, StageTasks(), observe, ids)()
     head = run.head()
     return {"run": name, "store": store.url, "iterations": head.iteration + 1 if head else 0}
+
+
+@contextmanager
+def logged(run: Run, flow_run_id: str) -> Iterator[None]:
+    """Tell in the run's log how this start of the flow begins and how it ends, unless it is killed."""
+    note = partial(append, run.store, run.name, prefect_flow_run_id=flow_run_id)
+    note("started" if run.owner == 1 else "resumed", standing(run))
+    if (newest := run.segments[-1]).n and newest.provenance.owner == run.owner:
+        note("extended", {"owner": run.owner, "segment": newest.n, "from_iteration": newest.from_iteration})
+    try:
+        yield
+    except BaseException as error:
+        ended = "failed" if isinstance(error, Exception) else "cancelled"  # a signal is no Exception
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+        try:
+            note(ended, standing(run) | {"reason": reason})
+        except StoreError as unsaid:  # why the run ended says more
+            get_run_logger().warning("the run's log could not be written: %s", unsaid)
+        raise
+    note("finished", standing(run))
+
+
+def standing(run: Run) -> dict[str, int | str]:
+    """Where a run stands: its owner, how many iterations are committed, and the digest of the last commit."""
+    head = run.head()
+    return {"owner": run.owner, "iterations": head.iteration + 1 if head else 0, "head": run.digest_of(head)}

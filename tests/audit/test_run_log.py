@@ -1,0 +1,52 @@
+"""What the flow tells in the log of its run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from prefect.exceptions import TerminationSignal
+
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.journal import read_log
+from areal_tasks.store.runs import Run, open_run
+from flows.execute import logged
+from schemas.errors import UserError
+from schemas.recipe.load import load_recipe
+
+
+def start(folder: Path, *overrides: str) -> Run:
+    return open_run(open_store(folder.as_uri()), "r", "rlhf", load_recipe("quickstart", overrides))
+
+
+def test_a_start_and_its_end_are_logged_with_the_flow_run(tmp_path: Path) -> None:
+    with logged(start(tmp_path), "flow-run-1"):
+        pass
+    first, last = read_log(open_store(tmp_path.as_uri()), "r")
+    assert (first.action, last.action) == ("started", "finished")
+    assert first.prefect_flow_run_id == last.prefect_flow_run_id == "flow-run-1"
+    assert (first.details["owner"], first.details["iterations"]) == (1, 0)
+    assert first.details["head"] == start(tmp_path).digest_of(None)
+
+
+def test_a_later_start_resumes_and_says_what_it_asks_for_beyond(tmp_path: Path) -> None:
+    start(tmp_path)
+    with logged(start(tmp_path, "schedule.iterations=300"), ""):
+        pass
+    log = read_log(open_store(tmp_path.as_uri()), "r")
+    assert [record.action for record in log] == ["resumed", "extended", "finished"]
+    assert (log[1].details["segment"], log[1].details["from_iteration"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "action"),
+    [(UserError("the verifier is broken\nsecond line"), "failed"), (TerminationSignal(15), "cancelled")],
+)
+def test_a_failure_and_a_cancellation_are_logged_and_passed_on(
+    tmp_path: Path, error: BaseException, action: str
+) -> None:
+    with pytest.raises(type(error)), logged(start(tmp_path), ""):
+        raise error
+    last = read_log(open_store(tmp_path.as_uri()), "r")[-1]
+    assert last.action == action and str(last.details["reason"]).startswith(f"{type(error).__name__}: ")
+    assert "second line" not in str(last.details["reason"])
