@@ -1,4 +1,4 @@
-"""`arealflow up` and `down`: a Prefect server, a worker and the deployments on this machine."""
+"""`arealflow up` and `down`: a Prefect server, a worker, their keeper and the deployments on this machine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -24,29 +26,44 @@ from schemas.errors import UserError
 POOL = "arealflow"
 DEFAULT_PORT = 4200
 START_SECONDS = 120.0
+KEEPER = "flows.cli.keeper"
+WORKER = "flows.worker"
 
 
 @dataclass(frozen=True)
 class Started:
-    """A process we started: its id, and its start time so that a reused id is never mistaken for it."""
+    """A process we started: its id, and when it started, so that a reused id is never mistaken for it."""
 
     pid: int
     created: float
 
 
+def started(pid: int) -> Started:
+    """The process of that id. Raises psutil.NoSuchProcess."""
+    return Started(pid, _created(pid))
+
+
+def _created(pid: int) -> float:
+    """When a process started; on Linux in clock ticks since boot, which no setting of the clock changes."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return psutil.Process(pid).create_time()
+
+
 @dataclass(frozen=True)
 class Machine:
-    """What runs on this machine; kept in `<home>/up.json`."""
+    """What runs on this machine; kept in `<home>/up.json`, which the keeper renews when it restarts something."""
 
     api_url: str
     server: Started
     worker: Started
+    keeper: Started | None = None
 
 
 def up(
     port: Annotated[int, typer.Option(help="Port of the Prefect server; the next free one is taken.")] = DEFAULT_PORT,
 ) -> None:
-    """Start a Prefect server and a worker, and deploy everything in prefect.yaml. Does nothing that is done already."""
+    """Start a Prefect server, a worker and their keeper, and deploy prefect.yaml. Does nothing that is done already."""
     machine = start(port)
     typer.echo(f"Prefect UI: {ui_url(machine)}")
     if machine.api_url != f"http://127.0.0.1:{DEFAULT_PORT}/api":
@@ -55,54 +72,82 @@ def up(
 
 def down() -> None:
     """Stop the worker, its flow runs and the Prefect server. The store stays."""
-    machine = running()
-    if machine is None:
+    if running() is None:
         typer.echo("nothing is running")
         return
-    for process in (machine.worker, machine.server):
-        stop(process)
-    state_file().unlink()
+    _stop_all()
     typer.echo("stopped")
 
 
 def start(port: int = DEFAULT_PORT) -> Machine:
-    """Server, worker and deployments; those that run already are kept."""
+    """Server, worker, keeper and deployments; those that run already are kept."""
     machine = running()
     if machine is None:
         port = free_port(port)
         api_url = f"http://127.0.0.1:{port}/api"
         typer.echo(f"starting the Prefect server on port {port}")
-        server = _spawn("server", ["server", "start", "--host", "127.0.0.1", "--port", str(port)], api_url)
+        server = start_server(api_url)
         try:
-            machine = Machine(api_url, server, _start_worker(api_url, server))
-            state_file().write_text(json.dumps(asdict(machine)))
+            machine = Machine(api_url, server, start_worker(api_url, server))
+            write(machine)
         except BaseException:  # an interrupt too: `down` knows only what is written down
             stop(server)
             raise
+    if machine.keeper is None or _process(machine.keeper) is None:
+        machine = replace(machine, keeper=_spawn("keeper", [sys.executable, "-m", KEEPER], machine.api_url))
+        write(machine)
     typer.echo("deploying prefect.yaml")
+    wait_for_api(machine.api_url)
     prefect(["--no-prompt", "deploy", "--all"], machine.api_url)
     return machine
 
 
-def _start_worker(api_url: str, server: Started) -> Started:
-    """The worker, once the server answers and has a work pool for it."""
+def start_server(api_url: str) -> Started:
+    """A Prefect server that listens where `api_url` says. It does not answer yet: see `_wait_for`."""
+    port = str(urlsplit(api_url).port)
+    return _spawn("server", _command(["server", "start", "--host", "127.0.0.1", "--port", port]), api_url)
+
+
+def start_worker(api_url: str, server: Started) -> Started:
+    """The worker, once the server answers and has a work pool and the automations for it."""
+    from flows.cli.automations import install  # PyYAML: not for commands that need none
+
     _wait_for(api_url, server)
     prefect(["work-pool", "create", POOL, "--type", "process", "--overwrite"], api_url)
-    return _spawn("worker", ["worker", "start", "--pool", POOL, "--name", "local"], api_url)
+    install(api_url)
+    return spawn_worker(api_url)
+
+
+def spawn_worker(api_url: str) -> Started:
+    return _spawn("worker", [sys.executable, "-m", WORKER], api_url)
 
 
 def running() -> Machine | None:
-    """What `up` has started and what still runs; None unless all of it does (then the rest is stopped)."""
-    if not state_file().exists():
+    """What `up` has started, if its keeper or both server and worker still run; else None, and the rest is stopped."""
+    machine = read()
+    if machine is None:
         return None
-    values = json.loads(state_file().read_text())
-    machine = Machine(values["api_url"], Started(**values["server"]), Started(**values["worker"]))
-    if all(_process(p) for p in (machine.server, machine.worker)):
+    if alive(machine.keeper) or (alive(machine.server) and alive(machine.worker)):
         return machine
+    _stop_all()
+    return None
+
+
+def _stop_all() -> None:
+    """End the keeper, which would start the others again; then those, as the keeper has last written them down."""
+    machine = read()
+    if machine is None:
+        return
+    if machine.keeper is not None:
+        stop(machine.keeper, family=False)
+    machine = read() or machine
     for process in (machine.worker, machine.server):
         stop(process)
-    state_file().unlink()
-    return None
+    state_file().unlink(missing_ok=True)
+
+
+def alive(started: Started | None) -> bool:
+    return started is not None and _process(started) is not None
 
 
 def ui_url(machine: Machine) -> str:
@@ -111,6 +156,24 @@ def ui_url(machine: Machine) -> str:
 
 def state_file() -> Path:
     return home() / "up.json"
+
+
+def read() -> Machine | None:
+    """What is written down; None if nothing is."""
+    try:
+        values = json.loads(state_file().read_text())
+    except FileNotFoundError:
+        return None
+    keeper = values.get("keeper")
+    server, worker = Started(**values["server"]), Started(**values["worker"])
+    return Machine(values["api_url"], server, worker, Started(**keeper) if keeper else None)
+
+
+def write(machine: Machine) -> None:
+    """Write down what runs; whoever reads meanwhile sees the old or the new."""
+    partial = state_file().with_name(f".up.json.{uuid.uuid4().hex}")
+    partial.write_text(json.dumps(asdict(machine)))
+    partial.replace(state_file())
 
 
 def free_port(first: int) -> int:
@@ -157,52 +220,59 @@ def _command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "prefect", *arguments]
 
 
-def _spawn(name: str, arguments: Sequence[str], api_url: str) -> Started:
+def _spawn(name: str, command: Sequence[str], api_url: str) -> Started:
     log = home() / "logs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as sink:
         process = subprocess.Popen(
-            _command(arguments),
+            command,
             env=environment(api_url),
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Started(process.pid, psutil.Process(process.pid).create_time())
+    return started(process.pid)
 
 
-def _wait_for(api_url: str, server: Started) -> None:
+def wait_for_api(api_url: str, give_up: Callable[[], bool] = lambda: False) -> bool:
+    """Whether the server answers before START_SECONDS have passed or `give_up` says so."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{api_url}/health", timeout=2).is_success:
-                return
-        if _process(server) is None:
-            break
+                return True
+        if give_up():
+            return False
         time.sleep(0.2)
+    return False
+
+
+def _wait_for(api_url: str, server: Started) -> None:
+    if wait_for_api(api_url, lambda: _process(server) is None):
+        return
     log = home() / "logs" / "server.log"
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
     raise UserError(f"the Prefect server did not start; last lines of {log}:\n{tail}")
 
 
-def stop(started: Started, grace_seconds: float = 15.0) -> None:
-    """End a process of ours with everything below it."""
+def stop(started: Started, grace_seconds: float = 15.0, family: bool = True) -> None:
+    """End a process of ours, with everything below it unless `family` is False."""
     process = _process(started)
     if process is None:
         return
-    family = [process, *process.children(recursive=True)]
+    doomed = [process, *(process.children(recursive=True) if family else [])]
     process.terminate()
-    _, alive = psutil.wait_procs(family, grace_seconds)
-    for left in alive:
+    _, left_alive = psutil.wait_procs(doomed, grace_seconds)
+    for left in left_alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             left.kill()
-    psutil.wait_procs(alive, 5)
+    psutil.wait_procs(left_alive, 5)
 
 
 def _process(started: Started) -> psutil.Process | None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(started.pid)
-        if process.create_time() == started.created and process.status() != psutil.STATUS_ZOMBIE:
+        if _created(started.pid) == started.created and process.status() != psutil.STATUS_ZOMBIE:
             return process
     return None

@@ -19,7 +19,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         (home() / "prefect").mkdir()
         port = machine.free_port(42000)
         url = f"http://127.0.0.1:{port}/api"
-        server = machine._spawn("server", ["server", "start", "--host", "127.0.0.1", "--port", str(port)], url)
+        server = machine.start_server(url)
         try:
             machine._wait_for(url, server)
             patch.setenv("PREFECT_API_URL", url)

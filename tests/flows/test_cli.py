@@ -170,12 +170,12 @@ def test_what_we_started_is_stopped_with_what_it_started() -> None:
     while not process.children():
         assert process.is_running()
     family = [process, *process.children()]
-    machine.stop(machine.Started(process.pid, process.create_time()), grace_seconds=0.5)
+    machine.stop(machine.started(process.pid), grace_seconds=0.5)
     assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_another_process_of_the_same_id_is_left_alone() -> None:
-    machine.stop(machine.Started(os.getpid(), psutil.Process().create_time() - 100))
+    machine.stop(machine.Started(os.getpid(), machine.started(os.getpid()).created - 100))
 
 
 def test_a_prefect_server_that_is_named_and_does_not_answer(

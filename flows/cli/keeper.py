@@ -1,0 +1,164 @@
+"""The keeper: starts the Prefect server and the worker of `arealflow up` again when they die, until `down`.
+
+A worker that is killed leaves its flow processes behind: nobody could cancel them any more or see how they end. So
+they are ended in an orderly way (SIGTERM: they stop their services and say that they crashed), and the automation runs
+them again on the new worker. A flow process rides out a server that is away for some seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import httpx
+import psutil
+
+from flows.cli import machine
+from flows.cli.machine import Machine
+from flows.cli.upkeep import Upkeep, flow_processes
+
+log = logging.getLogger("keeper")
+
+LOOK_SECONDS = 0.5
+UPKEEP_SECONDS = 2.0
+FLOW_GRACE_SECONDS = 10.0
+#: A process that lived this long has not failed at its start: the next restart is immediate again.
+STEADY_SECONDS = 60.0
+LONGEST_DELAY_SECONDS = 60.0
+
+
+@dataclass
+class Backoff:
+    """Seconds to wait before a start: none at first, then 1, 2, 4, … while the process keeps dying soon."""
+
+    failures: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    def delay(self) -> float:
+        """The wait before the start that is due now; to be asked once for each."""
+        soon = time.monotonic() - self.started < STEADY_SECONDS
+        self.failures = self.failures + 1 if soon else 0
+        return min(LONGEST_DELAY_SECONDS, 2.0 ** (self.failures - 2)) if self.failures > 1 else 0.0
+
+    def begin(self) -> None:
+        """The process was started just now."""
+        self.started = time.monotonic()
+
+
+class Keeper:
+    """Watches what `up.json` names. `stopped` ends it between two steps, never within one."""
+
+    def __init__(self, watched: Machine, stopped: threading.Event) -> None:
+        self.machine = watched
+        self.stopped = stopped
+        self.upkeep = Upkeep(watched.api_url)
+        self.server, self.worker = Backoff(), Backoff()
+        self.next_upkeep = 0.0
+
+    def __call__(self) -> None:
+        """Watch until told to stop."""
+        while not self.stopped.wait(LOOK_SECONDS):
+            self.look()
+
+    def look(self) -> None:
+        """Start again what has died, the server first: the worker needs it."""
+        if not machine.alive(self.machine.server):
+            self._restart_server()
+        elif not machine.alive(self.machine.worker):
+            self._restart_worker()
+        elif time.monotonic() >= self.next_upkeep:
+            self._look_after_flow_runs()
+
+    def _restart_server(self) -> None:
+        if self._may_start("server", self.server):
+            self._write(replace(self.machine, server=machine.start_server(self.machine.api_url)))
+            if machine.wait_for_api(self.machine.api_url, self._gives_up):
+                log.info("the server answers again")
+
+    def _restart_worker(self) -> None:
+        left = ask_flows_to_end()
+        if self._may_start("worker", self.worker):
+            self._write(replace(self.machine, worker=machine.spawn_worker(self.machine.api_url)))
+        kill(left, FLOW_GRACE_SECONDS)
+
+    def _may_start(self, name: str, backoff: Backoff) -> bool:
+        """Wait as long as the backoff says; False if the keeper is to stop instead."""
+        delay = backoff.delay()
+        log.warning("the %s is gone; starting it again%s", name, f" in {delay:g} s" if delay else "")
+        stop = self.stopped.wait(delay)
+        backoff.begin()
+        return not stop
+
+    def _write(self, renewed: Machine) -> None:
+        self.machine = renewed
+        machine.write(renewed)
+
+    def _gives_up(self) -> bool:
+        return self.stopped.is_set() or not machine.alive(self.machine.server)
+
+    def _look_after_flow_runs(self) -> None:
+        try:
+            self.upkeep()
+        except httpx.HTTPError as error:
+            log.warning("the server did not answer: %s", error or type(error).__name__)
+        self.next_upkeep = time.monotonic() + UPKEEP_SECONDS
+
+
+def ask_flows_to_end() -> list[psutil.Process]:
+    """Ask the flow processes that a dead worker has left to end; all processes of their flow runs."""
+    left = _processes(flow_processes())
+    ids = {process.pid for process in left}
+    roots = [process for process in left if _parent(process) not in ids]  # the others are theirs to stop
+    if roots:
+        log.warning("ending the flow processes of the worker: %s", ", ".join(str(process.pid) for process in roots))
+    for process in roots:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    return left
+
+
+def kill(processes: Sequence[psutil.Process], grace_seconds: float) -> None:
+    """Kill those that have not ended after `grace_seconds`."""
+    _, alive = psutil.wait_procs(processes, grace_seconds)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _processes(pids: Iterable[int]) -> list[psutil.Process]:
+    found: list[psutil.Process] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found
+
+
+def _parent(process: psutil.Process) -> int | None:
+    try:
+        return process.ppid()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    stopped = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    signal.signal(signal.SIGINT, lambda *_: stopped.set())
+    watched = machine.read()
+    if watched is None:
+        sys.exit("Nothing to keep: start it with `arealflow up`.")
+    log.info("keeping the server at %s and its worker", watched.api_url)
+    Keeper(replace(watched, keeper=machine.started(os.getpid())), stopped)()
+
+
+if __name__ == "__main__":
+    main()
