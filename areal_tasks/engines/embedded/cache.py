@@ -57,6 +57,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no t
     def get_max_length(self) -> int:
         return int(self.keys.shape[2])
 
+    get_max_cache_shape = get_max_length  # its name before transformers 5.13
+
 
 class SlotCache(Cache):  # type: ignore[misc]
     """The layers' caches of `rows` sequences of at most `length` tokens."""
