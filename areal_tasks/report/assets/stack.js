@@ -1,0 +1,53 @@
+// Time per stage: areas on top of each other, one chart a run.
+import { card, entry, frame } from "./chart.js";
+import { extent, formatOf, nearest } from "./scales.js";
+import { svg } from "./dom.js";
+import { num } from "./format.js";
+
+/** A stacked chart of lines that share their x. */
+export function stackChart(spec, lines) {
+  const xs = () => lines[0].x;
+  const read = (x) => lines.map((line) => stageEntry(line, x, lines));
+  return card(spec, { paint: (width) => paintStack(width, spec, lines), read, xs });
+}
+
+function stageEntry(line, x, lines) {
+  if (x !== null) return entry(line, `${num(line.y[nearest(line.x, x)], 3)} s`, "");
+  const all = lines.reduce((sum, other) => sum + total(other), 0);
+  return entry(line, `${num((100 * total(line)) / (all || 1), 3)} %`, "");
+}
+
+function total(line) {
+  return line.y.reduce((sum, value) => sum + (value || 0), 0);
+}
+
+function paintStack(width, spec, lines) {
+  const tops = [new Array(lines[0].x.length).fill(0)];
+  for (const line of lines) tops.push(tops.at(-1).map((base, i) => base + (line.y[i] || 0)));
+  const [low, high] = extent(lines[0].x);
+  const made = frame(width, [low - 0.5, high + 0.5], [0, tall(tops.at(-1))], false, formatOf(spec, 3));
+  lines.forEach((line, i) => made.body.append(area(made, line, tops[i], tops[i + 1])));
+  return made;
+}
+
+/** The height of the axis: all but the highest bars, where these dwarf the others; those are cut off. */
+function tall(tops) {
+  const sorted = [...tops].sort((a, b) => a - b);
+  const usual = sorted[Math.floor(0.98 * (sorted.length - 1))];
+  return (sorted.at(-1) > 3 * usual && usual > 0 ? 1.5 * usual : sorted.at(-1)) * 1.05 || 1;
+}
+
+function area(made, line, below, above) {
+  const half = (made.x.at(1) - made.x.at(0)) / 2;
+  const edge = (values, order) => order.flatMap((i) => sides(made, line.x[i], values[i], half, order[0] > order.at(-1)));
+  const order = line.x.map((_, i) => i);
+  const points = [...edge(above, order), ...edge(below, [...order].reverse())];
+  return svg("path", { class: `area ${line.colour}`, d: `M${points.join("L")}Z` });
+}
+
+function sides(made, x, value, half, backwards) {
+  const y = Math.max(made.y.at(value), 0).toFixed(1);
+  const centre = made.x.at(x);
+  const ends = [`${(centre - half).toFixed(1)} ${y}`, `${(centre + half).toFixed(1)} ${y}`];
+  return backwards ? ends.reverse() : ends;
+}

@@ -1,0 +1,231 @@
+"""The curves of a run: one question in SQL for each table, and which of its columns are lines of which chart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import duckdb
+import numpy as np
+
+from areal_tasks.report.series import Numbers, Series, thin
+from schemas.views import judged
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of the page; the x axis is always the iteration, or the version an iteration begins with."""
+
+    id: str
+    title: str
+    about: str
+    percent: bool = False
+    scale: Literal["linear", "log", "either"] = "linear"  # of the y axis; "either" begins linear
+    zero: bool = False  # the y axis begins at zero
+
+
+@dataclass(frozen=True)
+class Line:
+    """A column that is a line of a chart; `band` names the prefix of columns `<band>_low` and `<band>_high`."""
+
+    chart: str
+    column: str
+    name: str = ""
+    band: str = ""
+    only_if_any: bool = False  # all zero says that there is nothing to see
+
+
+@dataclass(frozen=True)
+class Source:
+    """A question to the tables it needs, whose answer has the column `x`, and the lines it gives."""
+
+    needs: frozenset[str]
+    query: str
+    lines: tuple[Line, ...]
+    unless: str = ""  # a table whose presence makes another source answer
+
+
+CHARTS: Final = (
+    Chart("reward", "Reward", "Mean over the samples of an iteration that could be judged."),
+    Chart("accuracy", "Accuracy", "Share of correct answers: held-out evaluations, and training samples.", True),
+    Chart(
+        "length",
+        "Length",
+        "Generated tokens of a sample: mean; the band holds 80 % of the samples.",
+        scale="either",
+        zero=True,
+    ),
+    Chart("truncated", "Truncated", "Share of samples that ended at the length limit.", True, zero=True),
+    Chart(
+        "loss",
+        "Loss",
+        "Mean over an iteration's optimizer steps; the band is their least and greatest.",
+        scale="either",
+    ),
+    Chart(
+        "kl",
+        "KL",
+        "Against the reference, and against the policy that sampled, in nats per token.",
+        scale="either",
+        zero=True,
+    ),
+    Chart("entropy", "Entropy", "Of the policy over the vocabulary, in nats per token.", scale="either", zero=True),
+    Chart("clip", "Clip fraction", "Share of tokens whose ratio the clip cut.", True, zero=True),
+    Chart("grad_norm", "Gradient norm", "Before clipping; the band is the least and greatest step.", scale="log"),
+    Chart("lr", "Learning rate", "Of the last optimizer step of an iteration.", scale="either", zero=True),
+    Chart("signal", "Groups without signal", "Share of groups whose samples all earn the same.", True, zero=True),
+    Chart("unjudged", "Not judged", "Share of samples without a readable answer, or whose verifier failed.", True),
+    Chart("dropped", "Dropped", "Share of samples that training left out.", True, zero=True),
+    Chart("staleness", "Staleness", "Versions between the weights that began a sample and those trained.", zero=True),
+    Chart("gap", "Logprob gap", "Trainer against server on the same tokens, mean and greatest, in nats.", scale="log"),
+    Chart("outside", "Ratio outside", "Share of tokens whose ratio trainer / server is not within [0.9, 1.1].", True),
+    Chart("skipped", "Skipped steps", "Steps that were not made, for loss or gradient was not finite.", zero=True),
+    Chart("throughput", "Throughput", "Tokens per second of the whole iteration.", scale="either", zero=True),
+    Chart("stages", "Time per stage", "Seconds of each stage; stages may run side by side.", zero=True),
+)
+
+_SAMPLES: Final = f"""
+SELECT iteration AS x, avg(reward) AS reward, avg((verdict = 'correct')::int) AS correct,
+       avg(num_generated) AS length, quantile_cont(num_generated, 0.1) AS length_low,
+       quantile_cont(num_generated, 0.9) AS length_high, avg(truncated::int) AS truncated,
+       avg((verdict = 'unparseable')::int) AS unparseable,
+       avg((verdict IN ('timeout', 'error'))::int) AS unverified, avg((NOT kept)::int) AS dropped,
+       avg(iteration - version_min) AS staleness
+FROM (SELECT * REPLACE ({judged("scalars")}) FROM scalars) GROUP BY 1 ORDER BY 1"""
+
+_GROUPS: Final = f"""
+SELECT iteration AS x, avg((spread = 0)::int) AS signal FROM (
+  SELECT iteration, max(reward) - min(reward) AS spread
+  FROM (SELECT iteration, group_id, {judged("scalars")} FROM scalars) GROUP BY iteration, group_id HAVING count(*) > 1
+) GROUP BY 1 ORDER BY 1"""
+
+_EVALUATIONS: Final = """
+SELECT weights_version AS x, avg((verdict = 'correct')::int) AS correct, avg(num_generated) AS length,
+       avg(truncated::int) AS truncated
+FROM evaluate GROUP BY 1 ORDER BY 1"""
+
+_STEPS: Final = """
+SELECT {x} AS x, avg(loss) AS loss, min(loss) AS loss_low, max(loss) AS loss_high, avg(kl) AS kl,
+       avg(approx_kl) AS approx_kl, avg(entropy) AS entropy, avg(clip_fraction) AS clip, avg(grad_norm) AS grad_norm,
+       min(grad_norm) AS grad_norm_low, max(grad_norm) AS grad_norm_high, arg_max(lr, step) AS lr,
+       avg(logprob_gap_mean) FILTER (NOT isnan(logprob_gap_mean)) AS gap,
+       max(logprob_gap_max) FILTER (NOT isnan(logprob_gap_max)) AS gap_max,
+       avg(ratio_outside) FILTER (NOT isnan(ratio_outside)) AS outside, sum(skipped::int) AS skipped
+FROM {source} GROUP BY 1 ORDER BY 1"""
+
+#: A supervised iteration is many steps long: each is a point between two iterations.
+_EACH_STEP: Final = _STEPS.format(
+    x="iteration + (step - first) / count",
+    source="(SELECT *, min(step) OVER w AS first, count(*) OVER w AS count FROM train_steps"
+    " WINDOW w AS (PARTITION BY iteration))",
+)
+
+_TOKENS: Final = """
+SELECT commits.iteration AS x, {generated} / any_value(commits.seconds) AS generated,
+       any_value(trained.tokens) / any_value(commits.seconds) AS trained
+FROM commits {join}
+LEFT JOIN (SELECT iteration, sum(total_tokens) AS tokens FROM train_steps GROUP BY 1) AS trained USING (iteration)
+WHERE commits.seconds > 0 GROUP BY 1 ORDER BY 1"""
+
+_STEP_LINES: Final = (
+    Line("loss", "loss", band="loss"),
+    Line("kl", "kl", "reference", only_if_any=True),
+    Line("kl", "approx_kl", "sampling policy", only_if_any=True),
+    Line("entropy", "entropy"),
+    Line("clip", "clip", only_if_any=True),
+    Line("grad_norm", "grad_norm", band="grad_norm"),
+    Line("lr", "lr"),
+    Line("gap", "gap", "mean"),
+    Line("gap", "gap_max", "greatest"),
+    Line("outside", "outside"),
+    Line("skipped", "skipped", only_if_any=True),
+)
+
+_SAMPLE_LINES: Final = (
+    Line("reward", "reward"),
+    Line("accuracy", "correct", "training samples", only_if_any=True),
+    Line("length", "length", "training samples", band="length"),
+    Line("truncated", "truncated", "training samples"),
+    Line("unjudged", "unparseable", "no readable answer", only_if_any=True),
+    Line("unjudged", "unverified", "verifier failed", only_if_any=True),
+    Line("dropped", "dropped", only_if_any=True),
+    Line("staleness", "staleness", only_if_any=True),
+)
+
+_EVALUATION_LINES: Final = (
+    Line("accuracy", "correct", "evaluation"),
+    Line("length", "length", "evaluation"),
+    Line("truncated", "truncated", "evaluation"),
+)
+
+_TOKEN_LINES: Final = (
+    Line("throughput", "generated", "generated", only_if_any=True),
+    Line("throughput", "trained", "trained"),
+)
+
+SOURCES: Final = (
+    Source(frozenset({"scalars"}), _SAMPLES, _SAMPLE_LINES),
+    Source(frozenset({"scalars"}), _GROUPS, (Line("signal", "signal"),)),
+    Source(frozenset({"evaluate"}), _EVALUATIONS, _EVALUATION_LINES),
+    Source(frozenset({"train_steps"}), _STEPS.format(x="iteration", source="train_steps"), _STEP_LINES, "batch"),
+    Source(frozenset({"train_steps", "batch"}), _EACH_STEP, _STEP_LINES),
+    Source(
+        frozenset({"train_steps", "scalars"}),
+        _TOKENS.format(
+            generated="any_value(sampled.tokens)",
+            join="LEFT JOIN (SELECT iteration, sum(num_generated) AS tokens FROM scalars GROUP BY 1) AS sampled"
+            " USING (iteration)",
+        ),
+        _TOKEN_LINES,
+    ),
+    Source(frozenset({"train_steps", "batch"}), _TOKENS.format(generated="0", join=""), _TOKEN_LINES),
+)
+
+_STAGES: Final = "SELECT iteration, stage, sum(seconds) AS seconds FROM stages GROUP BY ALL ORDER BY 1, 2"
+
+
+def curves(connection: duckdb.DuckDBPyConnection, points: int) -> dict[str, list[dict[str, Any]]]:
+    """Chart id -> its lines, at most `points` points each; charts that the run has nothing for are left out."""
+    tables = {str(row[0]) for row in connection.execute("SHOW TABLES").fetchall()}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for source in SOURCES:
+        if source.needs <= tables and source.unless not in tables:
+            for chart, line in _lines(connection, source):
+                found.setdefault(chart, []).append(thin(line, points).payload())
+    if stages := stage_times(connection):
+        found["stages"] = [_without_band(thin(line, points)).payload() for line in stages]
+    return found
+
+
+def _lines(connection: duckdb.DuckDBPyConnection, source: Source) -> Iterator[tuple[str, Series]]:
+    columns = _columns(connection, source.query)
+    for line in source.lines:
+        y = columns[line.column]
+        known = y[np.isfinite(y)]
+        if len(known) and (known.any() or not line.only_if_any):
+            band = [columns[f"{line.band}_{end}"] if line.band else None for end in ("low", "high")]
+            yield line.chart, Series(line.name, columns["x"], y, *band)
+
+
+def _columns(connection: duckdb.DuckDBPyConnection, query: str) -> dict[str, Numbers]:
+    """The answer's columns as float64, NaN for NULL."""
+    answer = connection.sql(query).to_arrow_table()
+    return {name: np.array(answer[name].to_pylist(), dtype=np.float64) for name in answer.column_names}
+
+
+def stage_times(connection: duckdb.DuckDBPyConnection) -> list[Series]:
+    """Seconds of every stage in every iteration, the stages that take longest first; 0 where one did not run."""
+    rows = connection.execute(_STAGES).fetchall()
+    iterations = sorted({row[0] for row in rows})
+    place = {iteration: i for i, iteration in enumerate(iterations)}
+    times: dict[str, Numbers] = {}
+    for iteration, stage, seconds in rows:
+        times.setdefault(stage, np.zeros(len(iterations)))[place[iteration]] = seconds
+    x = np.array(iterations, dtype=np.float64)
+    by_time = sorted(times, key=lambda stage: -float(times[stage].sum()))
+    return [Series(stage, x, times[stage]) for stage in by_time]
+
+
+def _without_band(series: Series) -> Series:
+    return Series(series.name, series.x, series.y)

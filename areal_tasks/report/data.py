@@ -1,0 +1,112 @@
+"""All that the page of some runs holds, bounded in bytes: first the curves and facts, then as many samples as fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from areal_tasks.report.curves import CHARTS, curves
+from areal_tasks.report.facts import Makers, differences, makers_of, run_facts
+from areal_tasks.report.pick import available, pick
+from areal_tasks.report.rollouts import encode_sample, read_samples
+from areal_tasks.report.tokens import vocabulary
+from areal_tasks.store.backend import Store
+from areal_tasks.store.catalog import Catalog
+from areal_tasks.store.provenance import now
+from areal_tasks.store.query import connect
+from areal_tasks.store.runs import load_run
+from schemas.errors import UserError
+
+POINTS: Final = 600  # of one line, for one run; runs side by side share them
+FEWEST_POINTS: Final = 100
+
+Payload = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The page's data, and what was left out of it."""
+
+    payload: Payload
+    embedded: int  # samples in the page
+    available: int  # samples of the runs
+
+    @property
+    def text(self) -> str:
+        """The data as JSON that can stand inside a `<script>` element."""
+        return to_json(self.payload)
+
+
+def make_report(store: Store, names: Sequence[str], samples: int, max_bytes: int) -> Report:
+    """The data of a page about these runs of at most `max_bytes`, with up to `samples` samples of each.
+
+    Raises:
+        UserError: a run is named twice or does not exist, or not even the curves fit.
+    """
+    if len(set(names)) < len(names):
+        raise UserError(f"Each run once: {', '.join(names)}.")
+    catalogs = [Catalog(load_run(store, name)) for name in names]
+    points = max(FEWEST_POINTS, POINTS // len(names))
+    runs = [_run(store, catalog, points, samples) for catalog in catalogs]
+    page = {"made": now(), "charts": [chart.__dict__ for chart in CHARTS]}
+    payload: Payload = {**page, "differences": differences(runs), "runs": runs}
+    _fit(payload, max_bytes)
+    return Report(payload, sum(len(run["samples"]) for run in runs), sum(run["available"] for run in runs))
+
+
+def _run(store: Store, catalog: Catalog, points: int, samples: int) -> Payload:
+    nothing: Payload = {"curves": {}, "samples": [], "vocabulary": {}, "available": 0, "problems": []}
+    head = catalog.run.head()
+    if head is None:
+        return run_facts(catalog.run, None, Makers()) | nothing
+    with connect(store, catalog.run.name) as connection:
+        facts = run_facts(catalog.run, head, makers_of(connection))
+        lines, picked, count = curves(connection, points), pick(connection, samples), available(connection)
+    rows, problems = read_samples(catalog, picked)
+    encoded = [encode_sample(key, row, picked[key]) for key, row in rows]
+    texts, problem = vocabulary(catalog, {i for sample in encoded for i in sample["tokens"]["ids"]})
+    told = {"available": count, "problems": [*problems, *([problem] if problem else [])]}
+    return facts | {"curves": lines, "samples": encoded, "vocabulary": texts, **told}
+
+
+def _fit(payload: Payload, max_bytes: int) -> None:
+    """Leave out samples from the end of each run's list, and the words that only they used, until the page fits."""
+    everything = [(run, run["samples"], run["vocabulary"]) for run in payload["runs"]]
+    for run, _, _ in everything:
+        run["samples"], run["vocabulary"] = [], {}
+    left = max_bytes - _size(payload)
+    if left < 0:
+        raise UserError(
+            f"The curves and facts alone take {-left} bytes more than the {max_bytes} there is room for: "
+            "raise --max-mb, or report fewer runs."
+        )
+    for run, samples, texts in everything:
+        run["samples"], run["vocabulary"] = fitting(samples, texts, left // len(everything))
+
+
+def fitting(samples: Sequence[Payload], texts: dict[int, str], room: int) -> tuple[list[Payload], dict[int, str]]:
+    """As many samples from the beginning as fit into `room` bytes together with the texts of their tokens."""
+    kept: list[Payload] = []
+    known: dict[int, str] = {}
+    for sample in samples:
+        new = {i: texts[i] for i in set(sample["tokens"]["ids"]) - known.keys() if i in texts}
+        room -= _size(sample) + _size(new) + 2
+        if room < 0:
+            break
+        kept.append(sample)
+        known |= new
+    return kept, known
+
+
+def _size(value: Any) -> int:
+    return len(to_json(value).encode())
+
+
+def to_json(value: Any) -> str:
+    """JSON without a character that HTML could take for markup, or an old script engine for the end of a line."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text

@@ -1,0 +1,159 @@
+"""What is known about a run besides its tables: who made it, from what, when, and with which recipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import duckdb
+
+from areal_tasks.store import paths
+from areal_tasks.store.commit import read_record
+from areal_tasks.store.journal import read_log
+from areal_tasks.store.runs import Run
+from areal_tasks.store.search import last_present
+from schemas.manifest import IterationCommit, OwnerRecord, Segment
+
+MOST: Final = 200  # starts and log records that are shown, the newest ones
+UNSET: Final = "—"
+
+Table = list[list[str]]  # the first row names the columns
+
+
+@dataclass(frozen=True)
+class Makers:
+    """The code versions and hosts that made a run's commits, in the order in which they came."""
+
+    codes: Sequence[str] = ()
+    hosts: Sequence[str] = ()
+
+
+def makers_of(connection: duckdb.DuckDBPyConnection) -> Makers:
+    """Asked of the view `commits`, which does not read every commit of a long run."""
+    return Makers(*(_in_order(connection, column) for column in ("code_version", "host")))
+
+
+def _in_order(connection: duckdb.DuckDBPyConnection, column: str) -> list[str]:
+    query = f"SELECT {column} FROM commits GROUP BY 1 ORDER BY min(iteration)"
+    return [str(row[0]) for row in connection.execute(query).fetchall()]
+
+
+def run_facts(run: Run, head: IterationCommit | None, makers: Makers) -> dict[str, Any]:
+    """Everything the page says about a run in words; `head` is its last commit."""
+    return {
+        "name": run.name,
+        "flow": run.record.flow,
+        "label": label(run),
+        "state": state(run, head),
+        "facts": _facts(run, head, makers),
+        "starts": starts(run),
+        "segments": [["from iteration", "iterations", "written"], *(_segment(s) for s in run.segments)],
+        "log": log_rows(run),
+        "recipe": flat_recipe(run),
+    }
+
+
+def label(run: Run) -> str:
+    """`counterfactual replay of a from iteration 3`; empty for a run that has no parent."""
+    record = run.record
+    if not record.parent:
+        return ""
+    kind = f"{'counterfactual ' if record.counterfactual else ''}{record.kind or 'fork'}"
+    return f"{kind} of {record.parent} from iteration {record.parent_iteration}"
+
+
+def state(run: Run, head: IterationCommit | None) -> str:
+    """How far the run is."""
+    if head is None:
+        return "Nothing is committed yet: there are no curves and no samples to show."
+    planned, done = planned_iterations(run), head.iteration + 1
+    if planned and done < planned:
+        return f"Unfinished: {done} of {planned} iterations are committed."
+    return f"Finished: {done} {'iteration' if done == 1 else 'iterations'}."
+
+
+def planned_iterations(run: Run) -> int:
+    """How many iterations the recipe asks for; 0 where it does not say."""
+    recipe = run.segments[-1].recipe if run.segments else {}
+    return int(recipe.get("schedule", {}).get("iterations", 0))
+
+
+def _facts(run: Run, head: IterationCommit | None, makers: Makers) -> Table:
+    made = run.record.provenance
+    rows = [
+        ["store", run.store.url],
+        ["flow", run.record.flow],
+        ["seed", str(run.record.seed)],
+        ["created", f"{made.committed} on {made.host}"],
+        ["code", ", ".join(distinct([made.code_version, *makers.codes]))],
+    ]
+    if head is not None:
+        rows += [
+            ["hosts", ", ".join(makers.hosts)],
+            ["last commit", f"iteration {head.iteration}, {head.provenance.committed}"],
+            ["weights", f"version {head.weights.version}" + ("" if head.weights.written else ", not written")],
+            ["newest checkpoint", f"version {head.checkpoint.version}" if head.checkpoint else "none"],
+            ["SHA-256 of the head", run.digest_of(head)],
+        ]
+    return rows
+
+
+def starts(run: Run) -> Table:
+    """Every start of the flow on this run, the newest first."""
+    last = last_present(lambda n: run.store.exists(paths.owner(run.name, n)), 1)
+    numbers = range(last, max(0, last - MOST), -1)
+    owners = [read_record(run.store, paths.owner(run.name, n), OwnerRecord) for n in numbers]
+    rows = [[str(o.n), o.started, o.host, str(o.pid), o.prefect_flow_run_id or UNSET] for o in owners]
+    return [["start", "when", "host", "process", "Prefect flow run"], *rows]
+
+
+def log_rows(run: Run) -> Table:
+    """Who did what to the run, the newest first."""
+    lines = read_log(run.store, run.name)[: -MOST - 1 : -1]
+    rows = [[line.time, line.action, f"{line.user} on {line.host}", _details(line.details)] for line in lines]
+    return [["when", "what", "who", "details"], *rows]
+
+
+def _details(details: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in details.items())
+
+
+def _segment(segment: Segment) -> list[str]:
+    iterations = segment.recipe.get("schedule", {}).get("iterations", 1)
+    return [str(segment.from_iteration), str(iterations), segment.provenance.committed]
+
+
+def flat_recipe(run: Run) -> dict[str, str]:
+    """The recipe in force at the end, by dotted path."""
+    return dict(flatten(run.segments[-1].recipe)) if run.segments else {}
+
+
+def flatten(values: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
+    """(dotted path, value as text) of every leaf."""
+    found: list[tuple[str, str]] = []
+    for name, value in values.items():
+        path = f"{before}{name}"
+        if isinstance(value, Mapping) and value:
+            found += flatten(value, f"{path}.")
+        else:
+            found.append((path, value if isinstance(value, str) else json.dumps(value)))
+    return found
+
+
+def differences(runs: Sequence[Mapping[str, Any]]) -> Table:
+    """The recipe fields in which the runs differ, one column a run; empty for fewer than two."""
+    if len(runs) < 2:
+        return []
+    recipes = [run["recipe"] for run in runs]
+    fields = distinct([field for recipe in recipes for field in recipe])
+    rows = [[field, *(recipe.get(field, UNSET) for recipe in recipes)] for field in fields]
+    differing = [row for row in rows if len(set(row[1:])) > 1]
+    names = ["field", *(run["name"] for run in runs)]
+    return [names, *sorted(differing, key=lambda row: UNSET in row)]  # what all of them have comes first
+
+
+def distinct(values: Sequence[str]) -> list[str]:
+    """Each value once, in the order of their first."""
+    return list(dict.fromkeys(values))

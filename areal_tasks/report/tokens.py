@@ -1,0 +1,81 @@
+"""What token ids mean, by the tokenizer of a run's initial weights. Only its small files are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from areal_tasks.store import paths
+from areal_tasks.store.catalog import Catalog
+from areal_tasks.store.commit import read_record
+from areal_tasks.store.files import materialise
+from areal_tasks.store.shards import read_table
+from schemas.errors import UserError
+from schemas.manifest import FileRef, WeightsManifest
+
+Decode = Callable[[list[int]], str]
+
+_LARGE: Final = (".safetensors", ".bin", ".pt", ".gguf")
+_FAST: Final = "tokenizer.json"
+
+
+def vocabulary(catalog: Catalog, ids: Iterable[int]) -> tuple[dict[int, str], str]:
+    """The text of each id, and why there is none: the page then shows ids."""
+    try:
+        with TemporaryDirectory(prefix="arealflow-report-") as scratch:
+            decode = load_decode(catalog, Path(scratch))
+            return texts_of(decode, ids), ""
+    except (UserError, OSError, ValueError) as error:
+        return {}, f"Tokens of run {catalog.run.name} are shown as numbers, for its tokenizer cannot be used: {error}"
+
+
+def texts_of(decode: Decode, ids: Iterable[int]) -> dict[int, str]:
+    """The text that each token adds after another one: decoders drop the space at the very beginning."""
+    known = sorted(set(ids))
+    anchor = next((i for i in known if (text := decode([i])).isascii() and text.strip()), None)
+    if anchor is None:
+        return {i: decode([i]) for i in known}
+    before = decode([anchor])
+    return {i: decode([anchor, i]).removeprefix(before) for i in known}
+
+
+def load_decode(catalog: Catalog, scratch: Path) -> Decode:
+    """How the run's tokenizer decodes.
+
+    Raises:
+        UserError: the run has no initial weights, or they hold no tokenizer.
+    """
+    small = [file for file in initial_files(catalog) if not file.path.endswith(_LARGE)]
+    if not small:
+        raise UserError("its initial weights hold no tokenizer")
+    folder = materialise(catalog.run.store, small, scratch)
+    return _fast(folder / _FAST) if (folder / _FAST).is_file() else _slow(folder)
+
+
+def initial_files(catalog: Catalog) -> tuple[FileRef, ...]:
+    """The files of version 0, as the stage that made or fetched them recorded."""
+    found = catalog.selected(catalog.stages_of.get("initial_weights", set()))
+    if not found:
+        raise UserError("it has no initial weights yet")
+    manifest, store = found[0].manifest, catalog.run.store
+    row = read_table(store, manifest.tables["initial_weights"], ("version", "weights_attempt")).to_pylist()[0]
+    path = paths.weights(manifest.run, row["version"], row["weights_attempt"])
+    return read_record(store, path, WeightsManifest).files
+
+
+def _fast(path: Path) -> Decode:
+    """By the tokenizer's own file, in milliseconds and without torch."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_buffer(path.read_bytes())
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _slow(folder: Path) -> Decode:
+    """By transformers, which knows the older formats."""
+    from areal_tasks.engines.models import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
