@@ -7,7 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
-from flows.cli import doctor, inspect, local, machine
+from flows.cli import doctor, inspect, local, machine, report
 from schemas.errors import UserError
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app.command("run")(local.run)
 app.command("plan")(inspect.plan)
 app.command("runs")(inspect.runs)
 app.command("sql")(inspect.sql)
+app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 
 
