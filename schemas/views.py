@@ -56,27 +56,79 @@ COMMITS: Final = pa.schema(  # one row per iteration
     ]
 )
 
+SHARDS: Final = pa.schema(  # one row per Parquet file of a table, in the order of their rows
+    [
+        ("iteration", pa.int32()),
+        ("stage", pa.string()),
+        ("table_name", pa.string()),
+        ("path", pa.string()),
+        ("rows", pa.int64()),
+        ("tokens", pa.int64()),
+        ("bytes", pa.int64()),
+        ("sha256", pa.string()),
+        ("manifest", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a view that is read from a joined table: NULL of type `kind` where nobody asks for it."""
+
+    name: str
+    source: str
+    kind: str
+    unnested: bool = False
+
+    def select(self, table: str, joined: bool) -> str:
+        """Its text in the SELECT list."""
+        if not joined:
+            return f"NULL::{self.kind} AS {self.name}"
+        value = f"{table}.{self.source}"
+        return f"{f'unnest({value})' if self.unnested else value} AS {self.name}"
+
+
+@dataclass(frozen=True)
+class Join:
+    """A table that a view joins by iteration and sample, where the run has it."""
+
+    table: str
+    columns: tuple[Column, ...]
+
 
 @dataclass(frozen=True)
 class View:
-    """A view over tables: made where the run has all that it `needs`; what is `optional` only adds columns."""
+    """A view over tables: made where the run has all that it `needs`. `joins` add columns."""
 
     name: str
     needs: frozenset[str]
-    optional: frozenset[str]
     sql: str
-    columns: tuple[tuple[str, str], ...] = ()  # (optional table, its columns in the SELECT list)
+    joins: tuple[Join, ...] = ()
 
-    def define(self, tables: Set[str]) -> str:
-        """The statement that creates the view in a run that has `tables`."""
-        joined = sorted(self.optional & tables)
-        columns = "".join(f", {text}" for table, text in self.columns if table in joined)
+    def define(self, tables: Set[str], spared: Set[str] = frozenset()) -> str:
+        """The statement that creates the view in a run that has `tables`.
+
+        Joins with the tables `spared` are left out, and their columns are NULL: a join by the sample's identity adds
+        and removes no row.
+        """
+        there = [join for join in self.joins if join.table in tables]
+        joined = [join.table for join in there if join.table not in spared]
+        columns = [column.select(join.table, join.table in joined) for join in there for column in join.columns]
         joins = "".join(f" LEFT JOIN {table} USING (iteration, sample_id)" for table in joined)
-        return f"CREATE VIEW {self.name} AS {self.sql.format(columns=columns, joins=joins)}"
+        text = self.sql.format(columns="".join(f", {column}" for column in columns), joins=joins)
+        return f"CREATE OR REPLACE VIEW {self.name} AS {text}"
 
 
-def _view(name: str, needs: str, sql: str, **columns: str) -> View:
-    return View(name, frozenset(needs.split()), frozenset(columns), sql, tuple(columns.items()))
+def _view(name: str, needs: str, sql: str, *joins: Join) -> View:
+    return View(name, frozenset(needs.split()), sql, joins)
+
+
+def _texts(table: str, *names: str) -> Join:
+    return Join(table, tuple(Column(name, name, "VARCHAR") for name in names))
+
+
+def _per_token(table: str, **sources: str) -> Join:
+    return Join(table, tuple(Column(name, source, "FLOAT", unnested=True) for name, source in sources.items()))
 
 
 def judged(table: str) -> str:
@@ -89,28 +141,35 @@ _GAP: Final = (
     "CASE WHEN isnan(scalars.sample_logprob_gap) THEN NULL ELSE scalars.sample_logprob_gap END AS sample_logprob_gap"
 )
 
+#: What the optimizer did with a demonstration.
+_TRAINED: Final = Join(
+    "train_samples",
+    (
+        Column("micro_batch", "micro_batch", "INTEGER"),
+        *(Column(name, name, "FLOAT") for name in ("sample_ratio", "sample_clip_fraction", "sample_kl", "sample_loss")),
+    ),
+)
+
 #: In order of preference: the first view of a name whose needs are met is made.
 VIEWS: Final = (
     _view(
         "samples",
         "scalars rollout",
-        f"SELECT scalars.* REPLACE ({judged('scalars')}, {_GAP}),"
-        " rollout.prompt, rollout.completion, rollout.answer{columns} FROM scalars"
-        " LEFT JOIN rollout USING (iteration, sample_id){joins}",
-        verify="verify.parsed, verify.detail",
+        f"SELECT scalars.* REPLACE ({judged('scalars')}, {_GAP}){{columns}} FROM scalars{{joins}}",
+        _texts("rollout", "prompt", "completion", "answer"),
+        _texts("verify", "parsed", "detail"),
     ),
     _view(
         "samples",
         "batch",
         "SELECT batch.* EXCLUDE (input_ids, loss_mask){columns} FROM batch{joins}",
-        train_samples="train_samples.* EXCLUDE (iteration, sample_id, minibatch, sample_logprob_gap)",
+        _TRAINED,
     ),
     _view(
         "samples",
         "evaluate",
         "SELECT evaluate.* EXCLUDE (input_ids, loss_mask, logprobs, versions)"
-        f" REPLACE ({judged('evaluate')}){{columns}}"
-        " FROM evaluate{joins}",
+        f" REPLACE ({judged('evaluate')}) FROM evaluate",
     ),
     _view(
         "tokens",
@@ -118,14 +177,39 @@ VIEWS: Final = (
         "SELECT iteration, sample_id, group_id, prompt_id, unnest(range(len(input_ids))) AS position,"
         " unnest(input_ids) AS token_id, unnest(loss_mask) AS loss_mask, unnest(logprobs) AS logprob,"
         " unnest(versions) AS version{columns} FROM rollout{joins}",
-        advantage="unnest(advantages) AS advantage, unnest(returns) AS return",
-        reference="unnest(ref_logprobs) AS ref_logprob",
-        proximal="unnest(prox_logprobs) AS prox_logprob",
+        _per_token("advantage", advantage="advantages", **{"return": "returns"}),
+        _per_token("proximal", prox_logprob="prox_logprobs"),
+        _per_token("reference", ref_logprob="ref_logprobs"),
     ),
     _view(
         "tokens",
         "batch",
         "SELECT iteration, sample_id, prompt_id, unnest(range(len(input_ids))) AS position,"
-        " unnest(input_ids) AS token_id, unnest(loss_mask) AS loss_mask{columns} FROM batch{joins}",
+        " unnest(input_ids) AS token_id, unnest(loss_mask) AS loss_mask FROM batch",
+    ),
+    _view(  # one row per prompt and iteration: what GRPO compares
+        "groups",
+        "scalars",
+        "SELECT iteration, group_id, any_value(prompt_id) AS prompt_id, any_value(epoch) AS epoch, count(*) AS samples,"
+        " count(*) FILTER (kept) AS kept, avg(judged) AS reward, min(judged) AS reward_min, max(judged) AS reward_max,"
+        " stddev_pop(judged) AS reward_std, min(judged) = max(judged) AS dead, sum(num_generated)::BIGINT AS tokens,"
+        " count(*) FILTER (truncated) AS truncated, min(version_min) AS version_min, max(version_max) AS version_max"
+        " FROM (SELECT *, CASE WHEN isnan(reward) THEN NULL ELSE reward END AS judged FROM scalars)"
+        " GROUP BY iteration, group_id",
+    ),
+    _view(  # one row per server and iteration
+        "servers",
+        "scalars",
+        "SELECT iteration, server, count(*) AS samples, sum(num_generated)::BIGINT AS tokens,"
+        " avg(seconds) AS seconds_mean, max(seconds) AS seconds_max,"
+        " count(*) FILTER (truncated) AS truncated, min(version_min) AS version_min, max(version_max) AS version_max"
+        " FROM scalars GROUP BY iteration, server",
+    ),
+    _view(  # one row per evaluated version of the weights
+        "evaluations",
+        "evaluate",
+        "SELECT iteration, weights_version, count(*) AS samples, avg((verdict = 'correct')::INTEGER) AS accuracy,"
+        " avg(CASE WHEN isnan(reward) THEN NULL ELSE reward END) AS reward, avg(num_generated) AS tokens,"
+        " avg(truncated::INTEGER) AS truncated FROM evaluate GROUP BY iteration, weights_version",
     ),
 )

@@ -1,21 +1,38 @@
-"""What a run holds, as its commits say: the selected stage manifests, and nothing that no commit selects."""
+"""What a run holds, as its commits say: the selected stage manifests, and nothing that no commit selects.
+
+A catalog is a list of regions. Where a compaction is believed, a region is answered from it; the others, the newest
+iterations above all, from the commits and manifests themselves. Both give the same rows.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Set
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import pyarrow as pa
+import pyarrow.dataset as ds
 
+from areal_tasks.store import paths
 from areal_tasks.store.commit import read_verified
+from areal_tasks.store.compacted import CompactReader, Unbelievable, believed
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.runs import Run
+from areal_tasks.store.search import last_present
+from schemas.compaction import Compaction, CompactTable
 from schemas.manifest import IterationCommit, Provenance, ShardRef, StageManifest, StageRef
-from schemas.views import COMMITS, STAGES
+from schemas.tables import TABLES
+from schemas.views import COMMITS, SHARDS, STAGES
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Refs = dict[str, tuple[StageRef, IterationCommit]]
+DERIVED: Final = {"commits": COMMITS, "stages": STAGES, "shards": SHARDS}
 
 
 @dataclass(frozen=True)
@@ -28,59 +45,187 @@ class Selected:
 
 
 @dataclass(frozen=True)
-class Catalog:
-    """A run's commits up to its head, and their stage manifests, read when asked for."""
+class Region:
+    """The iterations from `first` to before `stop`, with the compaction that covers exactly them, if there is one."""
 
     run: Run
+    first: int
+    stop: int
+    compaction: Compaction | None = None
 
     @cached_property
     def commits(self) -> list[IterationCommit]:
-        """All commits in order, the parent's before the fork included."""
-        head = self.run.head()
-        return parallel(self.run.commit, range(head.iteration + 1)) if head else []
+        return parallel(self.run.commit, range(self.first, self.stop))
 
     @cached_property
-    def refs(self) -> dict[str, tuple[StageRef, IterationCommit]]:
-        """Path of every selected manifest, how the first commit that selects it names it, and that commit."""
-        found: dict[str, tuple[StageRef, IterationCommit]] = {}
+    def refs(self) -> Refs:
+        """Path of every manifest that is selected here and not before, how, and the first commit that selects it."""
+        known = {ref.path for ref in self.run.commit(self.first - 1).stages} if self.first else set()
+        found: Refs = {}
         for commit in self.commits:
             for ref in commit.stages:
-                found.setdefault(ref.path, (ref, commit))
+                if ref.path not in known:
+                    found.setdefault(ref.path, (ref, commit))
+        return found
+
+    def selected(self, stages: Set[str] | None = None) -> list[Selected]:
+        """The manifests of these stages (of all) that are selected here and not before."""
+        wanted = [path for path, (ref, _) in self.refs.items() if stages is None or ref.stage in stages]
+        manifests = read_manifests(self.run, self.refs, wanted)
+        return [Selected(path, m, self.refs[path][1]) for path, m in zip(wanted, manifests, strict=True)]
+
+    def shards(self, stages: Set[str], table: str) -> Iterator[tuple[int, ShardRef]]:
+        """The shards of a table that these stages write, with their iterations, in order."""
+        for found in self.selected(stages):
+            if table in found.manifest.tables:
+                yield from ((found.manifest.iteration, shard) for shard in found.manifest.tables[table].shards)
+
+    def compacted(self, table: str) -> CompactTable | None:
+        """The merged table, if there is one and it has the columns that this program knows."""
+        found = self.compaction.tables.get(table) if self.compaction else None
+        return found if found and found.columns == tuple(compact_schema(table).names) else None
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """A run's history up to its head, read when asked for. Without `compacted`, as if there were no compactions."""
+
+    run: Run
+    compacted: bool = True
+    reader: CompactReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reader", CompactReader(self.run.store))
+
+    @cached_property
+    def regions(self) -> list[Region]:
+        """The whole history, in order and without gaps."""
+        found, at = list[Region](), 0
+        for compaction in believed(self.run) if self.compacted else []:
+            if compaction.first > at:
+                found.append(Region(self.run, at, compaction.first))
+            found.append(Region(self.run, compaction.first, compaction.stop, compaction))
+            at = compaction.stop
+        stop = self._length(at)
+        return [*found, Region(self.run, at, stop)] if stop > at else found
+
+    def _length(self, known: int) -> int:
+        """How many iterations are committed, of which `known` are known to be."""
+        first = max(known, self.run.first)
+        return last_present(lambda k: self.run.store.exists(paths.iteration_commit(self.run.name, k)), first) + 1
+
+    @cached_property
+    def commits(self) -> list[IterationCommit]:
+        """All commits in order, the parent's before the fork included. Reads each of them."""
+        return [commit for region in self.regions for commit in region.commits]
+
+    @cached_property
+    def refs(self) -> Refs:
+        """Path of every selected manifest, how the first commit that selects it names it, and that commit."""
+        found: Refs = {}
+        for region in self.regions:
+            found |= {path: ref for path, ref in region.refs.items() if path not in found}
         return found
 
     @cached_property
     def stages_of(self) -> dict[str, set[str]]:
         """Table name -> the stages that write it: a stage always writes the same tables, so one manifest each tells."""
-        one_each = {ref.stage: (path, ref) for path, (ref, _) in self.refs.items()}
         found: dict[str, set[str]] = {}
-        for stage, manifest in zip(one_each, self._read([path for path, _ in one_each.values()]), strict=True):
+        for region in self.regions:
+            for table, stages in (region.compaction.stages_of if region.compaction else {}).items():
+                found.setdefault(table, set()).update(stages)
+        known = set().union(*found.values())
+        plain: Refs = {}
+        for region in (r for r in self.regions if r.compaction is None):
+            plain |= region.refs
+        one_each = {ref.stage: path for path, (ref, _) in plain.items() if ref.stage not in known}
+        for stage, manifest in zip(one_each, read_manifests(self.run, plain, list(one_each.values())), strict=True):
             for table in manifest.tables:
                 found.setdefault(table, set()).add(stage)
         return found
 
     def selected(self, stages: Set[str] | None = None) -> list[Selected]:
-        """The selected manifests of these stages (of all), in the order of iterations."""
-        wanted = [path for path, (ref, _) in self.refs.items() if stages is None or ref.stage in stages]
-        manifests = self._read(wanted)
-        return [Selected(path, m, self.refs[path][1]) for path, m in zip(wanted, manifests, strict=True)]
+        """The selected manifests of these stages (of all), in the order of iterations. Reads each of them."""
+        return [found for region in self.regions for found in region.selected(stages)]
 
     def shards(self, table: str) -> Iterator[tuple[int, ShardRef]]:
         """The shards of a table with their iterations, in order."""
-        for found in self.selected(self.stages_of[table]):
-            if table in found.manifest.tables:
-                yield from ((found.manifest.iteration, shard) for shard in found.manifest.tables[table].shards)
+        for region in self.regions:
+            yield from self.shards_of(region, table)
 
-    def _read(self, wanted: list[str]) -> list[StageManifest]:
-        store = self.run.store
-        return parallel(lambda path: read_verified(store, path, self.refs[path][0].sha256, StageManifest), wanted)
+    def shards_of(self, region: Region, table: str) -> list[tuple[int, ShardRef]]:
+        """The same, of a part of the history."""
+        merged = self.merged(region, "shards", ds.field("table_name") == table)
+        if merged is None:
+            return list(region.shards(self.stages_of[table], table))
+        rows = [row for part in merged for row in part.to_pylist()]
+        return [(row["iteration"], ShardRef(**{name: row[name] for name in ShardRef.model_fields})) for row in rows]
+
+    def merged(self, region: Region, table: str, filter: ds.Expression | None = None) -> list[pa.Table] | None:
+        """The region's rows of a table in its compaction; None where they must be read from what it was made from."""
+        compact, schema = region.compacted(table), compact_schema(table)
+        if compact is None:
+            return None
+        return self.trusted(region, lambda: list(self.reader.tables(compact, schema, filter)))
+
+    def trusted(self, region: Region, read: Callable[[], T]) -> T | None:
+        """What `read` finds in the region's compaction; None, and a warning, if the compaction is damaged."""
+        try:
+            return read()
+        except Unbelievable as error:
+            log.warning(
+                "%s: read what it was made from instead, which takes longer; `arealflow compact %s` makes it anew",
+                error,
+                self.run.name,
+            )
+            return None
 
     def stages_table(self) -> pa.Table:
         """The rows of the view `stages`."""
-        return pa.Table.from_pylist([_stage_row(found) for found in self.selected()], schema=STAGES)
+        return self._everywhere("stages")
 
     def commits_table(self) -> pa.Table:
         """The rows of the view `commits`."""
-        return pa.Table.from_pylist([_commit_row(commit) for commit in self.commits], schema=COMMITS)
+        return self._everywhere("commits")
+
+    def shards_table(self) -> pa.Table:
+        """The rows of the view `shards`."""
+        return self._everywhere("shards")
+
+    def _everywhere(self, name: str) -> pa.Table:
+        parts = [DERIVED[name].empty_table()]
+        for region in self.regions:
+            merged = self.merged(region, name)
+            parts += [self.derived(name, region)] if merged is None else merged
+        return pa.concat_tables(parts)
+
+    def derived(self, name: str, region: Region) -> pa.Table:
+        """The rows of a view of `DERIVED` for a part of the history, from its commits and manifests themselves."""
+        return pa.Table.from_pylist(_DERIVE[name](region), schema=DERIVED[name])
+
+
+def compact_schema(table: str) -> pa.Schema:
+    """The columns of a table in a compaction: with the iteration, and null where an older table lacked a column."""
+    if table in DERIVED:
+        return DERIVED[table]
+    fields = [pa.field(f.name, f.type) for f in TABLES[table] if f.name != "iteration"]
+    return pa.schema([pa.field("iteration", pa.int32()), *fields])
+
+
+def read_manifests(run: Run, refs: Refs, wanted: list[str]) -> list[StageManifest]:
+    """The manifests at these paths, verified."""
+    return parallel(lambda path: read_verified(run.store, path, refs[path][0].sha256, StageManifest), wanted)
+
+
+def _shard_rows(found: Selected) -> Iterator[dict[str, Any]]:
+    for table in found.manifest.tables.values():
+        for shard in table.shards:
+            yield shard.model_dump() | {
+                "iteration": found.manifest.iteration,
+                "stage": found.manifest.stage,
+                "table_name": table.name,
+                "manifest": found.path,
+            }
 
 
 def _stage_row(found: Selected) -> dict[str, Any]:
@@ -133,3 +278,10 @@ def _provenance(made: Provenance) -> dict[str, Any]:
 
 def _utc(text: str) -> datetime:
     return datetime.fromisoformat(text).astimezone(UTC).replace(tzinfo=None)
+
+
+_DERIVE: Final[dict[str, Callable[[Region], list[dict[str, Any]]]]] = {
+    "commits": lambda region: [_commit_row(commit) for commit in region.commits],
+    "stages": lambda region: [_stage_row(found) for found in region.selected()],
+    "shards": lambda region: [row for found in region.selected() for row in _shard_rows(found)],
+}

@@ -1,64 +1,123 @@
 """SQL over a run: DuckDB views of what its commits select, and of nothing else.
 
-DuckDB itself may open no file at all. Tables are Arrow data sets whose files, iterations and order come from the
+DuckDB itself may open no file at all. Tables are lazy Arrow data sets whose files, iterations and order come from the
 manifests; they are opened when a query scans them, only for the columns and iterations that it needs, on disk and
 on S3 alike.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Set
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
 
 import duckdb
 import pyarrow as pa
-import pyarrow.dataset as ds
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.catalog import Catalog
 from areal_tasks.store.runs import load_run
+from areal_tasks.store.scan import Lazy, derived_dataset, table_dataset
 from schemas.errors import UserError
-from schemas.tables import TABLES
-from schemas.views import VIEWS
+from schemas.views import COMMITS, SHARDS, STAGES, VIEWS, View
 
-_FORMAT: Final = ds.ParquetFileFormat()
-_META: Final = frozenset({"stages", "commits"})
-_ITERATION: Final = pa.field("iteration", pa.int32(), nullable=False)
+_META: Final = frozenset({"stages", "commits", "shards"})
 _ONE_SELECT: Final = "Ask one question at a time: a single SELECT (or DESCRIBE, SUMMARIZE, EXPLAIN)."
+
+
+class Session:
+    """A run open for questions, as it was committed when this was made. A context manager.
+
+    Many questions in one session share what they have read: the catalog, and what was verified of compacted tables.
+    """
+
+    def __init__(self, store: Store, run: str, *, compacted: bool = True) -> None:
+        self.catalog = Catalog(load_run(store, run), compacted)
+        self.tables = self.catalog.stages_of.keys()
+        self.connection = duckdb.connect(
+            config={"enable_external_access": "false", "autoload_known_extensions": "false"}
+        )
+        self.lazies = _register(self.connection, self.catalog)
+        self.defined: dict[str, str] = {}
+        self.views = _views(self.tables)
+        self._define(frozenset())
+        self.connection.execute("SET lock_configuration = true")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.connection.close()
+
+    def sql(self, query: str) -> pa.Table:
+        """The answer to one SELECT over the run's views.
+
+        Raises:
+            UserError: the query is no single SELECT, DuckDB refuses it (its message, and the views there are), or a
+                file of the store is damaged.
+        """
+        check_statement(query)
+        self._define(frozenset())
+        self._define(self._spared(query))
+        try:
+            answer: pa.Table = self.connection.sql(query).to_arrow_table()
+        except duckdb.Error as error:
+            raise self._explained(error) from error
+        return answer
+
+    def _define(self, spared: Set[str]) -> None:
+        for view in self.views:
+            text = view.define(self.tables, spared)
+            if self.defined.get(view.name) != text:
+                self.connection.execute(text)
+                self.defined[view.name] = text
+
+    def _spared(self, query: str) -> set[str]:
+        """The joined tables none of whose columns the query's plan mentions: their joins need not be made.
+
+        The plan names the columns of every scan. Where it cannot be had, or does not name them, all joins are made.
+        """
+        try:
+            plan = self.connection.execute(f"EXPLAIN (FORMAT JSON) {query}").fetchall()[0][1]
+        except duckdb.Error:  # the query itself will say what is wrong; DESCRIBE cannot be explained
+            return set()
+        words = set(re.findall(r"\w+", plan))
+        joins = [join for view in self.views for join in view.joins] if "sample_id" in words else []
+        used = {join.table for join in joins if any(column.source in words for column in join.columns)}
+        return {join.table for join in joins} - used
+
+    def _explained(self, error: duckdb.Error) -> UserError:
+        failures = [lazy.failure for lazy in self.lazies if isinstance(lazy.failure, UserError)]
+        if failures:
+            return UserError(str(failures[0]))
+        names = sorted(_META | self.tables | {view.name for view in self.views})
+        return UserError(f"{error}\nViews of run {self.catalog.run.name!r}: {', '.join(names)}.")
 
 
 def connect(store: Store, run: str) -> duckdb.DuckDBPyConnection:
     """A DuckDB connection with all views of the run and no access to anything else.
 
-    Views: one per table (with the iteration), `samples`, `tokens`, `stages`, `commits`.
+    Views: one per table (with the iteration), those of `schemas.views.VIEWS`, `stages`, `commits`, `shards`.
     """
-    catalog = Catalog(load_run(store, run))
-    return _connect(catalog, _META | catalog.stages_of.keys())
+    return Session(store, run).connection
 
 
 def run_sql(store: Store, run: str, query: str) -> pa.Table:
     """The answer to one SELECT over the run's views.
 
     Raises:
-        UserError: there is no such run, the query is no single SELECT, or DuckDB refuses it (its message, and the
-            views there are).
+        UserError: there is no such run, or as `Session.sql`.
     """
-    _check_statement(query)
-    catalog = Catalog(load_run(store, run))
-    views = sorted(_META | catalog.stages_of.keys() | _derived(catalog.stages_of.keys()))
-    with _connect(catalog, _mentioned(query, catalog.stages_of.keys())) as connection:
-        try:
-            return _answer(connection, query)
-        except duckdb.Error as error:
-            raise UserError(f"{error}\nViews of run {run!r}: {', '.join(views)}.") from error
+    check_statement(query)
+    with Session(store, run) as session:
+        return session.sql(query)
 
 
-def _answer(connection: duckdb.DuckDBPyConnection, query: str) -> pa.Table:
-    answer: pa.Table = connection.sql(query).to_arrow_table()
-    return answer
-
-
-def _check_statement(query: str) -> None:
+def check_statement(query: str) -> None:
+    """UserError unless DuckDB's own parser calls `query` a single SELECT, DESCRIBE, SUMMARIZE or EXPLAIN."""
     try:
         statements = duckdb.extract_statements(query)
     except duckdb.Error as error:
@@ -68,53 +127,21 @@ def _check_statement(query: str) -> None:
         raise UserError(f"This is not a question that can be put to a run. {_ONE_SELECT}")
 
 
-def _mentioned(query: str, tables: Set[str]) -> Set[str]:
-    """The tables and meta views that `query` needs; all of them where its text does not tell (SHOW TABLES)."""
-    everything = _META | tables
-    with duckdb.connect() as empty:
-        try:
-            names = {name.lower() for name in empty.get_table_names(query)}
-        except duckdb.Error:  # the real connection will say what is wrong
-            return everything
+def _views(tables: Set[str]) -> list[View]:
+    """Of each name the first view whose tables there are."""
+    found: dict[str, View] = {}
     for view in VIEWS:
-        if view.name in names:
-            names |= view.needs | view.optional
-    return names & everything or everything
+        if view.needs <= tables:
+            found.setdefault(view.name, view)
+    return list(found.values())
 
 
-def _derived(tables: Set[str]) -> set[str]:
-    return {view.name for view in VIEWS if view.needs <= tables}
-
-
-def _connect(catalog: Catalog, wanted: Set[str]) -> duckdb.DuckDBPyConnection:
-    connection = duckdb.connect(config={"enable_external_access": "false", "autoload_known_extensions": "false"})
+def _register(connection: duckdb.DuckDBPyConnection, catalog: Catalog) -> list[Lazy]:
     connection.execute("SET python_enable_replacements = false")
-    tables = wanted - _META
-    for name in sorted(tables):
-        connection.register(name, _dataset(catalog, name))
-    if "stages" in wanted:
-        connection.register("stages", catalog.stages_table())
-    if "commits" in wanted:
-        connection.register("commits", catalog.commits_table())
-    _define_views(connection, tables)
-    connection.execute("SET lock_configuration = true")
-    return connection
-
-
-def _define_views(connection: duckdb.DuckDBPyConnection, tables: Set[str]) -> None:
-    made: set[str] = set()
-    for view in VIEWS:
-        if view.needs <= tables and view.name not in made:
-            connection.execute(view.define(tables))
-            made.add(view.name)
-
-
-def _dataset(catalog: Catalog, table: str) -> ds.Dataset:
-    """A table's shards as one lazy data set with the column `iteration`, by which whole files are passed over."""
-    filesystem, root = catalog.run.store.arrow()
-    fragments = [
-        _FORMAT.make_fragment(f"{root}/{shard.path}", filesystem, ds.field("iteration") == iteration)
-        for iteration, shard in catalog.shards(table)
-    ]
-    fields = [field for field in TABLES[table] if field.name != "iteration"]
-    return ds.FileSystemDataset(fragments, pa.schema([_ITERATION, *fields]), _FORMAT, filesystem)
+    made = {name: table_dataset(catalog, name) for name in sorted(catalog.stages_of)}
+    made["stages"] = derived_dataset(STAGES, catalog.stages_table)
+    made["commits"] = derived_dataset(COMMITS, catalog.commits_table)
+    made["shards"] = derived_dataset(SHARDS, catalog.shards_table)
+    for name, dataset in made.items():
+        connection.register(name, dataset)
+    return list(made.values())

@@ -17,7 +17,7 @@ from areal_tasks.store.parallel import parallel
 from schemas.manifest import ShardRef, TableRef
 from schemas.tables import FLOATS, TABLES, TEXTS
 
-__all__ = ["content_digest", "read_table", "write_table"]
+__all__ = ["content_digest", "read_shard", "read_table", "write_table"]
 
 MAX_ROWS: Final = 8192
 _SHARD_BYTES: Final = 256 << 20  # a shard of long samples holds fewer rows
@@ -47,7 +47,7 @@ def read_table(store: Store, ref: TableRef, columns: Sequence[str] | None = None
     """
     schema = TABLES[ref.name]
     names = list(columns) if columns is not None else schema.names
-    tables = parallel(lambda shard: _read_shard(store, shard, names), ref.shards)
+    tables = parallel(lambda shard: read_shard(store, shard, names), ref.shards)
     wanted = pa.schema([schema.field(name) for name in names])
     return pa.concat_tables([table.cast(wanted) for table in tables])
 
@@ -128,6 +128,8 @@ def _difference(wanted: pa.Schema, given: pa.Schema) -> str:
     return "; ".join(parts) or f"columns are in another order: {given.names}"
 
 
-def _read_shard(store: Store, shard: ShardRef, columns: Sequence[str]) -> pa.Table:
+def read_shard(store: Store, shard: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
+    """The rows of one shard, verified; those of `columns` that it has, or all that it has."""
     data = verified(store, shard.path, shard.sha256)
-    return pq.ParquetFile(pa.BufferReader(data)).read(columns=list(columns), use_threads=False)
+    names = None if columns is None else list(columns)
+    return pq.ParquetFile(pa.BufferReader(data)).read(columns=names, use_threads=False)

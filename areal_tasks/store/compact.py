@@ -1,0 +1,216 @@
+"""Making compactions: many iterations' tables, commits and manifests merged into few files, verified as they are read.
+
+What is merged is derived and can be thrown away at any time: readers take it where it is faster, and it is never more
+true than what it was made from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from areal_tasks.store import paths
+from areal_tasks.store.catalog import DERIVED, Catalog, Region, compact_schema
+from areal_tasks.store.commit import bytes_digest, new_attempt
+from areal_tasks.store.compacted import extent, short_digest
+from areal_tasks.store.parallel import parallel
+from areal_tasks.store.provenance import make_provenance, now
+from areal_tasks.store.runs import Run
+from areal_tasks.store.shards import read_shard
+from schemas.compaction import SCALAR_TABLES, CompactFile, Compaction, CompactTable
+from schemas.errors import UserError
+from schemas.manifest import ShardRef
+from schemas.tables import FLOATS, TEXTS
+
+log = logging.getLogger(__name__)
+
+_FILE_ROWS: Final = 1 << 20
+_FILE_BYTES: Final = 512 << 20  # in memory
+_GROUP_ROWS: Final = 1 << 18
+_GROUP_BYTES: Final = 128 << 20
+_GROWTH: Final = 2  # a compaction shorter than this many times what follows it is merged with that
+_AT_ONCE: Final = 64  # plain shards in memory
+_UNIQUE: Final = frozenset({"sample_id", "seed", "path", "sha256", "key", "attempt", "previous"}) | TEXTS
+
+
+def compact(run: Run, catalog: Catalog, regions: Sequence[Region], tables: Sequence[str] = SCALAR_TABLES) -> Compaction:
+    """Merge consecutive regions of the catalog into a compaction that covers all their iterations.
+
+    Raises:
+        UserError: a file of the run is damaged, or the store cannot be written.
+    """
+    attempt, started = new_attempt(), now()
+    first, stop = regions[0].first, regions[-1].stop
+    names = [*(name for name in tables if name in catalog.stages_of), *DERIVED]
+    prefix = paths.compact_attempt(run.name, attempt)
+    record = Compaction(
+        run=run.name,
+        first=first,
+        stop=stop,
+        attempt=attempt,
+        last=bytes_digest(run.store, run.commit_path(stop - 1)),
+        stages_of={table: tuple(sorted(stages)) for table, stages in catalog.stages_of.items()},
+        tables={name: _merged(run, catalog, regions, name, prefix) for name in names},
+        provenance=make_provenance(run.owner, started),
+    )
+    data = record.encode()
+    run.store.create(paths.compaction(run.name, first, stop, short_digest(data)), data)
+    return record
+
+
+def _merged(run: Run, catalog: Catalog, regions: Sequence[Region], name: str, prefix: str) -> CompactTable:
+    schema = compact_schema(name)
+    rows = (part for region in regions for part in _rows(catalog, region, name))
+    files = tuple(
+        _write(run, f"{prefix}/{name}-{index:05d}.parquet", table) for index, table in enumerate(_batched(rows))
+    )
+    return CompactTable(columns=tuple(schema.names), files=files)
+
+
+def _rows(catalog: Catalog, region: Region, name: str) -> Iterator[pa.Table]:
+    """The region's rows of a table, every byte of their source verified."""
+    merged = catalog.merged(region, name)
+    if merged is not None:
+        yield from merged
+        return
+    if name in DERIVED:
+        yield catalog.derived(name, region)
+        return
+    schema = compact_schema(name)
+    shards = catalog.shards_of(region, name)
+    for start in range(0, len(shards), _AT_ONCE):
+        part = shards[start : start + _AT_ONCE]
+        yield pa.concat_tables(parallel(lambda found: _plain_rows(catalog, *found, schema), part))
+
+
+def _plain_rows(catalog: Catalog, iteration: int, shard: ShardRef, schema: pa.Schema) -> pa.Table:
+    table = read_shard(catalog.run.store, shard)
+    given = {name: table[name] for name in table.column_names}
+    given["iteration"] = pa.array([iteration] * len(table), pa.int32())
+    columns = [given[f.name].cast(f.type) if f.name in given else pa.nulls(len(table), f.type) for f in schema]
+    return pa.table(columns, schema=schema)
+
+
+def _batched(rows: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The same rows in tables as large as a file may be."""
+    held: list[pa.Table] = []
+    size = count = 0
+    for part in rows:
+        held, size, count = [*held, part], size + part.nbytes, count + len(part)
+        if count >= _FILE_ROWS or size >= _FILE_BYTES:
+            yield pa.concat_tables(held)
+            held, size, count = [], 0, 0
+    if count:
+        yield pa.concat_tables(held)
+
+
+def _write(run: Run, path: str, table: pa.Table) -> CompactFile:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, **_options(table))
+    data: bytes = sink.getvalue().to_pybytes()
+    run.store.put(path, data)
+    footer = int.from_bytes(data[-8:-4], "little") + 8
+    return CompactFile(
+        path=path,
+        sha256=hashlib.sha256(data).hexdigest(),
+        bytes=len(data),
+        rows=len(table),
+        footer=footer,
+        footer_sha256=hashlib.sha256(data[-footer:]).hexdigest(),
+        chunks=_chunk_digests(data),
+    )
+
+
+def _chunk_digests(data: bytes) -> tuple[tuple[str, ...], ...]:
+    metadata, view = pq.read_metadata(pa.BufferReader(data)), memoryview(data)
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    extents = [[extent(group.column(c)) for c in range(group.num_columns)] for group in groups]
+    return tuple(tuple(short_digest(view[start : start + size]) for start, size in group) for group in extents)
+
+
+def _options(table: pa.Table) -> dict[str, Any]:
+    """How a merged table is laid out: large row groups for scans, dictionaries where values repeat."""
+    row_bytes = table.nbytes // max(len(table), 1) + 1
+    return {
+        "row_group_size": max(1, min(_GROUP_ROWS, _GROUP_BYTES // row_bytes)),
+        "compression": "zstd",
+        "compression_level": 1,
+        "use_dictionary": [f.name for f in table.schema if _repeats(f)],
+        "use_byte_stream_split": [f"{f.name}.list.element" for f in table.schema if f.type == FLOATS] or False,
+        "write_statistics": [f.name for f in table.schema if pa.types.is_integer(f.type)],
+    }
+
+
+def _repeats(column: pa.Field) -> bool:
+    kind = column.type
+    return not (pa.types.is_nested(kind) or pa.types.is_boolean(kind) or column.name in _UNIQUE)
+
+
+# ── when ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def due(regions: Sequence[Region], every: int) -> Sequence[Region]:
+    """The last regions, if it is time to merge them: at least `every` iterations at the end are not compacted.
+
+    They take shorter compactions before them along, so that a run of n iterations has about log(n) of them, and each
+    row is rewritten as often.
+    """
+    if not regions or regions[-1].compaction is not None or _length(regions[-1:]) < every:
+        return ()
+    start = len(regions) - 1
+    while start > 0 and _joins(regions[start - 1], _length(regions[start:])):
+        start -= 1
+    return regions[start:]
+
+
+def _joins(before: Region, length: int) -> bool:
+    if before.compaction is None:  # its compaction was not believed
+        return True
+    small = before.compaction.tables.keys() <= {*SCALAR_TABLES, *DERIVED}
+    return small and before.stop - before.first < _GROWTH * length
+
+
+def _length(regions: Sequence[Region]) -> int:
+    return regions[-1].stop - regions[0].first
+
+
+class Compactor:
+    """Compacts a run beside its loop, every `every` iterations (0: never). A context manager; told of each commit.
+
+    A failure is logged and tried again when as many iterations have passed: the run does not depend on it.
+    """
+
+    def __init__(self, run: Run, every: int) -> None:
+        self.run, self.every = run, every
+        self.waited = every  # the first commit after a start looks what an earlier start has left
+        self.thread: threading.Thread | None = None
+
+    def __enter__(self) -> Compactor:
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        if self.thread is not None:
+            self.thread.join()
+
+    def committed(self) -> None:
+        """An iteration has been committed."""
+        self.waited += 1
+        if self.every and self.waited >= self.every and not (self.thread and self.thread.is_alive()):
+            self.waited = 0
+            self.thread = threading.Thread(target=self._work, name="compaction", daemon=True)
+            self.thread.start()
+
+    def _work(self) -> None:
+        try:
+            catalog = Catalog(self.run)
+            regions = due(catalog.regions, self.every)
+            if regions:
+                compact(self.run, catalog, regions)
+        except (UserError, OSError, pa.ArrowException) as error:
+            log.warning("run %s could not be compacted, its queries take longer: %s", self.run.name, error)

@@ -1,0 +1,82 @@
+"""Tables as lazy Arrow data sets: whoever scans one says which columns and rows, and only then is anything opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from areal_tasks.store.catalog import Catalog, Region, compact_schema
+from areal_tasks.store.compacted import FORMAT
+from schemas.tables import TABLES
+
+#: Makes the data set that is scanned, given the columns and the filter.
+Build = Callable[[Sequence[str], ds.Expression | None], ds.Dataset]
+
+_ITERATION: Final = pa.field("iteration", pa.int32(), nullable=False)
+
+
+class Lazy(ds.InMemoryDataset):  # type: ignore[misc]
+    """A data set that is made when DuckDB asks it for a scanner. An error is kept: DuckDB hides where it came from."""
+
+    def __init__(self, schema: pa.Schema, build: Build) -> None:
+        super().__init__(schema.empty_table())
+        self.build = build
+        self.failure: Exception | None = None
+
+    def scanner(self, columns: Any = None, filter: ds.Expression | None = None, **options: Any) -> ds.Scanner:
+        """As `Dataset.scanner`, of the data set that `build` makes."""
+        names = self.schema.names if columns is None else list(columns)
+        try:
+            return self.build(names, filter).scanner(columns=columns, filter=filter, **options)
+        except Exception as error:
+            self.failure = error
+            raise
+
+
+def table_schema(table: str) -> pa.Schema:
+    """The columns of the view of a table."""
+    return pa.schema([_ITERATION, *(field for field in TABLES[table] if field.name != "iteration")])
+
+
+def table_dataset(catalog: Catalog, table: str) -> Lazy:
+    """A table of the run, from compactions where they are believed and from its shards elsewhere."""
+    schema = table_schema(table)
+    filesystem, root = catalog.run.store.arrow()
+    plain: dict[int, list[Any]] = {}  # first iteration of a region -> its shards
+
+    def shards(region: Region) -> list[Any]:
+        if region.first not in plain:
+            plain[region.first] = [
+                FORMAT.make_fragment(f"{root}/{shard.path}", filesystem, ds.field("iteration") == iteration)
+                for iteration, shard in catalog.shards_of(region, table)
+            ]
+        return plain[region.first]
+
+    def fragments(region: Region, columns: Sequence[str], filter: ds.Expression | None) -> list[Any]:
+        compact = region.compacted(table)
+        if compact is None:
+            return shards(region)
+        read = catalog.reader.fragments
+        found = catalog.trusted(region, lambda: read(compact, set(columns), filter, compact_schema(table)))
+        return shards(region) if found is None else found
+
+    def build(columns: Sequence[str], filter: ds.Expression | None) -> ds.Dataset:
+        parts = [part for region in catalog.regions for part in fragments(region, columns, filter)]
+        return ds.FileSystemDataset(parts, schema, FORMAT, filesystem)
+
+    return Lazy(schema, build)
+
+
+def derived_dataset(schema: pa.Schema, make: Callable[[], pa.Table]) -> Lazy:
+    """A table that `make` makes, once it is asked for."""
+    made: list[pa.Table] = []
+
+    def build(columns: Sequence[str], filter: ds.Expression | None) -> ds.Dataset:
+        if not made:
+            made.append(make())
+        return ds.InMemoryDataset(made[0])
+
+    return Lazy(schema, build)
