@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -13,16 +13,20 @@ from prefect.runtime import flow_run
 
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import PrefectIds
-from areal_tasks.stages.loop import Loop
 from areal_tasks.stages.preflight import check_code, check_engines
+from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.backend import StoreError, open_store
+from areal_tasks.store.commit import find_record
+from areal_tasks.store.fork import Origin, check_iteration, inherit_model, origin_of, read_fork
 from areal_tasks.store.journal import append
-from areal_tasks.store.runs import Run, open_run
+from areal_tasks.store.paths import run_record
+from areal_tasks.store.runs import Run, load_run, open_run
 from flows.home import logs_folder
 from flows.messages import hide_tracebacks
 from flows.observe import Observer
 from flows.tasks import StageTasks
 from schemas.errors import UserError
+from schemas.manifest import RunRecord
 from schemas.recipe.load import apply_overrides, parse_recipe
 from schemas.recipe.recipe import BaseRecipe, Recipe
 
@@ -61,14 +65,41 @@ def run_name(recipe: BaseRecipe, run: str) -> str:
     return run or (f"{recipe.name}-{flow_name}" if flow_name else recipe.name)
 
 
-def execute(recipe: Recipe, name: str) -> dict[str, Any]:
-    """Build and commit every iteration that the run does not have yet; all engines end when this returns or raises."""
+def child_recipe(recipe: R, name: str, fork: str) -> tuple[R, Origin | None]:
+    """The recipe of a run that shares its parent's history, and where it comes from; as it is for any other run.
+
+    Args:
+        fork: `PARENT@ITERATION` for a new child; who continues one that exists need not say it again.
+
+    Raises:
+        UserError: there is no such parent, it has not come that far, or the recipe begins with other weights.
+    """
+    store = open_store(recipe.store.url)
+    record = find_record(store, run_record(name), RunRecord)
+    origin = read_fork(fork) if fork else origin_of(record) if record and record.kind == "fork" else None
+    if origin is None:
+        return recipe, None
+    parent = load_run(store, origin.parent)
+    check_iteration(parent, origin.iteration)
+    return inherit_model(parent, origin.iteration, recipe), origin
+
+
+def execute(
+    recipe: Recipe, name: str, origin: Origin | None = None, segments: Sequence[tuple[int, Recipe]] = ()
+) -> dict[str, Any]:
+    """Build and commit every iteration that the run does not have yet; all engines end when this returns or raises.
+
+    `origin` and `segments` are those of `open_run`.
+    """
     store, ids = open_store(recipe.store.url), PrefectIds(flow_run=flow_run.get_id() or "")
-    run = open_run(store, name, recipe.flow, recipe, prefect_flow_run_id=ids.flow_run)
+    run = open_run(store, name, recipe.flow, recipe, origin=origin, segments=segments, prefect_flow_run_id=ids.flow_run)
     log = get_run_logger()
     log.info("run %s in %s, as owner %d", name, store.url, run.owner)
-    with logged(run, ids.flow_run), Observer(run, recipe) as observe, Engines(run, recipe, logs_folder()) as engines:
-        Loop(run, recipe, engines, StageTasks(), observe, ids)()
+    if origin is not None:
+        log.info("run %s is %s", name, origin)
+    services = Engines(run, recipe, logs_folder(), generates=not run.record.counterfactual)
+    with logged(run, ids.flow_run), Observer(run, recipe) as observe, services as engines:
+        loop_of(run)(run, recipe, engines, StageTasks(), observe, ids)()
     head = run.head()
     return {"run": name, "store": store.url, "iterations": head.iteration + 1 if head else 0}
 

@@ -8,7 +8,7 @@ from prefect import flow
 
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.runs import check_run
-from flows.execute import execute, prepared, run_name
+from flows.execute import child_recipe, execute, prepared, run_name
 from flows.sft import sft
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
@@ -16,19 +16,21 @@ from schemas.recipe.recipe import RlhfRecipe, SftRecipe
 
 
 @flow(name="rlhf", validate_parameters=True)
-def rlhf(recipe: RlhfRecipe, run: str = "", overrides: str = "") -> dict[str, Any]:
+def rlhf(recipe: RlhfRecipe, run: str = "", overrides: str = "", fork: str = "") -> dict[str, Any]:
     """Reinforcement learning from verified rewards.
 
     Args:
         recipe: The whole configuration; a deployment fills it in from its file.
         run: Name of the run. The name of a run that exists resumes it. Empty: recipe and flow run name.
         overrides: Fields to change, as `section.field=value` with blanks between, such as `schedule.iterations=50`.
+        fork: A run and an iteration, `NAME@40`: share all of its history before, and go on from there.
     """
     recipe = prepared(recipe, overrides)
     name = run_name(recipe, run)
+    recipe, origin = child_recipe(recipe, name, fork)
     if recipe.model.warm_start:
         recipe = warm_started(recipe, name)
-    return execute(recipe, name)
+    return execute(recipe, name, origin)
 
 
 def warm_started(recipe: RlhfRecipe, name: str) -> RlhfRecipe:

@@ -17,8 +17,10 @@ from areal_tasks.engines.server_pool import ServerDown
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.stages.build import Built, PrefectIds
-from areal_tasks.stages.loop import Execute, Job, Loop, run_directly
+from areal_tasks.stages.loop import Execute, Job, run_directly
+from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.fork import Origin
 from areal_tasks.store.local import LocalBackend
 from areal_tasks.store.runs import Run, load_run, open_run
 from schemas.recipe.load import parse_recipe
@@ -79,11 +81,18 @@ def tiny_evaluation(path: str) -> Recipe:
     )
 
 
-def drive(folder: Path, name: str, recipe: Recipe, execute: Execute = run_directly) -> Run:
+def drive(
+    folder: Path,
+    name: str,
+    recipe: Recipe,
+    execute: Execute = run_directly,
+    origin: Origin | None = None,
+    segments: Sequence[tuple[int, Recipe]] = (),
+) -> Run:
     """Bring a run to its end, in this process."""
-    run = open_run(store_in(folder), name, recipe.flow, recipe)
-    with Engines(run, recipe, folder / "logs") as engines:
-        Loop(run, recipe, engines, retrying(execute))()
+    run = open_run(store_in(folder), name, recipe.flow, recipe, origin=origin, segments=segments)
+    with Engines(run, recipe, folder / "logs", generates=not run.record.counterfactual) as engines:
+        loop_of(run)(run, recipe, engines, retrying(execute))()
     return run
 
 
@@ -111,16 +120,18 @@ def store_in(folder: Path) -> Store:
 # ── a driver that can be killed ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def start_driver(folder: Path, name: str, recipe: Recipe, die_at: int | str = 0) -> ForkServerProcess:
+def start_driver(
+    folder: Path, name: str, recipe: Recipe, die_at: int | str = 0, origin: Origin | None = None
+) -> ForkServerProcess:
     """`drive` in a process of its own, killed at `die_at` writes to the store, or before the job of that label."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=_main, args=(folder, name, recipe, die_at))
+    process = context.Process(target=_main, args=(folder, name, recipe, die_at, origin))
     process.start()
     return process
 
 
-def _main(folder: Path, name: str, recipe: Recipe, die_at: int | str) -> None:
+def _main(folder: Path, name: str, recipe: Recipe, die_at: int | str, origin: Origin | None) -> None:
     os.environ[MARK] = str(folder)
     if isinstance(die_at, int) and die_at:
         _die_at_write(die_at)
@@ -130,7 +141,7 @@ def _main(folder: Path, name: str, recipe: Recipe, die_at: int | str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return run_directly(jobs)
 
-    drive(folder, name, recipe, execute)
+    drive(folder, name, recipe, execute, origin)
 
 
 def _die_at_write(number: int) -> None:

@@ -1,6 +1,7 @@
 """Builds one stage of one iteration: reuses what is committed under its key, else runs the stage and commits.
 
-This is the whole of resume, and of replay later: what has been built is found by its key, and nothing else is asked.
+This is the whole of resume, and of replay: what has been built is found by its key, here or in the run that is
+replayed.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from areal_tasks.stages.context import Context
-from areal_tasks.stages.stage import Inputs, Output, Stage
+from areal_tasks.stages.stage import Inputs, Kind, Output, Stage
 from areal_tasks.store import paths
 from areal_tasks.store.commit import commit_once, new_attempt
 from areal_tasks.store.keys import combine_digests, recipe_values, stage_key
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.runs import stage_ref
+from areal_tasks.store.runs import Found, stage_ref
 from areal_tasks.store.shards import write_table
 from schemas.manifest import InputRef, StageManifest, StageRef, TableRef
 
@@ -37,26 +38,52 @@ class Built:
     ref: StageRef
     reused: bool
 
+    def recorded(self, context: Context) -> bool:
+        """Whether another run made it: the one that this run replays, or shares its past with."""
+        return self.manifest.run != context.run.name
+
 
 def build(stage: Stage, context: Context, inputs: Mapping[str, Built], ids: PrefectIds) -> Built:
     """The committed result of `stage` for this iteration's inputs, reused if its key is known, else made now."""
     given = Inputs({name: built.manifest for name, built in inputs.items()}, stage.reads)
     key = key_of(stage, context, given)
     given = replace(given, key=key)
-    found = context.run.find_stage(context.iteration, stage.name, key)
+    found = context.run.find_stage(context.iteration, stage.name, key) or _recorded(stage, context, given)
     if found is None:
         return _make(stage, context, given, ids)
-    if stage.on_reuse is not None:
+    built = Built(found.manifest, found.ref, reused=True)
+    if stage.on_reuse is not None and _engines_follow(stage, context, built):
         stage.on_reuse(context, given, found.manifest)
-    return Built(found.manifest, found.ref, reused=True)
+    return built
+
+
+def _recorded(stage: Stage, context: Context, inputs: Inputs) -> Found | None:
+    """The result in the run that is replayed, whose source stages were asked for after its own commits."""
+    if context.recorded is None:
+        return None
+    recorded = context.recorded
+    key = key_of(stage, replace(context, previous_digest=recorded.previous_digest), inputs)
+    return recorded.find(stage.name, key)
+
+
+def _engines_follow(stage: Stage, context: Context, built: Built) -> bool:
+    """Whether a result that is reused must be brought into the engines at once.
+
+    What a replay takes over changes only what the servers hold: the trainer is restored when it is next asked to work.
+    """
+    return not built.recorded(context) or (stage.kind is Kind.WEIGHTS and context.engines.generates)
 
 
 def carried(stage: Stage, context: Context, inputs: Mapping[str, Built]) -> Built | None:
-    """The result of a `once` stage that the previous commit already names under the same key."""
+    """The result of a `once` stage that the previous commit already names under the same key.
+
+    What a run begins with is history, whatever a fork has changed since: a stage that reads nothing is not made again.
+    """
     if not stage.once or context.previous is None:
         return None
     key = key_of(stage, context, Inputs({name: built.manifest for name, built in inputs.items()}, stage.reads))
-    ref = next((r for r in context.previous.stages if (r.stage, r.key) == (stage.name, key)), None)
+    known = (r for r in context.previous.stages if r.stage == stage.name and (r.key == key or not stage.reads))
+    ref = next(known, None)
     return None if ref is None else Built(context.run.read_stage(ref), ref, reused=True)
 
 

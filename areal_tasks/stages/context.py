@@ -12,6 +12,7 @@ from schemas.recipe.recipe import Recipe, RlhfRecipe, SftRecipe
 
 if TYPE_CHECKING:
     from areal_tasks.engines.session import Engines
+    from areal_tasks.stages.replay import Recorded
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Context:
     weights_held: WeightsRef | None
     previous: IterationCommit | None
     previous_digest: str
+    recorded: Recorded | None = None  # the same iteration of the run that is replayed
 
     @property
     def store(self) -> Store:

@@ -16,7 +16,7 @@ from areal_tasks.store.files import commit_weights, weights_ref
 from areal_tasks.store.paths import weights, weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.shards import read_table
-from schemas.manifest import FileRef, StageManifest, TableRef, WeightsRef
+from schemas.manifest import FileRef, StageManifest, WeightsRef
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 from schemas.tables import PUBLISH
 
@@ -102,14 +102,15 @@ def write_weights(context: Context, train: StageManifest, version: int) -> tuple
 
 def reload(context: Context, inputs: Inputs, manifest: StageManifest) -> None:
     """The weights are committed: let the servers have them, from the store or from a trainer that holds them."""
-    ref = published_weights(context.store, context.run.name, manifest.tables["publish"])
+    ref = published_weights(context.store, manifest, "publish")
     trainer = None if ref.written else context.engines.trainer_after(inputs.manifests["train"])
     context.engines.serve_weights(ref, trainer)
 
 
-def published_weights(store: Store, run: str, table: TableRef) -> WeightsRef:
-    """The weights that the one row of a publish table names."""
-    row = read_table(store, table, ("version", "weights_attempt", "materialised", "sha256")).to_pylist()[0]
+def published_weights(store: Store, manifest: StageManifest, table: str) -> WeightsRef:
+    """The weights that the one row of a table like `publish` names. They lie in the run that wrote it."""
+    columns_read = ("version", "weights_attempt", "materialised", "sha256")
+    row = read_table(store, manifest.tables[table], columns_read).to_pylist()[0]
     if not row["materialised"]:
         return WeightsRef(version=row["version"], attempt="", path="", sha256="", digest=row["sha256"])
-    return weights_ref(store, weights(run, row["version"], row["weights_attempt"]))
+    return weights_ref(store, weights(manifest.run, row["version"], row["weights_attempt"]))

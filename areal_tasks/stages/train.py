@@ -59,6 +59,7 @@ def _command(context: Context, inputs: Inputs, prefix: str) -> Train:
         digest=inputs.key,
         kind="grpo" if isinstance(context.recipe, RlhfRecipe) else "sft",
         iteration=context.iteration,
+        recipe=context.recipe.model_dump(mode="json"),
         tables=inputs.refs(),
         prefix=prefix,
     )

@@ -6,7 +6,8 @@ import hashlib
 import os
 import re
 import socket
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from areal_tasks.store.commit import (
     read_record,
     read_verified,
 )
+from areal_tasks.store.fork import Origin, check_iteration, check_origin, leave_reference, origin_of, tell
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.search import last_present
 from areal_tasks.store.segments import check_same, compare, extends, read_segments
@@ -147,14 +149,21 @@ class Run:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A line of `arealflow runs`. `problem` says why the rest is empty."""
+    """A line of `arealflow runs`. `problem` says why the rest is empty.
+
+    `kind` is that of a child (`fork`, `replay`), whose own iterations begin at `forked_at`; a `counterfactual` replay
+    keeps the rollouts of its parent.
+    """
 
     name: str
     flow: str = ""
     created: str = ""
     iterations: int = 0
     planned: int = 0
+    kind: str = ""
     parent: str = ""
+    forked_at: int | None = None
+    counterfactual: bool = False
     problem: str = ""
 
 
@@ -164,7 +173,8 @@ def open_run(
     flow: str,
     recipe: BaseRecipe,
     *,
-    parent: tuple[str, int] | None = None,
+    origin: Origin | None = None,
+    segments: Sequence[tuple[int, BaseRecipe]] = (),
     prefect_flow_run_id: str = "",
 ) -> Run:
     """Create the run, or take it over where it stands, as its next owner.
@@ -172,23 +182,30 @@ def open_run(
     The recipe must be the run's own as far as it is semantic; it may ask for more iterations (a new segment).
 
     Args:
-        parent: name of the run to fork from, and the first iteration that is the child's own.
+        origin: the parent, for a child. Whoever continues a fork that exists need not name it.
+        segments: for a replay, its recipes with the first iteration of each; the last one is `recipe`.
 
     Raises:
-        UserError: the name is no name, or the run exists with another recipe or flow; fields and remedies are named.
+        UserError: the name is no name, or the run exists with another recipe, flow or origin; fields and remedies are
+            named.
     """
-    check_run(store, name, flow, recipe)  # before anyone is fenced off
-    record = _create(store, name, flow, recipe.seed, parent)
+    check_run(store, name, flow, recipe, origin)  # before anyone is fenced off
+    record, mine = _create(store, name, flow, recipe.seed, origin)
+    if mine and origin is not None:
+        tell(store, name, origin, prefect_flow_run_id)
     owner = _claim(store, name, prefect_flow_run_id)
     run = Run(store, name, record, owner, read_segments(store, name))
-    return Run(store, name, record, owner, _add_segment(run, recipe))
+    for first, there in segments[len(run.segments) :]:
+        run = replace(run, segments=(*run.segments, _write_segment(run, first, there)))
+    return replace(run, segments=_add_segment(run, recipe))
 
 
-def check_run(store: Store, name: str, flow: str, recipe: BaseRecipe) -> None:
-    """Raise what `open_run` would raise for this name and recipe, and change nothing."""
+def check_run(store: Store, name: str, flow: str, recipe: BaseRecipe, origin: Origin | None = None) -> None:
+    """Raise what `open_run` would raise for this name, recipe and origin, and change nothing."""
     check_name(name)
     record = find_record(store, paths.run_record(name), RunRecord)
     if record is not None:
+        check_origin(record, origin)
         check_same(name, record.flow, flow, read_segments(store, name), recipe)
 
 
@@ -230,31 +247,62 @@ def _summary(store: Store, name: str) -> RunSummary:
         head = run.head()
     except UserError as error:  # one damaged run does not hide the others
         return RunSummary(name, problem=str(error))
-    recipe = run.segments[-1].recipe if run.segments else {}
+    recipe, origin = run.segments[-1].recipe if run.segments else {}, origin_of(run.record)
     return RunSummary(
         name=name,
         flow=run.record.flow,
         created=run.record.provenance.committed,
         iterations=0 if head is None else head.iteration + 1,
         planned=recipe.get("schedule", {}).get("iterations", 0),
+        kind=origin.kind if origin else "",
         parent=run.record.parent,
+        forked_at=origin.iteration if origin else None,
+        counterfactual=run.record.counterfactual,
     )
 
 
-def _create(store: Store, name: str, flow: str, seed: int, parent: tuple[str, int] | None) -> RunRecord:
+def _create(store: Store, name: str, flow: str, seed: int, origin: Origin | None) -> tuple[RunRecord, bool]:
     found = find_record(store, paths.run_record(name), RunRecord)
     if found is not None:
-        return found
+        return found, False
+    if origin is not None:
+        _join(store, name, origin)
     record = RunRecord(
         run=name,
         flow=flow,
         seed=seed,
         attempt=new_attempt(),
-        parent=parent[0] if parent else "",
-        parent_iteration=parent[1] if parent else 0,
+        **_parentage(origin),
         provenance=make_provenance(0, now()),
     )
-    return commit_once(store, paths.run_record(name), record)[0]
+    return commit_once(store, paths.run_record(name), record)
+
+
+def _parentage(origin: Origin | None) -> dict[str, Any]:
+    """The fields of `run.json` that tell a child's origin."""
+    if origin is None:
+        return {}
+    return {
+        "parent": origin.parent,
+        "parent_iteration": origin.iteration,
+        "kind": origin.kind,
+        "counterfactual": origin.counterfactual,
+        "replay_from": origin.replay_from,
+        "replay_until": origin.replay_until,
+    }
+
+
+def _join(store: Store, child: str, origin: Origin) -> None:
+    """Leave a reference in the parent, and see that what it is to keep is still there.
+
+    A fork needs what lies before it; a replay, every iteration that is committed now.
+    """
+    parent = load_run(store, origin.parent)
+    check_iteration(parent, origin.iteration)
+    needed = origin.iteration if origin.kind == "fork" else _next_iteration(parent)
+    there = leave_reference(store, origin.parent, child, needed, origin.kind)
+    if there.iteration:
+        load_run(store, origin.parent).commit(there.iteration - 1)
 
 
 def _claim(store: Store, name: str, prefect_flow_run_id: str) -> int:
@@ -279,17 +327,22 @@ def _add_segment(run: Run, recipe: BaseRecipe) -> tuple[Segment, ...]:
     """The run's segments, the last of which is `recipe`'s: appended where the recipe is new or longer."""
     segments = run.segments
     while not segments or extends(compare(segments[-1], recipe)):
-        segment = Segment(
-            n=len(segments),
-            from_iteration=_next_iteration(run) if segments else run.first,
-            attempt=new_attempt(),
-            recipe=recipe.model_dump(mode="json"),
-            provenance=make_provenance(run.owner, now()),
-        )
-        there, _ = commit_once(run.store, paths.segment(run.name, segment.n), segment)
-        segments = (*segments, there)
+        first = _next_iteration(run) if segments else run.first
+        segments = (*segments, _write_segment(replace(run, segments=segments), first, recipe))
     check_same(run.name, run.record.flow, run.record.flow, segments, recipe)  # a start beside this one may have won
     return segments
+
+
+def _write_segment(run: Run, first: int, recipe: BaseRecipe) -> Segment:
+    """The run's next segment: `recipe` from iteration `first` on, or what another start has written there."""
+    segment = Segment(
+        n=len(run.segments),
+        from_iteration=first,
+        attempt=new_attempt(),
+        recipe=recipe.model_dump(mode="json"),
+        provenance=make_provenance(run.owner, now()),
+    )
+    return commit_once(run.store, paths.segment(run.name, segment.n), segment)[0]
 
 
 def _next_iteration(run: Run) -> int:

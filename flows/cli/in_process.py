@@ -21,11 +21,16 @@ from schemas.recipe.recipe import Recipe
 FLOWS: dict[str, Flow[..., Any]] = {"rlhf": rlhf, "sft": sft, "evaluate": evaluate}
 
 
-def run_here(recipe: Recipe, name: str) -> dict[str, Any]:
+def run_here(recipe: Recipe, name: str, **parameters: Any) -> dict[str, Any]:
     """What the recipe's flow returns. Raises what it raises."""
+    return call_flow(FLOWS[recipe.flow], recipe, run=name, **parameters)
+
+
+def call_flow(flow: Flow[..., Any], *arguments: Any, **parameters: Any) -> dict[str, Any]:
+    """What a flow returns that is run in this process. Raises what it raises."""
     with prefect_server():
         check_server()
-        return cast("dict[str, Any]", FLOWS[recipe.flow](recipe, run=name))
+        return cast("dict[str, Any]", flow(*arguments, **parameters))
 
 
 def prefect_server() -> AbstractContextManager[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,4 +23,9 @@ def run(
     from flows.cli.in_process import run_here  # Prefect and torch: seconds that no other command should wait for
 
     result = run_here(loaded, name)
-    typer.echo(f"run {result['run']}: {result['iterations']} iterations in {result['store']}")
+    typer.echo(outcome(result))
+
+
+def outcome(result: dict[str, Any]) -> str:
+    """Where a run stands now, for a person."""
+    return f"run {result['run']}: {result['iterations']} iterations in {result['store']}"

@@ -7,7 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
-from flows.cli import doctor, inspect, local, machine, report
+from flows.cli import doctor, fork, inspect, local, machine, report
 from schemas.errors import UserError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.command("up")(machine.up)
 app.command("down")(machine.down)
 app.command("run")(local.run)
+app.command("fork")(fork.fork)
 app.command("plan")(inspect.plan)
 app.command("runs")(inspect.runs)
 app.command("sql")(inspect.sql)

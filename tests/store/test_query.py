@@ -10,6 +10,7 @@ import pytest
 from store_builders import STAGES, build, commit_stage, iteration_commit, manifest, recipe, table
 
 from areal_tasks.store.backend import Store
+from areal_tasks.store.fork import Origin
 from areal_tasks.store.query import connect, run_sql
 from areal_tasks.store.runs import Run, open_run
 from schemas.errors import UserError
@@ -179,7 +180,8 @@ def test_sql_with_an_error_is_explained(local_store: Store, query: str, cause: s
     with pytest.raises(UserError, match=cause) as error:
         ask(local_store, query)
     if "single SELECT" not in cause and "syntax" not in cause:
-        assert "Views of run 'run': advantage, commits, rollout, samples, scalars, stages, tokens" in str(error.value)
+        views = "advantage, commits, groups, rollout, samples, scalars, servers, shards, stages, tokens"
+        assert f"Views of run 'run': {views}" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +254,7 @@ def test_what_is_carried_from_iteration_to_iteration_is_there_once(local_store: 
 
 def test_a_fork_sees_its_parents_iterations(local_store: Store) -> None:
     built(local_store, 3)
-    child = open_run(local_store, "child", "rlhf", recipe(), parent=("run", 2))
+    child = open_run(local_store, "child", "rlhf", recipe(), origin=Origin("run", 2))
     build(child, [2], STAGES)
     rows = run_sql(local_store, "child", "SELECT iteration, run FROM stages WHERE stage = 'rollout' ORDER BY 1")
     assert rows.to_pylist() == [{"iteration": k, "run": name} for k, name in enumerate(["run", "run", "child"])]

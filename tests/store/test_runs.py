@@ -13,6 +13,7 @@ from store_builders import build, iteration_commit, recipe
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
+from areal_tasks.store.fork import Origin
 from areal_tasks.store.runs import Run, Superseded, list_runs, load_run, open_run
 from areal_tasks.store.search import last_present
 from schemas.errors import UserError
@@ -157,7 +158,7 @@ def test_a_repeated_commit_is_recognised(local_store: Store) -> None:
 def test_a_fork_shares_what_came_before(store: Store) -> None:
     parent = opened(store, name="parent")
     build(parent, range(3), {"verify": ("verify",)})
-    child = open_run(store, "child", "rlhf", recipe("rollout.temperature=0.9"), parent=("parent", 2))
+    child = open_run(store, "child", "rlhf", recipe("rollout.temperature=0.9"), origin=Origin("parent", 2))
     head = child.head()
     assert head is not None and (head.run, head.iteration) == ("parent", 1)
     key = parent.commit(1).stages[0].key

@@ -38,7 +38,7 @@ from areal_tasks.data.batching import Layout
 from areal_tasks.engines.trainer import checkpoint
 from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, TokenStats, Which
 from areal_tasks.engines.trainer.forward import move, to_device
-from areal_tasks.engines.trainer.optimizer import clip_gradients, optimizer_options, prepare_state
+from areal_tasks.engines.trainer.optimizer import clip_gradients, optimizer_options, prepare_state, use_options
 from areal_tasks.engines.trainer.policy import Policy, load_policy, prepare, read_policy
 from areal_tasks.engines.trainer.precision import cast_parameters
 from areal_tasks.engines.trainer.process_group import gather_stats, ranks_here
@@ -71,6 +71,7 @@ class DeepSpeedBackend:
 
     def __init__(self, settings: Trainer, model: Model) -> None:
         self.settings = settings
+        self.max_grad_norm = settings.max_grad_norm
         self.model_settings = model
         self.rank, self.world, self.device = ranks_here()
         self.dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
@@ -99,6 +100,12 @@ class DeepSpeedBackend:
     def load_reference(self, weights: Path) -> None:
         reference = cast_parameters(read_policy(weights, self.settings, self.device), self.dtype)
         self.models["reference"] = prepare(reference.requires_grad_(False), self.settings)
+
+    def use(self, settings: Trainer) -> None:
+        self.max_grad_norm = settings.max_grad_norm
+        use_options(self.optimizer, settings)
+        if self.settings.zero_stage > 0:
+            self.engine.optimizer.clip_grad = settings.max_grad_norm
 
     def learn(
         self, layout: Layout, weights: Float[Tensor, " T"], loss: TokenLoss, temperature: float, last: bool
@@ -204,7 +211,7 @@ class DeepSpeedBackend:
 
     def _clip(self) -> float:
         """Stage 0 keeps plain gradients, and DeepSpeed would clip them without saying what their norm was."""
-        return clip_gradients(list(self._policy().parameters()), self.settings.max_grad_norm)
+        return clip_gradients(list(self._policy().parameters()), self.max_grad_norm)
 
     def _gathered(self, parameter: Tensor, modified: bool = False) -> Any:
         """A context in which a parameter is whole; with `modified` all ranks then take what rank 0 has made of it."""

@@ -18,7 +18,7 @@ from areal_tasks.data.batching import Layout
 from areal_tasks.engines.trainer import checkpoint
 from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, TokenStats, Which
 from areal_tasks.engines.trainer.forward import move, to_device
-from areal_tasks.engines.trainer.optimizer import make_optimizer, step_at
+from areal_tasks.engines.trainer.optimizer import make_optimizer, step_at, use_options
 from areal_tasks.engines.trainer.policy import Policy, decoder_layers, load_policy
 from areal_tasks.engines.trainer.process_group import gather_stats, ranks_here
 from schemas.recipe.sections import Model, Trainer
@@ -32,6 +32,7 @@ class Fsdp2Backend:
 
     def __init__(self, settings: Trainer, model: Model) -> None:
         self.settings = settings
+        self.max_grad_norm = settings.max_grad_norm
         self.model_settings = model
         self.rank, self.world, self.device = ranks_here()
         self.mesh = init_device_mesh(self.device.type, (self.world,))
@@ -51,6 +52,10 @@ class Fsdp2Backend:
         reference = load_policy(weights, self.settings, self.model_settings, self.device)
         self.models["reference"] = self._sharded(reference.requires_grad_(False))
 
+    def use(self, settings: Trainer) -> None:
+        self.max_grad_norm = settings.max_grad_norm
+        use_options(self.optimizer, settings)
+
     def learn(
         self, layout: Layout, weights: Float[Tensor, " T"], loss: TokenLoss, temperature: float, last: bool
     ) -> Float[Tensor, "K T"]:
@@ -67,7 +72,7 @@ class Fsdp2Backend:
         return Scores(*(tensor.cpu() for tensor in scores))
 
     def step(self, lr: float, wanted: bool) -> float:
-        norm = clip_shards(list(self.models["policy"].parameters()), self.settings.max_grad_norm)
+        norm = clip_shards(list(self.models["policy"].parameters()), self.max_grad_norm)
         if wanted and norm < float("inf"):  # false for NaN too
             step_at(self.optimizer, lr)
         self.optimizer.zero_grad(set_to_none=True)

@@ -14,7 +14,7 @@ from areal_tasks.data.batching import Layout
 from areal_tasks.engines.trainer import checkpoint
 from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, TokenStats, Which
 from areal_tasks.engines.trainer.forward import move, to_device
-from areal_tasks.engines.trainer.optimizer import clip_gradients, make_optimizer, step_at
+from areal_tasks.engines.trainer.optimizer import clip_gradients, make_optimizer, step_at, use_options
 from areal_tasks.engines.trainer.policy import Policy, prepare, read_policy
 from areal_tasks.engines.trainer.precision import cast_parameters, copy_weights, working_copy
 from schemas.recipe.sections import Model, Trainer
@@ -31,6 +31,7 @@ class LocalBackend:
 
     def __init__(self, settings: Trainer, model: Model) -> None:
         self.settings = settings
+        self.max_grad_norm = settings.max_grad_norm
         self.dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
         self.device = choose_device(settings, model)
         self.models: dict[Which, Policy] = {}  # what computes
@@ -50,6 +51,10 @@ class LocalBackend:
         reference = cast_parameters(read_policy(weights, self.settings, self.device), self.dtype)
         self.models["reference"] = prepare(reference.requires_grad_(False), self.settings)
 
+    def use(self, settings: Trainer) -> None:
+        self.max_grad_norm = settings.max_grad_norm
+        use_options(self.optimizer, settings)
+
     def learn(
         self, layout: Layout, weights: Float[Tensor, " T"], loss: TokenLoss, temperature: float, last: bool
     ) -> Float[Tensor, "K T"]:
@@ -64,7 +69,7 @@ class LocalBackend:
         return Scores(*(tensor.cpu() for tensor in scores))
 
     def step(self, lr: float, wanted: bool) -> float:
-        norm = clip_gradients(self._parameters(), self.settings.max_grad_norm)
+        norm = clip_gradients(self._parameters(), self.max_grad_norm)
         if wanted and norm < float("inf"):  # false for NaN too
             step_at(self.optimizer, lr)
             self._round()

@@ -50,6 +50,13 @@ def optimizer_options(settings: Trainer) -> dict[str, Any]:
     }
 
 
+def use_options(optimizer: torch.optim.Optimizer, settings: Trainer) -> None:
+    """Go on with AdamW's options of other settings: what it remembers of the gradients stays."""
+    options = optimizer_options(settings)
+    for group in optimizer.param_groups:
+        group.update({name: options[name] for name in ("betas", "eps", "weight_decay")})
+
+
 def prepare_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """What AdamW keeps of a parameter: the zeros it would begin with, if it has made no step yet."""
     if not optimizer.state[parameter]:

@@ -1,0 +1,149 @@
+"""Replays a run from its tables: what a change reaches is built anew in a child run, the rest is taken by reference.
+
+A replay keeps the rollouts of the run that it replays: the data is what it was, whatever the changed policy would have
+generated (counterfactual). On policy, rollouts too are built anew from the first iteration that a change has reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from areal_tasks.stages.build import Built
+from areal_tasks.stages.checkpoint import since_checkpoint
+from areal_tasks.stages.context import Context
+from areal_tasks.stages.graphs import iteration_plan, stages
+from areal_tasks.stages.loop import Loop
+from areal_tasks.stages.planner import Plan, plan
+from areal_tasks.stages.stage import Kind, Stage
+from areal_tasks.store.fork import Origin, find_reference, origin_of
+from areal_tasks.store.runs import Found, Run
+from schemas.manifest import IterationCommit, WeightsRef
+from schemas.recipe.load import parse_recipe
+from schemas.recipe.recipe import Recipe, RlhfRecipe
+
+#: Where a replay may begin, in the order of an iteration.
+STARTS = ("verify", "advantage", "train")
+_POLICY = {"policy", "weights"}  # what a stage carries that depends on the weights so far
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One iteration of the run that is replayed, and what of it a replay may take.
+
+    The stages `kept` are taken whatever would be asked for now, the stage `anew` is never taken, and every other one
+    is taken if its key is the recorded one.
+    """
+
+    run: Run
+    commit: IterationCommit
+    kept: frozenset[str]
+    anew: str
+
+    @property
+    def previous_digest(self) -> str:
+        """The commit that the recorded source stages were asked for after."""
+        return self.commit.previous
+
+    def find(self, stage: str, key: str) -> Found | None:
+        """The recorded result that stands for this stage and key."""
+        if stage == self.anew:
+            return None
+        fitting = (r for r in self.commit.stages if r.stage == stage and (r.key == key or stage in self.kept))
+        ref = next(fitting, None)
+        return None if ref is None else Found(self.run.read_stage(ref), ref)
+
+
+def replay_plan(recipe: Recipe, origin: Origin, k: int) -> Plan:
+    """The graph of a replayed iteration. Without servers nothing is evaluated."""
+    if origin.replay_until:
+        return plan(stages(recipe), [origin.replay_until])
+    if origin.counterfactual:
+        return plan(stages(recipe), ["publish", *(["scalars"] if isinstance(recipe, RlhfRecipe) else [])])
+    return iteration_plan(recipe, k)
+
+
+def before(graph: Plan, stage: str) -> list[Stage]:
+    """Every stage that `stage` waits for, however far back, in order. KeyError if the graph has no such stage."""
+    found: set[str] = set()
+    queue = list(graph.waits[stage])
+    while queue:
+        name = queue.pop()
+        if name not in found:
+            found.add(name)
+            queue += graph.waits[name]
+    return [s for s in graph.stages if s.name in found]
+
+
+def kept_stages(graph: Plan, origin: Origin) -> frozenset[str]:
+    """The stages whose recorded results stand as they are, whatever would be asked for now.
+
+    On policy that is what the run begins with. Else it is all that comes before the start: the rollouts, though other
+    weights would make others, and what was made of them, unless it depends on the weights.
+    """
+    if not origin.counterfactual:
+        return frozenset(s.name for s in graph.stages if s.once and not s.reads)
+    earlier = before(graph, origin.replay_from)
+    return frozenset(s.name for s in earlier if s.source or not _POLICY & set(s.carries))
+
+
+def loop_of(run: Run) -> type[Loop]:
+    """What builds the iterations of this run."""
+    return Replay if run.record.kind == "replay" else Loop
+
+
+def needs_trainer(graph: Plan) -> bool:
+    """Whether any stage of the graph asks something of the trainer."""
+    return any(stage.kind in (Kind.INFERENCE, Kind.TRAIN_STEP) for stage in graph.stages)
+
+
+@dataclass
+class Replay(Loop):
+    """The iterations of a child run that rebuilds those of its parent; it ends where the parent stood at its start."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        origin, parent = origin_of(self.run.record), self.run.parent
+        assert origin is not None and parent is not None, "a replay is a child"
+        self.origin, self.original = origin, parent
+
+    @property
+    def last(self) -> int:
+        reference = find_reference(self.run.store, self.original.name, self.run.name)
+        assert reference is not None, "a child leaves its reference before it begins"
+        return reference.iteration
+
+    def plan(self, k: int) -> Plan:
+        return replay_plan(self.recipe_at(k), self.origin, k)
+
+    def recipe_at(self, k: int) -> Recipe:
+        """The original's recipe of then, with the changes: it may have been made longer since."""
+        return parse_recipe(self.run.recipe_at(k), self.run.name)
+
+    def evaluates_at_end(self, k: int) -> bool:
+        return not self.origin.counterfactual and super().evaluates_at_end(k)
+
+    def _start_engines(self, initial: WeightsRef) -> None:
+        if needs_trainer(self.plan(self.first)):
+            super()._start_engines(initial)
+        else:
+            self.engines.initial = initial
+
+    def _context(self, k: int) -> Context:
+        recorded = Recorded(
+            self.original, self.original.commit(k), kept_stages(self.plan(k), self.origin), self.origin.replay_from
+        )
+        return replace(super()._context(k), recorded=recorded)
+
+    def _new_weights(self, context: Context, built: Mapping[str, Built]) -> WeightsRef:
+        """Where nothing is trained, those that the original made."""
+        if self.origin.replay_until and context.recorded is not None:
+            return context.recorded.commit.weights
+        return super()._new_weights(context, built)
+
+    def _checkpoint(self, context: Context, built: Mapping[str, Built]) -> tuple[WeightsRef | None, float]:
+        """Where nothing was trained anew, what the original had: its policy is the child's."""
+        train = built.get("train")
+        if context.recorded is not None and (train is None or train.recorded(context)):
+            return context.recorded.commit.checkpoint, since_checkpoint(context.recorded.commit)
+        return super()._checkpoint(context, built)

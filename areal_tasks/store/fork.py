@@ -1,0 +1,144 @@
+"""Children of runs: a fork shares its parent's history up to an iteration; a replay rebuilds it from its tables.
+
+Nothing is copied. A child first leaves a reference in its parent, so that `gc` keeps what the child needs, and only
+then comes to be (DESIGN §4).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
+
+from areal_tasks.store import paths
+from areal_tasks.store.backend import Store
+from areal_tasks.store.commit import commit_once, find_record, new_attempt
+from areal_tasks.store.journal import append
+from areal_tasks.store.provenance import make_provenance, now
+from schemas.errors import UserError
+from schemas.manifest import Reference, RunRecord
+from schemas.recipe.recipe import BaseRecipe
+
+if TYPE_CHECKING:
+    from areal_tasks.store.runs import Run
+
+R = TypeVar("R", bound=BaseRecipe)
+
+_FORK: Final = re.compile(r"(?P<parent>[^@]+)@(?P<iteration>\d+)")
+_BEGINNING: Final = ("path", "scratch", "warm_start")  # of `model`: what version 0 was made from
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a child run comes from: its parent, and the first iteration that is the child's own."""
+
+    parent: str
+    iteration: int
+    kind: Literal["fork", "replay"] = "fork"
+    counterfactual: bool = False  # a replay that keeps the recorded rollouts, whatever policy would have made them
+    replay_from: str = ""
+    replay_until: str = ""
+
+    def __str__(self) -> str:
+        if self.kind == "fork":
+            return f"a fork of {self.parent!r} at iteration {self.iteration}"
+        until = f" until {self.replay_until}" if self.replay_until else ""
+        how = "with its rollouts" if self.counterfactual else "on policy"
+        at = f" at iteration {self.iteration}" if self.iteration else ""
+        return f"a replay of {self.parent!r} from {self.replay_from}{until}{at}, {how}"
+
+
+def origin_of(record: RunRecord) -> Origin | None:
+    """Where a run comes from; None for one that has no parent."""
+    if not record.parent:
+        return None
+    return Origin(
+        record.parent,
+        record.parent_iteration,
+        "replay" if record.kind == "replay" else "fork",
+        record.counterfactual,
+        record.replay_from,
+        record.replay_until,
+    )
+
+
+def read_fork(text: str) -> Origin:
+    """What `PARENT@ITERATION` names. UserError if it is not of this form."""
+    found = _FORK.fullmatch(text.strip())
+    if found is None:
+        raise UserError(f"fork: {text!r} should look like PARENT@ITERATION, such as quickstart@40")
+    return Origin(found["parent"], int(found["iteration"]))
+
+
+def check_origin(record: RunRecord, asked: Origin | None) -> None:
+    """UserError unless the run that `record` begins is the child that is asked for."""
+    there = origin_of(record)
+    if asked is not None and there != asked:
+        raise UserError(
+            f"Run {record.run!r} exists and is {there or 'nobody’s child'}, not {asked}. "
+            "Choose another name (run=NAME)."
+        )
+    if asked is None and there is not None and there.kind == "replay":
+        raise UserError(
+            f"Run {record.run!r} is {there}: arealflow replay continues it. Choose another name (run=NAME)."
+        )
+
+
+def check_iteration(parent: Run, iteration: int) -> None:
+    """UserError unless all iterations of `parent` before this one are committed."""
+    head = parent.head()
+    committed = 0 if head is None else head.iteration + 1
+    if iteration > committed:
+        has = f"has committed {committed} iterations" if committed else "has not committed any iteration"
+        raise UserError(f"Run {parent.name!r} {has}: fork it at 0 to {committed}, not at {iteration}.")
+
+
+def inherit_model(parent: Run, iteration: int, recipe: R) -> R:
+    """`recipe` with what its parent's version 0 was made from: a child begins with its parent's initial weights.
+
+    Raises:
+        UserError: the recipe is another flow's, or names initial weights that are not the parent's.
+    """
+    if parent.record.flow != recipe.flow:
+        raise UserError(f"Run {parent.name!r} belongs to the flow {parent.record.flow!r}, not {recipe.flow!r}.")
+    own = type(recipe.model).model_validate(parent.recipe_at(iteration)["model"])
+    theirs = {name: getattr(own, name) for name in _BEGINNING}
+    asked = {name: getattr(recipe.model, name) for name in _BEGINNING}
+    if asked != theirs and not recipe.model.warm_start:
+        changed = ", ".join(f"model.{name}" for name in _BEGINNING if asked[name] != theirs[name])
+        raise UserError(f"{changed}: a child begins with the initial weights of its parent {parent.name!r}.")
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=theirs)})
+
+
+def leave_reference(store: Store, parent: str, child: str, iteration: int, kind: str) -> Reference:
+    """Tell `gc` that `child` needs the history of `parent` before `iteration`; what is there already may say more.
+
+    Raises:
+        UserError: a child of this name that has never begun left one that covers less.
+    """
+    mine = Reference(
+        child=child, iteration=iteration, attempt=new_attempt(), kind=kind, provenance=make_provenance(0, now())
+    )
+    there, _ = commit_once(store, paths.reference(parent, child), mine)
+    if there.iteration < iteration:
+        raise UserError(
+            f"Run {parent!r} keeps only the iterations before {there.iteration} for a child {child!r} that never "
+            f"began, and those before {iteration} are needed. Choose another name (run=NAME)."
+        )
+    store.settle(paths.reference(parent, child))
+    return there
+
+
+def tell(store: Store, child: str, origin: Origin, prefect_flow_run_id: str = "") -> None:
+    """Write into the logs of parent and child that the child has begun."""
+    action = "forked" if origin.kind == "fork" else "replayed"
+    details: dict[str, bool | int | float | str] = {"parent": origin.parent, "child": child, "at": origin.iteration}
+    if origin.kind == "replay":
+        details |= {"from": origin.replay_from, "counterfactual": origin.counterfactual}
+    for run in (origin.parent, child):
+        append(store, run, action, details, prefect_flow_run_id=prefect_flow_run_id)
+
+
+def find_reference(store: Store, parent: str, child: str) -> Reference | None:
+    """What `child` has told its parent to keep."""
+    return find_record(store, paths.reference(parent, child), Reference)

@@ -1,0 +1,52 @@
+"""`arealflow fork`: a run that shares another's history up to an iteration."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.fork import Origin, check_iteration
+from areal_tasks.store.keys import digest_json
+from areal_tasks.store.runs import load_run
+from flows.cli.inspect import StoreUrl
+from flows.cli.local import outcome
+from flows.cli.overrides import run_and_changes
+from schemas.errors import UserError
+from schemas.recipe.load import apply_overrides, parse_recipe
+
+Changes = Annotated[
+    list[str] | None, typer.Argument(help="section.field=value …, in force from there on; run=NAME names the run.")
+]
+
+
+def fork(
+    parent: Annotated[str, typer.Argument(metavar="RUN", help="Name of the run to fork.")],
+    at: Annotated[int, typer.Option("--at", min=0, help="First iteration that is the child's own.")],
+    overrides: Changes = None,
+    store: StoreUrl = "",
+) -> None:
+    """Run on from iteration K of a run, with changed settings or without; what came before is shared, not copied."""
+    name, changes = run_and_changes(overrides)
+    there = load_run(open_store(store), parent)
+    check_iteration(there, at)
+    if there.record.flow == "evaluate":
+        raise UserError(f"Run {parent!r} is an evaluation: it has no iterations to go on from.")
+    values = apply_overrides(there.recipe_at(at), [f"store.url={there.store.url}", *changes])
+    recipe, name = parse_recipe(values, parent), name or child_name(f"{parent}-at-{at}", changes)
+
+    from flows.cli.in_process import run_here  # Prefect and torch: seconds that no other command should wait for
+
+    typer.echo(f"run {name} is {Origin(parent, at)}{told(changes)}")
+    typer.echo(outcome(run_here(recipe, name, fork=f"{parent}@{at}")))
+
+
+def child_name(stem: str, settings: list[str]) -> str:
+    """The same name for the same settings, so that the same command again continues the run."""
+    return f"{stem}-{digest_json(sorted(settings))[:6]}" if settings else stem
+
+
+def told(changes: list[str]) -> str:
+    """The changes as the end of a sentence."""
+    return f", with {' '.join(changes)}" if changes else ", unchanged"

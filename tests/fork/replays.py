@@ -1,0 +1,33 @@
+"""Replays a run in this process, as the flow does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stage_driver import drive, store_in
+
+from areal_tasks.stages.loop import Execute, run_directly
+from areal_tasks.stages.replay_checks import check_replay, replay_segments, replayed_iterations
+from areal_tasks.store.fork import Origin
+from areal_tasks.store.runs import Run, load_run
+from schemas.recipe.recipe import Recipe
+
+
+def kept(start: str, original: str = "whole", at: int = 0, until: str = "") -> Origin:
+    """A replay that keeps the recorded rollouts."""
+    return Origin(original, at, "replay", True, start, until)
+
+
+def segments(folder: Path, name: str, origin: Origin, *changes: str) -> list[tuple[int, Recipe]]:
+    """The recipes of a replay, checked."""
+    original = load_run(store_in(folder), origin.parent)
+    found = replay_segments(original, origin, replayed_iterations(original, name), changes)
+    for _, there, recipe in found:
+        check_replay(original, origin, there, recipe)
+    return [(first, recipe) for first, _, recipe in found]
+
+
+def replay(folder: Path, name: str, origin: Origin, *changes: str, execute: Execute = run_directly) -> Run:
+    """Bring a replay to its end."""
+    asked = segments(folder, name, origin, *changes)
+    return drive(folder, name, asked[-1][1], execute, origin, asked)
