@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from areal_tasks.data.batching import Layout
+from schemas.recipe.sections import Trainer
 
 Which = Literal["policy", "reference"]
 
@@ -61,6 +62,10 @@ class Backend(Protocol):
 
     def load_reference(self, weights: Path) -> None:
         """Load the frozen reference policy."""
+        ...
+
+    def use(self, settings: Trainer) -> None:
+        """From now on take steps with AdamW's options and the gradient norm of `settings`, and all else as it is."""
         ...
 
     def learn(

@@ -131,6 +131,7 @@ class Learner:
             EnginesDisagree: server and trainer are further apart than the recipe allows; no step was made.
         """
         self._check_table()
+        self.backend.use(self.settings.trainer)
         steps: list[dict[str, Any]] = []
         stats: list[TokenStats] = []
         for number in range(self.settings.minibatches):
