@@ -1,0 +1,286 @@
+"""`arealflow audit`: from the last commit to every byte of a run, and what else lies in its folder (DESIGN §4)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from areal_tasks.store import paths
+from areal_tasks.store.audit_bytes import Progress, Work
+from areal_tasks.store.audit_history import Link, audit_history, audit_log
+from areal_tasks.store.audit_records import Defect, Findings
+from areal_tasks.store.backend import Store, StoreError
+from areal_tasks.store.compacted import short_digest
+from areal_tasks.store.files import common_folder
+from areal_tasks.store.inventory import entries
+from areal_tasks.store.keys import combine_digests
+from areal_tasks.store.parallel import parallel
+from areal_tasks.store.root import root_hash
+from areal_tasks.store.runs import load_run
+from areal_tasks.store.shards import read_table
+from schemas.compaction import Compaction
+from schemas.manifest import (
+    InputRef,
+    OwnerRecord,
+    Reference,
+    ServiceRecord,
+    Signature,
+    StageManifest,
+    StageRef,
+    StoredRecord,
+    Tag,
+    Tombstone,
+    WeightsManifest,
+    WeightsRef,
+)
+
+_MANIFEST = re.compile(r"(iteration=\d+/stage=\w+/[0-9a-f]+|(weights|checkpoints)/version=\d+/attempt=\w+)\.json")
+
+
+@dataclass(frozen=True)
+class Removed:
+    """Weights or a checkpoint that somebody removed on purpose: not damage."""
+
+    kind: str
+    version: int
+    path: str
+    bytes: int
+    user: str
+    time: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an audit found. `root` vouches for all that was checked; it is empty where the chain has no end."""
+
+    run: str
+    root: str
+    iterations: int
+    files: int
+    bytes: int
+    defects: tuple[Defect, ...]
+    removed: tuple[Removed, ...]
+    unselected_files: int
+    unselected_bytes: int
+    old_schema: bool = field(metadata={"help": "schema 1 has no seals: records that nothing names are only parsed"})
+
+    @property
+    def sound(self) -> bool:
+        return not self.defects
+
+
+def audit(store: Store, name: str, progress: Progress = lambda done, total: None) -> Report:
+    """Check everything that the run's commits vouch for, the records beside them, and the history of its parents.
+
+    Raises:
+        UserError: there is no run of this name.
+    """
+    if not store.exists(paths.run_record(name)):
+        load_run(store, name)  # says which runs there are
+    found = Findings(store)
+    work = Work(found, progress)
+    links = audit_history(found, name)
+    audit_log(found, name, links)
+    tombstones = _tombstones(found, name, links)
+    manifests = _stages(found, work, links)
+    for ref in [*_named_weights(links), *_initial_weights(found, manifests)]:
+        _weights(found, work, ref, tombstones)
+    _check_unwritten(found, links, manifests)
+    _records(found, name)
+    _compactions(found, work, name)
+    work()
+    stray = [entry for entry in entries(store, name) if entry.path not in found.seen]
+    _unselected(found, name, [entry.path for entry in stray])
+    return Report(
+        run=name,
+        root=_root(store, name, len(links)),
+        iterations=len(links),
+        files=len(found.seen),
+        bytes=work.done,
+        defects=tuple(sorted(set(found.defects), key=lambda defect: defect.path)),
+        removed=tuple(_removed(tombstone) for tombstone in tombstones.values()),
+        unselected_files=len(
+            [entry for entry in stray if not _MANIFEST.fullmatch(entry.path.removeprefix(f"{name}/"))]
+        ),
+        unselected_bytes=sum(entry.bytes for entry in stray),
+        old_schema=any(link.commit is not None and link.commit.schema_version < 2 for link in links),
+    )
+
+
+def _root(store: Store, name: str, iterations: int) -> str:
+    try:
+        return root_hash(load_run(store, name), iterations)
+    except StoreError:  # its defects are listed
+        return ""
+
+
+# ── stages ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _stages(found: Findings, work: Work, links: Sequence[Link]) -> dict[str, StageManifest]:
+    """Check every stage manifest that a commit selects, and note its shards; the sound ones, by path."""
+    selected: dict[str, tuple[StageRef, str]] = {}
+    for link in links:
+        for ref in link.commit.stages if link.commit else ():
+            selected.setdefault(ref.path, (ref, link.path))
+    read = parallel(lambda item: _stage(found, *item), list(selected.values()))
+    manifests = {path: m for path, m in zip(selected, read, strict=True) if m is not None}
+    for path, manifest in manifests.items():
+        found.names[path] = f"{manifest.stage} of iteration {manifest.iteration}"
+        for given in manifest.inputs:
+            found.readers.setdefault(given.path, []).append(path)
+    for path, manifest in manifests.items():
+        _contents(found, work, path, manifest)
+        for given in manifest.inputs:
+            _input(found, path, given, manifests, selected)
+    return manifests
+
+
+def _stage(found: Findings, ref: StageRef, commit: str) -> StageManifest | None:
+    affects = f"the tables of {ref.stage}, and all that reads them"
+    manifest = found.record(ref.path, StageManifest, ref.sha256, commit, affects)
+    if manifest is not None and (manifest.stage, manifest.key, manifest.digest) != (ref.stage, ref.key, ref.digest):
+        found.report(ref.path, f"is another stage's result than {commit} names", affects)
+    return manifest
+
+
+def _contents(found: Findings, work: Work, path: str, manifest: StageManifest) -> None:
+    if combine_digests({name: table.digest for name, table in manifest.tables.items()}) != manifest.digest:
+        found.report(path, "its content digest is not that of its tables", found.downstream(path))
+    for table in manifest.tables.values():
+        work.add_table(path, table)
+
+
+def _input(
+    found: Findings,
+    path: str,
+    given: InputRef,
+    manifests: dict[str, StageManifest],
+    selected: dict[str, tuple[StageRef, str]],
+) -> None:
+    """What a stage read must be there, and be what it read."""
+    read = manifests.get(given.path)
+    if (
+        read is None and given.path not in selected
+    ):  # a replay reads stages of its parent that no commit of its own names
+        read = found.record(given.path, StageManifest)
+    if read is not None and read.digest != given.digest:
+        found.report(given.path, f"exchanged: {path} read other content from it", found.names[path])
+
+
+# ── weights and checkpoints ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _named_weights(links: Sequence[Link]) -> list[WeightsRef]:
+    """All weights and checkpoints that commits name, each once."""
+    commits = [link.commit for link in links if link.commit]
+    refs = [ref for commit in commits for ref in (commit.weights, commit.restored, commit.checkpoint)]
+    return list({ref.path: ref for ref in refs if ref is not None and ref.written}.values())
+
+
+def _initial_weights(found: Findings, manifests: dict[str, StageManifest]) -> list[WeightsRef]:
+    """Version 0, which the table of the stage `initialise` names, by its content digest."""
+    refs = []
+    for manifest in manifests.values():
+        for table in [manifest.tables[name] for name in manifest.tables if name == "initial_weights"]:
+            try:
+                row = read_table(found.store, table, ("version", "weights_attempt", "sha256")).to_pylist()[0]
+            except StoreError:  # its shard is among the defects
+                continue
+            path = paths.weights(manifest.run, row["version"], row["weights_attempt"])
+            refs.append(
+                WeightsRef(version=0, attempt=row["weights_attempt"], path=path, sha256="", digest=row["sha256"])
+            )
+    return refs
+
+
+def _weights(found: Findings, work: Work, ref: WeightsRef, tombstones: dict[str, Tombstone]) -> None:
+    kind = "checkpoint" if "/checkpoints/" in ref.path else "weights"
+    affects = _use(kind, ref.version)
+    manifest = found.record(ref.path, WeightsManifest, ref.sha256, "a commit", affects)
+    if manifest is None:
+        return
+    folder = common_folder(manifest.files)
+    digest = combine_digests({file.path.removeprefix(f"{folder}/"): file.sha256 for file in manifest.files})
+    if (manifest.kind, manifest.version, manifest.digest) != (kind, ref.version, ref.digest) or digest != ref.digest:
+        found.report(ref.path, "is not the manifest of these files", affects)
+    if ref.path not in tombstones:
+        for file in manifest.files:
+            work.add_file(file, ref.path, affects)
+
+
+def _use(kind: str, version: int) -> str:
+    if kind == "checkpoint":
+        return f"restarts, which would re-train from version {version}"
+    return f"whatever loads or exports version {version}"
+
+
+def _check_unwritten(found: Findings, links: Sequence[Link], manifests: dict[str, StageManifest]) -> None:
+    """Weights that were handed over and not written are named by the train stage that made them."""
+    for link in links:
+        if link.commit is None or link.commit.weights.written:
+            continue
+        made = [r for r in link.commit.stages if r.stage == "train" and r.path in manifests]
+        if made and made[0].digest != link.commit.weights.digest:
+            found.report(link.path, f"its weights are not those that {made[0].path} made")
+
+
+def _tombstones(found: Findings, name: str, links: Sequence[Link]) -> dict[str, Tombstone]:
+    """What was removed on purpose, by the path of its manifest, of this run and of its parents."""
+    runs = dict.fromkeys([name, *(link.commit.run for link in links if link.commit)])
+    read = [found.folder(f"{run}/tombstones", Tombstone) for run in runs]
+    return {tombstone.path: tombstone for records in read for tombstone in records.values()}
+
+
+def _removed(tombstone: Tombstone) -> Removed:
+    made = tombstone.provenance
+    return Removed(
+        tombstone.kind,
+        tombstone.version,
+        tombstone.path,
+        tombstone.bytes,
+        f"{tombstone.user}@{made.host}",
+        made.committed,
+        tombstone.reason,
+    )
+
+
+# ── what no commit names ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _records(found: Findings, name: str) -> None:
+    """Owners, services, tags, references and signatures: only their seals vouch for them."""
+    found.sequence(f"{name}/owners", lambda n: paths.owner(name, n), OwnerRecord, 1)
+    folders: list[tuple[str, type[StoredRecord]]] = [
+        (f"{name}/references", Reference),
+        (f"{name}/tags", Tag),
+        (f"{name}/signatures", Signature),
+        *((f"{name}/services/{owner}", ServiceRecord) for owner in found.store.children(f"{name}/services")),
+    ]
+    for folder, model in folders:
+        found.folder(folder, model)
+
+
+def _compactions(found: Findings, work: Work, name: str) -> None:
+    """Copies that make questions fast. They can be made again; what they were made from is checked by itself."""
+    remedy = "nothing: it is a copy; remove it and compact the run again"
+    for child in found.store.children(paths.compactions(name)):
+        path = f"{paths.compactions(name)}/{child}"
+        data = found.read(path, remedy) if child.endswith(".json") else None
+        if data is None:
+            continue
+        if not child.endswith(f"-{short_digest(data)}.json"):
+            found.report(path, "altered: its bytes are not those that its name promises", remedy)
+        elif (record := found.decode(path, Compaction, data, remedy)) is not None:
+            for table in record.tables.values():
+                for file in table.files:
+                    work.add_file(file, path, remedy)
+
+
+def _unselected(found: Findings, name: str, stray: Sequence[str]) -> None:
+    """Manifests of unfinished or abandoned work: a later start may use them, so they must be sound."""
+    for path in stray:
+        if _MANIFEST.fullmatch(path.removeprefix(f"{name}/")):
+            found.record(path, StageManifest if "/stage=" in path else WeightsManifest)

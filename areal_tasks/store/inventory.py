@@ -1,0 +1,114 @@
+"""Everything that lies below a folder of the store, unfinished files included; large files hashed piecewise; removal.
+
+Only `audit` and `gc` need these: all other readers go through manifests and list nothing (DESIGN §4).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pyarrow.fs import FileSelector, FileType
+
+from areal_tasks.store.backend import Missing, Store, StoreError
+from areal_tasks.store.parallel import parallel
+
+_PIECE: Final = 4 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file of the store: its path below the root, size, and when it was last written, by the store's own clock."""
+
+    path: str
+    bytes: int
+    modified: float
+
+
+def entries(store: Store, prefix: str) -> list[Entry]:
+    """All files below the folder `prefix`, hidden ones too, sorted; empty if there is none."""
+    filesystem, root = store.arrow()
+    with _errors(store, prefix):
+        found = filesystem.get_file_info(FileSelector(f"{root}/{prefix}", recursive=True, allow_not_found=True))
+    files = (info for info in found if info.type == FileType.File)
+    return sorted(
+        (Entry(info.path.removeprefix(f"{root}/"), info.size, info.mtime_ns / 1e9) for info in files),
+        key=lambda entry: entry.path,
+    )
+
+
+def file_digest(store: Store, path: str, progress: Callable[[int], None] = lambda read: None) -> tuple[str, int]:
+    """SHA-256, in hex, and length of a file of any size; `progress` gets the bytes of each piece. Or `Missing`."""
+    filesystem, root = store.arrow()
+    digest, total = hashlib.sha256(), 0
+    with _errors(store, path), filesystem.open_input_stream(f"{root}/{path}") as stream:
+        while piece := stream.read(_PIECE):
+            digest.update(piece)
+            total += len(piece)
+            progress(len(piece))
+    return digest.hexdigest(), total
+
+
+@contextmanager
+def _errors(store: Store, path: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise Missing(store.uri(path)) from error
+    except OSError as error:
+        reason = str(error).splitlines()[0][:200]
+        raise StoreError(f"{store.uri(path)} cannot be read: {reason}. Mend that, then run again.") from error
+
+
+def remove(store: Store, paths: Sequence[str]) -> None:
+    """Remove files, for good; those that are gone already are no mistake. Attempts' folders that become empty go too.
+
+    No other folder does: a run that is at work may be about to write into it.
+    """
+    if store.local("") is None:
+        _remove_objects(store, paths)
+        return
+    with _errors(store, paths[0] if paths else ""):
+        for path in paths:
+            with suppress(FileNotFoundError):
+                os.unlink(store.uri(path))
+    for folder in {Path(path).parent for path in paths}:
+        _remove_empty(store, folder)
+
+
+def _remove_empty(store: Store, folder: Path) -> None:
+    while any(part.startswith("attempt=") for part in folder.parts):
+        try:
+            Path(store.uri(str(folder))).rmdir()
+        except OSError:  # not empty, or gone
+            return
+        folder = folder.parent
+
+
+def remove_folders(store: Store, prefix: str) -> None:
+    """Remove all empty folders below `prefix`, and it if it is empty: of a run that nobody writes any more."""
+    if store.local(prefix) is None:
+        return  # an object store has no folders
+    for folder, _, _ in os.walk(store.uri(prefix), topdown=False):
+        with suppress(OSError):  # not empty
+            os.rmdir(folder)
+
+
+def _remove_objects(store: Store, paths: Sequence[str]) -> None:
+    from areal_tasks.store.s3 import S3Backend
+
+    backend = store.backend
+    if not isinstance(backend, S3Backend):
+        raise TypeError(f"files of {store.url} cannot be removed")
+
+    def delete(path: str) -> None:
+        bucket, key, _ = backend.fs.split_path(f"{backend.root}/{path}")
+        with _errors(store, path):
+            backend.fs.call_s3("delete_object", Bucket=bucket, Key=key)
+
+    parallel(delete, paths)

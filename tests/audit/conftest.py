@@ -1,0 +1,55 @@
+"""A small real run, made once: two iterations, a checkpoint, a log, a tag, a reference. Tests that alter it copy it."""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+from stage_driver import drive, store_in, tiny
+
+from areal_tasks.store.backend import Store
+from areal_tasks.store.journal import append
+from areal_tasks.store.runs import load_run
+from areal_tasks.store.tags import tag_weights
+
+SCHEMA_1 = Path(__file__).parents[1] / "fixtures" / "schema-1" / "run.tar.xz"
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose store holds the finished run `small`. Not to be altered."""
+    folder = tmp_path_factory.mktemp("made")
+    run = drive(
+        folder,
+        "small",
+        tiny(
+            schedule={"iterations": 2},
+            rollout={"groups": 2, "group_size": 2},
+            evaluation={"every": 0, "limit": 0, "max_new_tokens": 256},
+            trainer={"recover_within_seconds": 1e-6},
+        ),
+    )
+    head = run.head()
+    assert head is not None and head.checkpoint is not None
+    append(run.store, "small", "started", {"owner": 1, "iterations": 0, "head": run.digest_of(None)})
+    tag_weights(run.store, "small", "first", run.commit(0).weights)
+    append(run.store, "small", "finished", {"owner": 1, "iterations": 2, "head": run.digest_of(head)})
+    return folder
+
+
+@pytest.fixture
+def small(made: Path, tmp_path: Path) -> Store:
+    """A store with a copy of the run `small`, of which there are two iterations."""
+    shutil.copytree(made / "store", tmp_path / "store")
+    assert load_run(store_in(tmp_path), "small").head() is not None
+    return store_in(tmp_path)
+
+
+@pytest.fixture
+def schema_1(tmp_path: Path) -> Store:
+    """A store with the run `old`, which a program of schema 1 wrote."""
+    with tarfile.open(SCHEMA_1) as archive:
+        archive.extractall(tmp_path / "store", filter="data")
+    return store_in(tmp_path)
