@@ -26,6 +26,7 @@ from schemas.errors import UserError
 POOL = "arealflow"
 DEFAULT_PORT = 4200
 START_SECONDS = 120.0
+CANCEL_SECONDS = 15.0
 KEEPER = "flows.cli.keeper"
 WORKER = "flows.worker"
 
@@ -72,9 +73,11 @@ def up(
 
 def down() -> None:
     """Stop the worker, its flow runs and the Prefect server. The store stays."""
-    if running() is None:
+    machine = running()
+    if machine is None:
         typer.echo("nothing is running")
         return
+    _cancel_flow_runs(machine)
     _stop_all()
     typer.echo("stopped")
 
@@ -131,6 +134,16 @@ def running() -> Machine | None:
         return machine
     _stop_all()
     return None
+
+
+def _cancel_flow_runs(machine: Machine) -> None:
+    """Have the worker end its flow runs, so that they are seen to be cancelled and not to have crashed."""
+    from flows.cli.upkeep import stop_flow_runs  # which reads this module
+
+    try:
+        stop_flow_runs(machine.api_url, "Stopped by `arealflow down`. Retry it to have it go on.", CANCEL_SECONDS)
+    except httpx.HTTPError as error:  # they end with the worker in any case
+        typer.echo(f"the Prefect server does not answer ({error or type(error).__name__}): its flow runs are ended")
 
 
 def _stop_all() -> None:

@@ -55,13 +55,13 @@ class Upkeep:
 
     def __call__(self) -> None:
         """Look once, and do what is to be done."""
-        active = self._flow_runs("RUNNING", "CANCELLING", "PENDING", "PAUSED", "SCHEDULED", "CRASHED")
+        active = flow_runs(self.api_url, "RUNNING", "CANCELLING", "PENDING", "PAUSED", "SCHEDULED", "CRASHED")
         self._end_lost([run for run in active if run["state_type"] in GONE_SECONDS and not suspended(run)])
         crashed = [run for run in active if run["state_type"] == "CRASHED" and seconds_in_state(run) > MISSED_SECONDS]
         if crashed and self._recovers():
             self._run_again(crashed)
         for run in active:
-            if run["state_type"] in ("SCHEDULED", "PENDING") and run["run_count"]:
+            if run["state_type"] == "PENDING" or run["state_name"] == "AwaitingRetry":
                 self._bound(run)
 
     def _end_lost(self, runs: Iterable[dict[str, Any]]) -> None:
@@ -75,13 +75,19 @@ class Upkeep:
             if now - self.seen_without[key] >= GONE_SECONDS[run["state_type"]]:
                 cancelled = run["state_type"] == "CANCELLING"
                 state = ("CANCELLED", "Cancelled") if cancelled else ("CRASHED", "Crashed")
-                self._set_state(run, *state, "The flow run's process is gone and nobody has reported it.")
+                set_state(self.api_url, run, *state, "The flow run's process is gone and nobody has reported it.")
 
     def _run_again(self, crashed: Iterable[dict[str, Any]]) -> None:
         """Crashes since this keeper began that the automation has not answered: its event died with the server."""
         for run in crashed:
             if timestamp(run) > self.began:
-                self._set_state(run, "SCHEDULED", "AwaitingRetry", "Crashed; run again by the keeper of `arealflow up`")
+                set_state(
+                    self.api_url,
+                    run,
+                    "SCHEDULED",
+                    "AwaitingRetry",
+                    "Crashed; run again by the keeper of `arealflow up`",
+                )
 
     def _recovers(self) -> bool:
         automation = find(self.api_url, RECOVERY)
@@ -89,11 +95,13 @@ class Upkeep:
 
     def _bound(self, run: dict[str, Any]) -> None:
         """Fail a flow run that has crashed CRASHES times in a row and committed nothing meanwhile."""
-        states = self._ask("GET", "/flow_run_states/", params={"flow_run_id": run["id"]})
+        states = ask(self.api_url, "GET", "/flow_run_states/", params={"flow_run_id": run["id"]})
         times = crashes_in_a_row(states)
         if len(times) >= CRASHES and not self._committed_since(run["id"], times[-CRASHES]):
             why = f"Crashed {CRASHES} times in a row and committed nothing meanwhile; not run again by itself."
-            self._set_state(run, "FAILED", "Failed", f"{why} Its log says why. Mend that, then retry the flow run.")
+            set_state(
+                self.api_url, run, "FAILED", "Failed", f"{why} Its log says why. Mend that, then retry the flow run."
+            )
 
     def _committed_since(self, flow_run: str, moment: str) -> bool:
         states = {"name": {"any_": ["Committed"]}}
@@ -101,24 +109,44 @@ class Upkeep:
             "flow_runs": {"id": {"any_": [flow_run]}},
             "task_runs": {"state": states, "end_time": {"after_": moment}},
         }
-        return bool(self._ask("POST", "/task_runs/count", json=query))
+        return bool(ask(self.api_url, "POST", "/task_runs/count", json=query))
 
-    def _flow_runs(self, *types: str) -> list[dict[str, Any]]:
-        query = {
-            "flow_runs": {"state": {"type": {"any_": list(types)}}},
-            "work_pools": {"name": {"any_": [POOL]}},
-            "sort": "START_TIME_DESC",
-        }
-        runs: list[dict[str, Any]] = self._ask("POST", "/flow_runs/filter", json=query)
-        return runs
 
-    def _set_state(self, run: dict[str, Any], kind: str, name: str, message: str) -> None:
-        state = {"type": kind, "name": name, "message": message}
-        self._ask("POST", f"/flow_runs/{run['id']}/set_state", json={"state": state})
+def stop_flow_runs(api_url: str, message: str, seconds: float) -> None:
+    """Cancel every flow run of the pool that has a process or is about to; returns when they are, or after `seconds`.
 
-    def _ask(self, method: str, path: str, **arguments: Any) -> Any:
-        answer = httpx.request(method, f"{self.api_url}{path}", timeout=TIMEOUT_SECONDS, **arguments)
-        return answer.raise_for_status().json()
+    Raises:
+        httpx.HTTPError: the server does not answer.
+    """
+    for run in flow_runs(api_url, "RUNNING", "PENDING", "PAUSED", "SCHEDULED"):
+        if not suspended(run) and (run["state_type"] != "SCHEDULED" or run["state_name"] == "AwaitingRetry"):
+            set_state(api_url, run, "CANCELLING", "Cancelling", message)
+    end = time.monotonic() + seconds
+    while flow_runs(api_url, "CANCELLING") and time.monotonic() < end:
+        time.sleep(0.5)
+
+
+def flow_runs(api_url: str, *types: str) -> list[dict[str, Any]]:
+    """The work pool's flow runs in states of these types, the latest first. Raises httpx.HTTPError."""
+    query = {
+        "flow_runs": {"state": {"type": {"any_": list(types)}}},
+        "work_pools": {"name": {"any_": [POOL]}},
+        "sort": "START_TIME_DESC",
+    }
+    runs: list[dict[str, Any]] = ask(api_url, "POST", "/flow_runs/filter", json=query)
+    return runs
+
+
+def set_state(api_url: str, run: dict[str, Any], kind: str, name: str, message: str) -> None:
+    """Propose a state for a flow run; the server may refuse it, as where another came first."""
+    state = {"type": kind, "name": name, "message": message}
+    ask(api_url, "POST", f"/flow_runs/{run['id']}/set_state", json={"state": state})
+
+
+def ask(api_url: str, method: str, path: str, **arguments: Any) -> Any:
+    """The server's answer. Raises httpx.HTTPError."""
+    answer = httpx.request(method, f"{api_url}{path}", timeout=TIMEOUT_SECONDS, **arguments)
+    return answer.raise_for_status().json()
 
 
 def crashes_in_a_row(states: Iterable[dict[str, Any]]) -> list[str]:
