@@ -31,11 +31,11 @@ class CompactTable(Record):
 
 
 class Compaction(StoredRecord):
-    """`compact/<first>-<stop>-<digest>.json`: derived tables of the iterations from `first` to before `stop`.
+    """`compact/<first>-<stop>-<generation>-<digest>.json`: derived tables of the iterations `first` to `stop` - 1.
 
-    The name carries the first half of the SHA-256 of the bytes. `last` is the SHA-256 of the commit of iteration
-    `stop` - 1; commits are a hash chain, so it names all of them. Tables: copies of the run's own, and `commits`,
-    `stages` and `shards`, which save reading the commits and the manifests.
+    The name carries the first half of the SHA-256 of the bytes; of the same range, the last generation counts.
+    `last` is the SHA-256 of the commit of iteration `stop` - 1; commits are a hash chain, so it names all of them.
+    Tables: copies of the run's own, and `commits`, `stages` and `shards`, which save reading commits and manifests.
     """
 
     run: str

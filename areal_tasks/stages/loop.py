@@ -19,6 +19,7 @@ from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.publish import published_weights
 from areal_tasks.stages.stage import Stage
 from areal_tasks.store.commit import new_attempt
+from areal_tasks.store.compact import Compactor
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run
 from schemas.manifest import IterationCommit, WeightsRef
@@ -83,10 +84,12 @@ class Loop:
         if self.first >= last:
             return
         once = self._begin()
-        for k in range(self.first, last):
-            started = time.monotonic()
-            built = self._iteration(k, once)
-            self.observe(Closed(k, last, built, time.monotonic() - started))
+        with Compactor(self.run, self.recipe.store.compact_every) as compactor:
+            for k in range(self.first, last):
+                started = time.monotonic()
+                built = self._iteration(k, once)
+                compactor.committed()
+                self.observe(Closed(k, last, built, time.monotonic() - started))
 
     def _begin(self) -> dict[str, Built]:
         """Build what is built once a run; the services start beside it, as soon as there are weights."""

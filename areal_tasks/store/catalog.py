@@ -10,7 +10,6 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, Final, TypeVar
 
@@ -21,6 +20,7 @@ from areal_tasks.store import paths
 from areal_tasks.store.commit import read_verified
 from areal_tasks.store.compacted import CompactReader, Unbelievable, believed
 from areal_tasks.store.parallel import parallel
+from areal_tasks.store.record_tables import utc
 from areal_tasks.store.runs import Run
 from areal_tasks.store.search import last_present
 from schemas.compaction import Compaction, CompactTable
@@ -264,7 +264,7 @@ def _commit_row(commit: IterationCommit) -> dict[str, Any]:
 
 
 def _provenance(made: Provenance) -> dict[str, Any]:
-    started, committed = _utc(made.started), _utc(made.committed)
+    started, committed = utc(made.started), utc(made.committed)
     return {
         "started": started,
         "committed": committed,
@@ -274,10 +274,6 @@ def _provenance(made: Provenance) -> dict[str, Any]:
         "code_version": made.code_version,
         "prefect_flow_run_id": made.prefect_flow_run_id,
     }
-
-
-def _utc(text: str) -> datetime:
-    return datetime.fromisoformat(text).astimezone(UTC).replace(tzinfo=None)
 
 
 _DERIVE: Final[dict[str, Callable[[Region], list[dict[str, Any]]]]] = {

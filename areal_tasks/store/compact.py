@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from areal_tasks.store import paths
 from areal_tasks.store.catalog import DERIVED, Catalog, Region, compact_schema
 from areal_tasks.store.commit import bytes_digest, new_attempt
-from areal_tasks.store.compacted import extent, short_digest
+from areal_tasks.store.compacted import extent, listed, short_digest
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run
@@ -60,7 +60,9 @@ def compact(run: Run, catalog: Catalog, regions: Sequence[Region], tables: Seque
         provenance=make_provenance(run.owner, started),
     )
     data = record.encode()
-    run.store.create(paths.compaction(run.name, first, stop, short_digest(data)), data)
+    before = [c.generation for c in listed(run.store, run.name) if (c.first, c.stop) == (first, stop)]
+    path = paths.compaction(run.name, first, stop, max(before, default=0) + 1, short_digest(data))
+    run.store.create(path, data)
     return record
 
 
@@ -152,6 +154,18 @@ def _repeats(column: pa.Field) -> bool:
     return not (pa.types.is_nested(kind) or pa.types.is_boolean(kind) or column.name in _UNIQUE)
 
 
+def compact_all(run: Run, tables: Sequence[str] = SCALAR_TABLES) -> Compaction:
+    """Merge a run's whole history, whatever compactions there are.
+
+    Raises:
+        UserError: nothing is committed, or as `compact`.
+    """
+    catalog = Catalog(run)
+    if not catalog.regions:
+        raise UserError(f"Run {run.name!r} has no committed iteration: there is nothing to compact.")
+    return compact(run, catalog, catalog.regions, tables)
+
+
 # ── when ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -194,8 +208,8 @@ class Compactor:
     def __enter__(self) -> Compactor:
         return self
 
-    def __exit__(self, *ended: object) -> None:
-        if self.thread is not None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.thread is not None and kind is None:  # who ends by an error or is cancelled does not wait
             self.thread.join()
 
     def committed(self) -> None:

@@ -23,7 +23,7 @@ from schemas.compaction import CompactFile, Compaction, CompactTable
 
 FORMAT: Final = ds.ParquetFileFormat()
 DIGEST: Final = 32  # hex digits of the SHA-256 that a name or a chunk carries
-_NAME: Final = re.compile(rf"(\d{{6,}})-(\d{{6,}})-([0-9a-f]{{{DIGEST}}})\.json")
+_NAME: Final = re.compile(rf"(\d{{6,}})-(\d{{6,}})-(\d{{3,}})-([0-9a-f]{{{DIGEST}}})\.json")
 
 
 class Unbelievable(Exception):
@@ -45,17 +45,18 @@ class Named:
     run: str
     first: int
     stop: int
+    generation: int
     digest: str
 
     @property
     def path(self) -> str:
-        return paths.compaction(self.run, self.first, self.stop, self.digest)
+        return paths.compaction(self.run, self.first, self.stop, self.generation, self.digest)
 
 
 def listed(store: Store, run: str) -> list[Named]:
     """What lies in the run's folder of compactions. A listing that lacks some costs time and nothing else."""
     matches = (_NAME.fullmatch(name) for name in store.children(paths.compactions(run)))
-    return [Named(run, int(m[1]), int(m[2]), m[3]) for m in matches if m is not None]
+    return [Named(run, int(m[1]), int(m[2]), int(m[3]), m[4]) for m in matches if m is not None]
 
 
 def believed(run: Run) -> list[Compaction]:
@@ -75,10 +76,10 @@ def believed(run: Run) -> list[Compaction]:
 
 
 def _candidates(run: Run) -> list[Named]:
-    """Of this run and its parents, by beginning, the longest first."""
+    """Of this run and its parents, by beginning, the longest first, then the newest."""
     own = listed(run.store, run.name)
     inherited = [c for c in _candidates(run.parent) if c.stop <= run.first] if run.parent else []
-    return sorted([*own, *inherited], key=lambda c: (c.first, -c.stop, c.run != run.name, c.digest))
+    return sorted([*own, *inherited], key=lambda c: (c.first, -c.stop, c.run != run.name, -c.generation))
 
 
 def _believe(run: Run, name: Named) -> Compaction | None:

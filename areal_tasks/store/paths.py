@@ -88,9 +88,9 @@ def compactions(run: str) -> str:
     return f"{run}/compact"
 
 
-def compaction(run: str, first: int, stop: int, digest: str) -> str:
+def compaction(run: str, first: int, stop: int, generation: int, digest: str) -> str:
     """The manifest of a compaction of the iterations from `first` to before `stop`; `digest` is of its bytes."""
-    return f"{compactions(run)}/{first:06d}-{stop:06d}-{digest}.json"
+    return f"{compactions(run)}/{first:06d}-{stop:06d}-{generation:03d}-{digest}.json"
 
 
 def compact_attempt(run: str, attempt: str) -> str:

@@ -7,7 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
-from flows.cli import doctor, fork, inspect, local, machine, report
+from flows.cli import compact, doctor, fork, inspect, local, machine, report
 from schemas.errors import UserError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command("fork")(fork.fork)
 app.command("plan")(inspect.plan)
 app.command("runs")(inspect.runs)
 app.command("sql")(inspect.sql)
+app.command("compact")(compact.compact)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 

@@ -240,6 +240,12 @@ class StoreSettings(Section):
     url: str = operational(
         "", description="`file://…` or `s3://bucket/prefix`; empty: AREALFLOW_STORE, else `.arealflow/store`."
     )
+    compact_every: int = operational(
+        64,
+        ge=0,
+        le=1_000_000,
+        description="Iterations between compactions, which keep queries of long runs fast; 0: never.",
+    )
 
 
 class Launcher(Section):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,7 +15,7 @@ from store_builders import STAGES, commit_stage, iteration_commit, manifest, rec
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.catalog import DERIVED, Catalog
-from areal_tasks.store.compact import Compactor, compact, due
+from areal_tasks.store.compact import Compactor, compact, compact_all, due
 from areal_tasks.store.compacted import believed, listed
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.local import LocalBackend
@@ -70,11 +69,6 @@ def compact_end(run: Run, every: int = 1) -> Compaction | None:
     catalog = Catalog(run)
     regions = due(catalog.regions, every)
     return compact(run, catalog, regions) if regions else None
-
-
-def compact_all(run: Run, tables: Sequence[str] = SCALAR_TABLES) -> Compaction:
-    catalog = Catalog(run)
-    return compact(run, catalog, catalog.regions, tables)
 
 
 def answers(store: Store, run: str, plain: bool) -> list[list[str]]:
@@ -351,5 +345,6 @@ def test_a_damaged_compaction_is_made_anew(local: Store) -> None:
     path = Path(local.uri(made.tables["scalars"].files[0].path))
     path.write_bytes(b"x" * path.stat().st_size)
     again = compact_all(run)
+    assert believed(run) == [again]
     assert again.tables["scalars"].files[0].sha256 == made.tables["scalars"].files[0].sha256
     check_same(local)
