@@ -13,6 +13,7 @@ from prefect.runtime import flow_run
 
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import PrefectIds
+from areal_tasks.stages.loop import Closed
 from areal_tasks.stages.preflight import check_code, check_engines
 from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.backend import StoreError, open_store
@@ -24,6 +25,7 @@ from areal_tasks.store.runs import Run, load_run, open_run
 from flows.home import logs_folder
 from flows.messages import hide_tracebacks
 from flows.observe import Observer
+from flows.patience import Patience, patiently
 from flows.tasks import StageTasks
 from schemas.errors import UserError
 from schemas.manifest import RunRecord
@@ -46,13 +48,14 @@ def with_overrides(recipe: R, overrides: str) -> R:
     """The recipe with `section.field=value` fields changed, checked again."""
     if not overrides.strip():
         return recipe
-    changed = parse_recipe(apply_overrides(recipe.model_dump(mode="json"), _split(overrides)), recipe.name)
+    changed = parse_recipe(apply_overrides(recipe.model_dump(mode="json"), split_overrides(overrides)), recipe.name)
     if not isinstance(changed, type(recipe)):
         raise UserError(f"overrides: flow={changed.flow} cannot turn this into another flow's recipe; run that flow")
     return changed
 
 
-def _split(overrides: str) -> list[str]:
+def split_overrides(overrides: str) -> list[str]:
+    """The words of `section.field=value …`; blanks within quotes belong to a word. UserError for an open quote."""
     try:
         return shlex.split(overrides)
     except ValueError as error:
@@ -91,6 +94,17 @@ def execute(
 
     `origin` and `segments` are those of `open_run`.
     """
+    return patiently(lambda patience: _start(recipe, name, origin, segments, patience))
+
+
+def _start(
+    recipe: Recipe,
+    name: str,
+    origin: Origin | None,
+    segments: Sequence[tuple[int, Recipe]],
+    patience: Patience,
+) -> dict[str, Any]:
+    """One start of the run: from where it stands to its last iteration."""
     store, ids = open_store(recipe.store.url), PrefectIds(flow_run=flow_run.get_id() or "")
     run = open_run(store, name, recipe.flow, recipe, origin=origin, segments=segments, prefect_flow_run_id=ids.flow_run)
     log = get_run_logger()
@@ -98,8 +112,14 @@ def execute(
     if origin is not None:
         log.info("run %s is %s", name, origin)
     services = Engines(run, recipe, logs_folder(), generates=not run.record.counterfactual)
+    patience.progressed()
+
+    def closed(iteration: Closed) -> None:
+        patience.progressed()
+        observe(iteration)
+
     with logged(run, ids.flow_run), Observer(run, recipe) as observe, services as engines:
-        loop_of(run)(run, recipe, engines, StageTasks(), observe, ids)()
+        loop_of(run)(run, recipe, engines, StageTasks(), closed, ids)()
     head = run.head()
     return {"run": name, "store": store.url, "iterations": head.iteration + 1 if head else 0}
 

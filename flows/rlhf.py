@@ -9,6 +9,7 @@ from prefect import flow
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.runs import check_run
 from flows.execute import child_recipe, execute, prepared, run_name
+from flows.patience import patiently
 from flows.sft import sft
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
@@ -40,6 +41,6 @@ def warm_started(recipe: RlhfRecipe, name: str) -> RlhfRecipe:
         raise UserError(f"model.warm_start: {recipe.model.warm_start!r} is a recipe for {first.flow}; name one for sft")
     model = recipe.model.model_copy(update={"path": f"run://{name}-sft", "warm_start": ""})
     warm = recipe.model_copy(update={"model": model})
-    check_run(open_store(recipe.store.url), name, recipe.flow, warm)  # before the SFT run, not after it
+    patiently(lambda _: check_run(open_store(recipe.store.url), name, recipe.flow, warm))  # before the SFT run
     sft(first.model_copy(update={"store": recipe.store, "launcher": recipe.launcher}), run=f"{name}-sft")
     return warm

@@ -21,6 +21,10 @@ class StoreError(UserError):
     """The store refused or failed; the message says where, why and what to do."""
 
 
+class Unavailable(StoreError):
+    """The store does not answer, or not now: it may come back by itself."""
+
+
 class Missing(StoreError):
     """There is nothing under this path."""
 

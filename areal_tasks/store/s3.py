@@ -14,7 +14,7 @@ import s3fs
 from botocore.exceptions import BotoCoreError, ClientError
 from pyarrow.fs import FileSystem, S3FileSystem
 
-from areal_tasks.store.backend import Exists, Missing, StoreError
+from areal_tasks.store.backend import Exists, Missing, StoreError, Unavailable
 from schemas.errors import UserError
 
 _CONNECT_SECONDS: Final = 2  # three attempts: an endpoint that does not answer is reported in less than 10 s
@@ -140,11 +140,12 @@ class S3Backend:
             return Missing(self.uri(path))
         where = self.endpoint or "AWS"
         if not code:
-            return StoreError(
+            return Unavailable(
                 f"The store {self.uri('')} at {where} cannot be reached ({_short(error)}): {_UNREACHABLE}."
             )
+        kind = StoreError if code in _REMEDIES else Unavailable
         remedy = _REMEDIES.get(code, _OTHER_REMEDY)
-        return StoreError(f"The store at {where} refused {self.uri(path)} ({code}): {remedy}.")
+        return kind(f"The store at {where} refused {self.uri(path)} ({code}): {remedy}.")
 
     def list(self, prefix: str) -> list[str]:
         with self._errors(prefix):
