@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any, Final
 
 from areal_tasks.engines.server_pool import Refused, ServerDown, ServerPool, WrongVersion, version_runs
+from areal_tasks.engines.watchdog import Sign
 from schemas.recipe.sections import Inference
 
 IDLE_CONTINUATIONS: Final = 16  # interruptions in a row that yield no token, after which something is wrong
@@ -120,6 +121,10 @@ class InferenceClient:
     async def adopt(self, version: int) -> None:
         """The servers were handed `version` by the trainer: have each of them say so."""
         await self.pool.adopt(version)
+
+    async def signs(self, everyone: bool = False) -> dict[str, Sign]:
+        """How each server that has something to do for this client (`everyone`: any server) gets on, by its address."""
+        return await self.pool.signs(everyone)
 
     def lost(self) -> list[str]:
         """Addresses of servers that stay evicted: they may run, but they need a restart."""

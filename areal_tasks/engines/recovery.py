@@ -1,30 +1,87 @@
 """Restores a trainer: the newest checkpoint, then the committed iterations after it, from the tables they read.
 
-No generation is repeated. Each replayed iteration's loss is compared with the committed one, and the largest
-difference is logged: 0 where training is bit-reproducible.
+No generation is repeated. What each replayed iteration says of itself is compared with what was committed, and the
+weights that come of it with those that were published: nothing differs where training is bit-reproducible.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
 
-from areal_tasks.engines.trainer.commands import Load, Train
+from areal_tasks.engines.trainer.commands import Compare, Load, Train
 from areal_tasks.engines.trainer_client import TrainerClient
+from areal_tasks.store.backend import StoreError
+from areal_tasks.store.keys import combine_digests
 from areal_tasks.store.runs import Run
-from schemas.manifest import IterationCommit, StageManifest, WeightsRef
+from schemas.manifest import InputRef, IterationCommit, StageManifest, WeightsRef
 
 log = logging.getLogger(__name__)
 
+_TIMES: Final = "_seconds"  # what a metric that tells of time ends with: it need not come again
 
-def restore(run: Run, trainer: TrainerClient, initial: WeightsRef, version: int) -> None:
-    """Bring the trainer to the policy of `version`, all of whose iterations are committed."""
+
+@dataclass(frozen=True)
+class Replayed:
+    """How `iterations` committed iterations from `first` on came out when they were trained again.
+
+    `difference` is the largest of a metric (see `difference`), `metric` and `iteration` say which; `weights` is the
+    largest difference between a weight and the one that was published for the version, none where that is not stored.
+    """
+
+    first: int
+    iterations: int
+    difference: float
+    metric: str
+    iteration: int
+    weights: float | None = None
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing tells the replay from the original."""
+        return self.difference == 0 and not self.weights
+
+    def record(self) -> dict[str, Any]:
+        """As the state of the next commit holds it."""
+        return asdict(self)
+
+
+def restore(run: Run, trainer: TrainerClient, initial: WeightsRef, version: int) -> Replayed | None:
+    """Bring the trainer to the policy of `version`, all of whose iterations are committed.
+
+    Returns how what was replayed compares with what was committed; none if nothing was.
+    """
     checkpoint = newest_checkpoint(run, version)
     loaded = trainer.load(
         Load(owner=run.owner, version=checkpoint.version if checkpoint else 0, weights=initial, checkpoint=checkpoint)
     )
     drift = [replay(run, trainer, k) for k in range(loaded.version, version)]
-    if drift:
-        log.info("re-trained %d committed iterations; largest difference in a loss: %.3g", len(drift), max(drift))
+    if not drift:
+        return None
+    weights = weights_difference(run, trainer, version)
+    found = replace(worst(drift), first=loaded.version, iterations=len(drift), weights=weights)
+    log.log(logging.INFO if found.same else logging.WARNING, "%s", describe(found))
+    return found
+
+
+def describe(found: Replayed) -> str:
+    """A line for the log."""
+    line = f"re-trained {found.iterations} committed iterations; largest difference in a metric: {found.difference:.3g}"
+    where = f" ({found.metric} of iteration {found.iteration})" if found.difference else ""
+    weights = "" if found.weights is None else f"; in a weight: {found.weights:.3g}"
+    return line + where + weights
+
+
+def worst(found: Iterable[Replayed]) -> Replayed:
+    """Several replays as one, with the largest differences of any; the one that lasted longest says from where."""
+    parts = list(found)
+    largest = max(parts, key=lambda part: part.difference)
+    longest = max(parts, key=lambda part: part.iterations)
+    weights = [part.weights for part in parts if part.weights is not None]
+    return replace(largest, first=longest.first, iterations=longest.iterations, weights=max(weights, default=None))
 
 
 def newest_checkpoint(run: Run, version: int) -> WeightsRef | None:
@@ -32,26 +89,78 @@ def newest_checkpoint(run: Run, version: int) -> WeightsRef | None:
     return None if version == 0 else run.commit(version - 1).checkpoint
 
 
-def replay(run: Run, trainer: TrainerClient, iteration: int) -> float:
-    """Re-train one committed iteration by its recorded plan; how far its loss is from the committed one."""
-    manifest = stage_of(run, run.commit(iteration), "train")
-    done = trainer.train(replay_command(run, manifest))
-    return abs(done.metrics["loss"] - manifest.metrics["loss"])
+def replay(run: Run, trainer: TrainerClient, iteration: int) -> Replayed:
+    """Re-train one committed iteration by its recorded plan, and compare what it says of itself."""
+    commit = run.commit(iteration)
+    return replay_stage(run, trainer, stage_of(run, commit, "train"), commit)
 
 
-def replay_command(run: Run, manifest: StageManifest) -> Train:
+def replay_stage(
+    run: Run, trainer: TrainerClient, manifest: StageManifest, commit: IterationCommit | None = None
+) -> Replayed:
+    """As `replay`, of a train stage whose iteration need not be closed (then without a `commit`)."""
+    done = trainer.train(replay_command(run, manifest, commit))
+    apart, name = difference(manifest.metrics, done.metrics)
+    return Replayed(manifest.iteration, 1, apart, name, manifest.iteration)
+
+
+def difference(committed: Mapping[str, float], again: Mapping[str, float]) -> tuple[float, str]:
+    """The largest difference between two summaries of one iteration, and the metric's name; times do not count.
+
+    Absolute up to 1, relative above. Infinite where a metric is missing, or NaN, on one side only.
+    """
+    names = sorted(name for name in committed.keys() | again.keys() if not name.endswith(_TIMES))
+    apart = {name: _apart(committed.get(name), again.get(name)) for name in names}
+    name = max(apart, key=apart.__getitem__, default="")
+    return apart.get(name, 0.0), name
+
+
+def _apart(one: float | None, other: float | None) -> float:
+    if one is None or other is None or math.isnan(one) != math.isnan(other):
+        return math.inf
+    if one == other or math.isnan(one):
+        return 0.0
+    return abs(one - other) / max(1.0, abs(one))
+
+
+def weights_difference(run: Run, trainer: TrainerClient, version: int) -> float | None:
+    """How far the trainer's policy is from the weights committed for `version`; none where the store has none."""
+    ref = run.commit(version - 1).weights
+    if not ref.written:
+        return None
+    return trainer.compare(Compare(owner=run.owner, version=version, weights=ref)).difference
+
+
+def replay_command(run: Run, manifest: StageManifest, commit: IterationCommit | None = None) -> Train:
     """The command that makes the steps of a committed train stage again, writing nothing."""
-    tables = {n: t for ref in manifest.inputs for n, t in run.read_manifest(ref.path).tables.items()}
+    tables = {n: t for ref in manifest.inputs for n, t in read_input(run, ref, commit).tables.items()}
     return Train(
         owner=run.owner,
         version=manifest.iteration,
         digest=manifest.key,
         kind="sft" if "batch" in tables else "grpo",
         iteration=manifest.iteration,
-        iterations=run.recipe_at(manifest.iteration)["schedule"]["iterations"],
+        recipe=run.recipe_at(manifest.iteration),
         tables=tables,
         plan=manifest.tables["train_samples"],
     )
+
+
+def read_input(run: Run, ref: InputRef, commit: IterationCommit | None) -> StageManifest:
+    """The manifest of a stage's input: its bytes verified where a commit names it, else its content digest.
+
+    Raises:
+        StoreError: it is not the one that was read then; the message names the file.
+    """
+    named = next((stage for stage in commit.stages if stage.path == ref.path), None) if commit else None
+    manifest = run.read_manifest(ref.path) if named is None else run.read_stage(named)
+    tables = combine_digests({name: table.digest for name, table in manifest.tables.items()})
+    if not manifest.digest == ref.digest == tables:
+        raise StoreError(
+            f"{run.store.uri(ref.path)} is damaged: its tables are not those that were trained on. "
+            "Restore this file from a backup; every other file is unharmed."
+        )
+    return manifest
 
 
 def stage_of(run: Run, commit: IterationCommit, stage: str) -> StageManifest:

@@ -19,6 +19,7 @@ import aiohttp
 import orjson
 
 from areal_tasks.engines.routing import Router, Server
+from areal_tasks.engines.watchdog import Sign
 from schemas.errors import UserError
 from schemas.recipe.sections import Inference
 
@@ -32,6 +33,7 @@ PROBE_SECONDS: Final = (0.1, 5.0)  # first and longest pause between two looks a
 LOST_SECONDS: Final = 20.0  # a server that is evicted for longer is worth a restart
 WATCH_SECONDS: Final = 20.0  # pause between two looks at a server with requests under way
 WATCH_FAILURES: Final = 3  # looks in a row without an answer after which it counts as hung
+LOOK_SECONDS: Final = 5.0  # what needs no model is answered at once
 HEALTH_SECONDS: Final = 30.0  # SGLang itself says 503 after 20 s without a token
 INTERRUPTED: Final = 499  # SGLang's status for a request that was aborted before its model saw it
 ABORTED: Final[dict[str, Any]] = {
@@ -94,6 +96,32 @@ class ServerPool:
             self._end_of_hope.cancel()
         for session in self._sessions.values():
             await session.close()
+
+    async def signs(self, everyone: bool = False) -> dict[str, Sign]:
+        """How each server gets on that has something to do, by address. One that is evicted is given up already."""
+        busy = [server for server in self.servers if server.healthy and (server.asks or everyone)]
+        return dict(zip([s.url for s in busy], await asyncio.gather(*map(self._sign, busy)), strict=True))
+
+    async def _sign(self, server: Server) -> Sign:
+        work = f"{server.requests} requests under way" if server.requests else "an order under way"
+        try:
+            return Sign(await self._progress(server), work)
+        except (ServerDown, Refused) as error:
+            return Sign(None, f"{work}; {error}")
+
+    async def _progress(self, server: Server) -> object:
+        """Something new whenever the server has got on: its count of steps, or that it generates, or that it answers.
+
+        Nobody can tell how far an order is; it has `inference.request_timeout_seconds`.
+        """
+        if self.paused or not server.requests:
+            await self._ask(server, "GET", "/health", seconds=LOOK_SECONDS)
+            return object()
+        info = await self._ask(server, "GET", "/server_info", seconds=LOOK_SECONDS)
+        if "steps" in info:
+            return info["steps"]
+        await self._ask(server, "GET", "/health_generate", seconds=HEALTH_SECONDS)
+        return object()
 
     def lost(self) -> list[str]:
         """Addresses of servers that have been evicted for so long that they will hardly recover."""
@@ -307,14 +335,18 @@ class ServerPool:
     async def _ask(
         self, server: Server, method: str, path: str, body: dict[str, Any] | None = None, seconds: float | None = None
     ) -> Any:
-        """One HTTP exchange. Raises ServerDown, Refused with the server's reason, or Interrupted."""
+        """One HTTP exchange, a look if it has `seconds` of its own. Raises ServerDown, Refused or Interrupted."""
         data = None if body is None else orjson.dumps(body)
         timeout = aiohttp.ClientTimeout(seconds or self.settings.request_timeout_seconds, sock_connect=CONNECT_SECONDS)
+        waited_for = int(seconds is None)  # a look is not
+        server.asks += waited_for
         try:
             async with self._session(server).request(method, server.url + path, data=data, timeout=timeout) as response:
                 content = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ServerDown(f"{server.url}{path}: {error or type(error).__name__}") from error
+        finally:
+            server.asks -= waited_for
         if response.status >= 500:
             raise ServerDown(f"{server.url}{path} answered {response.status}: {_reason(content)}")
         if response.status == INTERRUPTED:

@@ -11,7 +11,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,9 +24,10 @@ from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.external import external_servers, external_token
 from areal_tasks.engines.handover import Transport, choose_transport, local_weights, send_command
 from areal_tasks.engines.models import load_tokenizer
-from areal_tasks.engines.recovery import replay_command, restore
+from areal_tasks.engines.recovery import Replayed, replay_stage, restore, worst
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer_client import TrainerClient
+from areal_tasks.engines.watchdog import Sign, Watchdog
 from areal_tasks.launchers.gpus import Placement, describe, place_recipe, visible_gpus
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.rewards.pool import VerifierPool
@@ -38,6 +40,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TRAINER = "trainer"
+SIGN_SECONDS = 60.0  # looks at all servers, side by side
 MODULES = {
     "embedded": "areal_tasks.engines.embedded",
     "sglang": "areal_tasks.engines.sglang",
@@ -48,16 +51,19 @@ MODULES = {
 class Engines:
     """Everything resident: trainer, inference servers, verifiers. Use as a context: leaving it stops all of them."""
 
-    def __init__(self, run: Run, recipe: Recipe, logs: Path) -> None:
+    def __init__(self, run: Run, recipe: Recipe, logs: Path, *, generates: bool = True) -> None:
         self.run = run
         self.recipe = recipe
+        self.generates = generates and not isinstance(recipe, SftRecipe)  # else there are no servers
         self.supervisor = Supervisor(run.store, recipe.launcher, logs)
-        self.external = [] if isinstance(recipe, SftRecipe) else external_servers()
+        self.watchdog = Watchdog(recipe.launcher, self._end_hung)
+        self.external = external_servers() if self.generates else []
         self.placement = Placement()
         self.initial: WeightsRef | None = None
         self.serving: WeightsRef | None = None
         self.written: WeightsRef | None = None  # what a server that starts can load
         self.transport: Transport = "store"
+        self._replayed: list[Replayed] = []
         self._released = False
         self._trainer: TrainerClient | None = None
         self._inference: InferenceClient | None = None
@@ -72,6 +78,7 @@ class Engines:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.watchdog.close()
         if self._inference is not None:
             self.call(self._inference.close())
         if self._trainer is not None:
@@ -88,8 +95,9 @@ class Engines:
         `current` are the weights in force, and `written` the newest in the store at or before them.
         """
         self.initial, self.serving, self.written = initial, current, written
-        self.placement = place_recipe(self.recipe, visible_gpus(), bool(self.external))
-        self.transport = choose_transport(self.recipe, self.placement, bool(self.external))
+        others = bool(self.external) or not self.generates  # no GPU of ours is for servers
+        self.placement = place_recipe(self.recipe, visible_gpus(), others)
+        self.transport = choose_transport(self.recipe, self.placement, others) if self.generates else "store"
         if assigned := describe(self.placement):
             log.info("%s", assigned)
         if not isinstance(self.recipe, EvaluateRecipe):
@@ -103,7 +111,7 @@ class Engines:
     @property
     def server_names(self) -> list[str]:
         """The servers that this run starts; none where it uses servers that run already."""
-        if isinstance(self.recipe, SftRecipe) or self.external:
+        if self.external or not self.generates or isinstance(self.recipe, SftRecipe):
             return []
         return [f"inference-{i}" for i in range(self.recipe.inference.servers)]
 
@@ -130,7 +138,7 @@ class Engines:
         if self._inference is not None and not self.external:
             self.supervisor.end(self._inference.lost())
         self.supervisor.heal(self.written)
-        urls = self.external or self.supervisor.wait(self.server_names)
+        urls = self.external or self._ready(self.server_names)
         if self._inference is None or self._addresses["inference"] != urls:
             if self._inference is not None:
                 self.call(self._inference.close())
@@ -151,7 +159,30 @@ class Engines:
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine of the inference client in the one loop it belongs to."""
-        return self._loop.run(work)
+        with self.watchdog.waiting("generation or new weights", self._server_signs, ends=not self.external):
+            return self._loop.run(work)
+
+    def _server_signs(self, everyone: bool = False) -> dict[str, Sign]:
+        """How the servers get on that have something to do for us, by name; those of others by their address."""
+        if self._inference is None:
+            return {}
+        found = self._loop.run(self._inference.signs(everyone), SIGN_SECONDS)
+        return {self.supervisor.name_at(url): sign for url, sign in found.items()}
+
+    def judging(self, samples: int) -> AbstractContextManager[None]:
+        """While inside, the run waits for the verifiers' verdicts on so many samples."""
+        pool = self.verifiers
+
+        def look() -> dict[str, Sign]:
+            return {"the verifiers": Sign(pool.judged, f"{pool.judged} of {samples} judged")}
+
+        return self.watchdog.waiting("verdicts", look, ends=False)  # each has reward.timeout_seconds
+
+    def _end_hung(self, name: str, why: str) -> None:
+        """Kill a service that hangs: whoever waits for it sees its connection break, and has it started again."""
+        service = self.supervisor.services.get(name)
+        if service is not None and service.url:
+            self.supervisor.end([service.url], why, grace_seconds=0.0)
 
     def serve_weights(self, ref: WeightsRef, trainer: TrainerClient | None = None) -> list[float]:
         """Make every server generate with `ref`; seconds for each. Nothing to do without servers.
@@ -184,7 +215,9 @@ class Engines:
         """Have the trainer send the weights it holds, and every server say that it has them."""
         started, urls = time.monotonic(), client.healthy()
         ranks = self.recipe.inference.tensor_parallel  # type: ignore[union-attr]
-        trainer.send(send_command(self.run.owner, version, self.transport, urls, ranks, self.supervisor.token))
+        command = send_command(self.run.owner, version, self.transport, urls, ranks, self.supervisor.token)
+        with self.watchdog.waiting("weights from the trainer", lambda: self._server_signs(everyone=True)):
+            trainer.send(command)
         self.call(client.adopt(version))
         return [time.monotonic() - started] * len(urls)
 
@@ -203,15 +236,30 @@ class Engines:
             log.info(
                 "the trainer holds %s; loading version %d", "nothing" if held is None else f"version {held}", version
             )
-            restore(self.run, trainer, self._initial(), version)
+            self._note(restore(self.run, trainer, self._initial(), version))
         return trainer
+
+    def restored(self, version: int) -> Replayed | None:
+        """Bring the trainer to `version` now; how what was re-trained for it compares, none if nothing was."""
+        before = len(self._replayed)
+        self.trainer_at(version)
+        return worst(self._replayed[before:]) if self._replayed[before:] else None
+
+    def take_replayed(self) -> Replayed | None:
+        """The largest differences of all that was re-trained since this was last asked; none if nothing was."""
+        found, self._replayed = self._replayed, []
+        return worst(found) if found else None
+
+    def _note(self, replayed: Replayed | None) -> None:
+        if replayed is not None:
+            self._replayed.append(replayed)
 
     def trainer_after(self, train: StageManifest) -> TrainerClient:
         """The trainer, holding the policy that a train stage made, whose iteration need not be committed yet."""
         trainer = self._connected()
         if trainer.health().version != train.iteration + 1:
             trainer = self.trainer_at(train.iteration)
-            trainer.train(replay_command(self.run, train))
+            self._note(replay_stage(self.run, trainer, train))
         return trainer
 
     def drop_policy(self) -> None:
@@ -228,13 +276,22 @@ class Engines:
     def _connected(self) -> TrainerClient:
         self._make_room()
         self.supervisor.heal(self.written)
-        urls = self.supervisor.wait([TRAINER])
+        urls = self._ready([TRAINER])
         if self._trainer is None or self._addresses[TRAINER] != urls:
             if self._trainer is not None:
                 self._trainer.close()
-            self._trainer = TrainerClient(urls[0], self.supervisor.token)
+            self._trainer = TrainerClient(urls[0], self.supervisor.token, watchdog=self.watchdog)
             self._addresses[TRAINER] = urls
         return self._trainer
+
+    def _ready(self, names: Sequence[str]) -> list[str]:
+        """The addresses of these services, once they have started."""
+
+        def starting() -> dict[str, Sign]:
+            return {name: Sign(None, f"see {log}") for name, log in self.supervisor.starting(names).items()}
+
+        with self.watchdog.waiting("its start", starting, ends=False):  # it has launcher.startup_seconds
+            return self.supervisor.wait(names)
 
     def _make_room(self) -> None:
         """Where the recipe asks for it, have the servers give their cache's memory to the trainer on the same GPU."""
@@ -274,8 +331,8 @@ class _LoopThread:
         self.thread = threading.Thread(target=self.loop.run_forever, name="inference-client", daemon=True)
         self.thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+    def run(self, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(seconds)
 
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import httpx
 
 from areal_tasks.engines.trainer.commands import (
+    Command,
+    Compare,
+    Compared,
     Health,
     Load,
     Loaded,
@@ -20,9 +23,11 @@ from areal_tasks.engines.trainer.commands import (
     Write,
     Written,
 )
+from areal_tasks.engines.watchdog import Sign, Watchdog
 from schemas.errors import UserError
 
 Reply = TypeVar("Reply", bound=Message)
+LOOK_SECONDS: Final = 5.0  # /health is answered at once, whatever the trainer is at
 
 
 class TrainerDown(Exception):
@@ -30,11 +35,18 @@ class TrainerDown(Exception):
 
 
 class TrainerClient:
-    """A connection to a trainer group's rank 0. Methods raise TrainerDown or, with the trainer's reason, UserError."""
+    """A connection to a trainer group's rank 0. Methods raise TrainerDown or, with the trainer's reason, UserError.
 
-    def __init__(self, url: str, token: str, timeout_seconds: float = 3600.0) -> None:
+    A command may take as long as it gets on with its work. With a `watchdog`, whoever waits for one is told of a
+    trainer that does not, until that is ended; without, a command has `timeout_seconds`.
+    """
+
+    def __init__(
+        self, url: str, token: str, timeout_seconds: float | None = None, watchdog: Watchdog | None = None
+    ) -> None:
         headers = {"Authorization": f"Bearer {token}"}
         self.http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(timeout_seconds, connect=10.0))
+        self.watchdog = watchdog
 
     def load(self, command: Load) -> Loaded:
         return self._ask("POST", "/load", Loaded, command)
@@ -54,23 +66,54 @@ class TrainerClient:
     def checkpoint(self, command: Write) -> Written:
         return self._ask("POST", "/checkpoint", Written, command)
 
+    def compare(self, command: Compare) -> Compared:
+        return self._ask("POST", "/compare", Compared, command)
+
     def health(self) -> Health:
         return self._ask("GET", "/health", Health)
 
     def work(self) -> tuple[int, int]:
         """Samples done of those that the command under way is about; (0, 0) when it is not known. Raises nothing."""
         try:
-            health = self.health()
+            health = self._look()
         except (TrainerDown, UserError):
             return 0, 0  # whoever waits for the command is told
         return (health.done, health.of) if health.busy else (0, 0)
 
+    def sign(self) -> Sign:
+        """Whether the trainer gets on, for a watchdog."""
+        try:
+            health = self._look()
+        except (TrainerDown, UserError) as error:
+            return Sign(None, str(error))
+        return Sign(health.progress, health.describe())
+
+    def _look(self) -> Health:
+        """Its health now, or TrainerDown soon."""
+        return self._exchange("GET", "/health", Health, timeout=LOOK_SECONDS)
+
     def close(self) -> None:
         self.http.close()
 
-    def _ask(self, method: str, path: str, reply: type[Reply], command: Message | None = None) -> Reply:
+    def _ask(self, method: str, path: str, reply: type[Reply], command: Command | None = None) -> Reply:
+        """An answer that the watchdog sees to."""
+        if self.watchdog is None:
+            return self._exchange(method, path, reply, command)
+        what = path if command is None else f"{path} of version {command.version}"
+        with self.watchdog.waiting(what, lambda: {"trainer": self.sign()}):
+            return self._exchange(method, path, reply, command)
+
+    def _exchange(
+        self,
+        method: str,
+        path: str,
+        reply: type[Reply],
+        command: Command | None = None,
+        timeout: httpx.Timeout | float | None = None,
+    ) -> Reply:
+        content = command.model_dump_json() if command else None
         try:
-            answer = self.http.request(method, path, content=command.model_dump_json() if command else None)
+            answer = self.http.request(method, path, content=content, timeout=timeout or self.http.timeout)
         except httpx.TransportError as error:
             raise TrainerDown(f"the trainer did not answer {path}: {type(error).__name__}: {error}") from error
         if answer.is_error:

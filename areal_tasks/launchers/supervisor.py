@@ -73,6 +73,15 @@ class Supervisor:
         deadline = time.monotonic() + self.settings.startup_seconds
         return [self._address(self.services[name], deadline) for name in names]
 
+    def starting(self, names: Sequence[str]) -> dict[str, Path]:
+        """Those of these services that are not ready yet, and their logs."""
+        services = [self.services[name] for name in names]
+        return {service.job.spec.name: service.job.log for service in services if not service.url}
+
+    def name_at(self, url: str) -> str:
+        """The name of the service that listens at `url`; the address itself where it is nobody's."""
+        return next((name for name, service in self.services.items() if service.url == url), url)
+
     def heal(self, weights: WeightsRef | None = None) -> None:
         """Restart every service that has ended, on `weights` if given. Their addresses change: see `wait`."""
         with self._healing:
@@ -80,13 +89,13 @@ class Supervisor:
                 if service.handle.exit_code() is not None:
                     self._restart(service, weights)
 
-    def end(self, urls: Collection[str]) -> None:
-        """Stop the services that listen at `urls`: they run but do not answer. `heal` starts them again."""
+    def end(self, urls: Collection[str], why: str = "does not answer", grace_seconds: float = 5.0) -> None:
+        """Stop the services that listen at `urls`: they run but are of no use. `heal` starts them again."""
         with self._healing:
             for service in self.services.values():
                 if service.url in urls:
-                    log.warning("service %s at %s does not answer; ending it", service.job.spec.name, service.url)
-                    service.handle.stop()
+                    log.warning("service %s at %s %s; ending it", service.job.spec.name, service.url, why)
+                    service.handle.stop(grace_seconds)
 
     def _restart(self, service: Service, weights: WeightsRef | None) -> None:
         spec = service.job.spec

@@ -47,7 +47,8 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     label = f"evaluate version {context.weights.version}"
     samples = generate(context, recipe.workflow, prompts, settings, label)
     check_versions(client, context.weights.version)
-    results = judge(context.engines.verifiers, samples, label)
+    with context.engines.judging(len(samples)):
+        results = judge(context.engines.verifiers, samples, label)
     shares = verdict_shares(results)
     check_failures(shares, recipe.reward.max_unverified, results)
     table = joined(samples, verify_table(samples["sample_id"], results), context.weights.version)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built, PrefectIds, build, carried
@@ -17,6 +18,7 @@ from areal_tasks.stages.context import Context
 from areal_tasks.stages.graphs import evaluates_at_end, iteration_plan, iterations
 from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.publish import published_weights
+from areal_tasks.stages.restored import restored_weights
 from areal_tasks.stages.stage import Stage
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.compact import Compactor
@@ -72,15 +74,33 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.head = self.run.head()
+        self.restored: WeightsRef | None = None  # in place of the head's weights
 
     @property
     def first(self) -> int:
         """The first iteration that is not committed."""
         return 0 if self.head is None else self.head.iteration + 1
 
+    @property
+    def last(self) -> int:
+        """How many iterations the run is to have."""
+        return iterations(self.recipe)
+
+    def plan(self, k: int) -> Plan:
+        """The graph of iteration `k`."""
+        return iteration_plan(self.recipe_at(k), k)
+
+    def recipe_at(self, k: int) -> Recipe:
+        """The recipe in force in iteration `k`."""
+        return self.recipe
+
+    def evaluates_at_end(self, k: int) -> bool:
+        """Whether what iteration `k` publishes is evaluated before it is committed."""
+        return evaluates_at_end(self.recipe_at(k), k)
+
     def __call__(self) -> None:
         """Build and commit every iteration that is missing. Starts the engines; whoever made them stops them."""
-        last = iterations(self.recipe)
+        last = self.last
         if self.first >= last:
             return
         once = self._begin()
@@ -93,16 +113,18 @@ class Loop:
 
     def _begin(self) -> dict[str, Built]:
         """Build what is built once a run; the services start beside it, as soon as there are weights."""
-        plan = iteration_plan(self.recipe, self.first)
+        plan = self.plan(self.first)
         once: dict[str, Built] = {}
         for stage in (s for s in plan.stages if s.once):
             once |= self._level([stage], plan, self._context(self.first), once)
             if stage.name == "initialise":
-                table = once["initialise"].manifest.tables["initial_weights"]
-                initial = published_weights(self.run.store, self.run.name, table)
-                current = self.head.weights if self.head else initial
-                self.engines.start(initial, current, self._newest_written(initial))
+                self._start_engines(published_weights(self.run.store, once["initialise"].manifest, "initial_weights"))
         return once
+
+    def _start_engines(self, initial: WeightsRef) -> None:
+        current = self.head.weights if self.head else initial
+        self.engines.start(initial, current, self._newest_written(initial))
+        self.restored = restored_weights(self._context(self.first))
 
     def _newest_written(self, initial: WeightsRef) -> WeightsRef:
         """The newest weights of committed iterations that are in the store; looks back one interval at most."""
@@ -113,10 +135,10 @@ class Loop:
 
     def _iteration(self, k: int, once: Mapping[str, Built]) -> dict[str, Built]:
         started, built = now(), dict(once)
-        plan, context = iteration_plan(self.recipe, k), self._context(k)
+        plan, context = self.plan(k), self._context(k)
         for level in plan.levels():
             built |= self._level([s for s in level if s.name not in built], plan, context, built)
-        if evaluates_at_end(self.recipe, k):
+        if self.evaluates_at_end(k):
             built |= self._last_evaluation(context, built)
         self._commit(context, built, started)
         return built
@@ -140,16 +162,16 @@ class Loop:
 
     def _last_evaluation(self, context: Context, built: Mapping[str, Built]) -> dict[str, Built]:
         """Evaluate what the last iteration published: no iteration follows that would."""
-        plan = iteration_plan(self.recipe, 0)  # every run with an evaluation has one in iteration 0
+        plan = iteration_plan(context.recipe, 0)  # every run with an evaluation has one in iteration 0
         stage = next(s for s in plan.stages if s.name == "evaluate")
-        after = replace(context, weights_held=self._new_weights(built))
+        after = replace(context, weights_held=self._new_weights(context, built))
         job = Job(_label(stage, after), stage, after, {name: built[name] for name in plan.inputs(stage)})
         return {job.label: self.execute([job])[0]}
 
     def _commit(self, context: Context, built: Mapping[str, Built], started: str) -> None:
         """Close the iteration: from here on it is part of the run's history."""
-        weights = self._new_weights(built)
-        checkpoint, seconds = next_checkpoint(context, built)
+        weights = self._new_weights(context, built)
+        checkpoint, seconds = self._checkpoint(context, built)
         segment = self.run.segment_at(context.iteration).n
         commit = IterationCommit(
             run=self.run.name,
@@ -160,23 +182,33 @@ class Loop:
             stages=tuple(result.ref for result in built.values()),
             weights=weights,
             checkpoint=checkpoint,
-            state={"next_group": context.group_after, "train_seconds_since_checkpoint": seconds},
+            state={"next_group": context.group_after, "train_seconds_since_checkpoint": seconds} | self._replayed(),
+            restored=self.restored,
             provenance=make_provenance(self.run.owner, started, prefect_flow_run_id=self.ids.flow_run),
         )
-        self.head = self.run.commit_iteration(commit)
+        self.head, self.restored = self.run.commit_iteration(commit), None
 
-    def _new_weights(self, built: Mapping[str, Built]) -> WeightsRef:
+    def _replayed(self) -> dict[str, Any]:
+        """How what was re-trained during the iteration compares with what was committed."""
+        found = self.engines.take_replayed()
+        return {} if found is None else {"replayed": found.record()}
+
+    def _checkpoint(self, context: Context, built: Mapping[str, Built]) -> tuple[WeightsRef | None, float]:
+        """The newest checkpoint after an iteration, and the seconds of training since."""
+        return next_checkpoint(context, built)
+
+    def _new_weights(self, context: Context, built: Mapping[str, Built]) -> WeightsRef:
         """The weights after an iteration: the published ones; the initial ones where nothing is trained."""
         source, table = ("publish", "publish") if "publish" in built else ("initialise", "initial_weights")
-        return published_weights(self.run.store, self.run.name, built[source].manifest.tables[table])
+        return published_weights(self.run.store, built[source].manifest, table)
 
     def _context(self, k: int) -> Context:
         return Context(
             run=self.run,
-            recipe=self.recipe,
+            recipe=self.recipe_at(k),
             engines=self.engines,
             iteration=k,
-            weights_held=self.head.weights if self.head else self.engines.initial,
+            weights_held=self.restored or (self.head.weights if self.head else self.engines.initial),
             previous=self.head,
             previous_digest=self.run.digest_of(self.head),
         )

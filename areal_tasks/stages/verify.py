@@ -32,7 +32,8 @@ def verify(recipe: RlhfRecipe) -> Stage:
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     """Raises UserError when more verdicts than `reward.max_unverified` are timeouts or errors."""
     rollout = inputs.read(context, "rollout")
-    results = judge(context.engines.verifiers, rollout, f"verify {context.iteration}")
+    with context.engines.judging(len(rollout)):
+        results = judge(context.engines.verifiers, rollout, f"verify {context.iteration}")
     counts = verdict_shares(results)
     check_failures(counts, context.recipe.reward.max_unverified, results)  # type: ignore[union-attr]
     table = verify_table(rollout["sample_id"], results)

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from pyarrow.fs import FileSystem
 
+from areal_tasks.store.under_way import LEDGER
 from schemas.errors import UserError
 
 
@@ -84,22 +85,28 @@ class Store:
     backend: Backend
 
     def read(self, path: str) -> bytes:
-        return self.backend.read(path)
+        with LEDGER.entry("read", self.uri(path)):
+            return self.backend.read(path)
 
     def create(self, path: str, data: bytes) -> None:
-        self.backend.create(path, data)
+        with LEDGER.entry("create", self.uri(path)):
+            self.backend.create(path, data)
 
     def settle(self, path: str) -> None:
-        self.backend.settle(path)
+        with LEDGER.entry("settle", self.uri(path)):
+            self.backend.settle(path)
 
     def put(self, path: str, data: bytes) -> None:
-        self.backend.put(path, data)
+        with LEDGER.entry("put", self.uri(path)):
+            self.backend.put(path, data)
 
     def put_file(self, path: str, source: Path) -> None:
-        self.backend.put_file(path, source)
+        with LEDGER.entry("put_file", self.uri(path)):
+            self.backend.put_file(path, source)
 
     def fetch_file(self, path: str, target: Path) -> None:
-        self.backend.fetch_file(path, target)
+        with LEDGER.entry("fetch_file", self.uri(path)):
+            self.backend.fetch_file(path, target)
 
     def exists(self, path: str) -> bool:
         """Whether there is an object under this path."""
@@ -110,10 +117,12 @@ class Store:
         return True
 
     def size(self, path: str) -> int:
-        return self.backend.size(path)
+        with LEDGER.entry("size", self.uri(path)):
+            return self.backend.size(path)
 
     def children(self, prefix: str) -> list[str]:
-        return self.backend.children(prefix)
+        with LEDGER.entry("children", self.uri(prefix)):
+            return self.backend.children(prefix)
 
     def local(self, path: str) -> Path | None:
         return self.backend.local(path)
@@ -125,7 +134,8 @@ class Store:
         return self.backend.uri(path)
 
     def list(self, prefix: str) -> list[str]:
-        return self.backend.list(prefix)
+        with LEDGER.entry("list", self.uri(prefix)):
+            return self.backend.list(prefix)
 
 
 def default_url() -> str:

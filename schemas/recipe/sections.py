@@ -256,6 +256,15 @@ class Launcher(Section):
     )
     startup_seconds: float = operational(180.0, gt=0, le=86400, description="A service must be ready within this time.")
     restarts: int = operational(3, ge=0, le=1000, description="Restarts of a failed service before the run stops.")
+    warn_seconds: float = operational(
+        60.0,
+        gt=0,
+        le=86400,
+        description="The log names what makes no progress for this long; then at doubled intervals.",
+    )
+    hang_seconds: float = operational(
+        600.0, gt=0, le=86400, description="A service that makes no progress for this long is ended and started again."
+    )
 
 
 class Schedule(Section):
@@ -266,4 +275,25 @@ class Schedule(Section):
     )
     artifact_every: int = operational(
         10, ge=1, le=1_000_000, description="Iterations between rollout artifacts in the UI."
+    )
+
+
+class Alerts(Section):
+    """When a run warns: in its log, and by Prefect events that automations send on. 0 turns a warning off."""
+
+    reward_drop: float = operational(
+        0.5, ge=0, le=100, description="Fall of the mean reward below the best so far, as a share of that: a collapse."
+    )
+    window: int = operational(5, ge=1, le=10_000, description="Iterations whose rewards make such a mean.")
+    max_kl: float = operational(
+        1.0, ge=0, le=1e6, description="KL a token, in nats, to version 0 or to the policy before the step: too large."
+    )
+    max_unverified: float = operational(
+        0.05, ge=0, le=1, description="Share of `timeout` and `error` verdicts; `reward.max_unverified` stops the run."
+    )
+    max_logprob_gap: float = operational(
+        0.05,
+        ge=0,
+        le=100,
+        description="Mean distance of engine and trainer, in nats; `algorithm.max_logprob_gap` stops the run.",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -35,8 +35,8 @@ class Train(Command):
     digest: str = Field(description="key of the input: a repeat with the same version and digest never steps twice")
     kind: Literal["grpo", "sft"]
     iteration: int = Field(ge=0)
-    iterations: int | None = Field(
-        None, ge=1, description="of the run as planned then: its learning rate decays to there"
+    recipe: dict[str, Any] | None = Field(
+        None, description="in force in this iteration; none: the one that this trainer was started with"
     )
     tables: dict[str, TableRef] = Field(description="grpo: rollout, advantage and perhaps reference; sft: batch")
     plan: TableRef | None = Field(None, description="train_samples of the committed iteration, to repeat its batches")
@@ -55,6 +55,12 @@ class Write(Command):
     """Write the weights (/publish) or the whole training state (/checkpoint) below `prefix`."""
 
     prefix: str
+
+
+class Compare(Command):
+    """Compare the policy, as it would be published, with weights of that version in the store."""
+
+    weights: WeightsRef
 
 
 class Receiver(Message):
@@ -106,10 +112,17 @@ class Written(Message):
     seconds: float
 
 
+class Compared(Message):
+    """Answer to /compare: the largest difference between two weights; 0 where all of them are equal to the bit."""
+
+    difference: float
+
+
 class Health(Message):
     """Answer to /health. `version` is none before the first /load and after a failed step.
 
-    `done` of `of` samples have been through the command that is running, or that ran last.
+    `done` of `of` samples have been through the command that is running, or that ran last. `stored` counts what the
+    store has answered, and `storing` says what it has not.
     """
 
     version: int | None
@@ -118,3 +131,15 @@ class Health(Message):
     busy: bool
     done: int = 0
     of: int = 0
+    stored: int = 0
+    storing: str = ""
+
+    @property
+    def progress(self) -> tuple[int | None, ...]:
+        """What changes while the trainer gets on with a command."""
+        return self.version, self.step, self.done, self.of, self.stored
+
+    def describe(self) -> str:
+        """For people: where a command is."""
+        asked = f"; its store has not answered: {self.storing}" if self.storing else ""
+        return f"it answers: {self.done} of {self.of} samples done{asked}"

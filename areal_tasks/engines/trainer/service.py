@@ -20,6 +20,8 @@ from areal_tasks.data.batching import Layout, Sequences, lay_out, micro_batches
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer.backend import Backend, Progress, TokenStats, Which
 from areal_tasks.engines.trainer.commands import (
+    Compare,
+    Compared,
     Health,
     Load,
     Loaded,
@@ -40,11 +42,12 @@ from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.memory import names_memory_knobs
 from areal_tasks.engines.trainer.rows import COLUMNS, Batch, grpo_batch, logprobs_table, read_sequences, sft_batch
 from areal_tasks.engines.trainer.settings import Settings, read_settings
-from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, hand_on
+from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, hand_on, largest_difference
 from areal_tasks.engines.trainer.transport import Sender
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.files import materialise, read_weights, upload
 from areal_tasks.store.shards import read_table, write_table
+from areal_tasks.store.under_way import LEDGER
 from schemas.errors import UserError
 from schemas.manifest import TableRef, WeightsRef
 
@@ -170,23 +173,41 @@ class Trainer:
         """Write everything that training goes on from. Nothing is visible until the caller commits the files."""
         return self._written(command, lambda folder: self.backend.save_checkpoint(folder, self.progress))
 
+    @names_memory_knobs
+    def compare(self, command: Compare) -> Compared:
+        """How far the policy, as it would be published, is from weights of that version in the store."""
+        self.fence.admit(command.owner)
+        self.fence.expect(command.version)
+        folder, snapshot = self._fetch(command.weights), self._snapshot()
+        apart = largest_difference(snapshot.host(), folder) if self.group.rank == 0 else 0.0
+        return Compared(difference=apart)
+
     def state(self) -> str:
         """What all ranks must agree on after a command."""
         return f"version {self.fence.version}, step {self.progress.step}, owner {self.fence.owner}"
 
     def health(self, busy: bool) -> Health:
         """Where the trainer stands. Safe while a command runs."""
-        step, owner, work = self.progress.step, self.fence.owner, self.work
-        return Health(version=self.fence.version, step=step, owner=owner, busy=busy, done=work.done, of=work.of)
+        asked = LEDGER.under_way()
+        return Health(
+            version=self.fence.version,
+            step=self.progress.step,
+            owner=self.fence.owner,
+            busy=busy,
+            done=self.work.done,
+            of=self.work.of,
+            stored=LEDGER.ended,
+            storing=asked[0].describe() if asked else "",
+        )
 
     def _learner(self, command: Train) -> Learner:
         """Everything that can fail without harm to the memory: reading and checking the input."""
         if command.kind != self.settings.kind:
             raise UserError(f"this trainer was started for {self.settings.kind}, not for {command.kind}")
         batch = self._batch(command)
-        settings = replace(self.settings, iterations=command.iterations or self.settings.iterations)
+        settings = self.settings if command.recipe is None else read_settings(command.recipe)
         if command.plan is None:
-            plan = make_plan(batch, self.settings, command.iteration, self.backend.world)
+            plan = make_plan(batch, settings, command.iteration, self.backend.world)
         else:
             plan = recorded_plan(batch, self._read({"train_samples": command.plan})["train_samples"])
             settings = replace(settings, max_logprob_gap=math.inf)  # it is history: the threshold of then has passed it
@@ -273,7 +294,7 @@ class Trainer:
     def _materialise(self, ref: WeightsRef) -> Path:
         into = self.scratch / f"{ref.digest[:16]}-{ref.version}"
         into.mkdir(exist_ok=True)
-        return materialise(self.store, read_weights(self.store, ref).files, into)
+        return materialise(self.store, read_weights(self.store, ref).files, into, verify=True)
 
 
 def _made(folder: Path) -> str:

@@ -7,12 +7,14 @@ goes through page-locked memory that is allocated once.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from areal_tasks.store.parallel import parallel
@@ -74,6 +76,25 @@ def hand_on(source: Path, folder: Path, dtype: torch.dtype) -> None:
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)  # the key's older name
     (folder / "config.json").write_text(json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}, indent=2))
+
+
+def largest_difference(tensors: Named, folder: Path) -> float:
+    """The largest difference between a weight of `tensors` and the same one in the safetensors files of `folder`.
+
+    Infinite where a tensor is missing, or of another shape, on one side.
+    """
+    stored = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+    if tensors.keys() != stored.keys() or any(tensors[name].shape != stored[name].shape for name in stored):
+        return math.inf
+    return max((_apart(tensors[name], stored[name]) for name in stored), default=0.0)
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    """0 only where both are equal to the bit, but for the sign of a zero; infinite where one alone holds a NaN."""
+    if torch.equal(one, other):
+        return 0.0
+    alike = (one == other) | (one.isnan() & other.isnan())
+    return float(torch.where(alike, 0.0, (one.float() - other.float()).abs()).nan_to_num(nan=math.inf).max())
 
 
 def _copy_into(held: dict[str, Tensor], name: str, tensor: Tensor, device: torch.device) -> None:

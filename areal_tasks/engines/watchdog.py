@@ -1,0 +1,145 @@
+"""Names what a silent run waits for, since when, and ends a service that makes no progress for too long.
+
+Whoever waits for something says so, with a way to look at the services concerned. A look gives each of them a sign: a
+value that changes when it gets on with its work, be the work ever so long. A service whose sign stays the same, or that
+gives none, is named in the log after `launcher.warn_seconds`, then at intervals that double; after
+`launcher.hang_seconds` it is ended. Its caller learns of it as of any other death: the supervisor starts it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Final
+
+from areal_tasks.store.under_way import LEDGER, Ledger
+from schemas.recipe.sections import Launcher
+
+log = logging.getLogger(__name__)
+
+LOOKS: Final = 4  # within the first warning interval
+LONGEST_PAUSE: Final = 15.0  # seconds between two looks
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a look at a service found: a value that changes as it gets on (None: it gave none), and its own words."""
+
+    progress: object
+    says: str
+
+
+Look = Callable[[], Mapping[str, Sign]]
+
+
+@dataclass
+class _Silence:
+    """A service that is waited for: its last new sign, since when, and after how many seconds to complain."""
+
+    progress: object
+    since: float
+    complain_after: float
+    ended: bool = False
+
+
+@dataclass(eq=False)
+class _Wait:
+    """Something that the run waits for. `ends`: what hangs for too long is ended."""
+
+    what: str
+    look: Look
+    ends: bool
+    since: float = field(default_factory=time.monotonic)
+    silences: dict[str, _Silence] = field(default_factory=dict)
+
+
+class Watchdog:
+    """One thread that looks after everything a run waits for. `end` ends the service of that name, for that reason."""
+
+    def __init__(self, settings: Launcher, end: Callable[[str, str], None], ledger: Ledger = LEDGER) -> None:
+        self.settings = settings
+        self.end = end
+        self.pause = min(LONGEST_PAUSE, min(settings.warn_seconds, settings.hang_seconds) / LOOKS)
+        self._ledger = ledger
+        self._complained: dict[int, float] = {}  # store operation -> seconds after which the next complaint is due
+        self._waits: dict[int, _Wait] = {}
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+
+    def close(self) -> None:
+        """Look no more. Does not wait for a look that is under way."""
+        self._closed.set()
+
+    @contextmanager
+    def waiting(self, what: str, look: Look, *, ends: bool = True) -> Iterator[None]:
+        """While inside, the run waits for `what`, which the services that `look` tells of are at.
+
+        `look` is called in a thread of its own. It leaves out services that have nothing to do.
+        """
+        wait = _Wait(what, look, ends)
+        self._waits[id(wait)] = wait
+        try:
+            yield
+        finally:
+            del self._waits[id(wait)]
+
+    def _run(self) -> None:
+        while not self._closed.wait(self.pause):
+            now = time.monotonic()
+            self._look_at_store()
+            for wait in list(self._waits.values()):
+                if now - wait.since >= self.pause:
+                    self._look_at(wait)
+
+    def _look_at(self, wait: _Wait) -> None:
+        try:
+            signs = wait.look()
+        except Exception:  # a look must never end the watch over everything else
+            if not self._closed.is_set():
+                log.exception("could not look at what is at %s", wait.what)
+            return
+        for name in wait.silences.keys() - signs.keys():
+            del wait.silences[name]
+        for name, sign in signs.items():
+            self._judge(wait, name, sign)
+
+    def _judge(self, wait: _Wait, name: str, sign: Sign) -> None:
+        now, known = time.monotonic(), wait.silences.get(name)
+        if known is None:  # one that gives no sign may have given none since the wait began
+            since = wait.since if sign.progress is None else now
+            known = wait.silences[name] = _Silence(sign.progress, since, self.settings.warn_seconds)
+        elif sign.progress is not None and sign.progress != known.progress:
+            known.progress, known.since, known.complain_after = sign.progress, now, self.settings.warn_seconds
+        self._act(wait, name, sign, known, now - known.since)
+
+    def _act(self, wait: _Wait, name: str, sign: Sign, known: _Silence, silent: float) -> None:
+        mortal = wait.ends and self.settings.type != "inline" and not known.ended
+        found = f"{wait.what}: no progress since {_clock(silent)} ({silent:.0f} s); {sign.says}"
+        if mortal and silent >= self.settings.hang_seconds:
+            known.ended = True
+            self.end(name, f"hangs at {found}")
+        elif silent >= known.complain_after:
+            known.complain_after = 2 * max(known.complain_after, silent)
+            threat = f". After {self.settings.hang_seconds:g} s (launcher.hang_seconds) it is started again"
+            log.warning("waiting for %s, %s%s", name, found, threat * mortal)
+
+    def _look_at_store(self) -> None:
+        """The store has no sign but its answers: each operation stands for itself."""
+        asked, now = self._ledger.under_way(), time.monotonic()
+        for number in self._complained.keys() - {one.number for one in asked}:
+            del self._complained[number]
+        for one in asked:
+            after, waited = self._complained.get(one.number, self.settings.warn_seconds), now - one.since
+            if waited >= after:
+                self._complained[one.number] = 2 * max(after, waited)
+                log.warning("waiting for the store, %s: no answer since %s (%.0f s)", one.what, _clock(waited), waited)
+
+
+def _clock(seconds_ago: float) -> str:
+    """The time of day then, for people."""
+    return (datetime.now() - timedelta(seconds=seconds_ago)).strftime("%H:%M:%S")

@@ -1,0 +1,45 @@
+"""The weights in force after a restart: the committed ones, or, where re-training does not repeat them, new ones."""
+
+from __future__ import annotations
+
+import logging
+
+from areal_tasks.engines.recovery import stage_of
+from areal_tasks.engines.server_pool import ServerDown
+from areal_tasks.engines.trainer_client import TrainerDown
+from areal_tasks.stages.context import Context
+from areal_tasks.stages.publish import write_weights
+from schemas.manifest import IterationCommit, WeightsRef
+from schemas.recipe.agreement import bit_equal
+from schemas.recipe.recipe import RlhfRecipe
+
+log = logging.getLogger(__name__)
+
+
+def restored_weights(context: Context) -> WeightsRef | None:
+    """What the servers generate with in place of the committed weights; none where those still hold.
+
+    Engines that are not equal to the bit may not repeat themselves either. There the trainer is restored before
+    anything is generated, and what it holds is published as a new attempt of its version if it differs (DESIGN §8).
+    Elsewhere it is restored when it is first needed.
+    """
+    same = not isinstance(context.recipe, RlhfRecipe) or bit_equal(context.recipe)
+    if context.previous is None or same or not context.engines.generates:
+        return None
+    for _ in range(context.recipe.launcher.restarts):
+        try:
+            return _restored(context, context.previous)
+        except (TrainerDown, ServerDown) as error:
+            log.warning("restoring version %d again: %s", context.previous.weights.version, error)
+    return _restored(context, context.previous)
+
+
+def _restored(context: Context, head: IterationCommit) -> WeightsRef | None:
+    version = head.weights.version
+    replayed = context.engines.restored(version)
+    if replayed is None or replayed.same:
+        return None
+    ref, _ = write_weights(context, stage_of(context.run, head, "train"), version)
+    context.engines.serve_weights(ref)
+    log.warning("version %d was published anew as attempt %s: re-training did not repeat it", version, ref.attempt)
+    return ref

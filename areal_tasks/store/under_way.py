@@ -1,0 +1,54 @@
+"""What this process asks of its store right now: for whoever must say why nothing moves, and what moves."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An operation that the store has not answered yet; `since` on the monotonic clock."""
+
+    number: int
+    what: str
+    since: float
+
+    def describe(self) -> str:
+        """`read s3://bucket/run/x.json for 31 s`."""
+        return f"{self.what} for {time.monotonic() - self.since:.0f} s"
+
+
+class Ledger:
+    """The operations under way, of all threads, and how many have ended."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+        self._numbers = itertools.count()
+        self._open: dict[int, Asked] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def entry(self, operation: str, where: str) -> Iterator[None]:
+        """While inside, `operation` on `where` is under way."""
+        asked = Asked(next(self._numbers), f"{operation} {where}", time.monotonic())
+        self._open[asked.number] = asked
+        try:
+            yield
+        finally:
+            del self._open[asked.number]
+            with self._lock:
+                self.ended += 1
+
+    def under_way(self) -> list[Asked]:
+        """What has not been answered, the oldest first."""
+        with self._lock:
+            return sorted(self._open.copy().values(), key=lambda asked: asked.since)
+
+
+#: Of this process.
+LEDGER = Ledger()
