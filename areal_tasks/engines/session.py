@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Coroutine, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -79,15 +79,16 @@ class Engines:
 
     def __exit__(self, *error: object) -> None:
         self.watchdog.close()
-        if self._inference is not None:
-            self.call(self._inference.close())
-        if self._trainer is not None:
-            self._trainer.close()
-        if self._verifiers is not None:
-            self._verifiers.close()
-        self.supervisor.__exit__(*error)
-        self._loop.stop()
-        self._scratch.cleanup()
+        with ExitStack() as stack:  # each of them, whatever another raises; the last one first
+            stack.callback(self._scratch.cleanup)
+            stack.callback(self._loop.stop)
+            stack.callback(self.supervisor.__exit__, *error)
+            if self._verifiers is not None:
+                stack.callback(self._verifiers.close)
+            if self._trainer is not None:
+                stack.callback(self._trainer.close)
+            if self._inference is not None:
+                self.call(self._inference.close())
 
     def start(self, initial: WeightsRef, current: WeightsRef, written: WeightsRef) -> None:
         """Start the services without waiting for them: servers on `written`, the trainer on nothing yet.

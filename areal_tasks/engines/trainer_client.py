@@ -24,6 +24,7 @@ from areal_tasks.engines.trainer.commands import (
     Written,
 )
 from areal_tasks.engines.watchdog import Sign, Watchdog
+from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
 
 Reply = TypeVar("Reply", bound=Message)
@@ -116,6 +117,8 @@ class TrainerClient:
             answer = self.http.request(method, path, content=content, timeout=timeout or self.http.timeout)
         except httpx.TransportError as error:
             raise TrainerDown(f"the trainer did not answer {path}: {type(error).__name__}: {error}") from error
+        if answer.status_code == 503:
+            raise Unavailable(_reason(answer))
         if answer.is_error:
             raise UserError(f"the trainer refused {path}: {_reason(answer)}")
         return reply.model_validate_json(answer.content)

@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from areal_tasks.launchers.local import LocalLauncher
 from areal_tasks.launchers.protocol import Handle, Job, Launcher
 from areal_tasks.store.backend import Missing, Store
 from areal_tasks.store.commit import read_record
+from areal_tasks.store.parallel import parallel
 from areal_tasks.store.paths import service as service_path
 from schemas.errors import UserError
 from schemas.manifest import ServiceRecord, WeightsRef
@@ -59,9 +61,9 @@ class Supervisor:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for service in self.services.values():
-            service.handle.stop()
-        self.launcher.close()
+        with ExitStack() as stack:
+            stack.callback(self.launcher.close)  # ends, by itself, what could not be stopped
+            parallel(lambda service: service.handle.stop(), list(self.services.values()))
 
     def start(self, module: str, spec: ServiceSpec, threads: int = 0) -> None:
         """Start a service; `wait` tells when it is ready."""

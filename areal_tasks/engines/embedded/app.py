@@ -32,6 +32,7 @@ from areal_tasks.engines.embedded.runner import read_weights_folder
 from areal_tasks.engines.embedded.sequence import Job, SamplingParams, Sequence, make_sequences
 from areal_tasks.engines.embedded.weights import weights_folder
 from areal_tasks.store.backend import Store
+from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
 
 HEALTH_SECONDS: Final = 20.0
@@ -193,6 +194,8 @@ def _guarded(handler: Handler) -> Handler:
     async def guarded(request: Request) -> Response:
         try:
             return await handler(request)
+        except Unavailable as error:
+            return _json({"error": str(error)}, 503)
         except (BadRequest, UserError) as error:
             return _json({"error": str(error)}, 400)
         except NotFinite as error:

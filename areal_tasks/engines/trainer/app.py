@@ -26,6 +26,7 @@ from areal_tasks.engines.trainer.fencing import Fence, Refused
 from areal_tasks.engines.trainer.group import Group, GroupBroken
 from areal_tasks.engines.trainer.ranks import cpu_threads, end_group
 from areal_tasks.engines.trainer.service import Trainer
+from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -132,11 +133,13 @@ def _json(message: Message) -> Response:
 
 
 def _failure(error: Exception) -> Response:
-    """409: refused; 422: malformed body; 400: what a person can mend; 500, and a log entry: the rest."""
+    """409: refused; 422: malformed body; 503: the store is away; 400: what a person can mend; 500, and a log entry: the rest."""
     if isinstance(error, Refused):
         return JSONResponse({"error": str(error)}, 409)
     if isinstance(error, ValidationError):
         return JSONResponse({"error": f"malformed command: {error}"}, 422)
+    if isinstance(error, Unavailable):
+        return JSONResponse({"error": str(error)}, 503)
     if isinstance(error, UserError):
         return JSONResponse({"error": str(error)}, 400)
     log.error("a command failed", exc_info=error)
