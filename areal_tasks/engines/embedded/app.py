@@ -31,8 +31,7 @@ from areal_tasks.engines.embedded.engine import Engine, NotFinite
 from areal_tasks.engines.embedded.runner import read_weights_folder
 from areal_tasks.engines.embedded.sequence import Job, SamplingParams, Sequence, make_sequences
 from areal_tasks.engines.embedded.weights import weights_folder
-from areal_tasks.store.backend import Store
-from areal_tasks.store.backend import Unavailable
+from areal_tasks.store.backend import Store, Unavailable
 from schemas.errors import UserError
 
 HEALTH_SECONDS: Final = 20.0

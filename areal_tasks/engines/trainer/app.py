@@ -133,7 +133,7 @@ def _json(message: Message) -> Response:
 
 
 def _failure(error: Exception) -> Response:
-    """409: refused; 422: malformed body; 503: the store is away; 400: what a person can mend; 500, and a log entry: the rest."""
+    """409: refused; 422: malformed body; 503: the store is away; 400: a person can mend it; 500, logged: the rest."""
     if isinstance(error, Refused):
         return JSONResponse({"error": str(error)}, 409)
     if isinstance(error, ValidationError):
