@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from areal_tasks.report.curves import CHARTS, curves
-from areal_tasks.report.facts import Makers, differences, makers_of, run_facts
+from areal_tasks.report.facts import Makers, differences, makers_of, moment, run_facts
 from areal_tasks.report.pick import available, pick
 from areal_tasks.report.rollouts import encode_sample, read_samples
 from areal_tasks.report.tokens import vocabulary
@@ -50,7 +50,7 @@ def make_report(store: Store, names: Sequence[str], samples: int, max_bytes: int
     catalogs = [Catalog(load_run(store, name)) for name in names]
     points = max(FEWEST_POINTS, POINTS // len(names))
     runs = [_run(store, catalog, points, samples) for catalog in catalogs]
-    page = {"made": now(), "charts": [chart.__dict__ for chart in CHARTS]}
+    page = {"made": moment(now()), "charts": [chart.__dict__ for chart in CHARTS]}
     payload: Payload = {**page, "differences": differences(runs), "runs": runs}
     _fit(payload, max_bytes)
     return Report(payload, sum(len(run["samples"]) for run in runs), sum(run["available"] for run in runs))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import duckdb
 
 from areal_tasks.store import paths
 from areal_tasks.store.commit import read_record
+from areal_tasks.store.fork import origin_of
 from areal_tasks.store.journal import read_log
 from areal_tasks.store.runs import Run
 from areal_tasks.store.search import last_present
@@ -56,12 +58,11 @@ def run_facts(run: Run, head: IterationCommit | None, makers: Makers) -> dict[st
 
 
 def label(run: Run) -> str:
-    """`counterfactual replay of a from iteration 3`; empty for a run that has no parent."""
-    record = run.record
-    if not record.parent:
+    """`a replay of 'a' from verify, with its rollouts (counterfactual)`; empty for a run that has no parent."""
+    origin = origin_of(run.record)
+    if origin is None:
         return ""
-    kind = f"{'counterfactual ' if record.counterfactual else ''}{record.kind or 'fork'}"
-    return f"{kind} of {record.parent} from iteration {record.parent_iteration}"
+    return f"{origin} (counterfactual)" if origin.counterfactual else str(origin)
 
 
 def state(run: Run, head: IterationCommit | None) -> str:
@@ -86,13 +87,13 @@ def _facts(run: Run, head: IterationCommit | None, makers: Makers) -> Table:
         ["store", run.store.url],
         ["flow", run.record.flow],
         ["seed", str(run.record.seed)],
-        ["created", f"{made.committed} on {made.host}"],
+        ["created", f"{moment(made.committed)} on {made.host}"],
         ["code", ", ".join(distinct([made.code_version, *makers.codes]))],
     ]
     if head is not None:
         rows += [
             ["hosts", ", ".join(makers.hosts)],
-            ["last commit", f"iteration {head.iteration}, {head.provenance.committed}"],
+            ["last commit", f"iteration {head.iteration}, {moment(head.provenance.committed)}"],
             ["weights", f"version {head.weights.version}" + ("" if head.weights.written else ", not written")],
             ["newest checkpoint", f"version {head.checkpoint.version}" if head.checkpoint else "none"],
             ["SHA-256 of the head", run.digest_of(head)],
@@ -105,14 +106,14 @@ def starts(run: Run) -> Table:
     last = last_present(lambda n: run.store.exists(paths.owner(run.name, n)), 1)
     numbers = range(last, max(0, last - MOST), -1)
     owners = [read_record(run.store, paths.owner(run.name, n), OwnerRecord) for n in numbers]
-    rows = [[str(o.n), o.started, o.host, str(o.pid), o.prefect_flow_run_id or UNSET] for o in owners]
+    rows = [[str(o.n), moment(o.started), o.host, str(o.pid), o.prefect_flow_run_id or UNSET] for o in owners]
     return [["start", "when", "host", "process", "Prefect flow run"], *rows]
 
 
 def log_rows(run: Run) -> Table:
     """Who did what to the run, the newest first."""
     lines = read_log(run.store, run.name)[: -MOST - 1 : -1]
-    rows = [[line.time, line.action, f"{line.user} on {line.host}", _details(line.details)] for line in lines]
+    rows = [[moment(line.time), line.action, f"{line.user} on {line.host}", _details(line.details)] for line in lines]
     return [["when", "what", "who", "details"], *rows]
 
 
@@ -122,7 +123,12 @@ def _details(details: Mapping[str, Any]) -> str:
 
 def _segment(segment: Segment) -> list[str]:
     iterations = segment.recipe.get("schedule", {}).get("iterations", 1)
-    return [str(segment.from_iteration), str(iterations), segment.provenance.committed]
+    return [str(segment.from_iteration), str(iterations), moment(segment.provenance.committed)]
+
+
+def moment(time: str) -> str:
+    """A recorded time to the second, UTC."""
+    return f"{datetime.fromisoformat(time).astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def flat_recipe(run: Run) -> dict[str, str]:

@@ -60,4 +60,6 @@ def number(value: float | None, digits: int = DIGITS) -> float | None:
     if value is None or not math.isfinite(value):
         return None
     short = float(f"{value:.{digits}g}")
-    return int(short) if short.is_integer() and abs(short) < 1e15 else short
+    if not math.isfinite(short):  # the largest numbers round to what none is
+        return None
+    return int(short) if short.is_integer() and abs(short) < 1e16 else short

@@ -35,7 +35,7 @@ export function card(spec, { paint, read, xs, log = null }) {
   view.charts.push(chart);
   new ResizeObserver(() => chart.draw()).observe(plot);
   const title = el("header", {}, el("h3", {}, spec.title), log ? logToggle(log, chart) : null);
-  return el("article", { class: "chart", id: `chart-${spec.key || spec.id}` }, title, el("p", { class: "about" }, spec.about), plot, readout);
+  return el("article", { class: spec.wide ? "chart wide" : "chart", id: `chart-${spec.key || spec.id}` }, title, el("p", { class: "about" }, spec.about), plot, readout);
 }
 
 function logToggle(log, chart) {
@@ -81,7 +81,7 @@ export function frame(width, xDomain, yDomain, log, format) {
 }
 
 function yAxis(y, width, format) {
-  return y.ticks(4).map((tick) => [
+  return y.ticks(5).map((tick) => [
     svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y.at(tick), y2: y.at(tick) }),
     svg("text", { class: "tick", x: MARGIN.left - 6, y: y.at(tick) + 4, "text-anchor": "end" }, format(tick)),
   ]);
@@ -160,5 +160,5 @@ function lineEntry(line, x, format) {
 /** An entry of a read-out: a piece of the line, its name, its value. */
 export function entry(line, value, at) {
   const sample = svg("svg", { width: 18, height: 8, "aria-hidden": "true" }, svg("line", { class: `line ${line.colour} ${line.dash}`, x1: 0, x2: 18, y1: 4, y2: 4 }));
-  return el("span", { class: "entry" }, sample, line.label ? el("span", { class: "name" }, line.label) : null, el("b", {}, value), el("span", { class: "quiet" }, at));
+  return el("span", { class: "entry" }, sample, line.label ? el("span", { class: "name" }, line.label) : null, " ", el("b", {}, value), " ", el("span", { class: "quiet" }, at), " ");
 }

@@ -1,18 +1,21 @@
 // Which samples are listed, and in which order.
-import { el, labelled, select } from "./dom.js";
+import { button, el, labelled, select } from "./dom.js";
 import { KINDS } from "./data.js";
 
+const KIND_ORDER = Object.keys(KINDS); // what is trained on comes before evaluations
+
 const ORDERS = {
-  best: ["best first", (a, b) => reward(b, -Infinity) - reward(a, -Infinity) || time(b) - time(a)],
-  worst: ["worst first", (a, b) => reward(a, Infinity) - reward(b, Infinity) || time(b) - time(a)],
+  best: ["best first", (a, b) => reward(b, -Infinity) - reward(a, -Infinity) || newest(a, b)],
+  worst: ["worst first", (a, b) => reward(a, Infinity) - reward(b, Infinity) || newest(a, b)],
   oldest: ["oldest first", (a, b) => time(a) - time(b)],
-  newest: ["newest first", (a, b) => time(b) - time(a)],
+  newest: ["newest first", (a, b) => newest(a, b)],
   longest: ["longest first", (a, b) => length(b) - length(a)],
   prompt: ["by prompt, through time", (a, b) => a.prompt_id - b.prompt_id || time(a) - time(b)],
 };
 
 const reward = (sample, without) => sample.reward ?? without;
 const time = (sample) => sample.evaluated ?? sample.it;
+const newest = (a, b) => KIND_ORDER.indexOf(a.table) - KIND_ORDER.indexOf(b.table) || time(b) - time(a);
 const length = (sample) => sample.num_generated ?? sample.num_tokens ?? 0;
 
 /** The form of filters. `changed()` is called after each change; `chosen(samples)` filters and sorts. */
@@ -23,7 +26,7 @@ export function makeFilters(data, changed) {
     for (const [name, { input }] of Object.entries(fields)) input.value = empty.get(name);
     changed();
   };
-  const form = el("form", { class: "filters", onsubmit: (event) => event.preventDefault() }, ["search", "order", "run", "kind", "verdict", "why", "from", "to", "least", "most", "prompt"].filter((name) => fields[name]).map((name) => labelled(fields[name].title, fields[name].input)), el("button", { type: "button", onclick: reset, class: "small reset" }, "reset"));
+  const form = el("form", { class: "filters", onsubmit: (event) => event.preventDefault() }, ["search", "order", "run", "kind", "verdict", "why"].filter((name) => fields[name]).map((name) => labelled(fields[name].title, fields[name].input)), between("Iteration", fields.from, fields.to), between("Reward", fields.least, fields.most), labelled(fields.prompt.title, fields.prompt.input), button("reset", reset, { class: "small reset" }));
   return { form, fields, chosen: (samples) => samples.filter((sample) => passes(sample, fields)).sort(ORDERS[fields.order.input.value][1]) };
 }
 
@@ -43,8 +46,13 @@ function distinct(values) {
 }
 
 function numberFields(changed) {
-  const titles = { from: "Iteration from", to: "to", least: "Reward from", most: "to", prompt: "Prompt number" };
-  return Object.fromEntries(Object.entries(titles).map(([name, title]) => [name, { title, input: el("input", { type: "number", step: "any", name, oninput: changed }) }]));
+  const titles = { from: "Iteration from", to: "Iteration to", least: "Reward from", most: "Reward to", prompt: "Prompt number" };
+  return Object.fromEntries(Object.entries(titles).map(([name, title]) => [name, { title, input: el("input", { type: "number", step: "any", name, oninput: changed, "aria-label": title }) }]));
+}
+
+/** Two bounds of one quantity as one field. */
+function between(title, low, high) {
+  return el("div", { class: "field" }, el("span", {}, title), el("div", { class: "between" }, low.input, "–", high.input));
 }
 
 function searchField(name, changed) {

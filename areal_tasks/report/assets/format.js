@@ -5,7 +5,7 @@ import { el } from "./dom.js";
 export function num(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(Math.min(2, digits - 1)).replace("e+", "e");
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return Number(value.toPrecision(Math.min(3, digits))).toExponential().replace("e+", "e");
   return String(Number(value.toPrecision(digits)));
 }
 

@@ -39,7 +39,7 @@ function linearTicks([low, high], count) {
 
 function niceStep(raw) {
   const power = 10 ** Math.floor(Math.log10(raw));
-  return power * [1, 2, 5, 10].find((factor) => factor * power >= raw * (1 - 1e-9));
+  return power * [1, 2, 2.5, 5, 10].find((factor) => factor * power >= raw * (1 - 1e-9));
 }
 
 function logTicks([low, high]) {

@@ -8,7 +8,7 @@ import { num } from "./format.js";
 export function stackChart(spec, lines) {
   const xs = () => lines[0].x;
   const read = (x) => lines.map((line) => stageEntry(line, x, lines));
-  return card(spec, { paint: (width) => paintStack(width, spec, lines), read, xs });
+  return card({ ...spec, wide: true }, { paint: (width) => paintStack(width, spec, lines), read, xs });
 }
 
 function stageEntry(line, x, lines) {

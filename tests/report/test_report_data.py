@@ -1,0 +1,368 @@
+"""What a report holds, without a browser: curves, chosen samples, tokens, facts, and that it fits and is harmless."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_runs import WORDS, Row, make_run, sample, store_of
+from typer.testing import CliRunner
+
+from areal_tasks.report import rollouts
+from areal_tasks.report.data import Payload, make_report, to_json
+from areal_tasks.report.facts import differences
+from areal_tasks.report.page import MODULES, bundle, make_page, policy, render
+from areal_tasks.report.series import Series, number, thin
+from areal_tasks.report.tokens import texts_of
+from areal_tasks.store.backend import Store
+from areal_tasks.store.fork import Origin
+from areal_tasks.store.journal import append
+from areal_tasks.store.runs import open_run
+from flows.cli.main import app
+from schemas.errors import UserError
+from schemas.recipe.load import load_recipe
+
+ASSETS = Path(rollouts.__file__).parent / "assets"
+LARGE = 5_000_000
+
+
+def rows(iteration: int, count: int = 8, **changes: Any) -> list[Row]:
+    return [sample(iteration, i, **changes) for i in range(count)]
+
+
+def report_of(store: Store, *names: str, samples: int = 100) -> list[Payload]:
+    runs: list[Payload] = make_report(store, names, samples, LARGE).payload["runs"]
+    return runs
+
+
+def line(run: Payload, chart: str, name: str = "") -> dict[str, list[float]]:
+    found = [line for line in run["curves"][chart] if line["name"] == name]
+    assert len(found) == 1, run["curves"].get(chart)
+    return found[0]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return store_of(tmp_path)
+
+
+# ── curves ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_curves_are_those_of_the_rows(store: Store) -> None:
+    lucky = [*rows(1)[:6], sample(1, 6, reward=1.0), sample(1, 7, reward=float("nan"), verdict="timeout")]
+    make_run(store, "a", [rows(0), lucky, rows(2, reward=0.25, truncated=True)])
+    run = report_of(store, "a")[0]
+    assert line(run, "reward") == {"name": "", "x": [0, 1, 2], "y": [0.5, 0.57143, 0.25]}
+    assert line(run, "accuracy", "training samples")["y"] == [0.5, 0.375, 0.5]
+    assert line(run, "accuracy", "evaluation") == {"name": "evaluation", "x": [0], "y": [0.5]}
+    assert line(run, "truncated", "training samples")["y"] == [0, 0, 1]
+    assert line(run, "unjudged", "verifier failed")["y"] == [0, 0.125, 0]
+    assert line(run, "signal")["y"] == [0, 0, 1]
+    assert line(run, "grad_norm") == {"name": "", "x": [0, 1, 2], "y": [1.5] * 3, "lo": [1] * 3, "hi": [2] * 3}
+    assert line(run, "gap", "greatest")["y"] == [1e-5] * 3
+    assert {stage["name"] for stage in run["curves"]["stages"]} >= {"rollout", "verify", "train"}
+
+
+def test_what_never_happened_has_no_curve(store: Store) -> None:
+    make_run(store, "a", [rows(0)])
+    curves = report_of(store, "a")[0]["curves"]
+    assert "dropped" not in curves and "staleness" not in curves and "unjudged" not in curves
+    make_run(store, "b", [rows(0, kept=False), rows(1, version_min=0)])
+    curves = report_of(store, "b")[0]["curves"]
+    assert curves["dropped"][0]["y"] == [1, 0] and curves["staleness"][0]["y"] == [0, 1]
+
+
+@given(
+    st.lists(st.floats(-1e6, 1e6) | st.just(float("nan")), min_size=1, max_size=300),
+    st.integers(1, 40),
+)
+def test_thinning_keeps_the_extremes(values: list[float], points: int) -> None:
+    y = np.array(values)
+    thinned = thin(Series("s", np.arange(len(y), dtype=np.float64), y), points)
+    assert len(thinned.x) == min(points, len(y)) and sorted(thinned.x) == list(thinned.x)
+    finite = y[np.isfinite(y)]
+    if len(y) > points and len(finite):
+        assert np.nanmin(thinned.low) == finite.min() and np.nanmax(thinned.high) == finite.max()
+
+
+@given(st.floats())
+def test_numbers_are_short_and_close(value: float) -> None:
+    short = number(value)
+    if not np.isfinite(value):
+        assert short is None
+    else:
+        assert len(json.dumps(short)) <= 18
+        assert short == pytest.approx(value, rel=1e-4) if short is not None else abs(value) > 1.79e308
+
+
+# ── which samples ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def why(run: Payload, kind: str) -> list[Row]:
+    return [found for found in run["samples"] if kind in found["why"]]
+
+
+def test_best_worst_latest_and_unjudged_samples_are_chosen(store: Store) -> None:
+    history = [rows(k, 40, reward=0.5) for k in range(5)]
+    history[2][7] |= {"reward": 9.0}
+    history[3][1] |= {"reward": -9.0}
+    history[1][3] |= {"reward": float("nan"), "verdict": "timeout"}
+    history[0][5] |= {"num_generated": 4000}
+    make_run(store, "a", history, evaluate=False)
+    run = report_of(store, "a", samples=30)[0]
+    assert len(run["samples"]) == 30 and run["available"] == 200
+    assert why(run, "best")[0]["id"] == history[2][7]["sample_id"]
+    assert why(run, "worst")[0]["id"] == history[3][1]["sample_id"]
+    assert [(s["id"], s["reward"]) for s in why(run, "unjudged")] == [(history[1][3]["sample_id"], None)]
+    assert why(run, "longest")[0]["num_generated"] == 4000
+    assert {s["it"] for s in why(run, "latest")} == {4}
+    assert {s["it"] for s in why(run, "random")} == {0, 1, 2, 3, 4}
+
+
+def test_the_choice_does_not_change_from_report_to_report(store: Store) -> None:
+    make_run(store, "a", [rows(k, 40) for k in range(3)])
+    first, second = (report_of(store, "a", samples=25)[0]["samples"] for _ in range(2))
+    assert first == second
+
+
+def test_evaluations_are_embedded_beside_what_is_trained_on(store: Store) -> None:
+    make_run(store, "a", [rows(0, 40)])
+    samples = report_of(store, "a", samples=20)[0]["samples"]
+    assert {s["table"] for s in samples[:4]} == {"scalars", "evaluate"}
+    assert sum(s["table"] == "evaluate" for s in samples) == 4
+    assert {s["evaluated"] for s in samples if s["table"] == "evaluate"} == {0}
+
+
+def test_a_sample_has_what_every_table_says_of_it(store: Store) -> None:
+    make_run(store, "a", [rows(0, 4, parsed="41", detail="off by one", sample_kl=0.25)], evaluate=False)
+    found = report_of(store, "a")[0]["samples"]
+    chosen = next(s for s in found if s["id"] == "0-1")
+    assert (chosen["prompt"], chosen["parsed"], chosen["detail"]) == ("prompt 0", "41", "off by one")
+    assert (chosen["reward"], chosen["shaped_reward"], chosen["sample_kl"]) == (1, 0.5, 0.25)
+    assert chosen["tokens"] == {
+        "ids": [2, 3, 2, 3, 0],
+        "own": [[2, 3]],
+        "lp": [-0.5, -3.25, -0.125],
+        "adv": [1.5],
+        "ver": [0],
+    }
+
+
+def test_no_samples_are_embedded_where_none_are_asked_for(store: Store) -> None:
+    make_run(store, "a", [rows(0)])
+    assert report_of(store, "a", samples=0)[0]["samples"] == []
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_stretches_say_where_the_mask_is_true(mask: list[bool]) -> None:
+    own = [i for start, length in rollouts.stretches(mask) for i in range(start, start + length)]
+    assert own == [i for i, true in enumerate(mask) if true]
+
+
+def test_long_samples_keep_beginning_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts, "MAX_TOKENS", 8)
+    ids = list(range(100))
+    long = {"input_ids": ids, "loss_mask": [i > 1 for i in ids], "logprobs": [-float(i) for i in ids]}
+    tokens = rollouts.encode_tokens(long)
+    assert tokens["ids"] == [0, 1, 2, 3, 4, 5, 98, 99] and tokens["cut"] == [6, 92]
+    assert tokens["lp"] == [-2, -3, -4, -5, -98, -99] and tokens["own"] == [[2, 6]]
+    text = "a" * 30_000 + "end"
+    assert rollouts.cut_text(text).endswith("aend") and "10003 characters left out" in rollouts.cut_text(text)
+    assert rollouts.cut_text("short") == "short"
+
+
+# ── tokens ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_tokens_are_decoded_by_the_runs_own_tokenizer(store: Store) -> None:
+    make_run(store, "a", [rows(0)])
+    run = report_of(store, "a")[0]
+    assert run["vocabulary"] == {2: "hello", 3: " world", 0: WORDS[0]} and run["problems"] == []
+
+
+def test_without_a_tokenizer_tokens_are_numbers_and_the_report_says_so(store: Store) -> None:
+    make_run(store, "a", [rows(0)], tokenizer=False)
+    run = report_of(store, "a")[0]
+    assert run["vocabulary"] == {} and len(run["samples"]) == 16
+    assert len(run["problems"]) == 1 and "shown as numbers" in run["problems"][0]
+
+
+def test_a_space_at_the_beginning_of_a_token_is_kept() -> None:
+    words = {1: "one", 2: " two", 3: " "}
+
+    def decode(ids: list[int]) -> str:
+        return "".join(words[i] for i in ids).lstrip(" ")
+
+    assert texts_of(decode, [3, 2, 1, 2]) == words
+
+
+# ── facts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_facts_of_an_unfinished_run(store: Store) -> None:
+    run = make_run(store, "a", [rows(0)])
+    append(store, "a", "tagged", {"tag": "best"})
+    found = report_of(store, "a")[0]
+    assert found["state"] == "Unfinished: 1 of 3 iterations are committed."
+    facts = dict(found["facts"])
+    assert facts["store"] == store.url and facts["SHA-256 of the head"] == run.digest_of(run.head())
+    assert found["starts"][1][0] == "1" and found["segments"][1][:2] == ["0", "3"]
+    assert found["log"][1][1] == "tagged" and found["log"][1][3] == "tag best"
+    assert found["recipe"]["trainer.lr"] == "0.0002"
+
+
+def test_a_run_without_a_commit_says_so(store: Store) -> None:
+    open_run(store, "empty", "rlhf", load_recipe("quickstart", []))
+    found = report_of(store, "empty")[0]
+    assert found["state"].startswith("Nothing is committed yet") and found["curves"] == {} and found["samples"] == []
+
+
+def test_a_child_is_labelled(store: Store) -> None:
+    make_run(store, "a", [rows(0), rows(1)])
+    open_run(store, "b", "rlhf", load_recipe("quickstart", []), origin=Origin("a", 1))
+    found = report_of(store, "b")[0]
+    assert found["label"] == "a fork of 'a' at iteration 1"
+    assert line(found, "reward")["x"] == [0]
+
+
+def test_runs_side_by_side_show_where_their_recipes_differ(store: Store) -> None:
+    make_run(store, "a", [rows(0)])
+    make_run(store, "b", [rows(0, reward=1.0)], "trainer.lr=1e-3", "algorithm.kl=loss", "algorithm.kl_coef=0.1")
+    payload = make_report(store, ["a", "b"], 10, LARGE).payload
+    names, *fields = payload["differences"]
+    assert names == ["field", "a", "b"]
+    assert {field[0] for field in fields} == {"trainer.lr", "algorithm.kl", "algorithm.kl_coef"}
+    assert [line(run, "reward")["y"] for run in payload["runs"]] == [[0.5], [1]]
+
+
+def test_fields_that_only_one_run_has_come_last() -> None:
+    a, b = {"x.only_a": "1", "y": "2"}, {"y": "3"}
+    rows = differences([{"name": "a", "recipe": a}, {"name": "b", "recipe": b}])
+    assert rows == [["field", "a", "b"], ["y", "2", "3"], ["x.only_a", "1", "—"]]
+
+
+def test_the_same_run_twice_is_a_mistake(store: Store) -> None:
+    make_run(store, "a", [rows(0)])
+    with pytest.raises(UserError, match="Each run once"):
+        make_report(store, ["a", "a"], 10, LARGE)
+
+
+def test_a_damaged_shard_takes_only_its_own_samples(store: Store, tmp_path: Path) -> None:
+    make_run(store, "a", [rows(0), rows(1)], evaluate=False)
+    shard = next((tmp_path / "store/a/iteration=000001/stage=verify").rglob("*.parquet"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.chmod(0o644)
+    shard.write_bytes(data)
+    run = report_of(store, "a")[0]
+    assert {s["it"] for s in run["samples"]} == {0}
+    assert len(run["problems"]) == 1 and shard.name in run["problems"][0] and "damaged" in run["problems"][0]
+
+
+# ── the page ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("limit", [150_000, 300_000])
+def test_the_page_is_no_larger_than_asked_for(store: Store, limit: int) -> None:
+    make_run(store, "a", [rows(k, 40, prompt="é" * 1000) for k in range(4)])
+    make_run(store, "b", [rows(k, 40) for k in range(4)])
+    html, report = make_page(store, ["a", "b"], samples=200, max_bytes=limit)
+    assert len(html.encode()) <= limit
+    counts = [len(run["samples"]) for run in report.payload["runs"]]
+    assert report.embedded == sum(counts) and 0 < counts[0] < 192 and counts[1] > counts[0]
+    kept = {i for s in report.payload["runs"][0]["samples"] for i in s["tokens"]["ids"]}
+    assert report.payload["runs"][0]["vocabulary"].keys() == kept
+
+
+def test_a_page_that_cannot_fit_says_what_to_do(store: Store) -> None:
+    make_run(store, "a", [rows(0)])
+    with pytest.raises(UserError, match="--max-mb"):
+        make_page(store, ["a"], max_bytes=50_000)
+
+
+@given(st.dictionaries(st.text(), st.text() | st.floats(allow_nan=False, allow_infinity=False) | st.none()))
+def test_data_is_json_that_holds_no_markup(value: Row) -> None:
+    text = to_json(value)
+    assert json.loads(text) == value
+    assert not re.search("[<>&\u2028\u2029]", text)
+
+
+def test_hostile_texts_stay_inside_the_data(store: Store) -> None:
+    hostile = "</script><script>hacked=1</script><!-- {{script}} --><img src=x onerror=hacked=1>"
+    make_run(store, "a", [rows(0, prompt=hostile, completion=hostile, detail=hostile)])
+    html, _ = make_page(store, ["a"])
+    assert html.count("</script>") == 2 and html.count("<script") == 2 and "<img" not in html and "<!--" not in html
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert data is not None and json.loads(data[1])["runs"][0]["samples"][0]["prompt"] == hostile
+
+
+def test_a_run_cannot_name_itself_into_the_page() -> None:
+    assert "<title>&lt;b&gt;&amp;&quot;</title>" in render('<b>&"', "{}")
+
+
+def test_the_policy_allows_this_script_and_style_and_nothing_else() -> None:
+    html = render("t", "{}")
+    made = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
+    assert made is not None and made[1] == policy(bundle(), (ASSETS / "style.css").read_text())
+    assert made[1].startswith("default-src 'none'") and "unsafe" not in made[1] and "http" not in made[1]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_module_reads_markup_or_reaches_out(name: str) -> None:
+    text = (ASSETS / name).read_text()
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|XMLHttp|import\(", text
+    )
+    assert set(re.findall(r"https?://[^\s\"]+", text)) <= {"http://www.w3.org/2000/svg"}
+    assert len(text.splitlines()) < 400
+
+
+def test_modules_can_share_one_scope() -> None:
+    names = re.findall(r"^(?:const|let|function) (\w+)", bundle(), re.MULTILINE)
+    assert sorted(names) == sorted(set(names))
+    assert {path.name for path in ASSETS.glob("*.js")} == set(MODULES)
+    assert not re.search(r"^(import|export) ", bundle(), re.MULTILINE)
+
+
+def test_a_report_needs_neither_torch_nor_prefect(store: Store) -> None:
+    make_run(store, "a", [rows(0)])
+    code = (
+        "import sys; from areal_tasks.report.page import make_page; from areal_tasks.store.backend import open_store\n"
+        f"html, report = make_page(open_store({store.url!r}), ['a'])\n"
+        "assert report.payload['runs'][0]['vocabulary'], report\n"
+        "print(sorted({'torch', 'prefect', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_command_writes_a_page_and_says_how_large_it_is(store: Store, tmp_path: Path) -> None:
+    make_run(store, "a", [rows(0)])
+    out = tmp_path / "page.html"
+    done = CliRunner().invoke(app, ["report", "a", "--out", str(out), "--samples", "5", "--store", store.url])
+    assert done.exit_code == 0, done.output
+    size = out.stat().st_size / 1e6
+    assert f"{out}: {size:.2f} MB, 5 of 16 samples." in done.output
+    assert "a: Unfinished: 1 of 3 iterations are committed." in done.output
+    assert out.read_text().startswith("<!doctype html>")
+
+
+def test_mistakes_are_named(store: Store, tmp_path: Path) -> None:
+    make_run(store, "a", [rows(0)])
+    unknown = CliRunner().invoke(app, ["report", "b", "--store", store.url])
+    assert isinstance(unknown.exception, UserError) and "no run 'b'" in str(unknown.exception)
+    nowhere = str(tmp_path / "missing" / "page.html")
+    unwritten = CliRunner().invoke(app, ["report", "a", "--out", nowhere, "--store", store.url])
+    assert isinstance(unwritten.exception, UserError) and nowhere in str(unwritten.exception)
