@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Two GPUs through the product: two ranks beside one on the same tables, checkpoints from one rank to two and back, one
+# server over both GPUs, weights over NCCL.
+#
+#   benchmarks/gpu/two_gpus.sh [fsdp2] [deepspeed] [tp] [nccl]          (default: all of them)
+#
+# SHAPE (135m), FOLDER (/dev/shm/two-gpus: models, store, logs; keep it, and a part that was cut goes on), MORE (further
+# overrides), CPU=1 (two gloo ranks and the embedded server: fsdp2 and deepspeed only, to try the script itself).
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+SHAPE=${SHAPE:-135m} FOLDER=${FOLDER:-/dev/shm/two-gpus}
+export AREALFLOW_HOME=$FOLDER/home AREALFLOW_STORE=file://$FOLDER/store
+mkdir -p "$FOLDER"
+arealflow() { python3 -c 'from flows.cli.main import main; main()' "$@"; }
+python3 -m benchmarks.gpu.shapes "$FOLDER" "$SHAPE" 2>/dev/null
+[ -f "$FOLDER/prompts.jsonl" ] || python3 -m benchmarks.gpu.prompts "$FOLDER/$SHAPE" "$FOLDER/prompts.jsonl" --count 512 --tokens 64
+
+common="model.path=$FOLDER/$SHAPE data.source=$FOLDER/prompts.jsonl rollout.groups=16 rollout.max_new_tokens=128
+  model.max_length=256 algorithm.minibatches=2 trainer.compile=false trainer.lr=1e-5 launcher.type=local
+  schedule.artifact_every=100 ${MORE:-}"
+[ -z "${CPU:-}" ] || common="$common model.dtype=float32 inference.engine=embedded inference.flags={}
+  inference.memory_fraction=0 inference.max_concurrent_requests=64 rollout.groups=4 rollout.max_new_tokens=16
+  trainer.threads=1 inference.threads=1"
+
+start() {  # RUN OVERRIDES…: the run's flow in a process of its own; the lines of its log that say what came of it
+  local run=$1 log; shift
+  log=$FOLDER/$run-$(date +%s).log
+  echo "── $run: $*"
+  # shellcheck disable=SC2086
+  arealflow run benchmarks/gpu/iteration.yaml "run=$run" $common "$@" >"$log" 2>&1 || { tail -n 25 "$log"; return 1; }
+  grep -oE "iteration [0-9]+ done.*|the trainer holds.*|re-trained.*|trainer .*GPU.*|inference-.*GPU.*" "$log" || true
+}
+
+table() {  # RUN
+  arealflow sql "$1" "SELECT iteration, round(avg(loss), 7) AS loss, round(avg(grad_norm), 5) AS grad_norm,
+    sum(total_tokens) AS tokens, sum(micro_batches) AS passes, round(sum(step_seconds), 2) AS seconds
+    FROM train_steps GROUP BY 1 ORDER BY 1"
+}
+
+ranks() {  # BACKEND: rare checkpoints make the next start train the same iterations again, on another number of ranks
+  local rare=trainer.recover_within_seconds=86400 always=trainer.recover_within_seconds=0.001
+  local backend=trainer.backend=$1 run=two-$1
+  start "$run" "$backend" trainer.ranks=1 "$always" schedule.iterations=2 # a checkpoint by one rank …
+  start "$run" "$backend" trainer.ranks=2 "$rare" schedule.iterations=4   # … on two, which train two iterations …
+  start "$run" "$backend" trainer.ranks=1 "$rare" schedule.iterations=5   # … that one rank trains again
+  start "$run" "$backend" trainer.ranks=2 "$always" schedule.iterations=6 # the same the other way; a checkpoint by two
+  start "$run" "$backend" trainer.ranks=1 "$rare" schedule.iterations=7   # … on one
+  table "$run"
+}
+
+[ $# -gt 0 ] || set -- fsdp2 deepspeed tp nccl
+for part in "$@"; do
+  case $part in
+    fsdp2 | deepspeed) ranks "$part" ;;
+    tp) start two-tp trainer.gpus=[0] inference.tensor_parallel=2 inference.gpus=[0,1] schedule.iterations=3
+      table two-tp ;;
+    nccl) start two-nccl trainer.gpus=[0] inference.gpus=[1] inference.transport=nccl schedule.iterations=4
+      arealflow sql two-nccl "SELECT iteration, transport, version, round(list_max(load_seconds), 3) AS seconds FROM publish" ;;
+    *) echo "unknown part $part" >&2; exit 2 ;;
+  esac
+done
