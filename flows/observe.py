@@ -1,29 +1,32 @@
-"""What a person sees of a run in the Prefect UI: a progress bar, sampled rollouts, and a line of log an iteration."""
+"""What a person sees of a run in the Prefect UI: a progress bar, each stage, sampled rollouts, a line an iteration."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
+from datetime import datetime
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
 import pyarrow as pa
 from prefect import get_run_logger
-from prefect.artifacts import (
-    create_markdown_artifact,
-    create_progress_artifact,
-    create_table_artifact,
-    update_progress_artifact,
-)
+from prefect.settings import PREFECT_UI_URL
 
 from areal_tasks.stages.build import Built
+from areal_tasks.stages.graphs import iteration_plan
 from areal_tasks.stages.loop import Closed
 from areal_tasks.store.backend import Store
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import read_table
-from flows.pages import rollout_page, rollout_rows
-from schemas.recipe.recipe import EvaluateRecipe, Recipe
+from flows.alerts import Watch
+from flows.artifacts import Artifacts
+from flows.events import Events, metrics_of
+from flows.pages import StageRow, iteration_page, manifest_page, rollout_page, rollout_rows
+from flows.tasks import metrics_text
+from schemas.manifest import StageManifest
+from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe
 from schemas.tables import ROLLOUT
 
 SAMPLED = 12
@@ -32,6 +35,8 @@ READ = (
     *("version_min", "reward", "verdict", "detail"),
 )
 METRICS = {"verify": ("reward",), "train": ("loss", "grad_norm", "logprob_gap_mean")}
+#: A stage of this many seconds always has its manifest beside its task run: there it costs nothing that counts.
+LONG_SECONDS: Final = 10.0
 LIBRARY = logging.getLogger("areal_tasks")
 
 
@@ -42,7 +47,11 @@ class Observer:
         self.run = run
         self.log = get_run_logger()
         self.every = 1 if isinstance(recipe, EvaluateRecipe) else recipe.schedule.artifact_every
+        self.once = {stage.name for stage in iteration_plan(recipe, 0).stages if stage.once}
         self.progress: UUID | None = None
+        self.events = Events(run)
+        self.watch = Watch(recipe) if isinstance(recipe, RlhfRecipe) else None
+        self.artifacts = Artifacts(self.log)
         self.handler = _Relay(self.log)
         self.level = LIBRARY.level
 
@@ -50,39 +59,85 @@ class Observer:
         LIBRARY.addHandler(self.handler)
         LIBRARY.setLevel(logging.INFO)
         LIBRARY.propagate = False  # the run's log is on the terminal too: no line of it twice
+        self.events.started()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.artifacts.close()
         LIBRARY.removeHandler(self.handler)
         LIBRARY.setLevel(self.level)
         LIBRARY.propagate = True
 
     def __call__(self, closed: Closed) -> None:
         self.log.info(summary_line(closed))
-        if closed.iteration % self.every == 0 or closed.iteration == closed.of - 1:
-            self._progress(closed)
-            for label, built in closed.built.items():
-                if built.manifest.stage in ("rollout", "evaluate"):
-                    self._rollouts(label, closed)
+        self.events.committed(closed)
+        self._warn(closed)
+        whole = closed.iteration % self.every == 0 or closed.iteration == closed.of - 1
+        if whole or any(made_here(built, closed) and is_long(built) for built in closed.built.values()):
+            what = f"iteration {closed.iteration}"
+            self.artifacts.offer(what, lambda artifacts: self._show(artifacts, closed, whole))
 
-    def _progress(self, closed: Closed) -> None:
+    def _warn(self, closed: Closed) -> None:
+        for alert in self.watch(metrics_of(closed)) if self.watch else ():
+            self.log.warning("%s: %s", alert.cause, alert.message)
+            self.events.alert(closed, alert)
+
+    # ── in the artifacts' thread ────────────────────────────────────────────────────────────────────────────────────
+
+    def _show(self, artifacts: Artifacts, closed: Closed, whole: bool) -> None:
+        """What is worth a look in one iteration: all of it, or only the manifests of its long stages."""
+        pages = {
+            label: self._manifest(artifacts, self._task_name(label, closed), built.manifest)
+            for label, built in closed.built.items()
+            if made_here(built, closed) and built.manifest.provenance.prefect_task_run_id and (whole or is_long(built))
+        }
+        if not whole:
+            return
+        self._progress(artifacts, closed)
+        self._iteration(artifacts, closed, pages)
+        for label, built in closed.built.items():
+            if built.manifest.stage in ("rollout", "evaluate"):
+                self._rollouts(artifacts, label, closed)
+
+    def _manifest(self, artifacts: Artifacts, task: str, manifest: StageManifest) -> UUID:
+        """A page of the task run that built the stage, with the whole manifest."""
+        page = manifest_page(task, self.run.store, manifest)
+        task_run = UUID(manifest.provenance.prefect_task_run_id)
+        return artifacts.create("markdown", page, None, f"Manifest of {task}", task_run)
+
+    def _progress(self, artifacts: Artifacts, closed: Closed) -> None:
         percent = 100.0 * (closed.iteration + 1) / closed.of
         if self.progress is None:
-            key = artifact_key(self.run.name, "progress")
-            created = create_progress_artifact(percent, key=key, description=f"Iterations of {self.run.name}")
-            self.progress = created if isinstance(created, UUID) else None
+            key, about = artifact_key(self.run.name, "progress"), f"Iterations of {self.run.name}"
+            self.progress = artifacts.create("progress", percent, key, about)
         else:
-            update_progress_artifact(self.progress, percent)
+            artifacts.update(self.progress, percent)
 
-    def _rollouts(self, label: str, closed: Closed) -> None:
+    def _iteration(self, artifacts: Artifacts, closed: Closed, pages: Mapping[str, UUID]) -> None:
+        rows = [
+            stage_row(self._task_name(label, closed), built, made_here(built, closed), pages.get(label))
+            for label, built in by_stage(closed)
+        ]
+        page = iteration_page(self.run.name, self.run.store.url, summary_line(closed), rows)
+        about = f"Iteration {closed.iteration} of {self.run.name}: its stages and where to go from here"
+        artifacts.create("markdown", page, artifact_key(self.run.name, "iteration"), about)
+
+    def _task_name(self, label: str, closed: Closed) -> str:
+        """The name of the task run: `rollout 3`, `evaluate version 3`, `prompts`."""
+        if label in self.once or " " in label:
+            return label
+        return f"evaluate version {closed.iteration}" if label == "evaluate" else f"{label} {closed.iteration}"
+
+    def _rollouts(self, artifacts: Artifacts, label: str, closed: Closed) -> None:
         samples = judged_samples(self.run.store, closed.built, label)
         what = subject(label, closed)
         title, key = f"{what} · run {self.run.name}", artifact_key(self.run.name, label.split()[0])
         rows = rollout_rows(samples, SAMPLED)
-        create_table_artifact(rows, key=f"{key}-table", description=f"{len(rows)} of {len(samples)} samples: {title}")
-        create_markdown_artifact(rollout_page(samples, what), key=f"{key}-page", description=f"In full: {title}")
+        about = f"{len(rows)} of {len(samples)} samples: {title}"
+        artifacts.create("table", json.dumps(rows), f"{key}-table", about)
+        artifacts.create("markdown", rollout_page(samples, what), f"{key}-page", f"In full: {title}")
 
 
 class _Relay(logging.Handler):
@@ -94,6 +149,45 @@ class _Relay(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.target.log(record.levelno, record.getMessage(), exc_info=record.exc_info)
+
+
+def made_here(built: Built, closed: Closed) -> bool:
+    """Whether the stage was made by this start of the flow in this iteration: neither found nor carried on."""
+    return not built.reused and built.manifest.iteration == closed.iteration
+
+
+def is_long(built: Built) -> bool:
+    """Whether the stage took a while."""
+    return seconds_of(built.manifest) >= LONG_SECONDS
+
+
+def seconds_of(manifest: StageManifest) -> float:
+    """How long the stage took, from its start to its commit."""
+    started, committed = manifest.provenance.started, manifest.provenance.committed
+    return (datetime.fromisoformat(committed) - datetime.fromisoformat(started)).total_seconds()
+
+
+def by_stage(closed: Closed) -> list[tuple[str, Built]]:
+    """The iteration's own stages in the order of their commits, then what was built once for the run."""
+    items = sorted(closed.built.items(), key=lambda item: item[1].manifest.provenance.committed)
+    own = [item for item in items if item[1].manifest.iteration == closed.iteration]
+    return own + [item for item in items if item[1].manifest.iteration != closed.iteration]
+
+
+def stage_row(task: str, built: Built, made: bool, page: UUID | None) -> StageRow:
+    """A line of the iteration's page; without an address of the UI it links to nothing."""
+    manifest, ui = built.manifest, PREFECT_UI_URL.value()
+    task_run = manifest.provenance.prefect_task_run_id
+    return StageRow(
+        task=task,
+        state="Committed" if made else "Reused",
+        rows=sum(table.rows for table in manifest.tables.values()),
+        seconds=seconds_of(manifest),
+        metrics=metrics_text(manifest.stage, manifest.metrics),
+        path=built.ref.path,
+        task_url=f"{ui}/runs/task-run/{task_run}" if ui and task_run else "",
+        page_url=f"{ui}/artifacts/artifact/{page}" if ui and page else "",
+    )
 
 
 def summary_line(closed: Closed) -> str:

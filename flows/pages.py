@@ -8,14 +8,19 @@ from __future__ import annotations
 import html
 import math
 import re
+import shlex
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
+from areal_tasks.store.backend import Store
+from schemas.manifest import StageManifest
+
 # What fits beside the numbers in a table of the UI, which neither wraps its cells nor a page's code blocks.
-PROMPT_CUT, COMPLETION_CUT, ANSWER_CUT, PAGE_WIDTH = 60, 40, 16, 88
+PROMPT_CUT, COMPLETION_CUT, ANSWER_CUT, NUMBERS_CUT, PAGE_WIDTH = 60, 40, 16, 64, 88
 _MARKUP = re.compile(r"([\\`*_{}\[\]()#+\-.!|~>$:])")
 
 
@@ -53,6 +58,68 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
         "prompt": escape_markdown(head(row["prompt"], PROMPT_CUT)),
         "sample": row["sample_id"],
     }
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """A stage of one iteration, as its page lists it. Addresses are empty where there is nothing to link to."""
+
+    task: str
+    state: str
+    rows: int
+    seconds: float
+    metrics: str
+    path: str
+    task_url: str
+    page_url: str
+
+
+def iteration_page(run: str, store: str, summary: str, stages: Sequence[StageRow]) -> str:
+    """One iteration: its stages with their task runs and manifests, and the commands that go deeper."""
+    head_row = "| task run | state | manifest | rows | seconds | numbers |\n| --- | --- | --- | ---: | ---: | --- |"
+    rows = [
+        f"| {_link(s.task, s.task_url)} | {s.state} | {_link('manifest', s.page_url) if s.page_url else ''} "
+        f"| {s.rows:,} | {s.seconds:.2f} | {escape_markdown(head(s.metrics, NUMBERS_CUT))} |"
+        for s in stages
+    ]
+    title = f"# {escape_markdown(f'Run {run}')}"
+    return "\n\n".join([title, escape_markdown(summary), "\n".join([head_row, *rows]), _deeper(run, store, stages)])
+
+
+def _deeper(run: str, store: str, stages: Sequence[StageRow]) -> str:
+    paths = "\n".join(f"    {s.path}" for s in stages)
+    commands = _commands(
+        store,
+        f"arealflow report {run}",
+        f'arealflow sql {run} "SELECT prompt, completion, reward, verdict FROM samples ORDER BY reward LIMIT 10"',
+        f'arealflow sql {run} "SELECT iteration, stage, committed, metrics FROM stages"',
+    )
+    return f"## Deeper\n\n{commands}\n\n## Manifests\n\nBelow {escape_markdown(store)}:\n\n{paths}"
+
+
+def _commands(store: str, *commands: str) -> str:
+    """As code, to be copied into a shell."""
+    return "\n".join(f"    {command}" for command in (f"export AREALFLOW_STORE={shlex.quote(store)}", *commands))
+
+
+def manifest_page(task: str, store: Store, manifest: StageManifest) -> str:
+    """What a stage committed: where its tables lie, how to query them, and the manifest itself."""
+    shards = [store.uri(shard.path) for table in manifest.tables.values() for shard in table.shards]
+    queries = [
+        f'arealflow sql {manifest.run} "SELECT * FROM {name} WHERE iteration = {manifest.iteration} LIMIT 10"'
+        for name in manifest.tables
+    ]
+    parts = (
+        ("Files", "\n".join(f"    {uri}" for uri in shards)),
+        ("Query", _commands(store.url, *queries)),
+        ("Manifest", "\n".join(f"    {line}" for line in manifest.model_dump_json(indent=2).splitlines())),
+    )
+    told = [f"## {heading}\n\n{text}" for heading, text in parts if text]
+    return "\n\n".join([f"# {escape_markdown(task)} of run {escape_markdown(manifest.run)}", *told])
+
+
+def _link(text: str, url: str) -> str:
+    return f"[{escape_markdown(text)}]({url})" if url else escape_markdown(text)
 
 
 def rollout_page(samples: pa.Table, title: str) -> str:

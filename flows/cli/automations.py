@@ -6,9 +6,9 @@ from importlib.resources import files
 from typing import Any
 
 import httpx
+import yaml
 
 from schemas.errors import UserError
-from schemas.recipe.yaml_text import parse_yaml
 
 RECOVERY = "arealflow-recovery"
 INSTALLED = ("recovery",)  # the others need an address to send to
@@ -18,21 +18,32 @@ TIMEOUT_SECONDS = 30.0
 def install(api_url: str) -> None:
     """Create or update what `up` ships. One that a person has disabled stays so. UserError if the server refuses."""
     for name in INSTALLED:
-        wanted = read_automation(name)
-        there = find(api_url, wanted["name"])
-        if there is None:
-            answer = httpx.post(f"{api_url}/automations/", json=wanted, timeout=TIMEOUT_SECONDS)
-        else:
-            wanted["enabled"] = there["enabled"]
-            answer = httpx.put(f"{api_url}/automations/{there['id']}", json=wanted, timeout=TIMEOUT_SECONDS)
-        if answer.is_error:
-            raise UserError(f"the Prefect server refused the automation {wanted['name']}: {answer.text[:500]}")
+        put(api_url, read_automation(name))
+
+
+def put(api_url: str, wanted: dict[str, Any]) -> None:
+    """Create an automation, or update the one of that name, disabled if it is. UserError if the server refuses."""
+    there = find(api_url, wanted["name"])
+    if there is None:
+        answer = httpx.post(f"{api_url}/automations/", json=wanted, timeout=TIMEOUT_SECONDS)
+    else:
+        same = {**wanted, "enabled": there["enabled"]}
+        answer = httpx.put(f"{api_url}/automations/{there['id']}", json=same, timeout=TIMEOUT_SECONDS)
+    if answer.is_error:
+        raise UserError(f"the Prefect server refused the automation {wanted['name']}: {answer.text[:500]}")
+
+
+def remove(api_url: str, name: str) -> bool:
+    """Delete the automation of that name; False if there is none."""
+    there = find(api_url, name)
+    if there is not None:
+        httpx.delete(f"{api_url}/automations/{there['id']}", timeout=TIMEOUT_SECONDS).raise_for_status()
+    return there is not None
 
 
 def read_automation(name: str) -> dict[str, Any]:
-    """The automation in `deployments/automations/<name>.yaml`."""
-    origin = f"automations/{name}.yaml"
-    values = parse_yaml(files("deployments").joinpath(origin).read_text(), origin)
+    """What `deployments/automations/<name>.yaml` holds: an automation, or several under `automations`."""
+    values = yaml.safe_load(files("deployments").joinpath(f"automations/{name}.yaml").read_text(encoding="utf-8"))
     assert isinstance(values, dict)
     return values
 

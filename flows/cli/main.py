@@ -7,7 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
-from flows.cli import compact, doctor, fork, inspect, local, machine, report
+from flows.cli import alerts, compact, doctor, fork, inspect, local, machine, report
 from schemas.errors import UserError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.command("up")(machine.up)
 app.command("down")(machine.down)
+app.command("alerts")(alerts.alerts)
 app.command("run")(local.run)
 app.command("fork")(fork.fork)
 app.command("plan")(inspect.plan)

@@ -17,6 +17,7 @@ from schemas.recipe.checks import (
 from schemas.recipe.fields import Section, section, semantic
 from schemas.recipe.inference_checks import INFERENCE_CHECKS, trainer_gpus_suffice
 from schemas.recipe.sections import (
+    Alerts,
     Data,
     Evaluation,
     Grpo,
@@ -69,6 +70,7 @@ class RlhfRecipe(BaseRecipe):
     trainer: Trainer = section(Trainer, "The optimizer.")
     inference: Inference = section(Inference, "The servers that generate.")
     evaluation: Evaluation = section(Evaluation, "Accuracy on the held-out split.")
+    alerts: Alerts = section(Alerts, "When it warns.")
     schedule: Schedule = section(Schedule, "How long.")
 
 

@@ -1,0 +1,109 @@
+"""What a run warns about. Each warning is a small function of an iteration's metrics and the recipe's `alerts`."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from typing import Final
+
+from schemas.recipe.recipe import RlhfRecipe
+from schemas.recipe.sections import Alerts
+
+Metrics = Mapping[str, Mapping[str, float]]  # of an iteration, by stage
+
+REWARD_COLLAPSE: Final = "reward-collapse"
+KL_EXPLOSION: Final = "kl-explosion"
+VERIFIER_FAILURES: Final = "verifier-failures"
+ENGINES_DISAGREE: Final = "engines-disagree"
+#: A fall within this many standard deviations of single iterations is noise.
+NOISE_DEVIATIONS: Final = 2.0
+
+
+@dataclass(frozen=True)
+class Alert:
+    """A named cause, what a person reads, and the figure beside its threshold."""
+
+    cause: str
+    message: str
+    value: float
+    threshold: float
+
+
+class Watch:
+    """Told of each iteration's metrics, gives the warnings that were not in force in the one before.
+
+    The best reward is that of this start of the flow: a resumed run begins anew.
+    """
+
+    def __init__(self, recipe: RlhfRecipe) -> None:
+        self.settings = recipe.alerts
+        self.rewards: deque[float] = deque(maxlen=2 * recipe.alerts.window)
+        self.best = -math.inf
+        self.active: set[str] = set()
+
+    def __call__(self, metrics: Metrics) -> list[Alert]:
+        found = {alert.cause: alert for alert in self._found(metrics)}
+        fresh = [alert for cause, alert in found.items() if cause not in self.active]
+        self.active = set(found)
+        return fresh
+
+    def _found(self, metrics: Metrics) -> Iterator[Alert]:
+        verify, train = metrics.get("verify", {}), metrics.get("train", {})
+        if "reward" in verify:
+            self._remember(verify["reward"])
+        checks = (
+            reward_collapse(self.best, list(self.rewards), self.settings),
+            kl_explosion(train, self.settings.max_kl),
+            verifier_failures(verify, self.settings.max_unverified),
+            engines_disagree(train, self.settings.max_logprob_gap),
+        )
+        yield from (alert for alert in checks if alert is not None)
+
+    def _remember(self, reward: float) -> None:
+        """The best is that of windows that do not overlap the last one."""
+        self.rewards.append(reward)
+        if len(self.rewards) == self.rewards.maxlen:
+            self.best = max(self.best, fmean(list(self.rewards)[: self.settings.window]))
+
+
+def reward_collapse(best: float, rewards: list[float], settings: Alerts) -> Alert | None:
+    """The mean of the last window is far below the best of an earlier one, and not by noise."""
+    if not settings.reward_drop or not math.isfinite(best):
+        return None
+    last = rewards[-settings.window :]
+    mean, threshold = fmean(last), best - settings.reward_drop * abs(best)
+    if mean >= threshold or best - mean <= NOISE_DEVIATIONS * pstdev(last):
+        return None
+    told = f"the mean reward of the last {len(last)} iterations is {mean:.4g}; it was {best:.4g}"
+    return Alert(REWARD_COLLAPSE, f"{told} (alerts.reward_drop {settings.reward_drop:g})", mean, threshold)
+
+
+def kl_explosion(train: Mapping[str, float], limit: float) -> Alert | None:
+    """A KL to version 0, or to the policy before the step, is above the limit or no number."""
+    for name, meaning in (("kl", "version 0"), ("approx_kl", "the policy before the step")):
+        value = train.get(name, 0.0)
+        if limit and not value <= limit:
+            message = f"the KL to {meaning} is {value:.4g} nats a token (alerts.max_kl {limit:g})"
+            return Alert(KL_EXPLOSION, message, value, limit)
+    return None
+
+
+def verifier_failures(verify: Mapping[str, float], limit: float) -> Alert | None:
+    """Too large a share of the completions could not be judged."""
+    share = verify.get("timeout", 0.0) + verify.get("error", 0.0)
+    if not limit or share <= limit:
+        return None
+    message = f"{share:.0%} of the completions could not be verified (alerts.max_unverified {limit:g})"
+    return Alert(VERIFIER_FAILURES, message, share, limit)
+
+
+def engines_disagree(train: Mapping[str, float], limit: float) -> Alert | None:
+    """The logprobs of inference engine and trainer are too far apart, or one of them is no number."""
+    gap = train.get("logprob_gap_mean", 0.0)
+    if not limit or gap <= limit:
+        return None
+    message = f"engine and trainer are {gap:.4g} nats apart on average (alerts.max_logprob_gap {limit:g})"
+    return Alert(ENGINES_DISAGREE, message, gap, limit)

@@ -1,0 +1,107 @@
+"""Makes artifacts beside the run: in a thread and over a connection of their own.
+
+They cost the server more than the run, and the server may be gone for a while. Neither makes an iteration wait or fail:
+what cannot be made is counted, and the log says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from contextvars import copy_context
+from queue import Empty, Full, Queue
+from typing import Any, Final
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.runtime import flow_run
+
+#: Iterations whose artifacts may wait; those of further ones are left out.
+WAITING: Final = 8
+REQUEST_SECONDS: Final = 30.0
+#: How long the end of a run waits for its last artifacts.
+CLOSE_SECONDS: Final = 60.0
+
+Make = Callable[["Artifacts"], None]
+
+
+class Artifacts:
+    """Takes work for its thread with `offer`; the work creates artifacts with `create` and `update`."""
+
+    def __init__(self, log: Any) -> None:
+        self.log = log
+        self.lost = 0
+        found = flow_run.get_id()
+        self.flow_run = UUID(found) if found else None
+        self._queue: Queue[tuple[str, Make] | None] = Queue(WAITING)
+        self._client: SyncPrefectClient | None = None
+        self._thread = threading.Thread(target=copy_context().run, args=(self._work,), name="artifacts", daemon=True)
+        self._thread.start()
+
+    def offer(self, what: str, make: Make) -> None:
+        """Have `make` called soon; at once it is left out if too much waits already."""
+        try:
+            self._queue.put_nowait((what, make))
+        except Full:
+            self._lose(what, "the Prefect server is too slow for them")
+
+    def close(self) -> None:
+        """Wait for what was offered, but not for ever, and say what was lost."""
+        try:
+            self._queue.put(None, timeout=CLOSE_SECONDS)
+            self._thread.join(CLOSE_SECONDS)
+        except Full:
+            pass  # the count below tells
+        self.lost += _left_in(self._queue)
+        if self.lost or self._thread.is_alive():
+            self.log.warning("artifacts of %d iterations are missing or incomplete; the run is not", max(1, self.lost))
+
+    def create(
+        self, kind: str, data: Any, key: str | None = None, description: str = "", task_run: UUID | None = None
+    ) -> UUID:
+        """An artifact of the flow run, or of one of its task runs. Raises what Prefect's client does."""
+        wanted = ArtifactCreate(
+            type=kind, key=key, description=description, data=data, flow_run_id=self.flow_run, task_run_id=task_run
+        )
+        return self._connected().create_artifact(wanted).id
+
+    def update(self, artifact: UUID, data: Any) -> None:
+        """Replace an artifact's data. Raises what Prefect's client does."""
+        self._connected().update_artifact(artifact, ArtifactUpdate(data=data))
+
+    def _connected(self) -> SyncPrefectClient:
+        assert self._client is not None, "artifacts are made in their own thread: use `offer`"
+        return self._client
+
+    def _work(self) -> None:
+        with ExitStack() as stack:
+            while (offered := self._queue.get()) is not None:
+                what, make = offered
+                try:
+                    self._client = self._client or stack.enter_context(_new_client())
+                    make(self)
+                except Exception as error:  # whatever it is, it must not cost the run an iteration
+                    self._lose(what, f"{type(error).__name__}: {error}")
+
+    def _lose(self, what: str, reason: str) -> None:
+        self.lost += 1
+        level = logging.WARNING if self.lost == 1 else logging.DEBUG
+        self.log.log(level, "artifacts of %s could not be made (%s); the run goes on without them", what, reason)
+
+
+def _new_client() -> SyncPrefectClient:
+    """A client that is not the flow engine's own."""
+    return get_client(httpx_settings={"timeout": REQUEST_SECONDS}, sync_client=True)
+
+
+def _left_in(queue: Queue[Any]) -> int:
+    """How much nobody has taken."""
+    left = 0
+    while True:
+        try:
+            left += queue.get_nowait() is not None
+        except Empty:
+            return left

@@ -1,0 +1,70 @@
+"""Prefect events of a run: each committed iteration with its metrics, and warnings.
+
+Their resource is the flow run, so they stand in its event feed, and automations can relate them to the flow run's own
+states: `deployments/alerts.yaml` does. Prefect sends events in a thread of its own and drops them if the server is
+gone; nothing here fails a run.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+from prefect.events import emit_event
+from prefect.runtime import flow_run
+
+from areal_tasks.stages.loop import Closed
+from areal_tasks.store.runs import Run
+from flows.alerts import Alert, Metrics
+
+STARTED: Final = "arealflow.run.started"
+COMMITTED: Final = "arealflow.iteration.committed"
+ALERT: Final = "arealflow.alert"
+
+
+class Events:
+    """Emits the events of one start of a run."""
+
+    def __init__(self, run: Run) -> None:
+        self.about = {"run": run.name, "store": run.store.url}
+        self.resource = {
+            "prefect.resource.id": f"prefect.flow-run.{flow_run.get_id()}",
+            "prefect.resource.name": flow_run.get_name() or run.name,
+            "arealflow.run": run.name,
+        }
+
+    def started(self) -> None:
+        """The run has an owner; its services start next."""
+        self._emit(STARTED, {})
+
+    def committed(self, closed: Closed) -> None:
+        """An iteration is part of the run's history."""
+        where = {"iteration": closed.iteration, "of": closed.of, "seconds": round(closed.seconds, 3)}
+        self._emit(COMMITTED, {**where, "metrics": finite(metrics_of(closed))})
+
+    def alert(self, closed: Closed, alert: Alert) -> None:
+        """Something is wrong from this iteration on."""
+        figures = {"value": number(alert.value), "threshold": number(alert.threshold)}
+        about = {"cause": alert.cause, "message": alert.message, "iteration": closed.iteration}
+        self._emit(f"{ALERT}.{alert.cause}", about | figures)
+
+    def _emit(self, event: str, payload: dict[str, Any]) -> None:
+        emit_event(event, self.resource, payload=self.about | payload)
+
+
+def metrics_of(closed: Closed) -> Metrics:
+    """An iteration's metrics by stage, without those of stages that run once."""
+    return {
+        built.manifest.stage: built.manifest.metrics
+        for built in closed.built.values()
+        if built.manifest.iteration == closed.iteration and built.manifest.metrics
+    }
+
+
+def finite(metrics: Metrics) -> dict[str, dict[str, float | None]]:
+    """For JSON, which knows no NaN."""
+    return {stage: {name: number(value) for name, value in found.items()} for stage, found in metrics.items()}
+
+
+def number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
