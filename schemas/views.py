@@ -71,6 +71,33 @@ SHARDS: Final = pa.schema(  # one row per Parquet file of a table, in the order 
 )
 
 
+LOG: Final = pa.schema(  # one row per line of the run's log
+    [
+        ("n", pa.int32()),
+        ("action", pa.string()),
+        ("user", pa.string()),
+        ("host", pa.string()),
+        ("pid", pa.int32()),
+        ("time", pa.timestamp("us")),  # UTC
+        ("prefect_flow_run_id", pa.string()),
+        ("details", pa.map_(pa.string(), pa.string())),
+    ]
+)
+
+SEGMENTS: Final = pa.schema(  # one row per recipe of the run and of its parents; commits name them by run and segment
+    [
+        ("run", pa.string()),
+        ("segment", pa.int32()),
+        ("from_iteration", pa.int32()),
+        ("recipe", pa.string()),  # JSON
+        ("host", pa.string()),
+        ("owner", pa.int32()),
+        ("code_version", pa.string()),
+        ("committed", pa.timestamp("us")),
+    ]
+)
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of a view that is read from a joined table: NULL of type `kind` where nobody asks for it."""

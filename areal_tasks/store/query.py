@@ -17,12 +17,13 @@ import pyarrow as pa
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.catalog import Catalog
+from areal_tasks.store.record_tables import log_table, segments_table
 from areal_tasks.store.runs import load_run
 from areal_tasks.store.scan import Lazy, derived_dataset, table_dataset
 from schemas.errors import UserError
-from schemas.views import COMMITS, SHARDS, STAGES, VIEWS, View
+from schemas.views import COMMITS, LOG, SEGMENTS, SHARDS, STAGES, VIEWS, View
 
-_META: Final = frozenset({"stages", "commits", "shards"})
+_META: Final = frozenset({"stages", "commits", "shards", "log", "segments"})
 _ONE_SELECT: Final = "Ask one question at a time: a single SELECT (or DESCRIBE, SUMMARIZE, EXPLAIN)."
 
 
@@ -100,7 +101,8 @@ class Session:
 def connect(store: Store, run: str) -> duckdb.DuckDBPyConnection:
     """A DuckDB connection with all views of the run and no access to anything else.
 
-    Views: one per table (with the iteration), those of `schemas.views.VIEWS`, `stages`, `commits`, `shards`.
+    Views: one per table (with the iteration), those of `schemas.views.VIEWS`, `stages`, `commits`, `shards`, `log`,
+    `segments`.
     """
     return Session(store, run).connection
 
@@ -142,6 +144,8 @@ def _register(connection: duckdb.DuckDBPyConnection, catalog: Catalog) -> list[L
     made["stages"] = derived_dataset(STAGES, catalog.stages_table)
     made["commits"] = derived_dataset(COMMITS, catalog.commits_table)
     made["shards"] = derived_dataset(SHARDS, catalog.shards_table)
+    made["log"] = derived_dataset(LOG, lambda: log_table(catalog.run))
+    made["segments"] = derived_dataset(SEGMENTS, lambda: segments_table(catalog.run))
     for name, dataset in made.items():
         connection.register(name, dataset)
     return list(made.values())

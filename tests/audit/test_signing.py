@@ -1,0 +1,130 @@
+"""Signatures of a root hash, and what `arealflow audit` and `arealflow log` print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization as keys
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from areal_tasks.store import paths
+from areal_tasks.store.audit import audit
+from areal_tasks.store.backend import Store
+from areal_tasks.store.inventory import entries
+from areal_tasks.store.journal import append, read_log
+from areal_tasks.store.query import run_sql
+from areal_tasks.store.runs import load_run
+from areal_tasks.store.signing import sign, verify
+from flows.cli import main
+from schemas.errors import UserError
+from schemas.manifest import IterationCommit
+
+
+def key_files(folder: Path) -> tuple[Path, Path]:
+    """A fresh key pair: a private PEM file, and the public half as OpenSSH writes it."""
+    key = Ed25519PrivateKey.generate()
+    private, public = folder / "key.pem", folder / "key.pub"
+    private.write_bytes(
+        key.private_bytes(keys.Encoding.PEM, keys.PrivateFormat.PKCS8, keys.NoEncryption()),
+    )
+    public.write_bytes(key.public_key().public_bytes(keys.Encoding.OpenSSH, keys.PublicFormat.OpenSSH))
+    return private, public
+
+
+def test_a_signature_holds_while_the_log_grows_and_the_history_stands(small: Store, tmp_path: Path) -> None:
+    private, public = key_files(tmp_path)
+    made = sign(small, "small", audit(small, "small").root, 2, private)
+    assert sign(small, "small", made.root, 2, private) == made, "stored once for each key and root"
+    append(small, "small", "exported", {"version": 1})
+    [found] = verify(small, "small", public)
+    assert (found.signature, found.problem) == (made, "")
+    assert [line.action for line in read_log(small, "small")][-2:] == ["signed", "exported"]
+    assert audit(small, "small").sound
+
+
+def test_a_forged_history_is_not_what_was_signed(small: Store, tmp_path: Path) -> None:
+    private, public = key_files(tmp_path)
+    sign(small, "small", audit(small, "small").root, 2, private)
+    path = paths.iteration_commit("small", 1)
+    record = IterationCommit.parse(small.read(path))
+    Path(small.uri(path)).write_bytes(record.model_copy(update={"state": {"next_group": 99}}).encode())
+    [found] = verify(small, "small", public)
+    assert found.problem == "the history until iteration 1 is not the one that was signed"
+
+
+def test_lines_of_the_log_that_were_signed_cannot_be_exchanged(small: Store, tmp_path: Path) -> None:
+    private, public = key_files(tmp_path)
+    sign(small, "small", audit(small, "small").root, 2, private)
+    path = paths.log("small", 3)
+    forged = read_log(small, "small")[2].model_copy(update={"user": "nobody"})
+    Path(small.uri(path)).write_bytes(forged.encode())
+    assert "lines of the log are not those that were signed" in verify(small, "small", public)[0].problem
+
+
+def test_another_key_and_no_key(small: Store, tmp_path: Path) -> None:
+    private, public = key_files(tmp_path)
+    with pytest.raises(UserError, match="no signature by the key"):
+        verify(small, "small", public)
+    with pytest.raises(UserError, match=r"holds no private Ed25519 key.*openssl genpkey"):
+        sign(small, "small", "root", 2, public)
+    wrong = generate_private_key(SECP256R1()).private_bytes(
+        keys.Encoding.PEM, keys.PrivateFormat.PKCS8, keys.NoEncryption()
+    )
+    (tmp_path / "ec.pem").write_bytes(wrong)
+    with pytest.raises(UserError, match="holds no private Ed25519 key"):
+        sign(small, "small", "root", 2, tmp_path / "ec.pem")
+    with pytest.raises(UserError, match=r"nosuch.pem cannot be read"):
+        verify(small, "small", tmp_path / "nosuch.pem")
+    assert private.exists()
+
+
+# ── the commands ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["arealflow", *words])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+        sys.exit(0)
+    return int(ended.value.code or 0), capsys.readouterr().out
+
+
+def test_the_command_prints_one_root_and_fails_on_damage(
+    small: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private, public = key_files(tmp_path)
+    code, out = call(capsys, monkeypatch, "audit", "small", "--store", small.url, "--sign", str(private))
+    assert code == 0 and out.splitlines()[-1] == f"root {audit(small, 'small').root}"
+    assert "until iteration 1: holds" in out
+    code, out = call(capsys, monkeypatch, "audit", "small", "--store", small.url, "--verify", str(public), "--json")
+    told = json.loads(out)
+    assert code == 0 and told["sound"] and told["signatures"][0]["holds"]
+    shard = next(entry.path for entry in entries(small, "small") if entry.path.endswith(".safetensors"))
+    Path(small.uri(shard)).unlink()
+    code, out = call(capsys, monkeypatch, "audit", "small", "--store", small.url, "--sign", str(private))
+    assert code == 1 and out.startswith(f"{shard}: missing; also affected: whatever loads or exports version 0")
+    assert "small: 1 files damaged" in out and len(small.children("small/signatures")) == 1
+
+
+def test_the_log_is_shown_and_can_be_asked_in_sql(
+    small: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out = call(capsys, monkeypatch, "log", "small", "--store", small.url, "--json")
+    lines = json.loads(out)
+    assert code == 0 and [line["action"] for line in lines] == ["started", "tagged", "finished"]
+    code, out = call(capsys, monkeypatch, "log", "small", "--store", small.url)
+    assert "tag first, version 1" in out and f"{lines[0]['user']}@{lines[0]['host']}" in out
+    query = "SELECT n, action, details['iterations'] AS i FROM log WHERE action <> 'tagged' ORDER BY n"
+    rows = run_sql(small, "small", query).to_pylist()
+    assert rows == [{"n": 1, "action": "started", "i": "0"}, {"n": 3, "action": "finished", "i": "2"}]
+
+
+def test_recipes_can_be_asked_in_sql(small: Store) -> None:
+    query = "SELECT run, segment, from_iteration, recipe->>'$.rollout.group_size' AS size FROM segments"
+    [row] = run_sql(small, "small", query).to_pylist()
+    assert row == {"run": "small", "segment": 0, "from_iteration": 0, "size": "2"}
+    assert load_run(small, "small").segments[0].recipe["rollout"]["group_size"] == 2
