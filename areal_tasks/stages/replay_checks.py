@@ -9,7 +9,7 @@ from areal_tasks.stages.graphs import iteration_plan
 from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.replay import STARTS, before, replay_plan
 from areal_tasks.stages.stage import Stage
-from areal_tasks.store.fork import Origin, check_iteration, find_reference
+from areal_tasks.store.fork import Origin, check_iteration, find_reference, parent_values
 from areal_tasks.store.keys import semantic_values
 from areal_tasks.store.runs import Run
 from schemas.errors import UserError
@@ -43,7 +43,7 @@ def replay_segments(
         first = next(iterations)
         there = parse_recipe(original.recipe_at(first), original.name)
         lifted = _lifted(there) if origin.counterfactual else []
-        values = apply_overrides(original.recipe_at(first), [*lifted, f"store.url={original.store.url}", *changes])
+        values = apply_overrides(parent_values(original, first), [*lifted, *changes])
         found.append((first, there, parse_recipe(values, original.name)))
     return found
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from areal_tasks.store import paths
-from areal_tasks.store.backend import Store
+from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.commit import commit_once, find_record, new_attempt
 from areal_tasks.store.journal import append
 from areal_tasks.store.provenance import make_provenance, now
@@ -108,6 +108,14 @@ def inherit_model(parent: Run, iteration: int, recipe: R) -> R:
         changed = ", ".join(f"model.{name}" for name in _BEGINNING if asked[name] != theirs[name])
         raise UserError(f"{changed}: a child begins with the initial weights of its parent {parent.name!r}.")
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=theirs)})
+
+
+def parent_values(parent: Run, iteration: int) -> dict[str, Any]:
+    """The parent's recipe of then, which names the store that it was found in."""
+    values = parent.recipe_at(iteration)
+    if open_store(values["store"]["url"]).url == parent.store.url:
+        return values
+    return values | {"store": {**values["store"], "url": parent.store.url}}
 
 
 def leave_reference(store: Store, parent: str, child: str, iteration: int, kind: str) -> Reference:

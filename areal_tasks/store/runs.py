@@ -61,6 +61,15 @@ class Run:
         return load_run(self.store, self.record.parent) if self.record.parent else None
 
     @property
+    def label(self) -> str:
+        """The name, with what a reader of its rollouts must know."""
+        return (
+            f"{self.name} (counterfactual: rollouts of {self.record.parent})"
+            if self.record.counterfactual
+            else self.name
+        )
+
+    @property
     def first(self) -> int:
         """The first iteration that is this run's own."""
         return self.record.parent_iteration

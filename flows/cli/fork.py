@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.fork import Origin, check_iteration
+from areal_tasks.store.fork import Origin, check_iteration, parent_values
 from areal_tasks.store.keys import digest_json
 from areal_tasks.store.runs import load_run
 from flows.cli.inspect import StoreUrl
@@ -33,8 +33,8 @@ def fork(
     check_iteration(there, at)
     if there.record.flow == "evaluate":
         raise UserError(f"Run {parent!r} is an evaluation: it has no iterations to go on from.")
-    values = apply_overrides(there.recipe_at(at), [f"store.url={there.store.url}", *changes])
-    recipe, name = parse_recipe(values, parent), name or child_name(f"{parent}-at-{at}", changes)
+    recipe = parse_recipe(apply_overrides(parent_values(there, at), changes), parent)
+    name = name or child_name(f"{parent}-at-{at}", changes)
 
     from flows.cli.in_process import run_here  # Prefect and torch: seconds that no other command should wait for
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.query import run_sql
-from areal_tasks.store.runs import list_runs, load_run
+from areal_tasks.store.runs import RunSummary, list_runs, load_run
 from flows.cli.overrides import run_and_changes
 from schemas.manifest import IterationCommit
 from schemas.recipe.load import load_recipe
@@ -80,7 +80,16 @@ def stage_row(stage: Stage, graph: Plan, head: IterationCommit | None) -> dict[s
 
 def runs(store: StoreUrl = "", as_json: AsJson = False) -> None:
     """The runs in the store."""
-    show([asdict(summary) for summary in list_runs(open_store(store))], as_json, "runs")
+    found = list_runs(open_store(store))
+    show([asdict(summary) if as_json else run_row(summary) for summary in found], as_json, "runs")
+
+
+def run_row(summary: RunSummary) -> dict[str, Any]:
+    """A run as a line for people: a child with its parent, and with what it kept of it."""
+    row = asdict(summary)
+    forked_at, counterfactual = row.pop("forked_at"), row.pop("counterfactual")
+    kept = {"kind": f"{summary.kind}, counterfactual"} if counterfactual else {}
+    return row | kept | ({"parent": f"{summary.parent}@{forked_at}"} if summary.parent else {})
 
 
 def sql(

@@ -1,0 +1,218 @@
+"""Where two runs first differ: in what was asked for, by which code, from which inputs, and in what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from areal_tasks.store.backend import Store
+from areal_tasks.store.diff_curves import Section, compare_curves, read_curves
+from areal_tasks.store.fork import origin_of
+from areal_tasks.store.keys import semantic_values
+from areal_tasks.store.parallel import parallel
+from areal_tasks.store.runs import Run, load_run
+from schemas.errors import UserError
+from schemas.manifest import IterationCommit, StageRef
+from schemas.recipe.load import RECIPES
+
+WEIGHTS: Final = "weights"
+_UNSET: Final = "unset"
+
+
+@dataclass(frozen=True)
+class FieldChange:
+    """A recipe field that differs from an iteration on. Operational ones change how, never what is computed."""
+
+    iteration: int
+    field: str
+    a: Any
+    b: Any
+    semantic: bool
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first stage whose content is not the same in both runs, and what may have made it so."""
+
+    iteration: int
+    stage: str
+    asked: str  # "the same" or "otherwise": the stage's keys
+    inputs: str  # "the same" or those that differ: the tables that it read
+    code: tuple[str, str]
+    paths: tuple[str, str]
+
+    @property
+    def cause(self) -> str:
+        """What the comparison says of the reason, in a sentence."""
+        if self.asked == "the same":
+            return "asked for the same, and something else came out: other hardware, threads or code"
+        if self.inputs != "the same":
+            return f"it read other {self.inputs}"
+        return "it was asked for otherwise: see the recipe fields, and the weights it began with"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """All that `arealflow diff` says. Nothing differs where `first`, `fields` and `lengths` say so."""
+
+    names: tuple[str, str]
+    origins: tuple[str, str]
+    lengths: tuple[int, int]
+    shared: int
+    fields: Sequence[FieldChange]
+    code: Sequence[tuple[int, str, str]]
+    first: FirstDifference | None
+    only: tuple[tuple[str, ...], tuple[str, ...]]
+    curves: Section
+
+    @property
+    def same(self) -> bool:
+        """Whether both runs hold the same to the last bit of every deterministic column and weight."""
+        return self.first is None and self.lengths[0] == self.lengths[1] and self.only == ((), ())
+
+
+def diff_runs(store: Store, a: str, b: str) -> Difference:
+    """Compare two runs of one store. UserError if one does not exist or has committed nothing."""
+    runs = (load_run(store, a), load_run(store, b))
+    commits = (_commits(runs[0]), _commits(runs[1]))
+    names = (a, b if b != a else f"{b} (again)")
+    return Difference(
+        names=names,
+        origins=(_origin(runs[0]), _origin(runs[1])),
+        lengths=(len(commits[0]), len(commits[1])),
+        shared=sum(x.run == y.run and x.attempt == y.attempt for x, y in zip(*commits, strict=False)),
+        fields=field_changes(*runs, len(commits[0]), len(commits[1])),
+        code=_code_changes(*commits),
+        first=first_difference(*runs, *commits),
+        only=_only(*commits),
+        curves=compare_curves(read_curves(store, a), read_curves(store, b), names),
+    )
+
+
+def _commits(run: Run) -> list[IterationCommit]:
+    head = run.head()
+    if head is None:
+        raise UserError(f"Run {run.name!r} has not committed any iteration: there is nothing to compare.")
+    return parallel(run.commit, range(head.iteration + 1))
+
+
+def _origin(run: Run) -> str:
+    origin = origin_of(run.record)
+    return str(origin) if origin else ""
+
+
+# ── recipes and code ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def field_changes(a: Run, b: Run, length_a: int, length_b: int) -> list[FieldChange]:
+    """The fields that differ in the iterations that both runs have, each with the first of these."""
+    found: dict[str, FieldChange] = {}
+    seen: set[tuple[str, str]] = set()
+    for k in range(min(length_a, length_b)):
+        segments = a.segment_at(k), b.segment_at(k)
+        pair = segments[0].attempt, segments[1].attempt
+        if pair not in seen:
+            seen.add(pair)
+            for change in _changes(k, segments[0].recipe, segments[1].recipe):
+                found.setdefault(change.field, change)
+    return sorted(found.values(), key=lambda change: (not change.semantic, change.iteration, change.field))
+
+
+def _changes(k: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[FieldChange]:
+    there, here = dict(_leaves(a)), dict(_leaves(b))
+    semantic = _semantic(a) | _semantic(b)
+    for field in sorted(there.keys() | here.keys()):
+        pair = there.get(field, _UNSET), here.get(field, _UNSET)
+        if pair[0] != pair[1]:
+            yield FieldChange(k, field, *pair, semantic=field in semantic)
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _semantic(recipe: dict[str, Any]) -> set[str]:
+    """The semantic fields of a stored recipe; all of them, where this version cannot read it."""
+    try:
+        parsed = RECIPES[recipe["flow"]].model_validate(recipe)
+    except (ValidationError, KeyError):
+        return {field for field, _ in _leaves(recipe)}
+    values = semantic_values(parsed)
+    return {field for field, _ in _leaves(recipe) if any(field == v or field.startswith(f"{v}.") for v in values)}
+
+
+def _code_changes(a: Sequence[IterationCommit], b: Sequence[IterationCommit]) -> list[tuple[int, str, str]]:
+    """From which iteration on which versions of the code committed the runs, where they differ."""
+    found: list[tuple[int, str, str]] = []
+    for x, y in zip(a, b, strict=False):
+        pair = x.provenance.code_version, y.provenance.code_version
+        if pair[0] != pair[1] and (not found or found[-1][1:] != pair):
+            found.append((x.iteration, *pair))
+    return found
+
+
+# ── what was built ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def first_difference(
+    a: Run, b: Run, commits_a: Sequence[IterationCommit], commits_b: Sequence[IterationCommit]
+) -> FirstDifference | None:
+    """The first stage of the first iteration that both have built and whose content differs; then their weights."""
+    for x, y in zip(commits_a, commits_b, strict=False):
+        for left, right in _pairs(x, y):
+            if left.digest != right.digest:
+                return _explained(a, b, x.iteration, left, right)
+        if x.weights.digest != y.weights.digest:
+            return FirstDifference(
+                x.iteration, WEIGHTS, "otherwise", "the same", _code(x, y), (x.weights.path, y.weights.path)
+            )
+    return None
+
+
+def _pairs(x: IterationCommit, y: IterationCommit) -> Iterator[tuple[StageRef, StageRef]]:
+    """The stages that both commits name, in order, the n-th of a name with the n-th."""
+    for stage in dict.fromkeys(ref.stage for ref in x.stages):
+        yield from zip(*([ref for ref in c.stages if ref.stage == stage] for c in (x, y)), strict=False)
+
+
+def _explained(a: Run, b: Run, iteration: int, left: StageRef, right: StageRef) -> FirstDifference:
+    one, other = a.read_stage(left), b.read_stage(right)
+    pairs = zip_longest(one.inputs, other.inputs)
+    apart = [_stage_of((x or y).path) for x, y in pairs if x is None or y is None or x.digest != y.digest]
+    return FirstDifference(
+        iteration=iteration,
+        stage=left.stage,
+        asked="the same" if left.key == right.key else "otherwise",
+        inputs=", ".join(apart) or "the same",
+        code=(one.provenance.code_version, other.provenance.code_version),
+        paths=(left.path, right.path),
+    )
+
+
+def _stage_of(path: str) -> str:
+    return path.split("/stage=")[1].split("/")[0]
+
+
+def _code(x: IterationCommit, y: IterationCommit) -> tuple[str, str]:
+    return x.provenance.code_version, y.provenance.code_version
+
+
+def _only(a: Sequence[IterationCommit], b: Sequence[IterationCommit]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Stages that only one of the runs has, in the iterations that both have."""
+    names = [{ref.stage for commit in part for ref in commit.stages} for part in _common(a, b)]
+    return tuple(sorted(names[0] - names[1])), tuple(sorted(names[1] - names[0]))
+
+
+def _common(
+    a: Sequence[IterationCommit], b: Sequence[IterationCommit]
+) -> tuple[Sequence[IterationCommit], Sequence[IterationCommit]]:
+    length = min(len(a), len(b))
+    return a[:length], b[:length]

@@ -1,0 +1,85 @@
+"""`arealflow replay`: what a change of settings makes of a run that is recorded, beside what was made then."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.diff_curves import Section
+from areal_tasks.store.fork import Origin
+from areal_tasks.store.runs import load_run
+from flows.cli.diff import show_sections
+from flows.cli.fork import child_name, told
+from flows.cli.inspect import AsJson, StoreUrl
+from flows.cli.overrides import run_and_changes
+
+
+class Start(StrEnum):
+    """Where a replay may begin."""
+
+    verify = "verify"
+    advantage = "advantage"
+    train = "train"
+
+
+class Until(StrEnum):
+    """Where it may end before training."""
+
+    verify = "verify"
+    advantage = "advantage"
+
+
+def replay(
+    run: Annotated[str, typer.Argument(help="Name of the run to replay.")],
+    start: Annotated[Start, typer.Option("--from", help="First stage that is built anew.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.field=value …; run=NAME names the replay.")
+    ] = None,
+    until: Annotated[Until | None, typer.Option("--until", help="Last stage that is built; default: all.")] = None,
+    at: Annotated[int, typer.Option("--at", min=0, help="First iteration that is replayed.")] = 0,
+    on_policy: Annotated[bool, typer.Option("--on-policy", help="Generate anew where weights differ.")] = False,
+    store: StoreUrl = "",
+    as_json: AsJson = False,
+) -> None:
+    """Build again only what a change reaches, keeping the recorded rollouts; then compare with the original."""
+    name, changes = run_and_changes(overrides)
+    there = load_run(open_store(store), run)
+    origin = Origin(run, at, "replay", not on_policy, start, until or "")
+    settings = [
+        *changes,
+        *([until] if until else []),
+        *([f"at {at}"] if at else []),
+        *(["on policy"] if on_policy else []),
+    ]
+    name = name or child_name(f"{run}-{start}", settings)
+
+    from flows.cli.in_process import call_flow  # Prefect and torch: seconds that no other command should wait for
+    from flows.replay import replay as replay_flow
+
+    typer.echo(f"run {name} is {origin}{told(changes)}", err=as_json)
+    result = call_flow(
+        replay_flow,
+        run,
+        start.value,
+        overrides=shlex.join(changes),
+        run=name,
+        until=until.value if until else "",
+        at=at,
+        on_policy=on_policy,
+        store=there.store.url,
+    )
+    report(result, as_json)
+
+
+def report(result: dict[str, Any], as_json: bool) -> None:
+    """The comparison, for people or as JSON."""
+    if as_json:
+        typer.echo(json.dumps(result, default=str, indent=1))
+        return
+    show_sections([Section(**section) for section in result["comparison"]])
+    typer.echo(f"run {result['run']}: {result['iterations']} iterations in {result['store']}")

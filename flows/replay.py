@@ -1,0 +1,84 @@
+"""The flow `replay`: what a change of settings makes of a run that is recorded."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, Literal
+
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+from prefect.runtime import flow_run
+
+from areal_tasks.stages.preflight import check_code, check_engines
+from areal_tasks.stages.replay_checks import check_replay, replay_segments, replayed_iterations
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.diff_curves import Section
+from areal_tasks.store.diff_replay import compare_replay
+from areal_tasks.store.fork import Origin
+from areal_tasks.store.runs import load_run
+from flows.execute import execute, split_overrides
+from flows.messages import hide_tracebacks
+from flows.observe import artifact_key
+from flows.pages import escape_markdown
+
+Start = Literal["verify", "advantage", "train"]
+Until = Literal["", "verify", "advantage"]
+
+
+@flow(name="replay", validate_parameters=True)
+def replay(
+    original: str,
+    start: Start,
+    overrides: str = "",
+    run: str = "",
+    until: Until = "",
+    at: int = 0,
+    on_policy: bool = False,
+    store: str = "",
+) -> dict[str, Any]:
+    """Build again what a change reaches in a run that is recorded, keeping its rollouts (counterfactual).
+
+    Args:
+        original: Name of the run to replay.
+        start: The first stage that is built anew: verify, advantage or train.
+        overrides: Fields to change, as `section.field=value` with blanks between, such as `trainer.lr=1e-5`.
+        run: Name of the run that holds the result; the same name again resumes it. Empty: made of the flow run's name.
+        until: The last stage that is built: verify or advantage, without training. Empty: all of them.
+        at: The first iteration that is replayed; what comes before is shared.
+        on_policy: Generate anew from the first iteration that the change has reached.
+        store: URL of the store. Empty: AREALFLOW_STORE, else the default folder.
+    """
+    hide_tracebacks()
+    there, name = load_run(open_store(store), original), run or f"{original}-{flow_run.get_name() or 'replay'}"
+    origin = Origin(original, at, "replay", not on_policy, start, until)
+    committed = replayed_iterations(there, name)
+    segments = replay_segments(there, origin, committed, split_overrides(overrides))
+    for _, before, after in segments:
+        check_replay(there, origin, before, after)
+    recipe = segments[-1][2]
+    check_engines(recipe)
+    check_code(recipe)
+    result = execute(recipe, name, origin, [(first, after) for first, _, after in segments])
+    comparison = compare_replay(there.store, name)
+    show(name, origin, comparison)
+    return result | {"comparison": [asdict(section) for section in comparison]}
+
+
+def show(name: str, origin: Origin, comparison: list[Section]) -> None:
+    """The comparison as a page in the Prefect UI."""
+    page = "\n\n".join([f"# {escape_markdown(f'{name} is {origin}')}", *map(markdown_table, comparison)])
+    create_markdown_artifact(page, key=artifact_key(name, "comparison"), description=f"{name} beside {origin.parent}")
+
+
+def markdown_table(section: Section) -> str:
+    """A section of a comparison as markdown."""
+    columns = list(section.rows[0]) if section.rows else ["(no rows)"]
+    lines = [columns, ["---"] * len(columns), *([_cell(value) for value in row.values()] for row in section.rows)]
+    rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"## {escape_markdown(section.title)}\n\n{rows}"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else escape_markdown(str(value))
