@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Final, ParamSpec, TypeVar
 
@@ -36,6 +37,12 @@ def names_memory_knobs(command: Callable[P, T]) -> Callable[P, T]:
             raise UserError(f"the trainer ran out of memory: {found} In this order: {REMEDIES}.") from error
 
     return guarded
+
+
+def make_room() -> None:
+    """Give what torch keeps of the GPU's memory for later back to the other processes on it."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def ran_out(error: Exception) -> bool:

@@ -39,7 +39,7 @@ from areal_tasks.engines.trainer.fsdp2 import Fsdp2Backend
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.learner import Learned, Learner, Work, make_plan, recorded_plan, shared_out
 from areal_tasks.engines.trainer.local import LocalBackend
-from areal_tasks.engines.trainer.memory import names_memory_knobs
+from areal_tasks.engines.trainer.memory import make_room, names_memory_knobs
 from areal_tasks.engines.trainer.rows import COLUMNS, Batch, grpo_batch, logprobs_table, read_sequences, sft_batch
 from areal_tasks.engines.trainer.settings import Settings, read_settings
 from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, hand_on, largest_difference
@@ -224,6 +224,7 @@ class Trainer:
         self.work = learner.work
         learned = learner.learn(version, self.progress)
         self.progress = learned.progress
+        self._make_room()
         return Change(learned, {})
 
     def _write_tables(self, prefix: str, learned: Learned) -> dict[str, TableRef]:
@@ -243,7 +244,12 @@ class Trainer:
         whole = self.backend.gather(share)
         found = torch.zeros(len(sequences.input_ids))
         found[whole.samples] = whole.values[0]
+        self._make_room()
         return found
+
+    def _make_room(self) -> None:
+        if self.settings.makes_room:
+            make_room()
 
     def _pass_score(self, layout: Layout, samples: int, which: Which) -> Float[Tensor, " _"]:
         found = self.backend.score(layout, self.settings.temperature, which).logprobs
