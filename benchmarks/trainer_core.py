@@ -49,6 +49,7 @@ class Result:
 
     shape: str
     backend: str
+    varied: bool
     tokens_per_second: float
     mfu: float
     step_seconds: list[float]
@@ -147,6 +148,7 @@ def measure(shape: str, name: str, arguments: argparse.Namespace) -> Result:
     return Result(
         shape=shape,
         backend=name,
+        varied=arguments.varied,
         tokens_per_second=tokens / seconds,
         mfu=mfu(SHAPES[shape], tokens / seconds, length),
         step_seconds=[round(row["step_seconds"], 4) for row in rows],

@@ -1,10 +1,11 @@
 """TRL's GRPO training step on given rollouts: tokens a second of its optimizer steps, generation left out.
 
-    python -m benchmarks.gpu.baseline_trl_step SHAPE --model FOLDER [--variant plain|liger|compile]
+    python -m benchmarks.gpu.baseline_trl_step SHAPE --model FOLDER [--variant plain|liger|compile] [--varied]
 
 The real trainer runs, with its accumulation, clipping, optimizer and metrics; only generation is replaced by fixed
 completions, and the time of making rollouts, rewards and advantages is subtracted. All sequences have one length, so
-that TRL, which pads, pads nothing. Log-probabilities come from TRL's own fused head, which never makes full logits.
+that TRL, which pads, pads nothing; with `--varied` lengths from an eighth of it up, as `benchmarks.trainer_core` has
+them, and padding is not counted. Log-probabilities come from TRL's own fused head, which never makes full logits.
 """
 
 from __future__ import annotations
@@ -32,13 +33,21 @@ MICRO_BATCHES = {"135m": 64, "0.5b": 32, "1.5b": 16, "tiny": 4}
 SIZE = 8  # samples a group
 
 
+def lengths(arguments: argparse.Namespace) -> list[int]:
+    """Tokens of each sample, the prompt's included."""
+    shortest = arguments.length // 8 if arguments.varied else arguments.length
+    generator = torch.Generator().manual_seed(0)
+    found: list[int] = torch.randint(shortest, arguments.length + 1, (arguments.rows,), generator=generator).tolist()
+    return found
+
+
 def run(arguments: argparse.Namespace, micro: int) -> TimedTrainer:
     """Train; the trainer with its times."""
     prompt, length, groups = arguments.prompt_tokens, arguments.length, arguments.rows // SIZE
-    top, samples = vocabulary(arguments.model), groups * SIZE
+    top = vocabulary(arguments.model)
     generator = torch.Generator().manual_seed(0)
     questions = torch.randint(3, top, (groups, prompt), generator=generator).repeat_interleave(SIZE, 0).tolist()
-    answers = torch.randint(3, top, (samples, length - prompt), generator=generator).tolist()
+    answers = [torch.randint(3, top, (n - prompt,), generator=generator).tolist() for n in lengths(arguments)]
     names = [f"prompt {i}" for i in range(groups)]
     with tempfile.TemporaryDirectory() as output:
         settings = VARIANTS[arguments.variant]
@@ -67,14 +76,17 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     trainer, micro = largest(arguments)
     times = [step - made for step, made in zip(trainer.timer.seconds, trainer.generation_seconds, strict=True)]
-    rate = arguments.rows * arguments.length / statistics.median(times[1:])
+    tokens = sum(lengths(arguments))
+    rate = tokens / statistics.median(times[1:])
     return {
         "shape": arguments.shape,
         "variant": arguments.variant,
         "tokens_per_second": round(rate, 1),
-        "mfu": round(mfu(SHAPES[arguments.shape], rate, arguments.length), 4),
+        "mfu": round(mfu(SHAPES[arguments.shape], rate, round(tokens / arguments.rows)), 4),
         "rows": arguments.rows,
         "length": arguments.length,
+        "varied": arguments.varied,
+        "mean_length": round(tokens / arguments.rows, 1),
         "prompt_tokens": arguments.prompt_tokens,
         "micro_batch": micro,
         "step_seconds": [round(t, 4) for t in times],
@@ -92,6 +104,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=0, help="samples at a time; halved until it fits")
     parser.add_argument("--rows", type=int, default=128, help="samples an optimizer step")
     parser.add_argument("--length", type=int, default=1024, help="tokens a sample")
+    parser.add_argument("--varied", action="store_true", help="lengths from an eighth of --length up")
     parser.add_argument("--prompt-tokens", type=int, default=1, help="of these, the prompt's: not trained")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps; the first is left out")
     add_results_option(parser)

@@ -75,7 +75,7 @@ class Results:
         return [
             r
             for r in self.rows
-            if r["what"] == what and r["shape"] == shape and all(r.get(k) == v for k, v in wanted.items())
+            if r["what"] == what and r["shape"] == shape and all(r.get(k, False) == v for k, v in wanted.items())
         ]
 
 
@@ -89,14 +89,16 @@ def figures(results: Results) -> list[Figure]:
 
 def training(results: Results, shape: str) -> Iterator[Figure]:
     """Our trainer beside TRL's step and the plain step, and its share of the chip."""
-    ours = results.best("trainer_core", shape)
+    for varied, lengths in ((False, ""), (True, ", lengths from an eighth up")):
+        ours = results.best("trainer_core", shape, varied=varied)
+        trl = results.best("trl_step", shape, TRL_VARIANTS, varied=varied)
+        if ours and trl:
+            ratio = ours["tokens_per_second"] / trl["tokens_per_second"]
+            yield figure(f"trainer ÷ TRL step{lengths}", shape, ratio, at_least(1.5), _rate(ours), _rate(trl))
+    ours = results.best("trainer_core", shape, varied=False)
     if ours is None:
         return
     rate = float(ours["tokens_per_second"])
-    if trl := results.best("trl_step", shape, TRL_VARIANTS):
-        yield figure(
-            "trainer ÷ TRL step", shape, rate / trl["tokens_per_second"], at_least(1.5), _rate(ours), _rate(trl)
-        )
     if plain := results.best("plain_step", shape, length=ours.get("length", 1024)):
         ratio = rate / plain["tokens_per_second"]
         yield figure("trainer ÷ plain compiled step", shape, ratio, above(1), _rate(ours), _rate(plain))
