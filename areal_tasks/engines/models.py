@@ -12,10 +12,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from areal_tasks.data.scratch import make_scratch
 from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import read_record
 from areal_tasks.store.files import read_weights, upload
-from areal_tasks.store.paths import iteration_commit, run_record
-from areal_tasks.store.search import last_present
+from areal_tasks.store.fork import find_reference, leave_reference
+from areal_tasks.store.paths import run_record
+from areal_tasks.store.runs import Run, load_run
 from schemas.errors import UserError
 from schemas.manifest import FileRef, IterationCommit, WeightsRef
 from schemas.recipe.sections import Model
@@ -29,13 +29,16 @@ _TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece
 _NAME: Final = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def initial_weights(store: Store, model: Model, seed: int, into: str, scratch: Path) -> tuple[FileRef, ...]:
+def initial_weights(
+    store: Store, model: Model, seed: int, into: str, scratch: Path, reader: str = ""
+) -> tuple[FileRef, ...]:
     """The files of version 0, in the store: put under the prefix `into`, or those that another run has committed.
 
-    `scratch` is an empty local folder for what has to be made or fetched first. UserError says what is missing.
+    `scratch` is an empty local folder for what has to be made or fetched first; `reader` is the run that begins with
+    them. UserError says what is missing.
     """
     if model.path.startswith("run://"):
-        return run_weights(store, model.path)
+        return run_weights(store, model.path, reader)
     if model.scratch is not None:
         return upload(store, into, make_scratch(model.scratch, seed, model.max_length, scratch / "model"))
     if not model.path:
@@ -45,12 +48,19 @@ def initial_weights(store: Store, model: Model, seed: int, into: str, scratch: P
     return upload(store, into, _wanted(folder, scratch / "model"))
 
 
-def run_weights(store: Store, path: str) -> tuple[FileRef, ...]:
-    """The files of the newest (`run://NAME`) or of one version (`run://NAME@VERSION`, from 1) of a run's weights."""
-    run, _, version = path.removeprefix("run://").partition("@")
-    if not store.exists(run_record(run)):
-        raise UserError(f"model.path: there is no run '{run}' in {store.url}")
-    commit = _commit_of(store, run, int(version)) if version else _newest_commit(store, run)
+def run_weights(store: Store, path: str, reader: str = "") -> tuple[FileRef, ...]:
+    """The files of the newest (`run://NAME`) or of one version (`run://NAME@VERSION`, from 1) of a run's weights.
+
+    The run `reader`, which begins with them, first leaves a reference there: what it has left before says which
+    version it began with.
+    """
+    name, _, version = path.removeprefix("run://").partition("@")
+    if not store.exists(run_record(name)):
+        raise UserError(f"model.path: there is no run '{name}' in {store.url}")
+    run, left = load_run(store, name), find_reference(store, name, reader) if reader else None
+    commit = _commit_of(run, int(version) if version else left.iteration if left else _versions(run))
+    if reader:
+        leave_reference(store, name, reader, commit.iteration + 1, "weights")
     return read_weights(store, _written(path, commit)).files
 
 
@@ -63,24 +73,26 @@ def _written(path: str, commit: IterationCommit) -> WeightsRef:
     return commit.weights
 
 
-def _commit_of(store: Store, run: str, version: int) -> IterationCommit:
+def _commit_of(run: Run, version: int) -> IterationCommit:
+    """The commit that made a version of the run's weights: its parent's, where the run was forked later."""
+    newest = _versions(run)
+    if newest == 0:
+        raise UserError(
+            f"model.path: run '{run.name}' has committed no iteration yet, so it has no weights to start from"
+        )
     if version == 0:
-        raise UserError(f"model.path: version 0 of run '{run}' is what that run began with; name its own model instead")
-    if not store.exists(iteration_commit(run, version - 1)):
-        raise UserError(f"model.path: run '{run}' has no version {version}; its newest is {_versions(store, run)}")
-    return read_record(store, iteration_commit(run, version - 1), IterationCommit)
+        raise UserError(
+            f"model.path: version 0 of run '{run.name}' is what that run began with; name its own model instead"
+        )
+    if version > newest:
+        raise UserError(f"model.path: run '{run.name}' has no version {version}; its newest is {newest}")
+    return run.commit(version - 1)
 
 
-def _newest_commit(store: Store, run: str) -> IterationCommit:
-    versions = _versions(store, run)
-    if versions == 0:
-        raise UserError(f"model.path: run '{run}' has committed no iteration yet, so it has no weights to start from")
-    return read_record(store, iteration_commit(run, versions - 1), IterationCommit)
-
-
-def _versions(store: Store, run: str) -> int:
+def _versions(run: Run) -> int:
     """How many iterations are committed."""
-    return last_present(lambda k: store.exists(iteration_commit(run, k))) + 1
+    head = run.head()
+    return 0 if head is None else head.iteration + 1
 
 
 # ── folders and names ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -36,7 +36,8 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     name, attempt, started = context.run.name, new_attempt(), now()
     into = weights_attempt(name, 0, attempt)
     with tempfile.TemporaryDirectory() as scratch:
-        files = initial_weights(context.store, context.recipe.model, context.recipe.seed, into, Path(scratch))
+        recipe = context.recipe
+        files = initial_weights(context.store, recipe.model, recipe.seed, into, Path(scratch), name)
     provenance = make_provenance(context.run.owner, started)
     ref = commit_weights(context.store, name, 0, attempt, "weights", files, provenance)
     row = publish_row(context.store, ref, files)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -41,9 +41,10 @@ class FirstDifference:
     iteration: int
     stage: str
     asked: str  # "the same" or "otherwise": the stage's keys
-    inputs: str  # "the same" or those that differ: the tables that it read
+    inputs: str  # "the same", or the stages whose tables it read and that differ
     code: tuple[str, str]
     paths: tuple[str, str]
+    fields: tuple[str, ...] = ()  # semantic recipe fields that differ by then
 
     @property
     def cause(self) -> str:
@@ -52,7 +53,9 @@ class FirstDifference:
             return "asked for the same, and something else came out: other hardware, threads or code"
         if self.inputs != "the same":
             return f"it read other {self.inputs}"
-        return "it was asked for otherwise: see the recipe fields, and the weights it began with"
+        if self.fields:
+            return f"it was asked for with another {', '.join(self.fields)}"
+        return "it was asked for otherwise, by the same recipe: other code, or another history before"
 
 
 @dataclass(frozen=True)
@@ -80,17 +83,23 @@ def diff_runs(store: Store, a: str, b: str) -> Difference:
     runs = (load_run(store, a), load_run(store, b))
     commits = (_commits(runs[0]), _commits(runs[1]))
     names = (a, b if b != a else f"{b} (again)")
+    fields = field_changes(*runs, len(commits[0]), len(commits[1]))
+    first = first_difference(*runs, *commits)
     return Difference(
         names=names,
         origins=(_origin(runs[0]), _origin(runs[1])),
         lengths=(len(commits[0]), len(commits[1])),
         shared=sum(x.run == y.run and x.attempt == y.attempt for x, y in zip(*commits, strict=False)),
-        fields=field_changes(*runs, len(commits[0]), len(commits[1])),
+        fields=fields,
         code=_code_changes(*commits),
-        first=first_difference(*runs, *commits),
+        first=replace(first, fields=_by_then(first, fields)) if first else None,
         only=_only(*commits),
         curves=compare_curves(read_curves(store, a), read_curves(store, b), names),
     )
+
+
+def _by_then(first: FirstDifference, fields: Sequence[FieldChange]) -> tuple[str, ...]:
+    return tuple(f.field for f in fields if f.semantic and f.iteration <= first.iteration)
 
 
 def _commits(run: Run) -> list[IterationCommit]:

@@ -48,7 +48,8 @@ def compare_replay(store: Store, name: str) -> list[Section]:
         shapes = [_column(store, one, _ADVANTAGES.format(where), "advantage") for one in names]
         sections.append(compare_distributions("advantage of a sample", shapes[0], shapes[1], names))
     curves = [{n: _within(c, run.first, head.iteration) for n, c in read_curves(store, one).items()} for one in names]
-    return [*sections, compare_curves(curves[0], curves[1], names)]
+    both = [{name: curve for name, curve in part.items() if name in curves[0] and name in curves[1]} for part in curves]
+    return [*sections, compare_curves(both[0], both[1], names)]
 
 
 def _within(curve: dict[int, float], first: int, last: int) -> dict[int, float]:
