@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -40,6 +41,18 @@ def entries(store: Store, prefix: str) -> list[Entry]:
         (Entry(info.path.removeprefix(f"{root}/"), info.size, info.mtime_ns / 1e9) for info in files),
         key=lambda entry: entry.path,
     )
+
+
+def clock(store: Store) -> float:
+    """The time by the store's own clock, which its files' times are compared with: this machine's may differ."""
+    probe = f".clock-{uuid.uuid4().hex}"
+    store.put(probe, b"")
+    filesystem, root = store.arrow()
+    try:
+        with _errors(store, probe):
+            return float(filesystem.get_file_info(f"{root}/{probe}").mtime_ns) / 1e9
+    finally:
+        remove(store, [probe])
 
 
 def file_digest(store: Store, path: str, progress: Callable[[int], None] = lambda read: None) -> tuple[str, int]:

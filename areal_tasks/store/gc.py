@@ -1,0 +1,195 @@
+"""`arealflow gc`: what nobody needs, and why. Finding it changes nothing; `gc_remove` removes it (DESIGN §4)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from areal_tasks.store import paths
+from areal_tasks.store.backend import Store
+from areal_tasks.store.commit import read_record
+from areal_tasks.store.compacted import believed, listed
+from areal_tasks.store.gc_live import RunFiles, Version, needed, read_run, selected
+from areal_tasks.store.inventory import Entry, clock
+from areal_tasks.store.runs import list_runs
+from schemas.compaction import Compaction
+from schemas.errors import UserError
+from schemas.manifest import StageManifest
+
+_STAGE_ATTEMPT: Final = re.compile(r"(?P<folder>iteration=\d+/stage=\w+)/attempt=\w+")
+_ATTEMPT: Final = re.compile(r"(.*?/attempt=\w+)/")
+#: A compaction is made by hand, without an owner: only its age tells whether it is still being written.
+_COMPACT_SECONDS: Final = 3600.0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What may go besides what no commit selects.
+
+    Args:
+        keep_weights: newest versions of a run's weights that stay; None: all.
+        keep_checkpoints: the same of checkpoints.
+        older_than: nothing that was written in the last so many seconds is removed.
+    """
+
+    keep_weights: int | None = None
+    keep_checkpoints: int | None = None
+    older_than: float = 24 * 3600.0
+
+    def __post_init__(self) -> None:
+        for name, kept in (("--keep-weights", self.keep_weights), ("--keep-checkpoints", self.keep_checkpoints)):
+            if kept is not None and kept < 1:
+                raise UserError(f"{name} {kept}: a run needs its newest one to go on; keep at least 1")
+
+    def keeps(self, kind: str) -> int | None:
+        return self.keep_weights if kind == "weights" else self.keep_checkpoints
+
+
+@dataclass(frozen=True)
+class Item:
+    """Files that can go together. `version` is set where a retention rule allows it, and a tombstone is left."""
+
+    run: str
+    kind: str
+    path: str
+    files: tuple[str, ...]
+    bytes: int
+    why: str
+    version: Version | None = None
+
+
+def plan(store: Store, rule: Rule, only: str = "") -> list[Item]:
+    """What `rule` allows to remove in the whole store, or in the run `only`; all runs are read for what they need.
+
+    Raises:
+        UserError: a run is damaged, so that what it needs cannot be told; its file is named.
+    """
+    now = clock(store)
+    runs = [read_run(store, summary.name, now) for summary in list_runs(store)]
+    if only and only not in {run.name for run in runs}:
+        raise UserError(f"There is no run {only!r} in {store.url}. Runs there: {', '.join(r.name for r in runs)}.")
+    named = selected(runs)
+    return [item for run in runs if only in ("", run.name) for item in _of_run(run, runs, named, rule)]
+
+
+def _of_run(run: RunFiles, runs: Sequence[RunFiles], named: set[str], rule: Rule) -> Iterator[Item]:
+    groups = _attempts(run)
+    yield from _unselected(run, groups, named, rule)
+    yield from _temporary(run, groups, rule)
+    yield from _compactions(run, rule)
+    if rule.keep_weights is not None or rule.keep_checkpoints is not None:
+        yield from _retired(run, groups, needed(run, runs), named, rule)
+
+
+def _attempts(run: RunFiles) -> dict[str, list[Entry]]:
+    """The files of each attempt's folder."""
+    groups: dict[str, list[Entry]] = {}
+    for entry in run.files:
+        if match := _ATTEMPT.match(entry.path):
+            groups.setdefault(match[1], []).append(entry)
+    return groups
+
+
+def _item(
+    run: RunFiles, kind: str, path: str, files: Sequence[Entry], why: str, version: Version | None = None
+) -> Item:
+    return Item(run.name, kind, path, tuple(f.path for f in files), sum(f.bytes for f in files), why, version)
+
+
+def _abandoned(run: RunFiles, files: Sequence[Entry], rule: Rule) -> bool:
+    """Whether nobody can still be at work on files that nothing selects."""
+    newest = max(entry.modified for entry in files)
+    return run.now - newest >= rule.older_than and (newest < run.owner_since or not run.at_work)
+
+
+def _unselected(run: RunFiles, groups: dict[str, list[Entry]], named: set[str], rule: Rule) -> Iterator[Item]:
+    """Attempts that a crash, or a faster writer, has left behind."""
+    used = _used_by_stages(run, groups)
+    versions = {_folder(version.path): version for version in run.versions}
+    for folder, files in groups.items():
+        if not _abandoned(run, files, rule):
+            continue
+        if _STAGE_ATTEMPT.fullmatch(folder.removeprefix(f"{run.name}/")):
+            if folder not in used:
+                yield _item(run, "attempt", folder, files, "no manifest selects it")
+        elif folder.startswith((f"{run.name}/weights/", f"{run.name}/checkpoints/")):
+            version = versions.get(folder)
+            if version is None:
+                yield _item(run, "attempt", folder, files, "it has no manifest")
+            elif version.path not in named and version.version <= len(run.commits):
+                whole = [*files, run.by_path[version.path]]
+                yield _item(run, "attempt", folder, whole, "no commit selects it")
+
+
+def _folder(manifest: str) -> str:
+    return manifest.removesuffix(".json")
+
+
+def _used_by_stages(run: RunFiles, groups: dict[str, list[Entry]]) -> set[str]:
+    """The attempts that stage manifests name. A stage's folder with as many manifests as attempts is not read."""
+    attempts: dict[str, list[str]] = {}
+    for folder in groups:
+        if _STAGE_ATTEMPT.fullmatch(folder.removeprefix(f"{run.name}/")):
+            attempts.setdefault(folder.rsplit("/", 1)[0], []).append(folder)
+    used: set[str] = set()
+    for stage, folders in attempts.items():
+        manifests = [p for p in run.by_path if p.rsplit("/", 1)[0] == stage and p.endswith(".json")]
+        used |= set(folders) if len(manifests) >= len(folders) else named_attempts(run.store, manifests)
+    return used
+
+
+def named_attempts(store: Store, manifests: Sequence[str]) -> set[str]:
+    """The attempts' folders that stage manifests name."""
+    read = [
+        read_record(store, path, StageManifest) for path in manifests if not path.rsplit("/", 1)[-1].startswith(".")
+    ]
+    shards = [shard.path for manifest in read for table in manifest.tables.values() for shard in table.shards]
+    own = {f"{path.rsplit('/', 1)[0]}/attempt={m.attempt}" for path, m in zip(manifests, read, strict=False)}
+    return own | {shard.rsplit("/", 1)[0] for shard in shards}
+
+
+def _temporary(run: RunFiles, groups: dict[str, list[Entry]], rule: Rule) -> Iterator[Item]:
+    """Files whose writer died before they got their names. Hidden files within attempts belong to those."""
+    inside = {entry.path for files in groups.values() for entry in files}
+    for entry in run.files:
+        hidden = entry.path.rsplit("/", 1)[-1].startswith(".") and entry.path not in inside
+        if hidden and _abandoned(run, [entry], rule):
+            yield _item(run, "temporary", entry.path, [entry], "it was never finished")
+
+
+def _compactions(run: RunFiles, rule: Rule) -> Iterator[Item]:
+    """Compactions that larger or newer ones have replaced, or that are no longer believed."""
+    folder = paths.compactions(run.name)
+    files = [entry for entry in run.files if entry.path.startswith(f"{folder}/")]
+    if not files:
+        return
+    kept = {record.attempt for record in believed(run.run)}
+    manifests = {
+        name.path: read_record(run.store, name.path, Compaction).attempt for name in listed(run.store, run.name)
+    }
+    groups: dict[str, list[Entry]] = {}
+    for entry in files:
+        attempt = manifests.get(entry.path) or entry.path.partition("/attempt=")[2].partition("/")[0]
+        groups.setdefault(attempt, []).append(entry)
+    for attempt, group in groups.items():
+        age = run.now - max(entry.modified for entry in group)
+        if attempt and attempt not in kept and age >= max(rule.older_than, _COMPACT_SECONDS):
+            yield _item(run, "compaction", f"{folder}/attempt={attempt}", group, "another one replaces it")
+
+
+def _retired(
+    run: RunFiles, groups: dict[str, list[Entry]], kept: set[str], named: set[str], rule: Rule
+) -> Iterator[Item]:
+    """Versions that commits select, and that are older than the newest ones to keep."""
+    for kind in ("weights", "checkpoint"):
+        keep = rule.keeps(kind)
+        there = [v for v in run.versions if v.kind == kind and v.path in named and _folder(v.path) in groups]
+        newest = sorted({v.version for v in there}, reverse=True)[: keep or 0]
+        for version in there if keep is not None else ():
+            files = groups[_folder(version.path)]
+            old = run.now - max(entry.modified for entry in files) >= rule.older_than
+            if old and version.version not in newest and version.path not in kept:
+                why = f"--keep-{'weights' if kind == 'weights' else 'checkpoints'} {keep}"
+                yield _item(run, kind, _folder(version.path), files, why, version)

@@ -1,0 +1,173 @@
+"""Removal, so that a reader or writer beside it never loses what it needs: tombstone, second look, removal, log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from areal_tasks.store import paths
+from areal_tasks.store.backend import Missing, Store
+from areal_tasks.store.gc import Item, named_attempts
+from areal_tasks.store.gc_live import RunFiles, borrowers, live_references, needed, read_run
+from areal_tasks.store.inventory import clock, entries, remove, remove_folders
+from areal_tasks.store.journal import append
+from areal_tasks.store.runs import check_name, list_runs
+from areal_tasks.store.tombstones import bury, tombstone_path
+from schemas.errors import UserError
+
+
+def execute(store: Store, items: Sequence[Item]) -> list[Item]:
+    """Remove what `plan` found, run by run; returns what was removed. What has come into use since then stays."""
+    removed: list[Item] = []
+    for run in dict.fromkeys(item.run for item in items):
+        mine = [item for item in items if item.run == run]
+        gone = [
+            *_retire(store, run, [i for i in mine if i.version]),
+            *_clear(store, [i for i in mine if not i.version]),
+        ]
+        if gone:
+            _tell(store, run, gone)
+        removed += gone
+    return removed
+
+
+def _retire(store: Store, run: str, items: Sequence[Item]) -> list[Item]:
+    """Weights and checkpoints: tombstones first, then another look at who needs them."""
+    if not items:
+        return []
+    for item in items:
+        bury(store, _tombstone(item), item.kind, _manifest(item), item.bytes, item.why, _version(item))
+    kept = _needed_now(store, run)
+    spared = [item for item in items if _manifest(item) in kept]
+    remove(store, [_tombstone(item) for item in spared])  # taken back: they stay
+    gone = [item for item in items if item not in spared]
+    for item in gone:
+        remove(store, item.files)
+    return gone
+
+
+def _manifest(item: Item) -> str:
+    return item.version.path if item.version else ""
+
+
+def _version(item: Item) -> int:
+    return item.version.version if item.version else -1
+
+
+def _tombstone(item: Item) -> str:
+    return tombstone_path(_manifest(item), _version(item), item.version.attempt if item.version else "")
+
+
+def _needed_now(store: Store, name: str) -> set[str]:
+    runs = _all_runs(store)
+    return needed(next(run for run in runs if run.name == name), runs)
+
+
+def _all_runs(store: Store) -> list[RunFiles]:
+    now = clock(store)
+    return [read_run(store, summary.name, now) for summary in list_runs(store)]
+
+
+def _clear(store: Store, items: Sequence[Item]) -> list[Item]:
+    """What nothing selected when it was found, and still does not."""
+    gone = []
+    for item in items:
+        if item.kind != "attempt" or not _selected_since(store, item):
+            remove(store, item.files)
+            gone.append(item)
+    return gone
+
+
+def _selected_since(store: Store, item: Item) -> bool:
+    """Whether a writer that was believed dead has committed the attempt after all."""
+    folder = item.path.rsplit("/", 1)[0]
+    if "/stage=" in folder:
+        manifests = [f"{folder}/{name}" for name in store.children(folder) if name.endswith(".json")]
+        return item.path in named_attempts(store, manifests)
+    manifest = f"{item.path}.json"
+    return manifest not in item.files and store.exists(manifest)
+
+
+def _tell(store: Store, run: str, gone: Sequence[Item]) -> None:
+    """One line of the log for each kind of things that were removed."""
+    for kind in dict.fromkeys(item.kind for item in gone):
+        some = [item for item in gone if item.kind == kind]
+        versions = " ".join(str(item.version.version) for item in some if item.version)
+        details: dict[str, bool | int | float | str] = {"what": kind, "count": len(some)}
+        details |= {"bytes": sum(item.bytes for item in some), "why": some[0].why}
+        append(store, run, "removed", details | ({"versions": versions} if versions else {}))
+
+
+# ── a whole run ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def whole_run(store: Store, name: str, older_than: float) -> Item:
+    """Everything of a run, if nobody needs it.
+
+    Raises:
+        UserError: there is no such run, it is at work, or other runs refer to it.
+    """
+    check_name(name)
+    begun = store.exists(paths.run_tombstone(name))  # a removal that was interrupted
+    if not begun:
+        _check_unused(store, name, older_than)
+    files = [e for e in entries(store, name) if not _stays(name, e.path)]
+    why = "its removal was interrupted" if begun else "it was named with --remove"
+    first = [e for e in files if e.path == paths.run_record(name)]  # so that nobody takes what is left for a run
+    ordered = [*first, *(e for e in files if e not in first)]
+    return Item(name, "run", name, tuple(e.path for e in ordered), sum(e.bytes for e in files), why)
+
+
+def remove_run(store: Store, item: Item, older_than: float) -> None:
+    """Remove a run. Its tombstone and its log stay.
+
+    Raises:
+        UserError: somebody has come to need it since; nothing is removed then.
+    """
+    path = paths.run_tombstone(item.run)
+    interrupted = store.exists(path)
+    bury(store, path, "run", item.run, item.bytes, item.why)
+    if not interrupted:
+        try:
+            _check_unused(store, item.run, older_than)
+        except UserError:
+            remove(store, [path])
+            raise
+    append(store, item.run, "removed", {"what": "run", "files": len(item.files), "bytes": item.bytes, "why": item.why})
+    remove(store, item.files[:1])
+    remove(store, [e.path for e in entries(store, item.run) if not _stays(item.run, e.path)])
+    remove_folders(store, item.run)
+
+
+def _stays(name: str, path: str) -> bool:
+    return path == paths.run_tombstone(name) or path.startswith(f"{name}/log/")
+
+
+def _check_unused(store: Store, name: str, older_than: float) -> None:
+    runs = _all_runs(store)
+    run = next((run for run in runs if run.name == name), None)
+    if run is None:
+        raise UserError(f"There is no run {name!r} in {store.url}. Runs there: {', '.join(r.name for r in runs)}.")
+    children = {r.child for r in live_references(store, name, run.now)} | {
+        other.name for other in runs if other.run.record.parent == name
+    }
+    users = sorted(children | set(borrowers(run, runs)))
+    if users:
+        raise UserError(f"Run {name!r} stays: {', '.join(users)} would lose what they refer to. Remove those first.")
+    if not run.ended and run.now - run.newest < older_than:
+        raise UserError(
+            f"Run {name!r} stays: its last start may still be at work, since its log does not tell its end, and it has "
+            f"written within the last {older_than / 3600:g} hours (--older-than). Cancel its flow run first."
+        )
+
+
+def interrupted(store: Store) -> list[str]:
+    """Runs whose removal was begun and not finished."""
+    found = []
+    for name in store.children(""):
+        try:
+            store.size(paths.run_tombstone(name))
+        except Missing:
+            continue
+        if any(not _stays(name, entry.path) for entry in entries(store, name)):
+            found.append(name)
+    return found

@@ -1,0 +1,70 @@
+"""What was removed on purpose. A tombstone is there before anything goes, so that whoever needs it can still object.
+
+`gc` leaves a tombstone and then looks for references; a child leaves a reference and then looks for tombstones. Whoever
+comes second sees the other: what a child refers to is never removed under it.
+"""
+
+from __future__ import annotations
+
+from areal_tasks.store import paths
+from areal_tasks.store.backend import Store
+from areal_tasks.store.commit import commit_once, find_record, new_attempt
+from areal_tasks.store.journal import user
+from areal_tasks.store.provenance import make_provenance, now
+from schemas.errors import UserError
+from schemas.manifest import IterationCommit, Tombstone, WeightsRef
+
+
+def bury(store: Store, path: str, kind: str, named: str, size: int, reason: str, version: int = -1) -> Tombstone:
+    """Leave a tombstone at `path` for what `named` names; the one that is there already counts."""
+    tombstone = Tombstone(
+        kind=kind,
+        path=named,
+        version=version,
+        bytes=size,
+        attempt=new_attempt(),
+        user=user(),
+        reason=reason,
+        provenance=make_provenance(0, now()),
+    )
+    return commit_once(store, path, tombstone)[0]
+
+
+def find_weights_tombstone(store: Store, ref: WeightsRef) -> Tombstone | None:
+    """The tombstone of weights or a checkpoint, if `gc` has removed their files."""
+    return find_record(store, tombstone_path(ref.path, ref.version, ref.attempt), Tombstone)
+
+
+def tombstone_path(manifest: str, version: int, attempt: str) -> str:
+    """Where the tombstone of the weights or checkpoint with this manifest lies."""
+    kind = "checkpoint" if "/checkpoints/" in manifest else "weights"
+    return paths.tombstone(manifest.split("/")[0], kind, version, attempt)
+
+
+def check_kept(store: Store, ref: WeightsRef | None) -> None:
+    """UserError if the files of these weights or this checkpoint were removed on purpose."""
+    tombstone = find_weights_tombstone(store, ref) if ref is not None and ref.written else None
+    if tombstone is not None and ref is not None:
+        raise UserError(
+            f"The {tombstone.kind} of version {ref.version} of run {ref.path.split('/')[0]!r} were removed by "
+            f"{tombstone.user} on {tombstone.provenance.committed[:10]} ({tombstone.reason}): name another version; "
+            "`arealflow weights RUN` lists those that are there."
+        )
+
+
+def check_run_kept(store: Store, run: str) -> None:
+    """UserError if the whole run was removed on purpose, or is about to be."""
+    tombstone = find_record(store, paths.run_tombstone(run), Tombstone)
+    if tombstone is not None:
+        raise UserError(
+            f"Run {run!r} was removed by {tombstone.user} on {tombstone.provenance.committed[:10]}: choose another "
+            "name (run=NAME); `arealflow log` tells what became of it."
+        )
+
+
+def check_history_kept(store: Store, run: str, commit: IterationCommit | None) -> None:
+    """UserError unless what a child needs of its parent, of which `commit` is the last that it shares, is there."""
+    check_run_kept(store, run)
+    if commit is not None:
+        for ref in (commit.weights, commit.restored, commit.checkpoint):
+            check_kept(store, ref)
