@@ -73,6 +73,6 @@ def local_weights(store: Store, ref: WeightsRef) -> Iterator[Path]:
     parent = MEMORY if MEMORY.is_dir() else None
     into = Path(tempfile.mkdtemp(prefix="arealflow-weights-", dir=parent))
     try:
-        yield materialise(store, read_weights(store, ref).files, into)
+        yield materialise(store, read_weights(store, ref).files, into, verify=True)
     finally:
         shutil.rmtree(into, ignore_errors=True)

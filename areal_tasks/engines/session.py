@@ -272,7 +272,7 @@ class Engines:
         """The tokenizer of the initial weights."""
         manifest = read_weights(self.run.store, self._initial())
         small = [f for f in manifest.files if not f.path.endswith(".safetensors")]
-        return load_tokenizer(materialise(self.run.store, small, Path(self._scratch.name) / "tokenizer"))
+        return load_tokenizer(materialise(self.run.store, small, Path(self._scratch.name) / "tokenizer", verify=True))
 
     def _connected(self) -> TrainerClient:
         self._make_room()

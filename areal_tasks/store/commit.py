@@ -76,6 +76,8 @@ def verified(store: Store, path: str, sha256: str) -> bytes:
     """The bytes at `path`, which must have this SHA-256; else a UserError that names the file."""
     data = store.read(path)
     if hashlib.sha256(data).hexdigest() != sha256:
+        data = store.read(path)  # it may have been damaged on its way
+    if hashlib.sha256(data).hexdigest() != sha256:
         raise StoreError(
             f"{store.uri(path)} is damaged: its {len(data)} bytes do not have the SHA-256 that was recorded for it. "
             "Restore this file from a backup; every other file is unharmed."

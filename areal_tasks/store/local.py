@@ -23,6 +23,7 @@ from areal_tasks.store.backend import Exists, Missing, StoreError
 _REMEDIES: Final = {
     errno.ENOSPC: "the disk is full: free some space (or choose another store with --store), then run again",
     errno.EDQUOT: "your disk quota is used up: free some space (or choose another store with --store), then run again",
+    errno.EFBIG: "the system allows no larger file (ulimit -f): raise that limit, then run again",
     errno.EROFS: "the file system is read-only: mount it writable, or choose another store with --store",
     errno.EACCES: "permission denied: give this user access to the folder, or choose another store with --store",
     errno.EPERM: "the file system refuses it (no hard links?): choose a store on a POSIX file system, or s3://",
@@ -123,10 +124,7 @@ class LocalBackend:
         except FileNotFoundError as error:
             raise Missing(self._at(path)) from error
         except OSError as error:
-            remedy = _REMEDIES.get(
-                error.errno or 0, f"{error.strerror}: mend that, or choose another store with --store"
-            )
-            raise StoreError(f"The store's file {self._at(path)} cannot be used: {remedy}.") from error
+            raise unusable(self._at(path), error) from error
 
     def list(self, prefix: str) -> list[str]:
         top = self._at(prefix)
@@ -137,6 +135,12 @@ class LocalBackend:
             if not name.startswith(".")
         ]
         return sorted(found)
+
+
+def unusable(where: str, error: OSError) -> StoreError:
+    """What a person is told of a file of the store that the system does not let us read or write."""
+    remedy = _REMEDIES.get(error.errno or 0, f"{error.strerror}: mend that, or choose another store with --store")
+    return StoreError(f"The store's file {where} cannot be used: {remedy}.")
 
 
 def _write_all(fd: int, data: bytes) -> None:

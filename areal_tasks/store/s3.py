@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import os
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import aiohttp
 import pyarrow as pa
 import s3fs
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    FlexibleChecksumError,
+    IncompleteReadError,
+    ResponseStreamingError,
+)
 from pyarrow.fs import FileSystem, S3FileSystem
 
 from areal_tasks.store.backend import Exists, Missing, StoreError, Unavailable
 from schemas.errors import UserError
 
+T = TypeVar("T")
+
+#: How long a store that has answered before is asked again while it is overloaded or away.
+PATIENCE_SECONDS = 20.0
 _CONNECT_SECONDS: Final = 2  # three attempts: an endpoint that does not answer is reported in less than 10 s
 _READ_SECONDS: Final = 30
 _ATTEMPTS: Final = 3
 _CONFLICT_ATTEMPTS: Final = 5
+_TORN_ATTEMPTS: Final = 5
+_LONGEST_PAUSE: Final = 5.0
+_TORN: Final = (
+    *(aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError),
+    *(FlexibleChecksumError, IncompleteReadError, ResponseStreamingError),
+)
 _PARTS_AT_ONCE: Final = 8
 _SCAN_THREADS: Final = 32
 
@@ -38,6 +56,7 @@ _REMEDIES: Final = {
     "QuotaExceeded": "the bucket's quota is used up: free some space, then run again",
 }
 _OTHER_REMEDY: Final = "check that the server is healthy and has free space, then run again"
+_TORN_REMEDY: Final = "check the network and whatever stands before the server, then run again"
 _UNREACHABLE: Final = "check AWS_ENDPOINT_URL, the network and that the server is up, then run again"
 
 
@@ -53,11 +72,11 @@ class S3Backend:
         self.endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         self.fs = s3fs.S3FileSystem(**_options(self.endpoint))
         self.fs.retries = 1  # botocore retries already
+        self.known = False  # it has answered: what fails from then on is more likely to pass than a mistake
 
     def read(self, path: str) -> bytes:
-        with self._errors(path):
-            data: bytes = self.fs.cat_file(self._at(path))
-            return data
+        data: bytes = self._patiently(path, lambda: self.fs.cat_file(self._at(path)))
+        return data
 
     def create(self, path: str, data: bytes) -> None:
         for attempt in range(_CONFLICT_ATTEMPTS):
@@ -74,22 +93,19 @@ class S3Backend:
         self._put(path, data, mode="overwrite")
 
     def put_file(self, path: str, source: Path) -> None:
-        with self._errors(path):
-            self.fs.put_file(str(source), self._at(path), max_concurrency=_PARTS_AT_ONCE)
+        self._patiently(path, lambda: self.fs.put_file(str(source), self._at(path), max_concurrency=_PARTS_AT_ONCE))
 
     def fetch_file(self, path: str, target: Path) -> None:
-        with self._errors(path):
-            self.fs.get_file(self._at(path), str(target))
+        self._patiently(path, lambda: self.fs.get_file(self._at(path), str(target)))
 
     def size(self, path: str) -> int:
         bucket, key, _ = self.fs.split_path(self._at(path))
-        with self._errors(path):
-            return int(self.fs.call_s3("head_object", Bucket=bucket, Key=key)["ContentLength"])
+        head = self._patiently(path, lambda: self.fs.call_s3("head_object", Bucket=bucket, Key=key))
+        return int(head["ContentLength"])
 
     def children(self, prefix: str) -> list[str]:
         try:
-            with self._errors(prefix):
-                found = self.fs.ls(self._at(prefix), detail=False)
+            found = self._patiently(prefix, lambda: self.fs.ls(self._at(prefix), detail=False))
         except Missing:
             return []
         return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
@@ -120,14 +136,33 @@ class S3Backend:
         return f"{self.root}/{path}" if path else self.root
 
     def _put(self, path: str, data: bytes, mode: str) -> None:
-        with self._errors(path):
-            self.fs.pipe_file(self._at(path), data, mode=mode)
+        self._patiently(path, lambda: self.fs.pipe_file(self._at(path), data, mode=mode))
+
+    def _patiently(self, path: str, ask: Callable[[], T]) -> T:
+        """The answer of `ask`, which may be repeated. Errors are StoreErrors, once asking again has not helped."""
+        started, attempt = time.monotonic(), 0
+        while True:
+            try:
+                with self._errors(path):
+                    answer = ask()
+                self.known = True
+                return answer
+            except Unavailable as error:
+                attempt += 1
+                torn = isinstance(error, _Torn)
+                waited = time.monotonic() - started
+                if attempt >= _TORN_ATTEMPTS if torn else not self.known or waited >= PATIENCE_SECONDS:
+                    raise
+                time.sleep(_pause(attempt, 0.05 if torn else 0.5))
+            except (Missing, Exists):
+                self.known = True
+                raise
 
     @contextmanager
     def _errors(self, path: str) -> Iterator[None]:
         try:
             yield
-        except (OSError, BotoCoreError, ClientError) as error:
+        except (OSError, BotoCoreError, ClientError, aiohttp.ClientError) as error:
             raise self._translate(path, error) from error
 
     def _translate(self, path: str, error: Exception) -> Exception:
@@ -139,6 +174,10 @@ class S3Backend:
         if code in ("NoSuchKey", "404") or (not code and isinstance(error, FileNotFoundError)):
             return Missing(self.uri(path))
         where = self.endpoint or "AWS"
+        if isinstance(error, _TORN):
+            return _Torn(
+                f"{self.uri(path)} arrives incomplete or altered from {where} ({_short(error)}): {_TORN_REMEDY}."
+            )
         if not code:
             return Unavailable(
                 f"The store {self.uri('')} at {where} cannot be reached ({_short(error)}): {_UNREACHABLE}."
@@ -148,13 +187,21 @@ class S3Backend:
         return kind(f"The store at {where} refused {self.uri(path)} ({code}): {remedy}.")
 
     def list(self, prefix: str) -> list[str]:
-        with self._errors(prefix):
-            found = self.fs.find(self._at(prefix))
+        found = self._patiently(prefix, lambda: self.fs.find(self._at(prefix)))
         return sorted(str(path).removeprefix(f"{self.root}/") for path in found)
 
 
 class _Conflict(Exception):
     """S3 answered 409: two conditional puts met."""
+
+
+class _Torn(Unavailable):
+    """The answer was damaged on its way."""
+
+
+def _pause(attempt: int, first: float) -> float:
+    """Seconds before the next attempt: longer each time, and different for everybody who waits."""
+    return float(min(_LONGEST_PAUSE, first * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0))
 
 
 def _options(endpoint: str | None) -> dict[str, Any]:

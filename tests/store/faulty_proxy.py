@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +18,13 @@ ERROR_409 = (
     409,
     b'<?xml version="1.0"?><Error><Code>ConditionalRequestConflict</Code><Message>injected</Message></Error>',
 )
+ERROR_503 = (503, b'<?xml version="1.0"?><Error><Code>SlowDown</Code><Message>injected</Message></Error>')
 HANG_UP = (0, b"")
+TORN = (-1, b"")  # half of the true answer, then the connection ends
+SHORT = (-2, b"")  # half of the true answer, as if it were all of it
+FLIPPED = (-3, b"")  # the true answer with one bit altered
+EMPTY_LISTING = (-4, b"")  # the true answer to a listing without any of its entries
+_ENTRIES = re.compile(rb"<(Contents|CommonPrefixes)>.*?</\1>|<KeyCount>.*?</KeyCount>", re.DOTALL)
 
 
 @dataclass
@@ -27,6 +35,8 @@ class Faults:
     left: int = 0
     store_first: bool = True
     spoils: Callable[[str, str], bool] = lambda method, path: method == "PUT"
+    checksums: bool = True  # whether spoiled answers keep the server's, by which a client finds them out
+    seconds: float = 0.0  # before a spoiled request is answered
     seen: list[str] = field(default_factory=list)
 
     def take(self, method: str, path: str) -> bool:
@@ -64,6 +74,10 @@ class _Handler(BaseHTTPRequestHandler):
         if not spoiled:
             self._answer(*self._forward(body))
             return
+        time.sleep(self.faults.seconds)
+        if self.faults.answer[0] < 0:
+            self._distort(*self._forward(body))
+            return
         if self.faults.store_first:
             status, _, _ = self._forward(body)
             assert status in (200, 412), status
@@ -74,6 +88,22 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(status, {"Content-Type": "application/xml"}, text)
 
     do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _serve
+
+    def _distort(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        """The true answer, damaged on its way."""
+        half = len(body) // 2
+        if not self.faults.checksums:
+            headers = {name: value for name, value in headers.items() if "checksum" not in name.lower()}
+        if self.faults.answer == TORN:
+            self.close_connection = True
+            self._answer(status, headers, body[:half])
+        elif self.faults.answer == SHORT:
+            self._answer(status, _of_length(headers, half), body[:half])
+        elif self.faults.answer == FLIPPED:
+            self._answer(status, headers, body[:half] + bytes(b ^ 1 for b in body[half : half + 1]) + body[half + 1 :])
+        else:
+            listed = _ENTRIES.sub(b"", body)
+            self._answer(status, _of_length(headers, len(listed)), listed)
 
     def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
         connection = http.client.HTTPConnection(self.upstream, timeout=30)
@@ -95,3 +125,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         return None  # silence
+
+
+def _of_length(headers: dict[str, str], length: int) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name != "Content-Length"} | {
+        "Content-Length": str(length)
+    }

@@ -14,6 +14,7 @@ from s3_server import BUCKET, S3Server
 from store_builders import commit_stage, manifest, table
 
 from areal_tasks.store import paths
+from areal_tasks.store import s3 as s3_module
 from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.commit import commit_once, find_record, new_attempt, read_record
 from areal_tasks.store.provenance import make_provenance, now
@@ -73,6 +74,7 @@ def faults() -> Faults:
 def faulty(s3: S3Server, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     with faulty_proxy(s3.endpoint, faults) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        monkeypatch.setattr(s3_module, "PATIENCE_SECONDS", 0.0)
         yield open_store(f"s3://{BUCKET}/{uuid.uuid4().hex}")
 
 

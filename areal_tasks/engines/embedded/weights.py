@@ -28,7 +28,7 @@ def weights_folder(store: Store, source: str) -> Iterator[Path]:
         return
     manifest = read_record(store, source.removeprefix(stem), WeightsManifest)
     with TemporaryDirectory(prefix="arealflow-weights-") as scratch:
-        yield materialise(store, manifest.files, Path(scratch))
+        yield materialise(store, manifest.files, Path(scratch), verify=True)
 
 
 def find_detokenizer(folder: Path) -> Detokenizer | None:

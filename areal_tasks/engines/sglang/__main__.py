@@ -73,7 +73,7 @@ def weights_folder(spec: ServiceSpec) -> Path:
         raise UserError("the inference server was given no weights; publish version 0 first")
     store = open_store(spec.store_url)
     manifest = read_weights(store, spec.weights)
-    return materialise(store, manifest.files, Path(tempfile.mkdtemp(prefix="weights-")))
+    return materialise(store, manifest.files, Path(tempfile.mkdtemp(prefix="weights-")), verify=True)
 
 
 def choose_port(first: int, name: str) -> int:
