@@ -142,16 +142,19 @@ WHERE commits.seconds > 0 GROUP BY 1 ORDER BY 1"""
 
 _STEP_LINES: Final = (
     Line("loss", "loss", band="loss"),
-    Line("kl", "kl", "reference", only_if_any=True),
-    Line("kl", "approx_kl", "sampling policy", only_if_any=True),
     Line("entropy", "entropy"),
-    Line("clip", "clip", only_if_any=True),
     Line("grad_norm", "grad_norm", band="grad_norm"),
     Line("lr", "lr"),
+    Line("skipped", "skipped", only_if_any=True),
+)
+
+_POLICY_LINES: Final = (
+    Line("kl", "kl", "reference", only_if_any=True),
+    Line("kl", "approx_kl", "sampling policy"),
+    Line("clip", "clip"),
     Line("gap", "gap", "mean"),
     Line("gap", "gap_max", "greatest"),
     Line("outside", "outside"),
-    Line("skipped", "skipped", only_if_any=True),
 )
 
 _SAMPLE_LINES: Final = (
@@ -180,7 +183,12 @@ SOURCES: Final = (
     Source(frozenset({"scalars"}), _SAMPLES, _SAMPLE_LINES),
     Source(frozenset({"scalars"}), _GROUPS, (Line("signal", "signal"),)),
     Source(frozenset({"evaluate"}), _EVALUATIONS, _EVALUATION_LINES),
-    Source(frozenset({"train_steps"}), _STEPS.format(x="iteration", source="train_steps"), _STEP_LINES, "batch"),
+    Source(
+        frozenset({"train_steps"}),
+        _STEPS.format(x="iteration", source="train_steps"),
+        (*_STEP_LINES, *_POLICY_LINES),
+        unless="batch",
+    ),
     Source(frozenset({"train_steps", "batch"}), _EACH_STEP, _STEP_LINES),
     Source(
         frozenset({"train_steps", "scalars"}),

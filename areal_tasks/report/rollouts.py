@@ -7,9 +7,11 @@ from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from areal_tasks.report.pick import Key, Picked
 from areal_tasks.report.series import number
+from areal_tasks.store.backend import Store
 from areal_tasks.store.catalog import Catalog
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.shards import read_table
@@ -97,9 +99,19 @@ def table_refs(catalog: Catalog, commit: IterationCommit, tables: set[str]) -> d
 
 
 def _rows(catalog: Catalog, ref: TableRef, wanted: pa.Array, columns: Sequence[str]) -> list[Row]:
-    table = read_table(catalog.run.store, ref, columns)
+    store = catalog.run.store
+    try:
+        table = read_table(store, ref, columns)
+    except ValueError:  # written by an older program, whose tables had fewer columns
+        table = read_table(store, ref, [name for name in columns if name in _written(store, ref)])
     rows: list[Row] = table.filter(pc.is_in(table["sample_id"], value_set=wanted)).to_pylist()
     return rows
+
+
+def _written(store: Store, ref: TableRef) -> list[str]:
+    filesystem, root = store.arrow()
+    names: list[str] = pq.read_schema(f"{root}/{ref.shards[0].path}", filesystem=filesystem).names
+    return names
 
 
 # ── written small ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -141,6 +141,22 @@ def test_curves_are_drawn_and_read_by_pointer_and_keys(show: Any) -> None:
     expect(loss.locator(".readout")).to_contain_text("at 0")
 
 
+def test_a_point_of_a_chart_leads_to_its_samples(show: Any) -> None:
+    seen = show("plain")
+    seen.page.locator("#chart-loss .plot").focus()
+    seen.page.keyboard.press("Home")
+    seen.page.keyboard.press("ArrowRight")
+    seen.page.keyboard.press("Enter")
+    assert len(seen.rows()) == 8 and all("iteration 1" in row for row in seen.rows())
+
+
+def test_a_single_iteration_is_a_bar_of_stages(show: Any) -> None:
+    page = show("hostile").page
+    area = page.locator("#chart-stages-0 path.area").first.get_attribute("d") or ""
+    corners = [point.split()[0] for point in area[1:-1].split("L")]
+    assert len(corners) == 4 and corners == [corners[0], corners[1], corners[1], corners[0]] != corners[:1] * 4
+
+
 def test_a_logarithmic_axis_is_switched(show: Any) -> None:
     page = show("plain").page
     loss = page.locator("#chart-loss")
@@ -179,7 +195,7 @@ def test_samples_are_filtered(show: Any) -> None:
         for name, value in filters.items():
             seen.set(name, value)
         assert len(seen.rows()) == count, filters
-        seen.page.get_by_role("button", name="reset").click()
+        seen.page.get_by_role("button", name="reset filters").click()
         assert len(seen.rows()) == 24
 
 

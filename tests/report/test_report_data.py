@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from report_runs import WORDS, Row, make_run, sample, store_of
+from stage_driver import drive, tiny, tiny_evaluation, tiny_sft
+from stage_driver import store_in as driven
 from typer.testing import CliRunner
 
 from areal_tasks.report import rollouts
@@ -22,16 +25,18 @@ from areal_tasks.report.facts import differences
 from areal_tasks.report.page import MODULES, bundle, make_page, policy, render
 from areal_tasks.report.series import Series, number, thin
 from areal_tasks.report.tokens import texts_of
-from areal_tasks.store.backend import Store
+from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.journal import append
-from areal_tasks.store.runs import open_run
+from areal_tasks.store.runs import list_runs, open_run
 from flows.cli.main import app
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
+from schemas.tables import TABLES
 
 ASSETS = Path(rollouts.__file__).parent / "assets"
 LARGE = 5_000_000
+SCHEMA_1 = Path(__file__).parents[1] / "fixtures/schema-1/run.tar.xz"
 
 
 def rows(iteration: int, count: int = 8, **changes: Any) -> list[Row]:
@@ -366,3 +371,56 @@ def test_mistakes_are_named(store: Store, tmp_path: Path) -> None:
     nowhere = str(tmp_path / "missing" / "page.html")
     unwritten = CliRunner().invoke(app, ["report", "a", "--out", nowhere, "--store", store.url])
     assert isinstance(unwritten.exception, UserError) and nowhere in str(unwritten.exception)
+
+
+# ── real runs ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """Runs of all three flows, as the loop makes them."""
+    folder = tmp_path_factory.mktemp("real")
+    drive(folder, "tiny", tiny())
+    drive(folder, "judged", tiny_evaluation("run://tiny"))
+    drive(folder, "taught", tiny_sft())
+    return driven(folder)
+
+
+def test_a_real_run_has_all_its_curves(real: Store) -> None:
+    run = report_of(real, "tiny")[0]
+    wanted = {"reward", "accuracy", "length", "truncated", "loss", "kl", "entropy", "clip", "grad_norm", "lr", "gap"}
+    assert wanted | {"outside", "signal", "throughput", "stages"} <= run["curves"].keys()
+    assert line(run, "accuracy", "evaluation")["x"] == [0, 2, 3] and run["state"] == "Finished: 3 iterations."
+    assert {"lp", "adv", "ver", "ref"} <= run["samples"][0]["tokens"].keys() and run["problems"] == []
+    text = "".join(run["vocabulary"][i] for i in run["samples"][0]["tokens"]["ids"])
+    assert text.startswith(run["samples"][0]["prompt"])
+    assert {s["evaluated"] for s in run["samples"] if s["table"] == "evaluate"} == {0, 2, 3}
+
+
+def test_real_runs_of_the_other_flows(real: Store) -> None:
+    judged, taught = report_of(real, "judged", "taught")
+    assert judged["curves"].keys() == {"accuracy", "length", "truncated", "stages"} and judged["flow"] == "evaluate"
+    assert len(judged["samples"]) == 8 and {s["table"] for s in judged["samples"]} == {"evaluate"}
+    assert line(taught, "loss")["x"] == [0, 0.5, 1, 1.5, 2, 2.5] and "reward" not in taught["curves"]
+    assert {s["table"] for s in taught["samples"]} == {"batch"} and taught["samples"][0]["sample_loss"] > 0
+
+
+def test_a_run_of_schema_1_is_shown(tmp_path: Path) -> None:
+    with tarfile.open(SCHEMA_1) as archive:
+        archive.extractall(tmp_path, filter="data")
+    store = open_store(tmp_path.as_uri())
+    names = [summary.name for summary in list_runs(store)]
+    runs = report_of(store, *names)
+    assert runs and all(run["problems"] == [] for run in runs)
+    assert any(run["samples"] and "reward" in run["curves"] for run in runs)
+
+
+def test_columns_that_an_older_program_did_not_write_are_left_out(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = TABLES["scalars"]
+    monkeypatch.setitem(TABLES, "scalars", schema.remove(schema.get_field_index("sample_logprob_gap")))
+    make_run(store, "a", [rows(0, sample_kl=0.25)], evaluate=False)
+    monkeypatch.undo()
+    found = report_of(store, "a")[0]["samples"][0]
+    assert found["sample_kl"] == 0.25 and "sample_logprob_gap" not in found

@@ -5,8 +5,8 @@ import { extent, formatOf, nearest, padded, scale, smoothed } from "./scales.js"
 const HEIGHT = 190;
 const MARGIN = { left: 50, right: 10, top: 8, bottom: 22 };
 
-/** What all charts share: where the cursor is, how much is smoothed, who has to draw again. */
-export const view = { x: null, smooth: 1, charts: [] };
+/** What all charts share: where the cursor is, how much is smoothed, who has to draw again, what choosing an x does. */
+export const view = { x: null, smooth: 1, charts: [], choose: () => undefined };
 
 export function redrawAll() {
   view.charts.forEach((chart) => chart.draw());
@@ -57,11 +57,13 @@ function steer(plot, chart, xs) {
   plot.addEventListener("pointermove", under);
   plot.addEventListener("pointerdown", under);
   plot.addEventListener("pointerleave", () => moveCursor(null));
+  plot.addEventListener("dblclick", () => view.choose(view.x));
   plot.addEventListener("keydown", (event) => moveByKey(event, xs()));
 }
 
 function moveByKey(event, all) {
   if (event.key === "Escape") return moveCursor(null);
+  if (event.key === "Enter") return view.choose(view.x);
   const here = view.x === null ? all.length - 1 : nearest(all, view.x);
   const moves = { ArrowLeft: here - 1, ArrowRight: here + 1, Home: 0, End: all.length - 1, PageUp: here - 10, PageDown: here + 10 };
   if (!(event.key in moves) || !all.length) return undefined;
@@ -119,8 +121,8 @@ function paintLines(width, spec, lines, log) {
   const xDomain = extent(lines.flatMap((line) => line.x));
   const y = extent(lines.flatMap((line) => usable([...line.y, ...(line.lo || []), ...(line.hi || [])])));
   if (!xDomain || !y) return null;
-  const domain = xDomain[0] === xDomain[1] ? [xDomain[0] - 1, xDomain[1] + 1] : xDomain;
-  const made = frame(width, domain, padded(y, { zero: spec.zero, log }), log, formatOf(spec, 3));
+  const domain = xDomain[0] === xDomain[1] ? [xDomain[0] - 0.5, xDomain[1] + 0.5] : xDomain;
+  const made = frame(width, domain, padded(y, spec, log), log, formatOf(spec, 3));
   for (const line of lines) made.body.append(...lineShapes(made, line, log));
   return made;
 }

@@ -17,7 +17,7 @@ export function curvesSection(data) {
     view.smooth = Number(event.target.value);
     redrawAll();
   }, { id: "smooth" });
-  const intro = el("p", { class: "quiet" }, "Over iterations. Move over a chart, or focus it and use the arrow keys, to read values; at rest the last ones are shown.");
+  const intro = el("p", { class: "quiet" }, "Over iterations. Move over a chart, or focus it and use the arrow keys, to read values; at rest the last ones are shown. A double click or Enter lists the samples of that iteration.");
   return el("section", { id: "curves" }, el("h2", {}, "Curves"), el("div", { class: "bar" }, intro, labelled("Smoothing", smooth)), el("div", { class: "charts" }, cards));
 }
 

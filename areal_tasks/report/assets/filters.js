@@ -26,8 +26,8 @@ export function makeFilters(data, changed) {
     for (const [name, { input }] of Object.entries(fields)) input.value = empty.get(name);
     changed();
   };
-  const form = el("form", { class: "filters", onsubmit: (event) => event.preventDefault() }, ["search", "order", "run", "kind", "verdict", "why"].filter((name) => fields[name]).map((name) => labelled(fields[name].title, fields[name].input)), between("Iteration", fields.from, fields.to), between("Reward", fields.least, fields.most), labelled(fields.prompt.title, fields.prompt.input), button("reset", reset, { class: "small reset" }));
-  return { form, fields, chosen: (samples) => samples.filter((sample) => passes(sample, fields)).sort(ORDERS[fields.order.input.value][1]) };
+  const form = el("form", { class: "filters", onsubmit: (event) => event.preventDefault() }, ["search", "order", "run", "kind", "verdict", "why"].filter((name) => fields[name]).map((name) => labelled(fields[name].title, fields[name].input)), between("Iteration", fields.from, fields.to), between("Reward", fields.least, fields.most), labelled(fields.prompt.title, fields.prompt.input));
+  return { form, fields, reset: button("reset filters", reset, { class: "small" }), chosen: (samples) => samples.filter((sample) => passes(sample, fields)).sort(ORDERS[fields.order.input.value][1]) };
 }
 
 function choices(data, changed) {

@@ -41,6 +41,12 @@ export function plain(text) {
   return text.replace(HIDDEN, (character) => codeName(character)).replace(/\s+/g, " ");
 }
 
+/** The end of a text on one line. */
+export function tail(text, length) {
+  const points = Array.from(plain(text.slice(-4 * length)));
+  return points.length <= length ? points.join("") : `…${points.slice(1 - length).join("")}`;
+}
+
 /** The beginning of a text on one line. */
 export function head(text, length) {
   const points = Array.from(plain(text.slice(0, 4 * length)));

@@ -1,7 +1,7 @@
 // Puts the page together.
 import { button, el } from "./dom.js";
 import { load } from "./data.js";
-import { redrawAll } from "./chart.js";
+import { redrawAll, view } from "./chart.js";
 import { colourOf, curvesSection } from "./curves.js";
 import { factsSection } from "./facts.js";
 import { rolloutsSection } from "./rollouts.js";
@@ -22,6 +22,7 @@ function build() {
   const data = load();
   const rollouts = rolloutsSection(data);
   const curves = curvesSection(data);
+  view.choose = (x) => (x === null ? undefined : rollouts?.only(Math.floor(x)));
   const changed = () => {
     redrawAll();
     rollouts?.update();

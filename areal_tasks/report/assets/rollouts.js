@@ -1,7 +1,7 @@
 // The section of samples: filters, a list, and the one that is looked at.
 import { button, el } from "./dom.js";
 import { when } from "./data.js";
-import { head, num } from "./format.js";
+import { head, num, tail } from "./format.js";
 import { detailView } from "./detail.js";
 import { makeFilters } from "./filters.js";
 import { hideTip } from "./tokens.js";
@@ -19,9 +19,17 @@ export function rolloutsSection(data) {
   state.filters = makeFilters(data, () => update(state));
   state.list.addEventListener("keydown", (event) => moveInList(state, event));
   const title = data.runs.some((run) => run.flow !== "sft") ? "Rollouts" : "Demonstrations";
-  const node = el("section", { id: "rollouts" }, el("h2", {}, title), state.filters.form, state.count, el("div", { class: "browse" }, state.list, state.detail));
+  const node = el("section", { id: "rollouts" }, el("h2", {}, title), state.filters.form, el("div", { class: "bar" }, state.count, state.filters.reset), el("div", { class: "browse" }, state.list, state.detail));
   update(state);
-  return { node, update: () => update(state) };
+  return { node, update: () => update(state), only: (iteration) => onlyIteration(state, iteration) };
+}
+
+/** Lists the samples of one iteration, and goes there. */
+function onlyIteration(state, iteration) {
+  const { from, to } = state.filters.fields;
+  from.input.value = to.input.value = iteration;
+  update(state);
+  document.getElementById("rollouts").scrollIntoView({ block: "start" });
 }
 
 function update(state) {
@@ -52,9 +60,10 @@ function listRow(state, sample) {
   const swatch = many ? el("span", { class: `swatch ${colourOf(sample.run.index)}`, title: sample.run.name }) : null;
   const badge = sample.table === "batch" ? null : el("span", { class: `badge ${tone(sample)}` }, num(sample.reward, 3));
   const facts = [when(sample), sample.verdict, `${sample.num_generated ?? sample.num_tokens} tokens`].filter((part) => part).join(" · ");
-  const text = el("span", { class: "excerpt" }, el("bdi", {}, head(sample.prompt ?? "", 60)), " → ", el("bdi", {}, head(sample.completion || "(empty)", 80)));
+  const prompt = el("bdi", { class: "excerpt quiet" }, head(sample.prompt ?? "", 70));
+  const completion = el("bdi", { class: "excerpt" }, tail(sample.completion || "(empty)", 90));
   const row = button("", () => look(state, sample, true), { class: "row" });
-  row.append(...[swatch, badge].filter((part) => part), el("span", { class: "quiet facts-line" }, facts), text);
+  row.append(...[swatch, badge].filter((part) => part), el("span", { class: "quiet facts-line" }, facts), prompt, completion);
   row.sample = sample;
   return row;
 }

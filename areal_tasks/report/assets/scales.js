@@ -21,13 +21,14 @@ export function scale(domain, range, log = false) {
   return { at, ticks: (count) => (log ? logTicks(domain) : linearTicks(domain, count)) };
 }
 
-/** The y domain: some air around the values, from zero where the chart says so, never without height. */
-export function padded(found, { zero, log }) {
+/** The y domain: some air around the values, from zero where the chart says so, never without height. Shares stay shares. */
+export function padded(found, { zero, percent: share }, log) {
   let [low, high] = found;
   if (log) return low === high ? [low / 2, high * 2] : [low / 1.1, high * 1.1];
   if (zero && low >= 0) low = 0;
   const air = (high - low || Math.abs(high) || 1) * 0.06;
-  return [zero && low === 0 ? 0 : low - air, high + air];
+  const within = (value) => (share && found[0] >= 0 && found[1] <= 1 ? Math.min(1, Math.max(0, value)) : value);
+  return [zero && low === 0 ? 0 : within(low - air), within(high + air)];
 }
 
 function linearTicks([low, high], count) {

@@ -39,15 +39,13 @@ function tall(tops) {
 
 function area(made, line, below, above) {
   const half = (made.x.at(1) - made.x.at(0)) / 2;
-  const edge = (values, order) => order.flatMap((i) => sides(made, line.x[i], values[i], half, order[0] > order.at(-1)));
-  const order = line.x.map((_, i) => i);
-  const points = [...edge(above, order), ...edge(below, [...order].reverse())];
+  const edge = (values) => values.flatMap((value, i) => sides(made, line.x[i], value, half));
+  const points = [...edge(above), ...edge(below).reverse()];
   return svg("path", { class: `area ${line.colour}`, d: `M${points.join("L")}Z` });
 }
 
-function sides(made, x, value, half, backwards) {
+function sides(made, x, value, half) {
   const y = Math.max(made.y.at(value), 0).toFixed(1);
   const centre = made.x.at(x);
-  const ends = [`${(centre - half).toFixed(1)} ${y}`, `${(centre + half).toFixed(1)} ${y}`];
-  return backwards ? ends.reverse() : ends;
+  return [`${(centre - half).toFixed(1)} ${y}`, `${(centre + half).toFixed(1)} ${y}`];
 }
