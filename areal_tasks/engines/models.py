@@ -16,6 +16,7 @@ from areal_tasks.store.files import read_weights, upload
 from areal_tasks.store.fork import find_reference, leave_reference
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import Run, load_run
+from areal_tasks.store.tombstones import check_kept
 from schemas.errors import UserError
 from schemas.manifest import FileRef, IterationCommit, WeightsRef
 from schemas.recipe.sections import Model
@@ -61,7 +62,9 @@ def run_weights(store: Store, path: str, reader: str = "") -> tuple[FileRef, ...
     commit = _commit_of(run, int(version) if version else left.iteration if left else _versions(run))
     if reader:
         leave_reference(store, name, reader, commit.iteration + 1, "weights")
-    return read_weights(store, _written(path, commit)).files
+    ref = _written(path, commit)
+    check_kept(store, ref)
+    return read_weights(store, ref).files
 
 
 def _written(path: str, commit: IterationCommit) -> WeightsRef:

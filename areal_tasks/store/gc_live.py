@@ -158,10 +158,12 @@ def _restart(commits: Sequence[IterationCommit]) -> set[str]:
 
 
 def _referred(run: RunFiles, reference: Reference) -> set[str]:
-    """What a child needs: a fork, a start at its iteration; any other, all of the history before that."""
+    """What a child needs: a fork, a start at its iteration; a replay, all of the history before that."""
     shared = run.commits[: reference.iteration]
     if reference.kind == "fork":
         return _restart(shared)
+    if reference.kind == "weights":
+        return {commit.weights.path for commit in shared[-1:]}
     return {ref.path for commit in shared for ref in _refs(commit)}
 
 

@@ -26,6 +26,7 @@ from areal_tasks.store.fork import Origin, check_iteration, check_origin, leave_
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.search import last_present
 from areal_tasks.store.segments import check_same, compare, extends, read_segments
+from areal_tasks.store.tombstones import check_history_kept, check_run_kept
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, OwnerRecord, RunRecord, Segment, StageManifest, StageRef
 from schemas.recipe.recipe import BaseRecipe
@@ -212,6 +213,7 @@ def open_run(
 def check_run(store: Store, name: str, flow: str, recipe: BaseRecipe, origin: Origin | None = None) -> None:
     """Raise what `open_run` would raise for this name, recipe and origin, and change nothing."""
     check_name(name)
+    check_run_kept(store, name)
     record = find_record(store, paths.run_record(name), RunRecord)
     if record is not None:
         check_origin(record, origin)
@@ -310,8 +312,8 @@ def _join(store: Store, child: str, origin: Origin) -> None:
     check_iteration(parent, origin.iteration)
     needed = origin.iteration if origin.kind == "fork" else _next_iteration(parent)
     there = leave_reference(store, origin.parent, child, needed, origin.kind)
-    if there.iteration:
-        load_run(store, origin.parent).commit(there.iteration - 1)
+    last = load_run(store, origin.parent).commit(there.iteration - 1) if there.iteration else None
+    check_history_kept(store, origin.parent, last)
 
 
 def _claim(store: Store, name: str, prefect_flow_run_id: str) -> int:

@@ -7,7 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
-from flows.cli import alerts, compact, doctor, fork, inspect, local, machine, report
+from flows.cli import alerts, audit, compact, diff, doctor, fork, gc, inspect, local, log, machine, replay, report
 from schemas.errors import UserError
 
 app = typer.Typer(
@@ -22,11 +22,16 @@ app.command("down")(machine.down)
 app.command("alerts")(alerts.alerts)
 app.command("run")(local.run)
 app.command("fork")(fork.fork)
+app.command("replay")(replay.replay)
+app.command("diff")(diff.diff)
 app.command("plan")(inspect.plan)
 app.command("runs")(inspect.runs)
 app.command("sql")(inspect.sql)
 app.command("compact")(compact.compact)
 app.command("report")(report.report)
+app.command("audit")(audit.audit)
+app.command("log")(log.log)
+app.command("gc")(gc.gc)
 app.command("doctor")(doctor.doctor)
 
 
