@@ -46,7 +46,9 @@ def test_an_unchanged_fork_repeats_its_parent_to_the_bit(whole: Path, store: Sto
     assert [child.commit(k).run for k in range(3)] == ["whole", "same", "same"]
     assert {path.split("/")[1] for path in set(store.list("whole")) - before} == {"references", "log"}
     own = store.list("same")
-    assert not [path for path in own if "iteration=000000" in path or "stage=prompts" in path or "version=000000" in path]
+    assert not [
+        path for path in own if "iteration=000000" in path or "stage=prompts" in path or "version=000000" in path
+    ]
 
 
 def test_a_changed_fork_goes_its_own_way_from_where_its_parent_stood(whole: Path, tmp_path: Path) -> None:

@@ -2,47 +2,212 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from replays import kept, replay
-from stage_driver import digests, drive, store_in, tiny
+from replays import kept, replay, segments
+from stage_driver import digests, drive, start_driver, store_in, tiny, tiny_evaluation, tiny_sft
 
-from areal_tasks.store.runs import Run
+from areal_tasks.stages.build import Built
+from areal_tasks.stages.loop import Job, run_directly
+from areal_tasks.store.diff_replay import compare_replay
+from areal_tasks.store.fork import Origin
+from areal_tasks.store.query import run_sql
+from areal_tasks.store.runs import Run, list_runs, load_run, open_run
+from schemas.errors import UserError
 
 ITERATION = ["initialise", "prompts", "rollout", "verify", "reference", "advantage", "train", "publish", "scalars"]
+TRAINED = {"train", "publish", "scalars"}
+ON_POLICY = Origin("whole", 0, "replay", False, "train")
+LR = "trainer.lr=0.003"
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose store holds the run `whole`."""
+    """A folder whose store holds the run `whole`, and `lr`, its replay with another learning rate."""
     folder = tmp_path_factory.mktemp("whole")
     drive(folder, "whole", tiny())
+    replay(folder, "lr", kept("train"), LR)
     return folder
 
 
-def made_in(run: Run, k: int) -> dict[str, str]:
-    """Which run made each stage of a committed iteration."""
-    return {ref.stage: ref.path.split("/")[0] for ref in run.commit(k).stages}
+def made_by(folder: Path, name: str, k: int) -> set[str]:
+    """The stages of an iteration that the run has made itself."""
+    return {ref.stage for ref in load_run(store_in(folder), name).commit(k).stages if ref.path.startswith(f"{name}/")}
+
+
+def without_evaluations(folder: Path, name: str) -> list[list[tuple[str, str]]]:
+    return [[pair for pair in iteration if pair[0] != "evaluate"] for iteration in digests(folder, name)]
+
+
+def services(folder: Path, name: str) -> set[str]:
+    return {path.split("/")[-1] for path in store_in(folder).list(f"{name}/services")}
 
 
 def test_another_learning_rate_trains_on_the_recorded_rollouts(whole: Path) -> None:
-    run = replay(whole, "lr", kept("train"), "trainer.lr=0.003")
+    run = load_run(store_in(whole), "lr")
     for k in range(3):
-        made = made_in(run, k)
-        assert sorted(made) == sorted(ITERATION)
-        assert {stage for stage, name in made.items() if name == "lr"} == {"train", "publish", "scalars"}
-    weights = [dict(iteration)["weights"] for iteration in digests(whole, "lr")]
-    assert not set(weights) & {dict(iteration)["weights"] for iteration in digests(whole, "whole")}
-    assert not [path for path in store_in(whole).list("lr/services") if "inference" in path]
-    assert run.record.counterfactual
+        assert sorted(ref.stage for ref in run.commit(k).stages) == sorted(ITERATION)
+        assert made_by(whole, "lr", k) == TRAINED
+    weights = {dict(iteration)["weights"] for iteration in digests(whole, "lr")}
+    assert len(weights) == 3 and not weights & {dict(iteration)["weights"] for iteration in digests(whole, "whole")}
+    assert services(whole, "lr") == {"trainer-0.json"}
 
 
-def test_nothing_changed_and_made_anew_gives_the_same_bits(whole: Path) -> None:
-    """What comes out equal is where the replay stops: what follows is the original's own."""
-    run = replay(whole, "again", kept("verify"))
-    assert {stage for k in range(3) for stage, name in made_in(run, k).items() if name == "again"} == {"verify"}
-    trained = replay(whole, "trained", kept("train"))
-    assert {s for k in range(3) for s, name in made_in(trained, k).items() if name == "trained"} == {"train"}
-    both = [[pair for pair in iteration if pair[0] != "evaluate"] for iteration in digests(whole, "whole")]
-    assert digests(whole, "again") == digests(whole, "trained") == both
+def test_its_rollouts_are_marked_as_another_policys(whole: Path) -> None:
+    [summary] = [s for s in list_runs(store_in(whole)) if s.name == "lr"]
+    assert (summary.kind, summary.parent, summary.forked_at, summary.counterfactual) == ("replay", "whole", 0, True)
+    assert load_run(store_in(whole), "lr").label == "lr (counterfactual: rollouts of whole)"
+
+
+def test_what_comes_out_as_before_is_where_a_replay_stops(whole: Path) -> None:
+    """Nothing is changed, one stage is made anew, and what follows finds the original's own results."""
+    for start in ("verify", "train"):
+        replay(whole, f"again-{start}", kept(start))
+        assert [made_by(whole, f"again-{start}", k) for k in range(3)] == [{start}] * 3
+        assert digests(whole, f"again-{start}") == without_evaluations(whole, "whole")
+    parents = [load_run(store_in(whole), "whole").commit(k).checkpoint for k in range(3)]
+    assert [load_run(store_in(whole), "again-verify").commit(k).checkpoint for k in range(3)] == parents
+
+
+def test_another_normalisation(whole: Path) -> None:
+    replay(whole, "norm", kept("advantage"), "algorithm.reward_norm=mean")
+    assert made_by(whole, "norm", 0) == {"advantage", *TRAINED}
+
+
+def test_another_verifier_without_training_needs_no_engine(whole: Path) -> None:
+    def no_engine(jobs: Sequence[Job]) -> list[Built]:
+        assert not jobs[0].context.engines.supervisor.services
+        return run_directly(jobs)
+
+    origin = kept("verify", until="advantage")
+    replay(whole, "judged", origin, "reward.verifier=exact", execute=no_engine)
+    assert made_by(whole, "judged", 2) == {"verify", "advantage"}
+    there, here = (load_run(store_in(whole), name).commit(2).weights for name in ("whole", "judged"))
+    assert there == here
+    replay(whole, "trained", kept("train", original="judged"))
+    replay(whole, "at-once", kept("verify"), "reward.verifier=exact")
+    assert digests(whole, "trained") == digests(whole, "at-once")
+
+
+def test_a_later_start_shares_what_comes_before(whole: Path) -> None:
+    run = replay(whole, "later", kept("train", at=2), LR)
+    assert [run.commit(k).run for k in range(3)] == ["whole", "whole", "later"]
+    forked = drive(whole, "forked", tiny(trainer={"lr": 0.003}), origin=Origin("whole", 2))
+    assert dict(digests(whole, "later")[2])["weights"] == dict(digests(whole, "forked")[2])["weights"]
+    assert forked.commit(2).run == "forked"
+
+
+def test_on_policy_generates_anew_as_soon_as_weights_differ(whole: Path) -> None:
+    """As a run that had been begun with the change, but for what the two have in common."""
+    replay(whole, "on-policy", ON_POLICY, LR)
+    drive(whole, "afresh", tiny(trainer={"lr": 0.003}))
+    assert digests(whole, "on-policy") == digests(whole, "afresh")
+    assert [made_by(whole, "on-policy", k) & {"rollout"} for k in range(3)] == [set(), {"rollout"}, {"rollout"}]
+    assert made_by(whole, "on-policy", 0) == TRAINED
+    assert not load_run(store_in(whole), "on-policy").record.counterfactual
+
+
+def test_killed_at_any_write_a_replay_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    """One of three kinds each time: with a trainer, with servers, with neither."""
+    origin, highest = random.choice([(kept("train"), 30), (ON_POLICY, 45), (kept("verify", until="advantage"), 16)])
+    change = "reward.verifier=exact" if origin.replay_until else LR
+    drive(tmp_path, "whole", tiny())
+    asked = segments(tmp_path, "killed", origin, change)
+    instant = random.randint(1, highest)
+    start_driver(tmp_path, "killed", asked[-1][1], instant, origin).join(60)
+    replay(tmp_path, "killed", origin, change)
+    replay(tmp_path, "never", origin, change)
+    assert digests(tmp_path, "killed") == digests(tmp_path, "never"), f"{origin}, killed at the write {instant}"
+
+
+def test_a_run_that_was_made_longer_is_replayed_by_the_recipe_of_each_time(tmp_path: Path) -> None:
+    decay = {"lr_schedule": "linear", "lr_final": 0.1}
+    drive(tmp_path, "whole", tiny(schedule={"iterations": 2}, trainer=decay))
+    drive(tmp_path, "whole", tiny(trainer=decay))
+    run = replay(tmp_path, "again", kept("train"))
+    assert [made_by(tmp_path, "again", k) for k in range(3)] == [{"train"}] * 3
+    assert [segment.from_iteration for segment in run.segments] == [0, 2]
+    drive(tmp_path, "whole", tiny(trainer=decay, schedule={"iterations": 4}))
+    assert replay(tmp_path, "again", kept("train")).head() == run.head(), "it ends where its parent stood"
+
+
+def test_supervised_fine_tuning_is_replayed_from_its_training(tmp_path: Path) -> None:
+    drive(tmp_path, "whole", tiny_sft())
+    replay(tmp_path, "lr", kept("train"), LR)
+    assert made_by(tmp_path, "lr", 1) == {"train", "publish"}
+    with pytest.raises(UserError, match="'whole' has no stage 'verify' to replay from: replay it from train"):
+        segments(tmp_path, "no", kept("verify"))
+    drive(tmp_path, "score", tiny_evaluation("run://lr"))
+    with pytest.raises(UserError, match="'score' has no stage 'verify' to replay from: run its recipe again"):
+        segments(tmp_path, "no", kept("verify", "score"))
+
+
+@pytest.mark.parametrize(
+    ("origin", "change", "message"),
+    [
+        (kept("train"), "reward.verifier=exact", "verifier is read by verify, which .* keeps .*: replay --from verify"),
+        (kept("train"), "rollout.temperature=0.5", "temperature is read by rollout.*: add --on-policy"),
+        (kept("train"), "data.source=sums://3", "data.source is read by prompts.*: begin another run"),
+        (ON_POLICY, "model.max_length=13", "model.max_length is read by initialise.*: begin another run"),
+        (kept("verify"), "seed=2", "seed is read by initialise"),
+        (kept("verify", until="advantage"), LR, "trainer.lr changes nothing in a replay from verify until advantage"),
+        (kept("train"), "evaluation.every=0", "evaluation.limit: has no effect"),
+        (kept("train"), "evaluation.every=3", "evaluation.every changes nothing in a replay from train"),
+        (kept("advantage", until="verify"), LR, "from advantage cannot end with verify, which comes before"),
+        (kept("train", at=4), LR, "'whole' has committed 3 iterations"),
+    ],
+)
+def test_changes_that_a_replay_cannot_follow(whole: Path, origin: Origin, change: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        segments(whole, "no", origin, change)
+
+
+def test_a_replay_is_continued_as_the_replay_it_is(whole: Path) -> None:
+    def reopened(recipe_lr: float, origin: Origin | None) -> Run:
+        recipe = tiny(trainer={"lr": recipe_lr}, algorithm={"max_logprob_gap": 100.0})
+        return open_run(store_in(whole), "lr", "rlhf", recipe, origin=origin)
+
+    with pytest.raises(UserError, match=r"'lr' is a replay of 'whole' from train, .*: arealflow replay continues it"):
+        reopened(0.003, None)
+    with pytest.raises(UserError, match=r"'lr' exists and is a replay of 'whole' from train.*, not .* from advantage"):
+        reopened(0.003, kept("advantage"))
+    with pytest.raises(UserError, match=r"trainer.lr is 0.003 there and 0.004 here"):
+        reopened(0.004, kept("train"))
+
+
+def test_nothing_to_replay(whole: Path) -> None:
+    open_run(store_in(whole), "empty", "rlhf", tiny())
+    with pytest.raises(UserError, match="'empty' has not committed any iteration: there is nothing to replay"):
+        segments(whole, "no", kept("train", "empty"))
+
+
+def test_a_comparison_crosses_verdicts_and_shows_what_was_built(whole: Path) -> None:
+    replay(whole, "crossed", kept("verify"), "reward.verifier=exact")
+    built, verdicts, reward, advantage, curves = compare_replay(store_in(whole), "crossed")
+    assert {row["stage"]: row["built"] for row in built.rows}["verify"] == 3
+    counts = {row["stage"]: row["taken"] for row in built.rows}
+    assert counts["rollout"] == 3 and counts["verify"] == 0
+    query = "SELECT verdict, count(*) AS n FROM verify GROUP BY 1"
+    there, here = (
+        {row["verdict"]: row["n"] for row in run_sql(store_in(whole), name, query).to_pylist()}
+        for name in ("whole", "crossed")
+    )
+    corner = "whole \\ crossed"
+    assert {
+        row[corner]: sum(v for k, v in row.items() if k != corner)
+        for row in verdicts.rows
+        if any(v for k, v in row.items() if k != corner)
+    } == there
+    assert {name: sum(row[name] for row in verdicts.rows) for name in here} == here
+    assert [row["samples"] for row in reward.rows] == [48, 48] and len(advantage.rows) == 2
+    assert "loss" in [row["curve"] for row in curves.rows] and "length" in curves.title
+
+
+def test_a_comparison_leaves_out_what_was_taken(whole: Path) -> None:
+    titles = [section.title for section in compare_replay(store_in(whole), "lr")]
+    assert titles[0] == "iterations by stage" and len(titles) == 2 and "equal in both: reward" in titles[1]
+    with pytest.raises(UserError, match="'whole' is no replay: arealflow diff compares any two runs"):
+        compare_replay(store_in(whole), "whole")
