@@ -65,9 +65,22 @@ class S3Server:
 def s3_server(folder: Path) -> Iterator[S3Server]:
     """Serve the bucket `arealflow` from `folder` on free loopback ports; stopped at the end."""
     keys = f"areal{secrets.token_hex(6)}", secrets.token_hex(20)
-    ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+    server = start_server(folder, keys, dict(zip(PORTS, free_ports(len(PORTS)), strict=True)))
+    try:
+        yield server
+    finally:
+        server.process.terminate()
+        try:
+            server.process.wait(10)
+        except subprocess.TimeoutExpired:
+            server.process.kill()
+            server.process.wait()
+
+
+def start_server(folder: Path, keys: tuple[str, str], ports: dict[str, int]) -> S3Server:
+    """A server that is ready. One that was killed comes back with its folder, keys and ports."""
     log = folder / "server.log"
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         process = subprocess.Popen(
             _command(folder, ports),
             env=os.environ | {"AWS_ACCESS_KEY_ID": keys[0], "AWS_SECRET_ACCESS_KEY": keys[1]},
@@ -77,17 +90,14 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
             cwd=folder,
             preexec_fn=_die_with_parent,
         )
+    server = S3Server(f"http://127.0.0.1:{ports['s3.port']}", *keys, process)
     try:
-        server = S3Server(f"http://127.0.0.1:{ports['s3.port']}", *keys, process)
         _wait_until_ready(server, log)
-        yield server
-    finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    return server
 
 
 def _die_with_parent() -> None:

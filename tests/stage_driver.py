@@ -182,7 +182,12 @@ def _marked(process: psutil.Process, mark: str) -> bool:
 
 def digests(folder: Path, name: str) -> Digests:
     """(stage, content digest) of everything each commit selects, and of the weights it made."""
-    run = load_run(store_in(folder), name)
+    return digests_of(store_in(folder), name)
+
+
+def digests_of(store: Store, name: str) -> Digests:
+    """The same of a run in any store."""
+    run = load_run(store, name)
     head = run.head()
     commits = [run.commit(k) for k in range(head.iteration + 1)] if head else []
     return [[*((s.stage, s.digest) for s in c.stages), ("weights", c.weights.digest)] for c in commits]

@@ -1,0 +1,246 @@
+"""The kill matrix: SIGKILL of every process of a run, at random instants and around every kind of commit.
+
+    python tests/chaos/matrix.py [--only flow,trainer] [--rounds 20] [--seed N] [--table FILE]
+
+Each victim gets runs of the quickstart of its own, which nobody touches but by killing the victim. A round waits until
+the run is at work, kills, and measures the seconds until two more iterations are committed: the second of them was
+generated after the kill. When the rounds are done the run goes on to its end, and must then hold what a run holds that
+nothing has disturbed: the same iterations, the same content digests, the same weights, bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.chdir(Path(__file__).parents[2])
+
+from scene import VICTIMS, Failed, Scene, arm, kill, stage, wait_for  # noqa: E402
+from stage_driver import digests_of  # noqa: E402
+
+from areal_tasks.store.query import run_sql  # noqa: E402
+from flows.cli.machine import free_port  # noqa: E402
+
+BASE, REFERENCE = "base", "reference"
+POINTS = {
+    "stage manifest": r"/stage=\w+/[0-9a-f]+\.json$",
+    "iteration commit": r"/commit\.json$",
+    "checkpoint": r"/checkpoints/version=\d+/",
+    "published weights": r"/weights/version=\d+/",
+}
+LIMIT_SECONDS = 60.0
+HOPELESS_SECONDS = 240.0
+START_SECONDS = 180.0
+ORPHAN_SECONDS = 15.0
+
+
+@dataclass
+class Tally:
+    """What the rounds of one victim came to."""
+
+    victim: str
+    seconds: list[float] = field(default_factory=list)
+    points: int = 0
+    runs: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def row(self) -> str:
+        """A line of the table."""
+        if not self.seconds:
+            return f"{self.victim:<10} {'no round':>7}"
+        late = sum(seconds > LIMIT_SECONDS for seconds in self.seconds)
+        figures = f"{statistics.median(self.seconds):7.1f} {max(self.seconds):7.1f} {late:5d}"
+        rounds, ended = f"{len(self.seconds):6d} {self.points:7d}", f"{self.runs:5d} {len(self.failures):8d}"
+        return f"{self.victim:<10} {rounds} {figures} {ended}"
+
+
+HEADER = (
+    f"{'victim':<10} {'rounds':>6} {'at a':>7} {'median':>7} {'worst':>7} {'over':>5} {'runs':>5} {'failures':>8}\n"
+)
+HEADER += f"{'':<10} {'':>6} {'commit':>7} {'s':>7} {'s':>7} {'60 s':>5}"
+
+
+@dataclass
+class Matrix:
+    """Runs on one store. `reference` is what an undisturbed run holds."""
+
+    scene: Scene
+    chance: random.Random
+    iterations: int
+    reference: object = None
+
+    def prepare(self) -> None:
+        """The weights that every run begins with, and the run that nothing disturbs."""
+        self._undisturbed(BASE, "schedule.iterations=1")
+        self._undisturbed(REFERENCE, self.overrides)
+        self.reference = holds(self.scene, REFERENCE)
+
+    @property
+    def overrides(self) -> str:
+        length = f"schedule.iterations={self.iterations} evaluation.every={self.iterations}"
+        return f"model.warm_start= model.path=run://{BASE}-sft trainer.recover_within_seconds=2 {length}"
+
+    def _undisturbed(self, run: str, overrides: str) -> None:
+        flow_run = self.scene.submit(run, overrides)
+        seconds = wait_for(f"{run} to be done", lambda: self.scene.state(flow_run) == "Completed", 600)
+        say(f"  {run}: {seconds:.0f} s")
+
+    def strike(self, victim: str, rounds: int) -> Tally:
+        """All rounds of one victim: at random instants, then around every kind of commit."""
+        tally = Tally(victim)
+        left = [*[None] * rounds, *((when, kind) for kind in POINTS for when in ("before", "after"))]
+        self.chance.shuffle(left)
+        while left:
+            tally.runs += 1
+            run = f"chaos-{victim}-{tally.runs}"
+            try:
+                self._run(run, victim, left, tally)
+            except Failed as failure:
+                tally.failures.append(f"{run}: {failure}")
+                say(f"  FAILED {tally.failures[-1]}")
+                if len(tally.failures) > 2:
+                    break
+        return tally
+
+    def _run(self, run: str, victim: str, left: list[tuple[str, str] | None], tally: Tally) -> None:
+        flow_run = self.scene.submit(run, self.overrides)
+        head = -1
+        while left:
+            head = self._next_commit(run, flow_run, head)
+            if head >= self.iterations - 4:  # too near to the end for another round
+                break
+            seconds = self._round(run, flow_run, victim, head, left[-1])
+            point = left.pop()
+            tally.points += point is not None
+            tally.seconds.append(seconds)
+            say(f"  {len(tally.seconds):3d}  {run}, iteration {head:3d}, {name(point):<26} {seconds:6.1f} s")
+        wait_for(f"{run} to be done", lambda: self.scene.state(flow_run) == "Completed", 900)
+        self._judge(run)
+
+    def _next_commit(self, run: str, flow_run: str, head: int) -> int:
+        def more() -> bool:
+            if self.scene.state(flow_run) in ("Failed", "Cancelled"):
+                raise Failed(f"the flow run ended {self.scene.state(flow_run)}")
+            return self.scene.committed(run, head) > head
+
+        wait_for("a commit", more, START_SECONDS)
+        return self.scene.committed(run, head)
+
+    def _round(self, run: str, flow_run: str, victim: str, head: int, point: tuple[str, str] | None) -> float:
+        """Kill the victim once; seconds until the second iteration after it is committed."""
+        pid = 0
+
+        def there() -> bool:
+            nonlocal pid
+            pid = self.scene.pid(victim, flow_run) or 0
+            return pid > 0
+
+        wait_for(f"the {victim}", there, START_SECONDS)
+        if point is None:
+            time.sleep(self.chance.uniform(0.0, 3.0))
+            kill(pid)
+        else:
+            arm(self.scene, point[0], POINTS[point[1]], pid)
+            wait_for(f"a write {name(point)}", lambda: not self.scene.point.exists(), START_SECONDS)
+        began, head = time.monotonic(), self.scene.committed(run, head)
+        goal = min(head + 2, self.iterations - 1)
+        wait_for(f"iteration {goal}", lambda: self.scene.committed(run, head) >= goal, HOPELESS_SECONDS)
+        return time.monotonic() - began
+
+    def _judge(self, run: str) -> None:
+        wait_for("the run's processes to end", lambda: not self.scene.left_over(), ORPHAN_SECONDS)
+        found = holds(self.scene, run)
+        if found != self.reference:
+            raise Failed(f"it differs from a run that nothing disturbed: {difference(found, self.reference)}")
+        say(f"  {run}: all {self.iterations} iterations, prompts, rows, digests and weights as undisturbed")
+
+
+def holds(scene: Scene, run: str) -> dict[str, object]:
+    """All that a reader can see of a run, but times, hosts, servers and attempts."""
+    tables = ("rollout", "verify", "advantage", "train_steps", "train_samples", "samples", "publish")
+    found: dict[str, object] = {"digests": digests_of(scene.store, run)}
+    for table in tables:
+        query = f"SELECT iteration, count(*) AS n FROM {table} GROUP BY 1 ORDER BY 1"
+        found[table] = run_sql(scene.store, run, query).to_pylist()
+    prompts = "SELECT iteration, group_id, prompt_id, count(*) AS n FROM rollout GROUP BY ALL ORDER BY ALL"
+    found["prompts"] = run_sql(scene.store, run, prompts).to_pylist()
+    return found
+
+
+def difference(found: object, expected: object) -> str:
+    assert isinstance(found, dict) and isinstance(expected, dict)
+    return ", ".join(key for key in expected if found[key] != expected[key])
+
+
+def name(point: tuple[str, str] | None) -> str:
+    return "at a random instant" if point is None else " ".join(point)
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main() -> None:
+    options = parser().parse_args()
+    victims = [v for v in VICTIMS if not options.only or v in options.only.split(",")]
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
+    say(f"seed {seed}; {options.rounds} random instants and {2 * len(POINTS)} commits each for {', '.join(victims)}")
+    chance, began, tallies = random.Random(seed), time.monotonic(), list[Tally]()
+    with tempfile.TemporaryDirectory(prefix="arealflow-chaos-") as folder:
+        for on_s3, some in ((False, [v for v in victims if v != "s3"]), (True, [v for v in victims if v == "s3"])):
+            if some:
+                tallies += play(Path(folder) / ("s3" if on_s3 else "file"), on_s3, some, options, chance)
+    report(tallies, seed, time.monotonic() - began, options.table)
+    sys.exit(any(tally.failures for tally in tallies))
+
+
+def play(
+    home: Path, on_s3: bool, victims: Sequence[str], options: argparse.Namespace, chance: random.Random
+) -> list[Tally]:
+    """All rounds of these victims on one store."""
+    with stage(home, free_port(4800), on_s3, chance) as scene:
+        matrix = Matrix(scene, chance, options.iterations)
+        say(f"undisturbed runs in {scene.store.url}")
+        matrix.prepare()
+        return list(struck(matrix, victims, options.rounds))
+
+
+def struck(matrix: Matrix, victims: Sequence[str], rounds: int) -> Iterator[Tally]:
+    for victim in victims:
+        say(f"killing the {victim}")
+        tally = matrix.strike(victim, rounds)
+        say(f"{HEADER}\n{tally.row()}")
+        yield tally
+
+
+def report(tallies: Sequence[Tally], seed: int, seconds: float, table: str) -> None:
+    """Print the table, and write it where it was asked for."""
+    lines = [HEADER, *(tally.row() for tally in tallies), f"seed {seed}, {seconds / 60:.0f} min in all"]
+    lines += [f"FAILED {failure}" for tally in tallies for failure in tally.failures]
+    say("\n" + "\n".join(lines))
+    if table:
+        Path(table).write_text("\n".join(lines) + "\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description="The kill matrix.")
+    made.add_argument("--only", default="", help=f"victims, of {', '.join(VICTIMS)}")
+    made.add_argument("--rounds", type=int, default=20, help="kills at random instants for each victim")
+    made.add_argument("--seed", type=int, help="of all chance; the first line says which it was")
+    made.add_argument("--iterations", type=int, default=60, help="length of each run")
+    made.add_argument("--table", default="", help="file for the summary")
+    return made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""What dies is started again, what nobody reports is found, and what keeps crashing is given up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from areal_tasks.engines.trainer_client import TrainerDown
+from areal_tasks.store.backend import Unavailable
+from flows.cli import automations, keeper, machine, upkeep
+from flows.patience import LONGEST_PAUSE_SECONDS, WAIT_SECONDS, Patience
+
+SLEEPER = [sys.executable, "-c", "import time; time.sleep(99)"]
+
+
+def wait_for(true: Callable[[], Any], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+# ── the keeper ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def sleepers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[keeper.Keeper]:
+    """A keeper whose server and worker are processes that only sleep."""
+    monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
+    monkeypatch.setattr(machine, "start_server", lambda url: machine._spawn("server", SLEEPER, url))
+    monkeypatch.setattr(machine, "spawn_worker", lambda url: machine._spawn("worker", SLEEPER, url))
+    monkeypatch.setattr(machine, "wait_for_api", lambda url, give_up: True)
+    url = "http://127.0.0.1:1/api"
+    watched = machine.Machine(url, machine.start_server(url), machine.spawn_worker(url), machine.started(os.getpid()))
+    kept = keeper.Keeper(watched, threading.Event())
+    yield kept
+    for process in (kept.machine.server, kept.machine.worker):
+        machine.stop(process)
+
+
+@pytest.mark.parametrize("victim", ["server", "worker"])
+def test_a_killed_process_is_started_again_and_written_down(sleepers: keeper.Keeper, victim: str) -> None:
+    before = sleepers.machine
+    dead = getattr(before, victim)
+    os.kill(dead.pid, signal.SIGKILL)
+    wait_for(lambda: not machine.alive(dead))
+    sleepers.look()
+    after = machine.read()
+    assert after == sleepers.machine and machine.alive(getattr(after, victim)) and getattr(after, victim) != dead
+    other = "worker" if victim == "server" else "server"
+    assert getattr(after, other) == getattr(before, other)
+
+
+def test_the_flow_processes_of_a_dead_worker_end_with_it(
+    sleepers: keeper.Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "FLOW_GRACE_SECONDS", 0.5)
+    sleeps = "print(flush=True); import time; time.sleep(99)"
+    stubborn = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {sleeps}"
+    ours = os.environ | {upkeep.FLOW_RUN: "an id"}
+    theirs = ours | {"AREALFLOW_HOME": str(tmp_path / "elsewhere")}
+    marked = [psutil.Popen([sys.executable, "-c", code], env=ours, stdout=-1) for code in (stubborn, sleeps)]
+    other = psutil.Popen([sys.executable, "-c", sleeps], env=theirs, stdout=-1)
+    for process in (*marked, other):
+        process.stdout.readline()
+    assert set(upkeep.flow_processes()) == {process.pid for process in marked}
+    os.kill(sleepers.machine.worker.pid, signal.SIGKILL)
+    wait_for(lambda: not machine.alive(sleepers.machine.worker))
+    sleepers.look()
+    wait_for(lambda: not any(process.is_running() and process.status() != "zombie" for process in marked), 5.0)
+    assert other.poll() is None
+    other.kill()
+
+
+def test_what_keeps_dying_is_started_ever_more_rarely() -> None:
+    backoff = keeper.Backoff()
+    assert [backoff.delay() for _ in range(9)] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    backoff.started -= keeper.STEADY_SECONDS
+    assert backoff.delay() == 0.0
+
+
+def test_down_stops_the_keeper_before_what_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
+    url = "http://127.0.0.1:1/api"
+    server, worker = machine._spawn("server", SLEEPER, url), machine._spawn("worker", SLEEPER, url)
+    machine.write(machine.Machine(url, server, worker))
+    kept = machine._spawn("keeper", [sys.executable, "-m", machine.KEEPER], url)
+    machine.write(machine.Machine(url, server, worker, kept))
+    wait_for(lambda: "keeping" in (tmp_path / "logs" / "keeper.log").read_text())
+    machine.down()
+    assert not any(machine.alive(process) for process in (server, worker, kept))
+    assert machine.read() is None
+
+
+# ── flow runs ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Server:
+    """A flow run of the work pool on the real server, whose states a test sets and reads."""
+
+    def __init__(self, api: str) -> None:
+        self.api = api
+        machine.prefect(["work-pool", "create", machine.POOL, "--type", "process", "--overwrite"], api)
+        automations.install(api)
+        flow = self.ask("/flows/", {"name": "crashes"})["id"]
+        deployment = {"name": "crashes", "flow_id": flow, "work_pool_name": machine.POOL, "parameters": {}}
+        self.deployment = self.ask("/deployments/", deployment)["id"]
+
+    def ask(self, path: str, body: dict[str, Any]) -> Any:
+        return httpx.post(f"{self.api}{path}", json=body, timeout=30).raise_for_status().json()
+
+    def flow_run(self) -> str:
+        state = {"type": "SCHEDULED"}
+        return str(self.ask(f"/deployments/{self.deployment}/create_flow_run", {"state": state})["id"])
+
+    def set(self, run: str, kind: str) -> None:
+        answer = self.ask(f"/flow_runs/{run}/set_state", {"state": {"type": kind}})
+        assert answer["status"] == "ACCEPT", answer
+
+    def state(self, run: str) -> tuple[str, str]:
+        state = httpx.get(f"{self.api}/flow_runs/{run}", timeout=30).raise_for_status().json()["state"]
+        return state["name"], state["message"] or ""
+
+
+@pytest.fixture(scope="module")
+def server(api: str) -> Server:
+    return Server(api)
+
+
+def test_the_automation_runs_a_crashed_flow_run_again(server: Server) -> None:
+    run = server.flow_run()
+    for kind in ("PENDING", "RUNNING", "CRASHED"):
+        server.set(run, kind)
+    wait_for(lambda: server.state(run)[0] == "AwaitingRetry")
+    assert automations.RECOVERY in server.state(run)[1]
+    server.set(run, "CANCELLED")
+
+
+def test_an_automation_that_a_person_has_disabled_stays_so(server: Server) -> None:
+    there = automations.find(server.api, automations.RECOVERY)
+    assert there is not None
+    httpx.patch(f"{server.api}/automations/{there['id']}", json={"enabled": False}).raise_for_status()
+    automations.install(server.api)
+    again = automations.find(server.api, automations.RECOVERY)
+    assert again is not None and again["id"] == there["id"] and not again["enabled"]
+    run = server.flow_run()
+    for kind in ("PENDING", "RUNNING", "CRASHED"):
+        server.set(run, kind)
+    look = upkeep.Upkeep(server.api, began=0.0)
+    look()
+    time.sleep(1.0)
+    assert server.state(run)[0] == "Crashed"
+    httpx.patch(f"{server.api}/automations/{there['id']}", json={"enabled": True}).raise_for_status()
+
+
+def test_a_flow_run_without_a_process_is_found_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upkeep, "GONE_SECONDS", dict.fromkeys(upkeep.GONE_SECONDS, 0.3))
+    lost, cancelled, lively = server.flow_run(), server.flow_run(), server.flow_run()
+    for run in (lost, cancelled, lively):
+        server.set(run, "PENDING")
+        server.set(run, "RUNNING")
+    server.set(cancelled, "CANCELLING")
+    monkeypatch.setattr(upkeep, "flow_processes", lambda: {1: lively})
+    look = upkeep.Upkeep(server.api)
+    look()
+    assert server.state(lost)[0] == "Running"
+    time.sleep(0.4)
+    look()
+    assert server.state(cancelled)[0] == "Cancelled" and server.state(lively)[0] == "Running"
+    wait_for(lambda: server.state(lost)[0] == "AwaitingRetry")
+    for run in (lost, lively):
+        server.set(run, "CANCELLED")
+
+
+def test_a_crash_whose_event_was_lost_is_answered_by_the_keeper(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "MISSED_SECONDS", 0.0)
+    run = server.flow_run()
+    look = upkeep.Upkeep(server.api)
+    with without_automation(server):
+        for kind in ("PENDING", "RUNNING", "CRASHED"):
+            server.set(run, kind)
+        monkeypatch.setattr(look, "_recovers", lambda: True)
+        look()
+        assert server.state(run) == ("AwaitingRetry", "Crashed; run again by the keeper of `arealflow up`")
+        server.set(run, "CANCELLED")
+
+
+class without_automation:
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    def _enable(self, on: bool) -> None:
+        there = automations.find(self.server.api, automations.RECOVERY)
+        assert there is not None
+        path = f"{self.server.api}/automations/{there['id']}"
+        httpx.patch(path, json={"enabled": on}).raise_for_status()
+
+    def __enter__(self) -> None:
+        self._enable(False)
+
+    def __exit__(self, *error: object) -> None:
+        self._enable(True)
+
+
+def test_a_flow_run_that_crashes_at_once_is_not_run_again_for_ever(server: Server) -> None:
+    run = server.flow_run()
+    look = upkeep.Upkeep(server.api)
+    for crash in range(upkeep.CRASHES):
+        server.set(run, "PENDING")
+        server.set(run, "CRASHED")
+        wait_for(lambda: server.state(run)[0] == "AwaitingRetry")
+        look()
+        name, message = server.state(run)
+        assert name == ("Failed" if crash == upkeep.CRASHES - 1 else "AwaitingRetry")
+    assert "Crashed 5 times in a row and committed nothing meanwhile" in message
+
+
+def test_only_crashes_without_another_end_between_count() -> None:
+    kinds = ["CRASHED", "SCHEDULED", "RUNNING", "FAILED", "SCHEDULED", "CRASHED", "SCHEDULED", "CRASHED"]
+    states = [{"timestamp": f"2026-01-01T00:00:0{i}Z", "type": kind} for i, kind in enumerate(kinds)]
+    assert upkeep.crashes_in_a_row(states) == ["2026-01-01T00:00:05Z", "2026-01-01T00:00:07Z"]
+
+
+# ── patience ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_store_that_was_never_there_is_a_mistake() -> None:
+    with pytest.raises(Unavailable):
+        Patience(known=False).pause(Unavailable("no such host"))
+
+
+def test_patience_ends_where_nothing_is_committed_for_long() -> None:
+    now = [float(uuid.uuid4().int % 1000)]
+    patience = Patience(known=True, clock=lambda: now[0])
+    pauses = [patience.pause(TrainerDown("gone")) for _ in range(6)]
+    assert pauses == [1.0, 2.0, 4.0, 8.0, LONGEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS]
+    now[0] += WAIT_SECONDS
+    assert patience.pause(TrainerDown("gone")) == LONGEST_PAUSE_SECONDS
+    patience.progressed()
+    now[0] += 1.0
+    assert patience.pause(TrainerDown("gone")) == 1.0
+    now[0] += WAIT_SECONDS + 1.0
+    with pytest.raises(TrainerDown):
+        patience.pause(TrainerDown("gone"))
