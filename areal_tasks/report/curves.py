@@ -52,7 +52,7 @@ CHARTS: Final = (
     Chart(
         "length",
         "Length",
-        "Generated tokens of a sample: mean; the band holds 80 % of the samples.",
+        "Generated tokens of a sample: mean; the band holds 80 % of the samples.",
         scale="either",
         zero=True,
     ),

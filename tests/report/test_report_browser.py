@@ -73,10 +73,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def store(folder: Path) -> Store:
-    """Runs: `plain` and `other` of three iterations, `hostile`, and `empty` without a commit."""
+    """Runs: `plain` and `other` of three iterations, `long` of twelve, `hostile`, and `empty` without a commit."""
     made = store_of(folder)
     make_run(made, "plain", [[sample(k, i) for i in range(8)] for k in range(3)], evaluate=False)
     make_run(made, "other", [[sample(k, i, reward=0.5) for i in range(4)] for k in range(3)], "trainer.lr=1e-3")
+    make_run(made, "long", [[sample(k, i) for i in range(4)] for k in range(12)])
     make_run(made, "hostile", [hostile_rows()], evaluate=False)
     open_run(made, "empty", "rlhf", load_recipe("quickstart", []))
     return made
@@ -170,11 +171,14 @@ def test_a_logarithmic_axis_is_switched(show: Any) -> None:
 
 
 def test_smoothing_changes_lines_and_not_the_values_read(show: Any) -> None:
-    page = show("plain").page
-    before = page.locator("#chart-loss path.line").get_attribute("d")
+    page = show("long").page
+    line = page.locator("#chart-loss path.line")
+    paths = ("#chart-loss path.line", "#chart-accuracy path.c1")
+    before, few = (page.locator(path).get_attribute("d") for path in paths)
     page.locator("#smooth").select_option("5")
-    assert page.locator("#chart-loss path.line").get_attribute("d") != before
-    expect(page.locator("#chart-loss .readout")).to_contain_text("0.3333 at 2")
+    assert line.get_attribute("d") != before
+    assert page.locator("#chart-accuracy path.c1").get_attribute("d") == few  # one evaluation has no neighbours
+    expect(page.locator("#chart-loss .readout")).to_contain_text("0.08333 at 11")
 
 
 # ── samples ─────────────────────────────────────────────────────────────────────────────────────────────────────────

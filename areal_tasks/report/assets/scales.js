@@ -60,8 +60,9 @@ export function formatOf(spec, digits = 4) {
   return spec.percent ? percent : (value) => num(value, digits);
 }
 
-/** A centred moving average over `window` points, which leaves gaps where nothing is known. */
-export function smoothed(values, window) {
+/** A centred moving average over at most `widest` points and a quarter of the line; gaps stay where nothing is known. */
+export function smoothed(values, widest) {
+  const window = Math.min(widest, Math.floor(values.length / 4));
   if (window < 2) return values;
   const half = Math.floor(window / 2);
   return values.map((value, i) => {
