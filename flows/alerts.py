@@ -6,10 +6,9 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Final
 
-from schemas.recipe.recipe import RlhfRecipe
 from schemas.recipe.sections import Alerts
 
 Metrics = Mapping[str, Mapping[str, float]]  # of an iteration, by stage
@@ -19,7 +18,9 @@ KL_EXPLOSION: Final = "kl-explosion"
 VERIFIER_FAILURES: Final = "verifier-failures"
 ENGINES_DISAGREE: Final = "engines-disagree"
 #: A fall within this many standard deviations of single iterations is noise.
-NOISE_DEVIATIONS: Final = 2.0
+NOISE_DEVIATIONS: Final = 3.0
+#: Standard deviation over mean distance of two successive draws, of a normal distribution.
+DEVIATION_OF_JUMP: Final = math.sqrt(math.pi) / 2
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,10 @@ class Watch:
     The best reward is that of this start of the flow: a resumed run begins anew.
     """
 
-    def __init__(self, recipe: RlhfRecipe) -> None:
-        self.settings = recipe.alerts
-        self.rewards: deque[float] = deque(maxlen=2 * recipe.alerts.window)
-        self.best = -math.inf
+    def __init__(self, settings: Alerts) -> None:
+        self.settings = settings
+        self.last: deque[float] = deque()
+        self.earlier = Earlier(settings.window)
         self.active: set[str] = set()
 
     def __call__(self, metrics: Metrics) -> list[Alert]:
@@ -55,7 +56,7 @@ class Watch:
         if "reward" in verify:
             self._remember(verify["reward"])
         checks = (
-            reward_collapse(self.best, list(self.rewards), self.settings),
+            reward_collapse(self.earlier, list(self.last), self.settings),
             kl_explosion(train, self.settings.max_kl),
             verifier_failures(verify, self.settings.max_unverified),
             engines_disagree(train, self.settings.max_logprob_gap),
@@ -63,19 +64,43 @@ class Watch:
         yield from (alert for alert in checks if alert is not None)
 
     def _remember(self, reward: float) -> None:
-        """The best is that of windows that do not overlap the last one."""
-        self.rewards.append(reward)
-        if len(self.rewards) == self.rewards.maxlen:
-            self.best = max(self.best, fmean(list(self.rewards)[: self.settings.window]))
+        self.last.append(reward)
+        if len(self.last) > self.settings.window:
+            self.earlier.add(self.last.popleft())
 
 
-def reward_collapse(best: float, rewards: list[float], settings: Alerts) -> Alert | None:
+class Earlier:
+    """The rewards before the last window: their best mean over a window, and how much single ones scatter.
+
+    The scatter is taken from the steps between iterations, so that a trend is none.
+    """
+
+    def __init__(self, window: int) -> None:
+        self.window: deque[float] = deque(maxlen=window)
+        self.best = -math.inf
+        self.steps: list[float] = [0.0, 0.0]  # their sum and number
+
+    def add(self, reward: float) -> None:
+        if self.window:
+            self.steps = [self.steps[0] + abs(reward - self.window[-1]), self.steps[1] + 1]
+        self.window.append(reward)
+        if len(self.window) == self.window.maxlen:
+            self.best = max(self.best, fmean(self.window))
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of a single iteration's reward."""
+        total, count = self.steps
+        return DEVIATION_OF_JUMP * total / max(count, 1)
+
+
+def reward_collapse(earlier: Earlier, last: list[float], settings: Alerts) -> Alert | None:
     """The mean of the last window is far below the best of an earlier one, and not by noise."""
+    best = earlier.best
     if not settings.reward_drop or not math.isfinite(best):
         return None
-    last = rewards[-settings.window :]
     mean, threshold = fmean(last), best - settings.reward_drop * abs(best)
-    if mean >= threshold or best - mean <= NOISE_DEVIATIONS * pstdev(last):
+    if mean >= threshold or best - mean <= NOISE_DEVIATIONS * earlier.deviation:
         return None
     told = f"the mean reward of the last {len(last)} iterations is {mean:.4g}; it was {best:.4g}"
     return Alert(REWARD_COLLAPSE, f"{told} (alerts.reward_drop {settings.reward_drop:g})", mean, threshold)
@@ -103,7 +128,7 @@ def verifier_failures(verify: Mapping[str, float], limit: float) -> Alert | None
 def engines_disagree(train: Mapping[str, float], limit: float) -> Alert | None:
     """The logprobs of inference engine and trainer are too far apart, or one of them is no number."""
     gap = train.get("logprob_gap_mean", 0.0)
-    if not limit or gap <= limit:
+    if not limit or gap <= limit:  # NaN is above every limit
         return None
     message = f"engine and trainer are {gap:.4g} nats apart on average (alerts.max_logprob_gap {limit:g})"
     return Alert(ENGINES_DISAGREE, message, gap, limit)

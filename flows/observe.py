@@ -50,7 +50,7 @@ class Observer:
         self.once = {stage.name for stage in iteration_plan(recipe, 0).stages if stage.once}
         self.progress: UUID | None = None
         self.events = Events(run)
-        self.watch = Watch(recipe) if isinstance(recipe, RlhfRecipe) else None
+        self.watch = Watch(recipe.alerts) if isinstance(recipe, RlhfRecipe) and not run.record.counterfactual else None
         self.artifacts = Artifacts(self.log)
         self.handler = _Relay(self.log)
         self.level = LIBRARY.level
@@ -110,7 +110,7 @@ class Observer:
     def _progress(self, artifacts: Artifacts, closed: Closed) -> None:
         percent = 100.0 * (closed.iteration + 1) / closed.of
         if self.progress is None:
-            key, about = artifact_key(self.run.name, "progress"), f"Iterations of {self.run.name}"
+            key, about = artifact_key(self.run.name, "progress"), f"Iterations of {self.run.label}"
             self.progress = artifacts.create("progress", percent, key, about)
         else:
             artifacts.update(self.progress, percent)
@@ -121,7 +121,7 @@ class Observer:
             for label, built in by_stage(closed)
         ]
         page = iteration_page(self.run.name, self.run.store.url, summary_line(closed), rows)
-        about = f"Iteration {closed.iteration} of {self.run.name}: its stages and where to go from here"
+        about = f"Iteration {closed.iteration} of {self.run.label}: its stages and where to go from here"
         artifacts.create("markdown", page, artifact_key(self.run.name, "iteration"), about)
 
     def _task_name(self, label: str, closed: Closed) -> str:
@@ -133,7 +133,7 @@ class Observer:
     def _rollouts(self, artifacts: Artifacts, label: str, closed: Closed) -> None:
         samples = judged_samples(self.run.store, closed.built, label)
         what = subject(label, closed)
-        title, key = f"{what} · run {self.run.name}", artifact_key(self.run.name, label.split()[0])
+        title, key = f"{what} · run {self.run.label}", artifact_key(self.run.name, label.split()[0])
         rows = rollout_rows(samples, SAMPLED)
         about = f"{len(rows)} of {len(samples)} samples: {title}"
         artifacts.create("table", json.dumps(rows), f"{key}-table", about)

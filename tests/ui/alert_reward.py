@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def scripted(prompt: str, completion: str, answer: str, *, calls: str, samples: int, stall: float) -> float:
-    """Rewards near 1 in the first iteration; none, and one failure, in the second; later a call that takes `stall` seconds.
+    """Rewards near 1 in the first iteration; none, and one failure, in the second; later a call of `stall` seconds.
 
     `calls` is a file with a byte for every call so far, whichever process made it.
     """

@@ -1,0 +1,89 @@
+"""When a run warns: the causes as functions of metrics, and that each is said once as long as it lasts."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from flows.alerts import Alert, Earlier, Watch, engines_disagree, kl_explosion, reward_collapse, verifier_failures
+from schemas.recipe.sections import Alerts
+
+
+def causes(of: Watch, rewards: list[float]) -> list[tuple[int, str]]:
+    """(iteration, cause) of every alert that these rewards lead to."""
+    return [(k, alert.cause) for k, reward in enumerate(rewards) for alert in of({"verify": {"reward": reward}})]
+
+
+def test_a_collapse_is_seen_within_a_window_and_said_once() -> None:
+    assert causes(Watch(Alerts(window=5)), [0.7] * 20 + [0.1] * 20) == [(22, "reward-collapse")]
+
+
+def test_a_second_collapse_is_said_again() -> None:
+    found = causes(Watch(Alerts(window=2)), [0.7] * 6 + [0.1] * 4 + [0.7] * 4 + [0.1] * 4)
+    assert [cause for _, cause in found] == ["reward-collapse"] * 2
+
+
+def test_a_rising_noisy_or_small_reward_is_no_collapse() -> None:
+    draw = random.Random(1)
+    assert not causes(Watch(Alerts(window=5)), [k / 100 for k in range(100)])
+    assert not causes(Watch(Alerts(window=5)), [0.5 + draw.gauss(0, 0.1) for _ in range(300)])
+    assert not causes(Watch(Alerts(window=5)), [sum(draw.random() < 0.1 for _ in range(32)) / 32 for _ in range(300)])
+    assert not causes(Watch(Alerts(window=5)), [0.0] * 50)
+
+
+def test_negative_rewards_collapse_too() -> None:
+    assert causes(Watch(Alerts(window=2)), [-0.2] * 6 + [-0.9] * 6) == [(6, "reward-collapse")]
+
+
+def test_a_collapse_names_figures_and_setting() -> None:
+    earlier = Earlier(2)
+    for reward in (0.8, 0.8, 0.1):
+        earlier.add(reward)
+    assert reward_collapse(earlier, [0.1, 0.1], Alerts(window=2)) is None, "as large as the steps before it"
+    earlier = Earlier(2)
+    for reward in (0.8, 0.8):
+        earlier.add(reward)
+    alert = reward_collapse(earlier, [0.1, 0.1], Alerts(window=2))
+    assert alert is not None and (alert.value, alert.threshold) == (pytest.approx(0.1), pytest.approx(0.4))
+    assert alert.message == "the mean reward of the last 2 iterations is 0.1; it was 0.8 (alerts.reward_drop 0.5)"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"kl": 1.5, "approx_kl": 0.0}, "the KL to version 0 is 1.5"),
+        ({"approx_kl": 2.0}, "the KL to the policy before the step is 2"),
+        ({"kl": math.nan}, "the KL to version 0 is nan"),
+        ({"kl": 1.0, "approx_kl": 0.3}, ""),
+        ({}, ""),
+    ],
+)
+def test_kl(metrics: dict[str, float], said: str) -> None:
+    alert = kl_explosion(metrics, 1.0)
+    assert (alert.message if alert else "").startswith(said) and bool(alert) == bool(said)
+
+
+def test_timeouts_and_errors_count_together() -> None:
+    alert = verifier_failures({"timeout": 0.04, "error": 0.04, "unparseable": 0.5}, 0.05)
+    assert alert is not None and alert.value == pytest.approx(0.08)
+    assert verifier_failures({"timeout": 0.05, "error": 0.0}, 0.05) is None
+    assert verifier_failures({}, 0.05) is None
+
+
+@pytest.mark.parametrize(("gap", "wrong"), [(0.2, True), (math.nan, True), (0.05, False)])
+def test_engines_that_disagree(gap: float, wrong: bool) -> None:
+    assert (engines_disagree({"logprob_gap_mean": gap}, 0.05) is not None) == wrong
+
+
+def test_0_turns_a_warning_off() -> None:
+    off = Watch(Alerts(reward_drop=0, max_kl=0, max_unverified=0, max_logprob_gap=0, window=1))
+    wrong = {"verify": {"reward": 1.0, "error": 1.0}, "train": {"kl": 99.0, "logprob_gap_mean": 9.0}}
+    assert not off(wrong) and not off({**wrong, "verify": {"reward": 0.0, "error": 1.0}})
+
+
+def test_several_causes_at_once() -> None:
+    wrong = {"verify": {"reward": 1.0, "error": 1.0}, "train": {"kl": 9.0, "logprob_gap_mean": 1.0}}
+    found: list[Alert] = Watch(Alerts())(wrong)
+    assert [alert.cause for alert in found] == ["kl-explosion", "verifier-failures", "engines-disagree"]

@@ -1,0 +1,134 @@
+"""Alerts from end to end: the command, a real server and worker, runs that go wrong, and a webhook on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from stage_driver import tiny
+from ui_machine import ROOT, Up, Webhook, eventually
+
+from flows.cli.alerts import BLOCK, WEBHOOK_VARIABLE
+from schemas.recipe.load import parse_recipe
+
+SAMPLES = 16
+STALL_SECONDS = 90.0
+AUTOMATIONS = yaml.safe_load((ROOT / "deployments" / "automations" / "alerts.yaml").read_text())["automations"]
+NAMES = [automation["name"] for automation in AUTOMATIONS]
+
+
+@pytest.fixture(scope="module")
+def alerts(up: Up, webhook: Webhook) -> Webhook:
+    """The alerts are on the server."""
+    assert "where should alerts go?" in up.arealflow("alerts").stderr
+    done = up.arealflow("alerts", "--stalled-minutes", "0.17", **{WEBHOOK_VARIABLE: webhook.url})
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in NAMES)
+    assert "s3cr3t" not in done.stdout + done.stderr
+    return webhook
+
+
+def start(up: Up, run: str, recipe: dict[str, Any]) -> str:
+    """A flow run of the worker."""
+    deployment = up.get("deployments/name/rlhf/quickstart")["id"]
+    made = up.post(f"deployments/{deployment}/create_flow_run", parameters={"recipe": recipe, "run": run})
+    return str(made["id"])
+
+
+def recipe_for(folder: Path, stall: float, **changes: dict[str, Any]) -> dict[str, Any]:
+    """A small recipe whose verifier goes wrong and then takes `stall` seconds over a call."""
+    calls = {"calls": str(folder / "calls"), "samples": SAMPLES, "stall": stall}
+    judge = {"verifier": "alert_reward:scripted", "arguments": calls, "timeout_seconds": 600.0, "workers": 1}
+    strict = {"window": 1, "max_kl": 1e-9, "max_logprob_gap": 1e-9}
+    values = tiny(schedule={"iterations": 3}, reward=judge, alerts=strict, **changes).model_dump(mode="json")
+    return parse_recipe({**values, "evaluation": {}}).model_dump(mode="json")
+
+
+@pytest.fixture(scope="module")
+def wrong(up: Up, alerts: Webhook, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Webhook]:
+    """A run goes wrong in every way, stalls, and is killed; another cannot begin."""
+    recipe = recipe_for(tmp_path_factory.mktemp("wrong"), STALL_SECONDS)
+    run = start(up, "wrong", recipe)
+    start(up, "bad", {**recipe, "data": {**recipe["data"], "source": "/no/such/{split}.jsonl"}})
+    eventually(lambda: alerts.of("arealflow-stalled"), "the stall")
+    [process] = [p for p in psutil.process_iter(["environ"]) if is_flow(p, run)]
+    os.kill(process.pid, signal.SIGKILL)
+    eventually(lambda: alerts.of("arealflow-crashed"), "the crash")
+    eventually(lambda: alerts.of("arealflow-failed"), "the failure")
+    yield alerts
+    up.post(f"flow_runs/{run}/set_state", state={"type": "CANCELLING"}, force=True)
+
+
+def is_flow(process: psutil.Process, flow_run: str) -> bool:
+    """Whether it is the flow run's own process, which the worker started."""
+    environ = process.info["environ"] or {}
+    return environ.get("PREFECT__FLOW_RUN_ID") == flow_run and "areal_tasks" not in " ".join(process.cmdline())
+
+
+@pytest.mark.parametrize(
+    ("alert", "said"),
+    [
+        ("reward-collapse", "the mean reward of the last 1 iterations is 0; it was 0.92"),
+        ("verifier-failures", "6% of the completions could not be verified"),
+        ("kl-explosion", "nats a token (alerts.max_kl 1e-09)"),
+        ("engines-disagree", "nats apart on average (alerts.max_logprob_gap 1e-09)"),
+    ],
+)
+def test_what_goes_wrong_in_a_run_is_posted_once(wrong: Webhook, alert: str, said: str) -> None:
+    [body] = wrong.of(f"arealflow-{alert}")
+    assert said in body["message"] and body["text"].startswith("arealflow: wrong, iteration ")
+    assert body["run"] == "wrong" and body["iteration"] in (0, 1)
+    assert body["value"] != body["threshold"]
+    assert (body["path"], body["type"]) == ("/s3cr3t-path", "application/json")
+
+
+def test_a_stall_is_posted(wrong: Webhook) -> None:
+    [body] = wrong.of("arealflow-stalled")
+    assert body["run"] == "wrong" and "has committed no iteration since 20" in body["text"]
+
+
+def test_a_crash_is_posted(up: Up, wrong: Webhook) -> None:
+    body = wrong.of("arealflow-crashed")[0]
+    assert body["run"] == "wrong" and "is Crashed" in body["text"]
+    assert body["url"] == f"{up.url}/runs/flow-run/{body['flow_run']}"
+
+
+def test_a_failure_is_posted_with_its_reason(wrong: Webhook) -> None:
+    [body] = wrong.of("arealflow-failed")
+    assert body["run"] == "bad" and "there is no such file" in body["message"]
+
+
+def test_the_address_is_in_the_block_and_nowhere_else(up: Up, alerts: Webhook) -> None:
+    automations = up.post("automations/filter")
+    assert {a["name"] for a in automations} >= set(NAMES)
+    assert "s3cr3t" not in json.dumps(automations)
+    assert "s3cr3t" not in json.dumps(up.get(f"block_types/slug/webhook/block_documents/name/{BLOCK}"))
+
+
+def test_again_changes_nothing_but_what_is_asked_for(up: Up, wrong: Webhook) -> None:
+    before = {a["name"]: a["id"] for a in up.post("automations/filter")}
+    done = up.arealflow("alerts", "--stalled-minutes", "45")
+    assert done.returncode == 0, done.stderr
+    after = {a["name"]: a for a in up.post("automations/filter")}
+    assert {name: a["id"] for name, a in after.items()} == before
+    assert after["arealflow-stalled"]["trigger"]["within"] == 45 * 60
+
+
+def test_what_is_no_address_or_too_short_is_refused(up: Up, alerts: Webhook) -> None:
+    bad = up.arealflow("alerts", **{WEBHOOK_VARIABLE: "hooks.test/s3cr3t"})
+    assert bad.returncode == 1 and "http:// or https://" in bad.stderr and "s3cr3t" not in bad.stderr
+    short = up.arealflow("alerts", "--stalled-minutes", "0.1")
+    assert short.returncode == 1 and "no less than 10 seconds" in short.stderr
+
+
+def test_they_can_be_taken_off(up: Up, wrong: Webhook) -> None:
+    done = up.arealflow("alerts", "--remove")
+    assert done.returncode == 0 and f"removed {len(NAMES)} alerts" in done.stdout
+    assert not {a["name"] for a in up.post("automations/filter")} & set(NAMES)

@@ -1,0 +1,93 @@
+"""The Prefect UI in a real browser: the form of a deployment, and the way from a task run to its manifest."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+from ui_machine import Up, eventually
+
+WIDTH, HEIGHT = 1440, 1000
+EDITED = {"Iterations": "1", "Steps": "2", "Batch Size": "8"}
+
+
+@pytest.fixture(scope="module")
+def page(browser: Browser) -> Page:
+    found = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+    found.set_default_timeout(60_000)
+    return found
+
+
+def field(page: Page, label: str) -> Locator:
+    """The input below a label of the form."""
+    text = f"*[normalize-space(text())='{label} (Optional)']"
+    return page.locator(
+        f"xpath=(//{text}/ancestor::*[.//input or .//textarea][1]//*[self::input or self::textarea])[1]"
+    )
+
+
+@pytest.fixture(scope="module")
+def flow_run(up: Up, page: Page) -> dict[str, Any]:
+    """Filled in, submitted, and run to its end by the worker."""
+    deployment = up.get("deployments/name/sft/quickstart")["id"]
+    page.goto(f"{up.url}/deployments/deployment/{deployment}/run")
+    assert field(page, "Iterations").input_value() == "5", "the form shows the recipe of the deployment"
+    for label, value in EDITED.items():
+        field(page, label).fill(value)
+    field(page, "run").fill("formed")
+    field(page, "overrides").fill("launcher.type=inline seed=7")
+    page.get_by_role("button", name="Submit").click()
+
+    def ended() -> dict[str, Any] | None:
+        runs = up.post("flow_runs/filter", deployments={"id": {"any_": [deployment]}})
+        return next((run for run in runs if run["state_type"] in ("COMPLETED", "FAILED", "CRASHED")), None)
+
+    found = eventually(ended, "the run's end")
+    assert found["state_type"] == "COMPLETED", found["state"]["message"]
+    return found
+
+
+def test_the_run_obeys_the_form(up: Up, flow_run: dict[str, Any]) -> None:
+    segment = json.loads((up.store / "formed" / "segments" / "0.json").read_text())
+    recipe = segment["recipe"]
+    assert (recipe["schedule"]["iterations"], recipe["algorithm"]["steps"], recipe["algorithm"]["batch_size"]) == (
+        1,
+        2,
+        8,
+    )
+    assert recipe["seed"] == 7, "overrides too"
+    assert sorted(path.name for path in (up.store / "formed").glob("iteration=*")) == ["iteration=000000"]
+
+
+def test_a_field_out_of_bounds_is_refused_in_the_form(up: Up, page: Page) -> None:
+    deployment = up.get("deployments/name/sft/quickstart")["id"]
+    page.goto(f"{up.url}/deployments/deployment/{deployment}/run")
+    before = up.post("flow_runs/count")
+    field(page, "Iterations").fill("0")
+    page.get_by_role("button", name="Submit").click()
+    expect(
+        page.get_by_text(re.compile("greater than or equal to 1|less than the minimum|[Ii]nvalid")).first
+    ).to_be_visible()
+    assert up.post("flow_runs/count") == before
+
+
+def test_a_task_run_leads_to_its_manifest(up: Up, flow_run: dict[str, Any], page: Page) -> None:
+    page.goto(f"{up.url}/runs/flow-run/{flow_run['id']}?tab=Artifacts")
+    page.get_by_text("formed-iteration", exact=True).first.click()
+    page.get_by_role("link", name="train 0").click()
+    expect(page.get_by_text("Committed").first).to_be_visible()
+    page.get_by_text("Artifacts", exact=True).last.click()
+    page.get_by_text("Manifest of train 0").click()
+    expect(page.get_by_role("heading", name="train 0 of run formed")).to_be_visible()
+    shown = page.locator("pre").last.inner_text()
+    assert json.loads(shown)["stage"] == "train"
+
+
+def test_states_tell_what_was_built(up: Up, flow_run: dict[str, Any], page: Page) -> None:
+    page.goto(f"{up.url}/runs/flow-run/{flow_run['id']}?tab=Task+Runs")
+    for name in ("initialise", "prompts", "train 0", "publish 0"):
+        expect(page.get_by_text(name, exact=True).first).to_be_visible()
+    expect(page.get_by_text("Committed").first).to_be_visible()
