@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
@@ -122,13 +123,13 @@ def make_run(
 
 def _initial_weights(store: Store, run: str) -> Row:
     """The row of a publication of weights that are a tokenizer alone."""
-    attempt, folder = new_attempt(), Path(store.local("") or "") / f"{run}-model"
-    folder.mkdir()
+    attempt = new_attempt()
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<eos>"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.Fuse()
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "model.safetensors").write_bytes(b"large, and not read")
-    files = upload(store, paths.weights_attempt(run, 0, attempt), folder)
+    with TemporaryDirectory() as folder:
+        backend.save(str(Path(folder) / "tokenizer.json"))
+        (Path(folder) / "model.safetensors").write_bytes(b"large, and not read")
+        files = upload(store, paths.weights_attempt(run, 0, attempt), Path(folder))
     commit_weights(store, run, 0, attempt, "weights", files, make_provenance(1, now()))
     return {"version": 0, "weights_attempt": attempt, "materialised": True}
 

@@ -273,6 +273,14 @@ def test_a_damaged_shard_takes_only_its_own_samples(store: Store, tmp_path: Path
     assert len(run["problems"]) == 1 and shard.name in run["problems"][0] and "damaged" in run["problems"][0]
 
 
+def test_a_run_on_s3_is_shown_alike(s3_store: Store, store: Store) -> None:
+    for place in (s3_store, store):
+        make_run(place, "report-alike", [rows(0), rows(1)])
+    there, here = (report_of(place, "report-alike")[0] for place in (s3_store, store))
+    assert there["samples"] == here["samples"] and there["vocabulary"] == here["vocabulary"] != {}
+    assert there["curves"]["reward"] == here["curves"]["reward"]
+
+
 # ── the page ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -31,6 +31,7 @@ export function card(spec, { paint, read, xs, log = null }) {
     plot.replaceChildren(chart.frame ? chart.frame.node : el("p", { class: "quiet" }, "Nothing to draw."));
     chart.point();
   };
+  for (const [event, live] of [["focus", "polite"], ["blur", "off"]]) plot.addEventListener(event, () => readout.setAttribute("aria-live", live));
   steer(plot, chart, xs);
   view.charts.push(chart);
   new ResizeObserver(() => chart.draw()).observe(plot);
