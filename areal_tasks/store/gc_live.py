@@ -194,6 +194,7 @@ def live_references(store: Store, name: str, now: float) -> list[Reference]:
         if not entry.path.rsplit("/", 1)[-1].startswith("."):
             reference = read_record(store, entry.path, Reference)
             begun = find_record(store, paths.run_record(reference.child), RunRecord) is not None
-            if begun or now - entry.modified < REFERENCE_SECONDS:
+            ended = store.exists(paths.run_tombstone(reference.child))
+            if begun or (not ended and now - entry.modified < REFERENCE_SECONDS):
                 found.append(reference)
     return found

@@ -1,0 +1,323 @@
+"""`arealflow gc`: what goes, what stays whatever is asked for, and that nobody beside it loses anything."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+import sys
+import time
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+from stage_driver import Digests, digests, drive, start_driver, store_in, tiny
+
+from areal_tasks.store import gc_live, paths
+from areal_tasks.store.audit import audit
+from areal_tasks.store.backend import Store, StoreError
+from areal_tasks.store.files import read_weights
+from areal_tasks.store.fork import Origin
+from areal_tasks.store.gc import Item, Rule, plan
+from areal_tasks.store.gc_remove import execute, interrupted, remove_run, whole_run
+from areal_tasks.store.inventory import entries
+from areal_tasks.store.journal import append, read_log
+from areal_tasks.store.runs import list_runs, load_run, open_run
+from areal_tasks.store.tags import protect_weights, tag_weights
+from flows.cli import main
+from schemas.errors import UserError
+from schemas.manifest import WeightsRef
+from schemas.recipe.recipe import Recipe
+
+ITERATIONS = 4
+AT_ONCE = Rule(older_than=0.0)
+NEWEST = Rule(keep_weights=1, keep_checkpoints=1, older_than=0.0)
+
+
+def short(iterations: int = ITERATIONS) -> Recipe:
+    return tiny(
+        schedule={"iterations": iterations},
+        rollout={"groups": 2, "group_size": 2},
+        evaluation={"every": 0, "limit": 0, "max_new_tokens": 256},
+        trainer={"recover_within_seconds": 1e-6},
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the finished run `r`: four iterations, a checkpoint after each. Not to be altered."""
+    folder = tmp_path_factory.mktemp("whole")
+    run = drive(folder, "r", short())
+    append(run.store, "r", "finished", {"owner": run.owner})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Digests:
+    """What `r` holds after one iteration more, if nothing was ever removed."""
+    folder = tmp_path_factory.mktemp("longer")
+    drive(folder, "r", short(ITERATIONS + 1))
+    return digests(folder, "r")
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    shutil.copytree(whole / "store", tmp_path / "store")
+    return tmp_path
+
+
+def versions(items: list[Item], kind: str) -> list[int]:
+    return sorted(item.version.version for item in items if item.version and item.kind == kind)
+
+
+def on_disk(store: Store, run: str, kind: str = "weights") -> list[int]:
+    """The versions whose files are there."""
+    paths_there = [e.path for e in entries(store, f"{run}/{kind}") if "/attempt=" in e.path and e.path.count("/") > 3]
+    return sorted({int(path.split("version=")[1][:6]) for path in paths_there})
+
+
+# ── what goes ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_finished_run_has_nothing_to_remove(folder: Path) -> None:
+    assert plan(store_in(folder), AT_ONCE) == []
+
+
+def test_what_a_crash_left_behind_goes_once_the_run_has_ended(folder: Path) -> None:
+    store = store_in(folder)
+    for path in ("iteration=000001/stage=train/attempt=dead/x.parquet", "weights/version=000002/attempt=dead/x"):
+        store.put(f"r/{path}", b"lost")
+    store.put("r/iteration=000001/.commit.json.1234", b"{")
+    found = plan(store, AT_ONCE)
+    assert sorted((item.kind, item.bytes) for item in found) == [("attempt", 4), ("attempt", 4), ("temporary", 1)]
+    assert plan(store, Rule(older_than=3600.0)) == [], "they are too young"
+    open_run(store, "r", "rlhf", short())  # a later start: it may be at work, but not on what is older than itself
+    assert sorted(item.path for item in plan(store, AT_ONCE)) == sorted(item.path for item in found)
+    store.put("r/iteration=000002/stage=train/attempt=new/x.parquet", b"mine")
+    assert len(plan(store, AT_ONCE)) == 3, "what the last start wrote stays, while it may be at work"
+    assert len(execute(store, found)) == 3
+    assert [line.action for line in read_log(store, "r")] == ["finished", "removed", "removed"]
+    report = audit(store, "r")
+    assert report.sound and report.unselected_files == 1
+
+
+def test_an_attempt_that_was_committed_after_all_stays(folder: Path) -> None:
+    store, run = store_in(folder), load_run(store_in(folder), "r")
+    ref = next(ref for ref in run.commit(1).stages if ref.stage == "verify")
+    data = store.read(ref.path)
+    Path(store.uri(ref.path)).unlink()
+    [item] = [item for item in plan(store, AT_ONCE) if "stage=verify" in item.path]
+    store.create(ref.path, data)  # a writer that was believed dead
+    assert execute(store, [item]) == [] and audit(store, "r").sound
+
+
+def test_old_versions_go_and_the_run_is_audited_and_goes_on(folder: Path, expected: Digests) -> None:
+    store, root = store_in(folder), audit(store_in(folder), "r").root
+    found = plan(store, NEWEST)
+    assert (versions(found, "weights"), versions(found, "checkpoint")) == ([1, 2, 3], [1, 2, 3])
+    assert execute(store, found) == found
+    assert (on_disk(store, "r"), on_disk(store, "r", "checkpoints")) == ([0, 4], [4])
+    report = audit(store, "r")
+    assert report.sound and report.root == root and len(report.removed) == 6
+    assert {removed.reason for removed in report.removed} == {"--keep-weights 1", "--keep-checkpoints 1"}
+    assert read_log(store, "r")[-2].details["versions"] == "1 2 3"
+    assert plan(store, NEWEST) == []
+    drive(folder, "r", short(ITERATIONS + 1))
+    assert digests(folder, "r") == expected
+
+
+def test_at_least_one_version_is_kept() -> None:
+    with pytest.raises(UserError, match="--keep-weights 0: a run needs its newest one"):
+        Rule(keep_weights=0)
+
+
+# ── what stays ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def weights_of(store: Store, version: int) -> WeightsRef:
+    return load_run(store, "r").commit(version - 1).weights
+
+
+def test_tagged_and_protected_versions_stay(folder: Path) -> None:
+    store = store_in(folder)
+    tag_weights(store, "r", "best", weights_of(store, 2))
+    protect_weights(store, "r", weights_of(store, 1))
+    assert versions(plan(store, NEWEST), "weights") == [3]
+
+
+def test_what_a_fork_needs_stays_and_a_fork_of_what_is_gone_is_refused(folder: Path) -> None:
+    store = store_in(folder)
+    open_run(store, "child", "rlhf", short(), origin=Origin("r", 2))
+    found = plan(store, NEWEST)
+    assert (versions(found, "weights"), versions(found, "checkpoint")) == ([1, 3], [1, 3])
+    execute(store, found)
+    with pytest.raises(UserError, match=r"weights of version 3 of run 'r' were removed .*--keep-weights 1"):
+        open_run(store, "late", "rlhf", short(), origin=Origin("r", 3))
+    assert store.exists(paths.run_record("child")) and not store.exists(paths.run_record("late"))
+    drive(folder, "child", short())
+    assert digests(folder, "child") == digests(folder, "r") and audit(store, "child").sound
+
+
+def test_all_that_a_replay_may_read_stays(folder: Path) -> None:
+    store = store_in(folder)
+    open_run(store, "again", "rlhf", short(), origin=Origin("r", 0, "replay", True, "verify", ""))
+    assert plan(store, NEWEST) == []
+
+
+def test_weights_that_another_run_began_with_stay(folder: Path) -> None:
+    store = store_in(folder)
+    drive(folder, "next", tiny(model={"path": "run://r@2", "scratch": None}, schedule={"iterations": 1}))
+    assert versions(plan(store, NEWEST, "r"), "weights") == [1, 3]
+    for entry in entries(store, "r/references"):
+        Path(store.uri(entry.path)).unlink()
+    assert versions(plan(store, NEWEST, "r"), "weights") == [1, 3], "its manifest names their files"
+    with pytest.raises(UserError, match="next would lose"):
+        whole_run(store, "r", 0.0)
+
+
+def test_who_comes_between_the_tombstone_and_the_removal_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, found = store_in(folder), plan(store_in(folder), NEWEST)
+    needed = gc_live.needed
+
+    def late(*arguments: object) -> set[str]:
+        tag_weights(store, "r", "late", weights_of(store, 2))
+        return needed(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("areal_tasks.store.gc_remove.needed", late)
+    gone = execute(store, found)
+    assert versions(gone, "weights") == [1, 3] and 2 in on_disk(store, "r")
+    report = audit(store, "r")
+    assert report.sound and len(report.removed) == 5, "the tombstone of version 2 was taken back"
+
+
+# ── beside others ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def collect(url_folder: Path, until: float) -> None:
+    """`gc` again and again, as eagerly as can be."""
+    store = store_in(url_folder)
+    while time.time() < until:
+        try:
+            execute(store, plan(store, NEWEST))
+        except StoreError as error:
+            if "does not exist" not in str(error):  # a file that its writer has just given its name
+                raise
+
+
+def test_a_run_at_work_beside_gc_ends_with_the_same_bits(tmp_path: Path, expected: Digests) -> None:
+    context = multiprocessing.get_context("forkserver")
+    recipe = short(ITERATIONS + 1)
+    collector = context.Process(target=collect, args=(tmp_path, time.time() + 50))
+    collector.start()
+    killed = start_driver(tmp_path, "r", recipe, 37)
+    killed.join(50)
+    assert killed.exitcode == -9
+    worker = start_driver(tmp_path, "r", recipe)
+    worker.join(50)
+    assert worker.exitcode == 0 and collector.is_alive()
+    collector.kill()
+    collector.join()
+    store = store_in(tmp_path)
+    assert digests(tmp_path, "r") == expected
+    execute(store, plan(store, NEWEST))
+    report = audit(store, "r")
+    assert report.sound and report.removed
+    assert on_disk(store, "r") == [0, ITERATIONS + 1]
+
+
+def fork(folders: list[Path], barrier: Barrier, outcome: "multiprocessing.SimpleQueue[str]") -> None:
+    for folder in folders:
+        barrier.wait(30)
+        try:
+            open_run(store_in(folder), "child", "rlhf", short(), origin=Origin("r", 2))
+            outcome.put("forked")
+        except UserError as error:
+            outcome.put("refused" if "were removed" in str(error) else str(error))
+
+
+def sweep(folders: list[Path], barrier: Barrier) -> None:
+    for folder in folders:
+        store = store_in(folder)
+        found = plan(store, NEWEST)
+        barrier.wait(30)
+        execute(store, found)
+
+
+def test_a_fork_beside_gc_either_has_what_it_needs_or_is_refused(whole: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / str(i) for i in range(12)]
+    for folder in folders:
+        shutil.copytree(whole / "store", folder / "store")
+    context = multiprocessing.get_context("forkserver")
+    barrier, outcome = context.Barrier(2), context.SimpleQueue()
+    both = [
+        context.Process(target=fork, args=(folders, barrier, outcome)),
+        context.Process(target=sweep, args=(folders, barrier)),
+    ]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+    assert [process.exitcode for process in both] == [0, 0]
+    for folder in folders:
+        check_outcome(store_in(folder), outcome.get())
+
+
+def check_outcome(store: Store, told: str) -> None:
+    assert told in ("forked", "refused")
+    if told == "forked":
+        commit = load_run(store, "child").commit(1)
+        assert commit.checkpoint is not None
+        for ref in (commit.weights, commit.checkpoint):
+            assert all(store.size(file.path) == file.bytes for file in read_weights(store, ref).files)
+        assert audit(store, "child").sound
+    assert audit(store, "r").sound
+
+
+# ── whole runs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_run_is_removed_when_nobody_needs_it(folder: Path) -> None:
+    store = store_in(folder)
+    open_run(store, "child", "rlhf", short(), origin=Origin("r", 2))
+    with pytest.raises(UserError, match=r"'r' stays: child would lose what they refer to"):
+        whole_run(store, "r", 0.0)
+    with pytest.raises(UserError, match=r"'child' stays: its last start may still be at work"):
+        whole_run(store, "child", 3600.0)
+    append(store, "child", "cancelled", {"owner": 1})
+    remove_run(store, whole_run(store, "child", 3600.0), 3600.0)
+    remove_run(store, whole_run(store, "r", 3600.0), 3600.0)
+    assert list_runs(store) == []
+    assert {e.path for e in entries(store, "r")} == {"r/tombstone.json", *(paths.log("r", n) for n in (1, 2, 3))}
+    assert [line.action for line in read_log(store, "r")] == ["finished", "forked", "removed"]
+    with pytest.raises(UserError, match=r"Run 'r' was removed by .*: choose another name"):
+        open_run(store, "r", "rlhf", short())
+
+
+def test_a_removal_that_was_interrupted_is_finished(folder: Path) -> None:
+    store = store_in(folder)
+    item = whole_run(store, "r", 0.0)
+    remove_run(store, Item(item.run, item.kind, item.path, item.files[:1], item.bytes, item.why), 0.0)
+    store.put("r/weights/version=000001/attempt=x/left", b"over")
+    assert interrupted(store) == ["r"]
+    remove_run(store, whole_run(store, "r", 0.0), 0.0)
+    assert interrupted(store) == [] and not store.list("r/weights")
+
+
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["arealflow", "gc", *words])
+    main.app(standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_the_command_only_shows_what_it_would_do(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_in(folder)
+    before = [entry.path for entry in entries(store, "r")]
+    words = ("--store", store.url, "--keep-weights", "3", "--older-than", "0")
+    out = call(capsys, monkeypatch, *words)
+    assert "weights, 5 files" in out and "--keep-weights 3\nwould remove 5 files" in out and "--yes does it" in out
+    assert [entry.path for entry in entries(store, "r")] == before and not list(folder.glob("store/.*"))
+    [row] = json.loads(call(capsys, monkeypatch, *words, "--yes", "--json"))
+    assert (row["kind"], row["version"], row["removed"]) == ("weights", 1, True)
+    assert on_disk(store, "r") == [0, 2, 3, 4]
