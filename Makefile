@@ -1,8 +1,9 @@
-# make install | demo | demo-s3 | down | test | lint | docs | bench
+# make install | demo | demo-s3 | down | test | chaos | lint | docs | bench
 #
 # PYTHON       the interpreter that makes .venv (default python3, 3.11 or newer)
 # TORCH_INDEX  URL of a package index with CPU builds of torch; only needed where pip would
 #              otherwise fetch CUDA packages onto a machine without a GPU
+# CHAOS        options of the kill matrix, such as CHAOS="--only flow --rounds 5"; all of it takes hours
 # STORE        store URL of the demo (default: file://…/.arealflow/store)
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ STORE ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: install demo demo-s3 down test lint docs bench
+.PHONY: install demo demo-s3 down test chaos lint docs bench
 
 install: .venv/installed
 
@@ -40,6 +41,9 @@ down: install
 
 test: .venv/installed-dev
 	@$(BIN)/python -m pytest
+
+chaos: .venv/installed-dev
+	@$(BIN)/python tests/chaos/matrix.py $(CHAOS)
 
 lint: .venv/installed-dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -1,10 +1,11 @@
-"""The worker of `arealflow up`: Prefect's process worker, with three things left out that delay or disturb a recovery.
+"""The worker of `arealflow up`: Prefect's process worker, without what delays or disturbs a recovery.
 
 Written for Prefect 3.8.8, whose own worker
 - reports the death of a flow process twice: at once, and again after the flow's hooks have run. By then an automation
   has long started the flow run anew, and the second report would make that start a crash;
 - runs these hooks in a process that imports the flow and with it torch, beside the new start. Our flows have no hooks;
-- starts each flow run through a process that looks for the flow's dependencies. Ours are installed.
+- starts each flow run through a process that looks for the flow's dependencies. Ours are installed;
+- gives a flow process that is cancelled 30 s before it is killed. Here everything is to be gone within 10 s.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+from uuid import UUID
 
 import anyio
 from prefect.runner._flow_run_executor import FlowRunExecutorContext
+from prefect.runner._process_manager import ProcessManager
 from prefect.runner._starter_engine import EngineCommandStarter
 from prefect.utilities.processutils import setup_signal_handlers_worker
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
@@ -27,6 +30,8 @@ from flows.cli.machine import POOL
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, State
+
+CANCEL_SECONDS: Final = 7.0
 
 
 class NoHooks:
@@ -61,10 +66,21 @@ class FlowWorker(ProcessWorker, abc.ABC):  # a direct base ABC keeps Prefect fro
                     isolate_process_group=True,
                     env_overrides_settings=True,
                 )
+                hurry(context.process_manager)
                 executor = context.create_executor(flow_run, starter, propose_submitting=False, hook_runner=NoHooks())
                 handle = await group.start(executor.submit)
                 status.started(handle.pid)
         return ProcessWorkerResult(status_code=0, identifier=str(handle.pid))
+
+
+def hurry(processes: ProcessManager) -> None:
+    """Have it kill whoever has not ended CANCEL_SECONDS after being asked to; the services end with the flow."""
+    kill = processes.kill
+
+    async def soon(flow_run_id: UUID, grace_seconds: float = CANCEL_SECONDS, *, force: bool = False) -> None:
+        await kill(flow_run_id, min(grace_seconds, CANCEL_SECONDS), force=force)
+
+    processes.kill = soon  # type: ignore[method-assign]
 
 
 def _folder(given: Path | None) -> AbstractContextManager[str | Path]:

@@ -1,0 +1,85 @@
+"""The matrix kills exactly where it says: right before a write of a certain kind, or right after it, and once."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from matrix import POINTS, Tally, difference
+from scene import INJECT, Bucket
+
+from areal_tasks.store import paths
+from areal_tasks.store.backend import open_store
+
+WRITES = {
+    "stage manifest": paths.stage_manifest("r", 3, "rollout", "0a1b"),
+    "iteration commit": paths.iteration_commit("r", 3),
+    "checkpoint": paths.checkpoint("r", 4, "x"),
+    "published weights": paths.weights("r", 4, "x"),
+}
+WRITER = """
+import sys
+from areal_tasks.store.backend import open_store
+store = open_store(sys.argv[1])
+store.put("r/iteration=000003/stage=rollout/attempt=x/part-00000.parquet", b"before")
+store.create(sys.argv[2], b"it")
+store.put("r/later", b"after")
+"""
+
+
+def write(folder: Path, path: str, point: dict[str, object]) -> tuple[int, set[str]]:
+    """How a process ends that writes `path` under a kill point of its own, and what the store then holds."""
+    url, file = (folder / "store").as_uri(), folder / "point.json"
+    environment = os.environ | {
+        "AREAL_CHAOS_POINT": str(file),
+        "PYTHONPATH": os.pathsep.join([str(INJECT), os.getcwd()]),
+    }
+    process = subprocess.Popen([sys.executable, "-c", f"input()\n{WRITER}", url, path], env=environment, stdin=-1)
+    file.write_text(json.dumps(point | {"pid": process.pid}))
+    process.communicate(b"\\n")
+    return process.returncode, set(open_store(url).list("r"))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", POINTS)
+def test_it_strikes_at_the_write_it_names(tmp_path: Path, kind: str, when: str) -> None:
+    code, there = write(tmp_path, WRITES[kind], {"when": when, "match": POINTS[kind]})
+    assert code == -signal.SIGKILL
+    assert (WRITES[kind] in there) == (when == "after") and "r/later" not in there
+    assert not (tmp_path / "point.json").exists()
+
+
+def test_other_writes_pass(tmp_path: Path) -> None:
+    code, there = write(tmp_path, WRITES["checkpoint"], {"when": "before", "match": POINTS["published weights"]})
+    assert code == 0 and "r/later" in there and (tmp_path / "point.json").exists()
+
+
+def test_an_s3_server_comes_back_as_it_was(tmp_path: Path) -> None:
+    bucket = Bucket(tmp_path)
+    first = bucket.start()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in first.environment.items():
+            patch.setenv(name, value)
+        store = open_store(f"s3://arealflow/{random.randrange(10**6)}")
+        store.create("r/a", b"kept")
+        first.process.kill()
+        first.process.wait()
+        try:
+            bucket.start()
+            assert store.read("r/a") == b"kept"
+        finally:
+            assert bucket.server is not None
+            bucket.server.process.kill()
+            bucket.server.process.wait()
+
+
+def test_the_table_tells_slow_rounds_and_failures() -> None:
+    tally = Tally("flow", seconds=[10.0, 20.0, 70.0], points=1, runs=2, failures=["run: it differs"])
+    assert tally.row().split() == ["flow", "3", "1", "20.0", "70.0", "1", "2", "1"]
+    assert difference({"a": 1, "b": 2}, {"a": 1, "b": 3}) == "b"
