@@ -36,7 +36,7 @@ def test_everything_in_prefect_yaml_is_deployed(deployments: list[dict[str, Any]
 
 
 def test_every_deployment_has_a_recipe_that_its_flow_accepts(deployments: list[dict[str, Any]]) -> None:
-    for deployment in deployments:
+    for deployment in (d for d in deployments if d["entrypoint"] != "flows.replay.replay"):
         recipe = parse_recipe(deployment["parameters"]["recipe"])
         assert deployment["entrypoint"] == f"flows.{recipe.flow}.{recipe.flow}"
         assert deployment["enforce_parameter_schema"]
@@ -56,10 +56,19 @@ def test_the_server_refuses_a_run_whose_parameters_do_not_fit(api: str, deployme
     assert answer.is_client_error and "many" in answer.text
 
 
+def test_a_replay_needs_no_recipe_and_describes_what_it_needs(deployments: list[dict[str, Any]]) -> None:
+    [one] = [d for d in deployments if d["entrypoint"] == "flows.replay.replay"]
+    properties = one["parameter_openapi_schema"]["properties"]
+    assert one["parameters"] == {} and one["parameter_openapi_schema"]["required"] == ["original", "start"]
+    assert all(shown.get("description") for shown in properties.values())
+    assert properties["start"]["enum"] == ["verify", "advantage", "train"]
+
+
 @pytest.mark.parametrize("flow", sorted(FLOWS))
 def test_the_form_has_every_section_and_describes_every_field(flow: str) -> None:
     schema = parameter_schema(FLOWS[flow])
-    assert list(schema.properties) == ["recipe", "run", "overrides"]
+    forks = ["fork"] if flow in ("rlhf", "sft") else []
+    assert list(schema.properties) == ["recipe", "run", "overrides", *forks]
     assert all(p.get("description") for p in schema.properties.values())
     model = RECIPES[flow]
     recipe = schema.definitions[model.__name__]["properties"]
