@@ -147,6 +147,9 @@ SFT_BATCH: Final = _schema(  # the demonstrations one SFT iteration trains on
 
 TEXTS: Final = frozenset({"prompt", "completion", "answer", "parsed", "detail"})
 
+#: Short texts of which there are few, whatever the number of rows.
+REPEATED: Final = frozenset({"stop_reason", "server", "status", "verdict", "verifier", "dropped_reason", "transport"})
+
 
 def scalar_fields(*schemas: pa.Schema) -> list[pa.Field]:
     """The short columns of `schemas`, each name once: no lists, no texts."""

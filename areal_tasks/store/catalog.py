@@ -68,9 +68,17 @@ class Region:
                     found.setdefault(ref.path, (ref, commit))
         return found
 
+    @cached_property
+    def everything(self) -> list[Selected]:
+        """All manifests that are selected here and not before. Whoever asks for many of them asks for this first."""
+        manifests = read_manifests(self.run, self.refs, list(self.refs))
+        return [Selected(path, m, self.refs[path][1]) for path, m in zip(self.refs, manifests, strict=True)]
+
     def selected(self, stages: Set[str] | None = None) -> list[Selected]:
         """The manifests of these stages (of all) that are selected here and not before."""
-        wanted = [path for path, (ref, _) in self.refs.items() if stages is None or ref.stage in stages]
+        if stages is None or "everything" in self.__dict__:
+            return [found for found in self.everything if stages is None or found.manifest.stage in stages]
+        wanted = [path for path, (ref, _) in self.refs.items() if ref.stage in stages]
         manifests = read_manifests(self.run, self.refs, wanted)
         return [Selected(path, m, self.refs[path][1]) for path, m in zip(wanted, manifests, strict=True)]
 

@@ -36,6 +36,7 @@ _GROUP_ROWS: Final = 1 << 18
 _GROUP_BYTES: Final = 128 << 20
 _GROWTH: Final = 2  # a compaction shorter than this many times what follows it is merged with that
 _AT_ONCE: Final = 64  # plain shards in memory
+_ITERATIONS: Final = 256  # whose manifests are in memory
 _UNIQUE: Final = frozenset({"sample_id", "seed", "path", "sha256", "key", "attempt", "previous"}) | TEXTS
 
 
@@ -48,7 +49,6 @@ def compact(run: Run, catalog: Catalog, regions: Sequence[Region], tables: Seque
     attempt, started = new_attempt(), now()
     first, stop = regions[0].first, regions[-1].stop
     names = [*(name for name in tables if name in catalog.stages_of), *DERIVED]
-    prefix = paths.compact_attempt(run.name, attempt)
     record = Compaction(
         run=run.name,
         first=first,
@@ -56,7 +56,7 @@ def compact(run: Run, catalog: Catalog, regions: Sequence[Region], tables: Seque
         attempt=attempt,
         last=bytes_digest(run.store, run.commit_path(stop - 1)),
         stages_of={table: tuple(sorted(stages)) for table, stages in catalog.stages_of.items()},
-        tables={name: _merged(run, catalog, regions, name, prefix) for name in names},
+        tables=_merged(run, catalog, regions, names, paths.compact_attempt(run.name, attempt)),
         provenance=make_provenance(run.owner, started),
     )
     data = record.encode()
@@ -66,13 +66,24 @@ def compact(run: Run, catalog: Catalog, regions: Sequence[Region], tables: Seque
     return record
 
 
-def _merged(run: Run, catalog: Catalog, regions: Sequence[Region], name: str, prefix: str) -> CompactTable:
-    schema = compact_schema(name)
-    rows = (part for region in regions for part in _rows(catalog, region, name))
-    files = tuple(
-        _write(run, f"{prefix}/{name}-{index:05d}.parquet", table) for index, table in enumerate(_batched(rows))
-    )
-    return CompactTable(columns=tuple(schema.names), files=files)
+def _merged(
+    run: Run, catalog: Catalog, regions: Sequence[Region], names: Sequence[str], prefix: str
+) -> dict[str, CompactTable]:
+    """All tables in one pass over the history."""
+    merges = [_Merge(run, name, f"{prefix}/{name}") for name in names]
+    for region in (part for whole in regions for part in _parts(whole)):
+        for merge in merges:
+            for rows in _rows(catalog, region, merge.name):
+                merge.add(rows)
+    return {merge.name: merge.finished() for merge in merges}
+
+
+def _parts(region: Region) -> Iterable[Region]:
+    """A plain region in pieces whose manifests fit into memory together."""
+    if region.compaction is not None:
+        return [region]
+    starts = range(region.first, region.stop, _ITERATIONS)
+    return (Region(region.run, k, min(k + _ITERATIONS, region.stop)) for k in starts)
 
 
 def _rows(catalog: Catalog, region: Region, name: str) -> Iterator[pa.Table]:
@@ -81,35 +92,51 @@ def _rows(catalog: Catalog, region: Region, name: str) -> Iterator[pa.Table]:
     if merged is not None:
         yield from merged
         return
-    if name in DERIVED:
-        yield catalog.derived(name, region)
-        return
-    schema = compact_schema(name)
-    shards = catalog.shards_of(region, name)
+    for part in [region] if region.compaction is None else _parts(Region(region.run, region.first, region.stop)):
+        part.selected()  # each table needs these manifests: the region keeps them
+        if name in DERIVED:
+            yield catalog.derived(name, part)
+        else:
+            yield from _plain_rows(catalog, part, name)
+
+
+def _plain_rows(catalog: Catalog, region: Region, name: str) -> Iterator[pa.Table]:
+    schema, shards = compact_schema(name), catalog.shards_of(region, name)
     for start in range(0, len(shards), _AT_ONCE):
-        part = shards[start : start + _AT_ONCE]
-        yield pa.concat_tables(parallel(lambda found: _plain_rows(catalog, *found, schema), part))
+        some = shards[start : start + _AT_ONCE]
+        yield pa.concat_tables(parallel(lambda found: _shard_rows(catalog.run, *found, schema), some))
 
 
-def _plain_rows(catalog: Catalog, iteration: int, shard: ShardRef, schema: pa.Schema) -> pa.Table:
-    table = read_shard(catalog.run.store, shard)
+def _shard_rows(run: Run, iteration: int, shard: ShardRef, schema: pa.Schema) -> pa.Table:
+    table = read_shard(run.store, shard)
     given = {name: table[name] for name in table.column_names}
     given["iteration"] = pa.array([iteration] * len(table), pa.int32())
     columns = [given[f.name].cast(f.type) if f.name in given else pa.nulls(len(table), f.type) for f in schema]
     return pa.table(columns, schema=schema)
 
 
-def _batched(rows: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """The same rows in tables as large as a file may be."""
-    held: list[pa.Table] = []
-    size = count = 0
-    for part in rows:
-        held, size, count = [*held, part], size + part.nbytes, count + len(part)
-        if count >= _FILE_ROWS or size >= _FILE_BYTES:
-            yield pa.concat_tables(held)
-            held, size, count = [], 0, 0
-    if count:
-        yield pa.concat_tables(held)
+class _Merge:
+    """The merged files of one table: rows are held until they fill one."""
+
+    def __init__(self, run: Run, name: str, prefix: str) -> None:
+        self.run, self.name, self.prefix = run, name, prefix
+        self.held: list[pa.Table] = []
+        self.files: list[CompactFile] = []
+
+    def add(self, rows: pa.Table) -> None:
+        self.held.append(rows)
+        if sum(map(len, self.held)) >= _FILE_ROWS or sum(part.nbytes for part in self.held) >= _FILE_BYTES:
+            self._flush()
+
+    def finished(self) -> CompactTable:
+        if any(map(len, self.held)):
+            self._flush()
+        return CompactTable(columns=tuple(compact_schema(self.name).names), files=tuple(self.files))
+
+    def _flush(self) -> None:
+        path = f"{self.prefix}-{len(self.files):05d}.parquet"
+        self.files.append(_write(self.run, path, pa.concat_tables(self.held)))
+        self.held = []
 
 
 def _write(run: Run, path: str, table: pa.Table) -> CompactFile:

@@ -20,8 +20,13 @@ from areal_tasks.store.commit import bytes_digest, decode
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.runs import Run
 from schemas.compaction import CompactFile, Compaction, CompactTable
+from schemas.tables import REPEATED
 
-FORMAT: Final = ds.ParquetFileFormat()
+#: Reads texts that repeat as dictionaries: DuckDB groups and filters them several times faster.
+FORMAT: Final = ds.ParquetFileFormat(
+    dictionary_columns=sorted(REPEATED),
+    default_fragment_scan_options=ds.ParquetFragmentScanOptions(page_checksum_verification=True),
+)
 DIGEST: Final = 32  # hex digits of the SHA-256 that a name or a chunk carries
 _NAME: Final = re.compile(rf"(\d{{6,}})-(\d{{6,}})-(\d{{3,}})-([0-9a-f]{{{DIGEST}}})\.json")
 

@@ -8,13 +8,14 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from areal_tasks.store.catalog import Catalog, Region, compact_schema
+from areal_tasks.store.catalog import Catalog, Region
 from areal_tasks.store.compacted import FORMAT
-from schemas.tables import TABLES
+from schemas.tables import REPEATED, TABLES
 
 #: Makes the data set that is scanned, given the columns and the filter.
 Build = Callable[[Sequence[str], ds.Expression | None], ds.Dataset]
 
+_WORD: Final = pa.dictionary(pa.int32(), pa.string())  # a text to DuckDB all the same
 _ITERATION: Final = pa.field("iteration", pa.int32(), nullable=False)
 
 
@@ -38,7 +39,8 @@ class Lazy(ds.InMemoryDataset):  # type: ignore[misc]
 
 def table_schema(table: str) -> pa.Schema:
     """The columns of the view of a table."""
-    return pa.schema([_ITERATION, *(field for field in TABLES[table] if field.name != "iteration")])
+    fields = (field for field in TABLES[table] if field.name != "iteration")
+    return pa.schema([_ITERATION, *(field.with_type(_WORD) if field.name in REPEATED else field for field in fields)])
 
 
 def table_dataset(catalog: Catalog, table: str) -> Lazy:
@@ -60,7 +62,7 @@ def table_dataset(catalog: Catalog, table: str) -> Lazy:
         if compact is None:
             return shards(region)
         read = catalog.reader.fragments
-        found = catalog.trusted(region, lambda: read(compact, set(columns), filter, compact_schema(table)))
+        found = catalog.trusted(region, lambda: read(compact, set(columns), filter, schema))
         return shards(region) if found is None else found
 
     def build(columns: Sequence[str], filter: ds.Expression | None) -> ds.Dataset:
