@@ -116,6 +116,7 @@ def _start(
 
     def closed(iteration: Closed) -> None:
         patience.progressed()
+        services.supervisor.progressed()
         observe(iteration)
 
     with logged(run, ids.flow_run), Observer(run, recipe) as observe, services as engines:

@@ -12,8 +12,10 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -23,13 +25,14 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from areal_tasks.store.backend import open_store
+from areal_tasks.store.backend import Unavailable, open_store
 from areal_tasks.store.paths import service as service_path
 from schemas.manifest import ServiceRecord, WeightsRef
 
 SPEC: Final = "AREAL_SERVICE_SPEC"
 TOKEN: Final = "AREAL_SERVICE_TOKEN"
 LIFELINE: Final = "AREAL_LIFELINE_FD"
+STORE_AWAY: Final = 75  # EX_TEMPFAIL: the exit status of a service that cannot start because the store is away
 SCRATCH: Final = "AREAL_SERVICE_SCRATCH"  # a folder that the launcher made for this service alone
 
 
@@ -52,6 +55,16 @@ class ServiceSpec(BaseModel):
 def read_spec() -> ServiceSpec:
     """The specification handed over by the launcher in the environment."""
     return ServiceSpec.model_validate_json(os.environ[SPEC])
+
+
+@contextmanager
+def store_may_be_away() -> Iterator[None]:
+    """Ends the process with STORE_AWAY where the store cannot be reached: starting it again later may do."""
+    try:
+        yield
+    except Unavailable as error:
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(STORE_AWAY)
 
 
 def watch_lifeline(before_death: Callable[[], object] = lambda: None) -> None:

@@ -11,12 +11,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from areal_tasks.engines.service import ServiceSpec
+from areal_tasks.engines.service import STORE_AWAY, ServiceSpec
 from areal_tasks.launchers.advice import advice
 from areal_tasks.launchers.inline import InlineLauncher
 from areal_tasks.launchers.local import LocalLauncher
 from areal_tasks.launchers.protocol import Handle, Job, Launcher
-from areal_tasks.store.backend import Missing, Store
+from areal_tasks.store.backend import Missing, Store, Unavailable
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.paths import service as service_path
@@ -39,6 +39,7 @@ class Service:
     job: Job
     handle: Handle
     url: str = ""
+    failures: int = 0  # since something came of its work
 
 
 class ServiceFailed(UserError):
@@ -91,6 +92,11 @@ class Supervisor:
                 if service.handle.exit_code() is not None:
                     self._restart(service, weights)
 
+    def progressed(self) -> None:
+        """Something has come of the services' work: failures before that do not count any more."""
+        for service in self.services.values():
+            service.failures = 0
+
     def end(self, urls: Collection[str], why: str = "does not answer", grace_seconds: float = 5.0) -> None:
         """Stop the services that listen at `urls`: they run but are of no use. `heal` starts them again."""
         with self._healing:
@@ -101,14 +107,15 @@ class Supervisor:
 
     def _restart(self, service: Service, weights: WeightsRef | None) -> None:
         spec = service.job.spec
-        if spec.restart >= self.settings.restarts:
+        if service.failures >= self.settings.restarts:
             raise ServiceFailed(
-                f"service {spec.name!r} failed {spec.restart + 1} times; launcher.restarts allows no more.\n"
+                f"service {spec.name!r} failed {service.failures + 1} times; launcher.restarts allows no more.\n"
                 f"{self._tail(service)}"
             )
         log.warning("service %s ended with %s; starting it again", spec.name, service.handle.exit_code())
         service.handle.stop()
-        time.sleep(min(30.0, 0.5 * 2**spec.restart))
+        time.sleep(min(30.0, 0.5 * 2**service.failures))
+        service.failures += 1
         renewed = spec.model_copy(update={"restart": spec.restart + 1, "weights": weights or spec.weights})
         service.job = replace(service.job, spec=renewed, log=self._log(renewed))
         service.handle, service.url = self.launcher.start(service.job), ""
@@ -126,6 +133,8 @@ class Supervisor:
 
     def _check_starting(self, service: Service, deadline: float) -> None:
         code, name = service.handle.exit_code(), service.job.spec.name
+        if code == STORE_AWAY:
+            raise Unavailable(f"service {name!r} could not start: the store was away.")
         if code is not None:
             raise ServiceFailed(f"service {name!r} ended with {code} while starting.\n{self._tail(service)}")
         if time.monotonic() > deadline:

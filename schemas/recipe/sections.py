@@ -255,7 +255,9 @@ class Launcher(Section):
         "local", description="`local`: processes of this machine; `inline`: threads of this process, for a debugger."
     )
     startup_seconds: float = operational(180.0, gt=0, le=86400, description="A service must be ready within this time.")
-    restarts: int = operational(3, ge=0, le=1000, description="Restarts of a failed service before the run stops.")
+    restarts: int = operational(
+        3, ge=0, le=1000, description="Restarts of a failed service, without a commit between, before the run stops."
+    )
     warn_seconds: float = operational(
         60.0,
         gt=0,

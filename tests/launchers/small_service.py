@@ -1,4 +1,4 @@
-"""A service of a few lines that does what its name says: `ready`, `dies`, `silent`, `parent`."""
+"""A service of a few lines that does what its name says: `ready`, `dies`, `storeless`, `silent`, `parent`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from areal_tasks.engines.service import ServiceSpec, read_spec, serve, watch_lifeline
+from areal_tasks.engines.service import ServiceSpec, read_spec, serve, store_may_be_away, watch_lifeline
+from areal_tasks.store.backend import Unavailable
 
 
 def make_app(spec: ServiceSpec) -> Starlette:
@@ -28,6 +29,9 @@ def main() -> None:
         print(f"line {line} of {spec.name}")
     if spec.name == "dies":
         sys.exit("error: there is no such model")
+    if spec.name == "storeless":
+        with store_may_be_away():
+            raise Unavailable("the store does not answer")
     if spec.name == "silent":
         time.sleep(600)
     if spec.name == "parent":

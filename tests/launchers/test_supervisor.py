@@ -11,9 +11,10 @@ import psutil
 import pytest
 
 from areal_tasks.engines.service import TOKEN, ServiceSpec
+from areal_tasks.launchers.inline import InlineLauncher
 from areal_tasks.launchers.local import LocalHandle
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
-from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.backend import Store, Unavailable, open_store
 from schemas.manifest import WeightsRef
 from schemas.recipe.sections import Launcher
 
@@ -108,6 +109,39 @@ def test_a_service_that_fails_too_often_stops_the_run(begin: Begin) -> None:
     handle(supervisor, "dies").process.wait()
     with pytest.raises(ServiceFailed, match=r"(?s)'dies' failed 1 times; launcher.restarts .*there is no such model"):
         supervisor.heal()
+
+
+def test_a_service_that_finds_no_store_may_be_started_again(begin: Begin) -> None:
+    with pytest.raises(Unavailable, match="'storeless' could not start: the store was away"):
+        begin("storeless").wait(["storeless"])
+
+
+def test_failures_count_until_something_has_come_of_the_work(begin: Begin) -> None:
+    supervisor = begin("ready", restarts=1)
+    for restart in (1, 2):
+        handle(supervisor, "ready").stop(0.0)
+        supervisor.heal()
+        assert about(supervisor, supervisor.wait(["ready"])[0])["restart"] == restart
+        supervisor.progressed()
+    supervisor.services["ready"].failures = 1
+    handle(supervisor, "ready").stop(0.0)
+    with pytest.raises(ServiceFailed, match="'ready' failed 2 times"):
+        supervisor.heal()
+
+
+def test_leaving_stops_every_service_even_if_one_cannot_be(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = begin("ready", "silent")
+    processes = [handle(supervisor, name).process for name in ("ready", "silent")]
+
+    def fail(grace_seconds: float = 5.0) -> None:
+        raise OSError("no such process group")
+
+    monkeypatch.setattr(handle(supervisor, "ready"), "stop", fail)
+    with pytest.raises(OSError, match="no such process group"):
+        supervisor.__exit__()
+    assert [process.wait(20) is None for process in processes] == [False, False]
+    supervisor.services.clear()
+    supervisor.launcher = InlineLauncher()  # its own is closed already
 
 
 def test_leaving_stops_services_and_what_they_started(begin: Begin) -> None:

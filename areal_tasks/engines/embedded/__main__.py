@@ -16,8 +16,8 @@ from areal_tasks.engines.embedded.app import Server
 from areal_tasks.engines.embedded.engine import Engine
 from areal_tasks.engines.embedded.runner import Runner
 from areal_tasks.engines.embedded.weights import end_tokens, find_detokenizer, weights_folder
-from areal_tasks.engines.service import ServiceSpec, read_spec, serve, watch_lifeline
-from areal_tasks.store.backend import open_store
+from areal_tasks.engines.service import ServiceSpec, read_spec, serve, store_may_be_away, watch_lifeline
+from areal_tasks.store.backend import Unavailable, open_store
 from areal_tasks.store.files import read_weights
 from schemas.errors import UserError
 from schemas.recipe.sections import Inference, Model
@@ -58,11 +58,14 @@ def main() -> None:
     watch_lifeline()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     spec = read_spec()
-    try:
-        app = make_app(spec, _end)
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    serve(app, spec)
+    with store_may_be_away():
+        try:
+            app = make_app(spec, _end)
+        except Unavailable:
+            raise
+        except UserError as error:
+            sys.exit(f"error: {error}")
+        serve(app, spec)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from areal_tasks.engines.service import ServiceSpec, read_spec, serve, watch_lifeline
+from areal_tasks.engines.service import ServiceSpec, read_spec, serve, store_may_be_away, watch_lifeline
 from areal_tasks.engines.trainer.app import follow, make_app
 from areal_tasks.engines.trainer.group import Group, GroupBroken
 from areal_tasks.engines.trainer.ranks import join
@@ -22,7 +22,8 @@ def main() -> None:
     spec = read_spec()
     group = join(read_settings(spec.recipe).trainer)
     if group.rank == 0:
-        serve(make_app(spec, group), spec)
+        with store_may_be_away():
+            serve(make_app(spec, group), spec)
     else:
         _follow(spec, group)
 
