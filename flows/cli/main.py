@@ -7,7 +7,22 @@ import sys
 import typer
 from rich.console import Console
 
-from flows.cli import alerts, audit, compact, diff, doctor, fork, gc, inspect, local, log, machine, replay, report
+from flows.cli import (
+    alerts,
+    audit,
+    compact,
+    diff,
+    doctor,
+    fork,
+    gc,
+    inspect,
+    local,
+    log,
+    machine,
+    replay,
+    report,
+    weights,
+)
 from schemas.errors import UserError
 
 app = typer.Typer(
@@ -32,6 +47,7 @@ app.command("report")(report.report)
 app.command("audit")(audit.audit)
 app.command("log")(log.log)
 app.command("gc")(gc.gc)
+app.command("weights")(weights.weights)
 app.command("doctor")(doctor.doctor)
 
 

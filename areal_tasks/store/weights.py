@@ -1,0 +1,165 @@
+"""Weights as versions of a run: which there are, whole Hugging Face folders of them, and how far two are apart."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from areal_tasks.store import paths
+from areal_tasks.store.backend import Store
+from areal_tasks.store.commit import find_record
+from areal_tasks.store.files import common_folder, materialise, read_weights, weights_ref
+from areal_tasks.store.parallel import parallel
+from areal_tasks.store.runs import Run
+from areal_tasks.store.shards import read_table
+from areal_tasks.store.tags import PROTECTED, find_tag, read_tags
+from areal_tasks.store.tombstones import check_kept, find_weights_tombstone
+from schemas.errors import UserError
+from schemas.manifest import Tag, WeightsManifest, WeightsRef
+
+_NEWEST: Final = "newest"
+
+
+@dataclass(frozen=True)
+class WeightsVersion:
+    """One version of a run's weights. `state`: `written`, `not written` (handed to the servers only), `removed`."""
+
+    version: int
+    attempt: str
+    state: str
+    bytes: int
+    committed: str
+    tags: tuple[str, ...]
+    protected: bool
+    path: str
+
+
+def list_weights(run: Run) -> list[WeightsVersion]:
+    """All versions of a run, version 0 first, those of its parents included."""
+    tags = read_tags(run.store, run.name)
+    return parallel(lambda item: _version(run.store, *item, tags), _refs(run))
+
+
+def find_weights(run: Run, name: str) -> WeightsRef:
+    """The weights that `name` means: a version's number, a tag, or `newest` (that was written).
+
+    Raises:
+        UserError: there are none, they were never written, or they were removed; the nearest ones are named.
+    """
+    refs = [ref for ref, _ in _refs(run)]
+    tag = find_tag(run.store, run.name, name) if not name.isdecimal() and name != _NEWEST else None
+    version = int(name) if name.isdecimal() else tag.version if tag else None
+    if name == _NEWEST:
+        return [ref for ref in refs if ref.written][-1]
+    found = next((ref for ref in refs if ref.version == version), None)
+    if found is None:
+        known = ", ".join(sorted({t.tag for t in read_tags(run.store, run.name) if not t.tag.startswith(PROTECTED)}))
+        raise UserError(
+            f"Run {run.name!r} has no weights {name!r}: versions are 0 to {len(refs) - 1}, tags: {known or 'none'}."
+        )
+    if not found.written:
+        raise UserError(
+            f"Version {version} of run {run.name!r} was handed to the servers and not written to the store: "
+            f"{_nearest(refs, found.version)} is the nearest that was (trainer.weights_every)."
+        )
+    check_kept(run.store, found)
+    return found
+
+
+def export_weights(store: Store, ref: WeightsRef, into: Path) -> int:
+    """Copy weights into a folder as Hugging Face reads it; returns their bytes. Every file's SHA-256 is verified.
+
+    Raises:
+        UserError: the folder has something in it, or a file is damaged.
+    """
+    if into.exists() and any(into.iterdir()):
+        raise UserError(f"{into} is not empty: name a folder that is, or that does not exist yet")
+    into.mkdir(parents=True, exist_ok=True)
+    files = read_weights(store, ref).files
+    folder = materialise(store, files, into, verify=True)
+    for file in files if folder != into else ():
+        name = file.path.removeprefix(f"{common_folder(files)}/")
+        (into / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, into / name)
+    return sum(file.bytes for file in files)
+
+
+def _refs(run: Run) -> list[tuple[WeightsRef, str]]:
+    """Each version's reference, and when it was committed."""
+    head = run.head()
+    commits = parallel(run.commit, range(head.iteration + 1)) if head else []
+    made = [(c.weights, c.provenance.committed) for c in commits if c.weights.version == c.iteration + 1]
+    initial = next((ref for c in commits[:1] for ref in c.stages if ref.stage == "initialise"), None)
+    if initial is None:
+        return made
+    manifest = run.read_stage(initial)
+    row = read_table(run.store, manifest.tables["initial_weights"], ("version", "weights_attempt")).to_pylist()[0]
+    ref = weights_ref(run.store, paths.weights(manifest.run, row["version"], row["weights_attempt"]))
+    return [(ref, manifest.provenance.committed), *made]
+
+
+def _version(store: Store, ref: WeightsRef, committed: str, tags: Sequence[Tag]) -> WeightsVersion:
+    mine = [tag.tag for tag in tags if (tag.version, tag.weights_attempt) == (ref.version, ref.attempt)]
+    manifest = find_record(store, ref.path, WeightsManifest) if ref.written else None
+    removed = find_weights_tombstone(store, ref) if ref.written else None
+    return WeightsVersion(
+        version=ref.version,
+        attempt=ref.attempt,
+        state="removed" if removed else "written" if ref.written else "not written",
+        bytes=sum(file.bytes for file in manifest.files) if manifest and not removed else 0,
+        committed=committed,
+        tags=tuple(tag for tag in mine if not tag.startswith(PROTECTED)),
+        protected=any(tag.startswith(PROTECTED) for tag in mine),
+        path=ref.path,
+    )
+
+
+def _nearest(refs: Sequence[WeightsRef], version: int) -> str:
+    written = [ref.version for ref in refs if ref.written]
+    return f"version {min(written, key=lambda v: (abs(v - version), v))}" if written else "none"
+
+
+# ── how far two versions are apart ──────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How one tensor differs between two versions, computed in float64."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    largest: float
+    mean: float
+    cosine: float
+
+
+def compare_folders(left: Path, right: Path) -> list[TensorDifference]:
+    """Each tensor's largest and mean absolute difference and cosine similarity, of two Hugging Face folders.
+
+    Raises:
+        UserError: they are not of one architecture.
+    """
+    one, two = _tensors(left), _tensors(right)
+    shapes = [{name: tuple(t.get_slice(name).get_shape()) for name, t in side.items()} for side in (one, two)]
+    if shapes[0] != shapes[1]:
+        different = sorted({name for name, shape in shapes[0].items() ^ shapes[1].items()})
+        raise UserError(f"These are weights of different models: {', '.join(different[:5])} differ in shape or name.")
+    return [_difference(name, one[name].get_tensor(name), two[name].get_tensor(name)) for name in sorted(one)]
+
+
+def _tensors(folder: Path) -> dict[str, Any]:
+    """For each tensor's name, the open file that holds it: safetensors alone, which can hold no code."""
+    from safetensors import safe_open
+
+    files = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
+    return {name: file for file in files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
+
+
+def _difference(name: str, left: Any, right: Any) -> TensorDifference:
+    one, two = left.double().flatten(), right.double().flatten()
+    gap, norms = (one - two).abs(), one.norm() * two.norm()
+    cosine = float(one @ two / norms) if norms > 0 else float(bool((one == two).all()))
+    return TensorDifference(name, tuple(left.shape), float(gap.max()), float(gap.mean()), cosine)
