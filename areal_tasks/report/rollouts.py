@@ -29,8 +29,8 @@ DECIMALS: Final = 4
 _JOINED: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "scalars": {
         "rollout": ("prompt", "completion", "answer", "input_ids", "loss_mask", "logprobs", "versions"),
-        "verify": ("parsed", "detail"),
-        "advantage": ("advantages",),
+        "verify": ("reward", "verdict", "parsed", "detail"),
+        "advantage": ("advantages", "shaped_reward", "kept", "dropped_reason"),
         "reference": ("ref_logprobs",),
         "proximal": ("prox_logprobs",),
     },
@@ -75,8 +75,9 @@ def _read_iteration(catalog: Catalog, table: str, iteration: int, keys: set[Key]
     refs = table_refs(catalog, catalog.run.commit(iteration), {table, *_JOINED[table]})
     wanted = pa.array(sorted({key.sample_id for key in keys}))
     found: dict[Key, Row] = {}
-    for ref in refs.get(table, []):
-        for row in _rows(catalog, ref, wanted, [name for name in TABLES[table].names if name != "iteration"]):
+    base = "rollout" if table == "scalars" and table not in refs else table  # a replay may end before `scalars`
+    for ref in refs.get(base, []):
+        for row in _rows(catalog, ref, wanted, [name for name in TABLES[base].names if name != "iteration"]):
             key = Key(table, iteration, row.get("weights_version", -1), row["sample_id"])
             if key in keys:
                 found[key] = row

@@ -104,8 +104,12 @@ def make_run(
     *overrides: str,
     tokenizer: bool = True,
     evaluate: bool = True,
+    trains: bool = True,
 ) -> Run:
-    """A run of the flow rlhf whose iterations hold these samples; `evaluate`: version 0 is evaluated on them too."""
+    """A run of the flow rlhf whose iterations hold these samples.
+
+    `evaluate`: version 0 is evaluated on them too. Without `trains` it ends before training, as a replay may.
+    """
     recipe = load_recipe("quickstart", [*overrides, f"schedule.iterations={max(len(iterations), 3)}"])
     run = open_run(store, name, "rlhf", recipe)
     for k, rows in enumerate(iterations):
@@ -113,6 +117,8 @@ def make_run(
         tables = {table: (table if table != "train_samples" else "train", rows) for table in trained}
         stages = {"train": {"train_steps": steps(k), "train_samples": rows}}
         stages |= {stage: {table: found} for table, (stage, found) in tables.items() if stage != "train"}
+        if not trains:
+            del stages["train"], stages["scalars"]
         if k == 0 and evaluate:
             stages["evaluate"] = {"evaluate": [row | {"weights_version": 0} for row in rows]}
         if k == 0 and tokenizer:

@@ -273,6 +273,18 @@ def test_a_damaged_shard_takes_only_its_own_samples(store: Store, tmp_path: Path
     assert len(run["problems"]) == 1 and shard.name in run["problems"][0] and "damaged" in run["problems"][0]
 
 
+def test_a_replay_that_ends_before_training_is_shown(store: Store) -> None:
+    history = [rows(0, parsed="41", kept=False), rows(1)]
+    make_run(store, "a", history, evaluate=False)
+    make_run(store, "b", history, evaluate=False, trains=False)
+    whole, short = report_of(store, "a", "b")
+    for chart in ("reward", "accuracy", "length", "truncated", "dropped", "signal"):
+        assert short["curves"][chart] == whole["curves"][chart]
+    assert "loss" not in short["curves"] and len(short["samples"]) == 16
+    for sample_of_short, sample_of_whole in zip(short["samples"], whole["samples"], strict=True):
+        assert sample_of_short.items() <= sample_of_whole.items()
+
+
 def test_a_run_on_s3_is_shown_alike(s3_store: Store, store: Store) -> None:
     for place in (s3_store, store):
         make_run(place, "report-alike", [rows(0), rows(1)])
