@@ -70,11 +70,16 @@ def _whole(target: Path, file: FileRef) -> bool:
 
 def _check(store: Store, file: FileRef, target: Path, verify: bool) -> None:
     size = target.stat().st_size if target.is_file() else store.size(file.path)  # the latter says that it is missing
-    if size != file.bytes or (verify and file_sha256(target) != file.sha256):
-        raise StoreError(
-            f"{store.uri(file.path)} is damaged: its {size} bytes are not the {file.bytes} that its manifest records. "
-            "Restore this file from a backup, or resume from an older checkpoint."
-        )
+    if size != file.bytes:
+        raise _damaged(store, file, f"its {size} bytes are not the {file.bytes} that its manifest records")
+    if verify and file_sha256(target) != file.sha256:
+        raise _damaged(store, file, f"its {size} bytes do not have the SHA-256 that its manifest records")
+
+
+def _damaged(store: Store, file: FileRef, how: str) -> StoreError:
+    return StoreError(
+        f"{store.uri(file.path)} is damaged: {how}. Restore this file from a backup; every other file is unharmed."
+    )
 
 
 def common_folder(files: Sequence[FileRef]) -> str:

@@ -15,8 +15,9 @@ from typing import Final, Self
 import duckdb
 import pyarrow as pa
 
-from areal_tasks.store.backend import Store
+from areal_tasks.store.backend import Store, StoreError
 from areal_tasks.store.catalog import Catalog
+from areal_tasks.store.commit import verified
 from areal_tasks.store.record_tables import log_table, segments_table
 from areal_tasks.store.runs import load_run
 from areal_tasks.store.scan import Lazy, derived_dataset, table_dataset
@@ -25,6 +26,7 @@ from schemas.views import COMMITS, LOG, SEGMENTS, SHARDS, STAGES, VIEWS, View
 
 _META: Final = frozenset({"stages", "commits", "shards", "log", "segments"})
 _ONE_SELECT: Final = "Ask one question at a time: a single SELECT (or DESCRIBE, SUMMARIZE, EXPLAIN)."
+_UNREADABLE: Final = re.compile(r"stream registered as '(\w+)' failed")  # DuckDB's words
 
 
 class Session:
@@ -90,10 +92,24 @@ class Session:
         used = {join.table for join in joins if any(column.source in words for column in join.columns)}
         return {join.table for join in joins} - used
 
+    def _damage(self, message: str) -> StoreError | None:
+        """The damaged shard because of which a table could not be read; none where the failure has another cause."""
+        table = _UNREADABLE.search(message)
+        if table is None or table[1] not in self.tables:
+            return None
+        for _, shard in self.catalog.shards(table[1]):
+            try:
+                verified(self.catalog.run.store, shard.path, shard.sha256)
+            except StoreError as damage:
+                return damage
+        return None
+
     def _explained(self, error: duckdb.Error) -> UserError:
         failures = [lazy.failure for lazy in self.lazies if isinstance(lazy.failure, UserError)]
         if failures:
             return UserError(str(failures[0]))
+        if (damage := self._damage(str(error))) is not None:
+            return damage
         names = sorted(_META | self.tables | {view.name for view in self.views})
         return UserError(f"{error}\nViews of run {self.catalog.run.name!r}: {', '.join(names)}.")
 

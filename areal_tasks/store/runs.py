@@ -23,6 +23,7 @@ from areal_tasks.store.commit import (
     read_verified,
 )
 from areal_tasks.store.fork import Origin, check_iteration, check_origin, leave_reference, origin_of, tell
+from areal_tasks.store.gaps import check_gaps
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.search import last_present
 from areal_tasks.store.segments import check_same, compare, extends, read_segments
@@ -116,7 +117,10 @@ class Run:
         """The recipe segment in force at iteration `k`."""
         if k < self.first and self.parent is not None:
             return self.parent.segment_at(k)
-        return [segment for segment in self.segments if segment.from_iteration <= k][-1]
+        known = [segment for segment in self.segments if segment.from_iteration <= k]
+        if not known:
+            raise Missing(self.store.uri(paths.segment(self.name, 0)))
+        return known[-1]
 
     def recipe_at(self, k: int) -> dict[str, Any]:
         """The recipe in force at iteration `k`, as JSON."""
@@ -214,10 +218,11 @@ def check_run(store: Store, name: str, flow: str, recipe: BaseRecipe, origin: Or
     """Raise what `open_run` would raise for this name, recipe and origin, and change nothing."""
     check_name(name)
     check_run_kept(store, name)
-    record = find_record(store, paths.run_record(name), RunRecord)
+    record, segments = find_record(store, paths.run_record(name), RunRecord), read_segments(store, name)
+    check_gaps(store, name, record, len(segments))
     if record is not None:
         check_origin(record, origin)
-        check_same(name, record.flow, flow, read_segments(store, name), recipe)
+        check_same(name, record.flow, flow, segments, recipe)
 
 
 def load_run(store: Store, name: str) -> Run:

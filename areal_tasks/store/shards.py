@@ -83,6 +83,7 @@ def _options(schema: pa.Schema) -> dict[str, Any]:
         "compression": "zstd",
         "compression_level": 1,
         "use_dictionary": False,
+        "write_page_checksum": True,  # SQL reads parts of a shard, whose SHA-256 cannot tell of an altered bit
         "use_byte_stream_split": [f"{f.name}.list.element" for f in schema if f.type == FLOATS] or False,
         "write_statistics": [f.name for f in schema if not pa.types.is_list(f.type) and f.name not in TEXTS],
     }

@@ -61,11 +61,14 @@ def held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Param
 
 
 def save_parameters(folder: Path, parameters: Parameters, progress: Progress) -> None:
-    """As `save_state`, of tensors that the backend has made for it."""
+    """As `save_state`, of tensors that the backend has made for it. OSError where the disk refuses."""
     counts = torch.tensor([progress.step, progress.skipped_in_row])
     state = {"parameters": parameters, "rng": torch.get_rng_state(), "progress": counts}
-    with _quiet():
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=False), no_dist=_alone())
+    try:
+        with _quiet():
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=False), no_dist=_alone())
+    except CheckpointException as error:  # no Exception of Python's, and it hides the one there was
+        raise _cause(error) from error
 
 
 def load_parameters(folder: Path, parameters: Parameters) -> Progress:
@@ -110,6 +113,11 @@ def _alone() -> bool:
 def _quiet() -> warnings.catch_warnings[None]:
     """DCP warns where there is no process group, which is what one process means."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)
+
+
+def _cause(error: CheckpointException) -> Exception:
+    first = next((cause for cause, _ in error.failures.values()), None)
+    return first if isinstance(first, Exception) else RuntimeError(_reason(error))
 
 
 def _reason(error: BaseException) -> str:

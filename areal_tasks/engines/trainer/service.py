@@ -46,6 +46,7 @@ from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, hand_on, larg
 from areal_tasks.engines.trainer.transport import Sender
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.files import materialise, read_weights, upload
+from areal_tasks.store.local import unusable
 from areal_tasks.store.shards import read_table, write_table
 from areal_tasks.store.under_way import LEDGER
 from schemas.errors import UserError
@@ -270,7 +271,10 @@ class Trainer:
         self.fence.expect(command.version)
         started = time.perf_counter()
         with self._folder(command.prefix) as folder:
-            save(folder)
+            try:
+                save(folder)
+            except OSError as error:
+                raise unusable(error.filename or self.store.uri(command.prefix), error) from error
             files = upload(self.store, command.prefix, folder) if self.group.rank == 0 else ()
         return Written(files=files, seconds=time.perf_counter() - started)
 

@@ -1,0 +1,154 @@
+"""A disk that is full, files that are damaged, a clock that jumps: a message that names the file, never wrong data."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from small_disk import small_disk
+from store_builders import build, recipe, table
+
+from areal_tasks.store import provenance
+from areal_tasks.store.backend import Store, StoreError, open_store
+from areal_tasks.store.commit import read_verified
+from areal_tasks.store.query import run_sql
+from areal_tasks.store.runs import load_run, open_run
+from areal_tasks.store.shards import content_digest, read_table, write_table
+from schemas.errors import UserError
+from schemas.manifest import StageManifest
+
+SMALL = 512 << 10  # bytes of the disk
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", SMALL) as place:
+        yield place
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_shard(disk: Path) -> None:
+    """Nothing of the shard is left, nothing that was committed suffers, and there is room again once some is made."""
+    store = open_store((disk / "store").as_uri())
+    build(open_run(store, "run", "rlhf", recipe()), [0], {"verify": ("verify",)})
+    before = store.list("")
+    (disk / "ballast").write_bytes(bytes(SMALL - 256 * 1024))
+    rows = table("rollout", rows=4000, tokens=60)
+    with pytest.raises(StoreError, match=r"attempt=big/rollout-00000\.parquet cannot be used: the disk is full: free"):
+        write_table(store, "run/iteration=000001/stage=rollout/attempt=big", "rollout", rows)
+    assert store.list("") == before
+    assert run_sql(store, "run", "SELECT count(*) AS n FROM verify").to_pylist() == [{"n": 16}]
+    (disk / "ballast").unlink()
+    few = rows.slice(0, 100)
+    assert read_table(store, write_table(store, "run/attempt=small", "rollout", few)).equals(few)
+
+
+def test_a_limit_on_the_size_of_files_is_told_as_such(tmp_path: Path) -> None:
+    """What a full disk does, for who may not mount one: the system refuses a write half-way through."""
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "from areal_tasks.store.backend import StoreError, open_store\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
+        f"store = open_store({tmp_path.as_uri()!r})\n"
+        "try: store.put('run/attempt=1/part', bytes(200_000))\n"
+        "except StoreError as error: print(error, store.list(''))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "run/attempt=1/part cannot be used: the system allows no larger file (ulimit -f)" in found
+    assert found.rstrip().endswith("[]")
+
+
+# ── damaged files ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def flipped(data: bytes) -> bytes:
+    """`data` with one bit altered somewhere."""
+    at = random.randrange(len(data))
+    return data[:at] + bytes([data[at] ^ (1 << random.randrange(8))]) + data[at + 1 :]
+
+
+def test_no_altered_bit_of_a_page_makes_sql_tell_something_else(local_store: Store) -> None:
+    """SQL reads parts of a shard, so its SHA-256 is not checked: its pages have checksums of their own."""
+    build(open_run(local_store, "run", "rlhf", recipe()), range(2), {"verify": ("verify",)})
+    query = "SELECT count(*) AS n, sum(hash(reward)) AS rewards, sum(hash(detail)) AS details FROM verify"
+    expected, run = run_sql(local_store, "run", query), load_run(local_store, "run")
+    path = Path(local_store.uri(run.read_stage(run.commit(1).stages[0]).tables["verify"].shards[0].path))
+    whole = path.read_bytes()
+    footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    noticed = 0
+    for _ in range(60):
+        path.write_bytes(whole[:4] + flipped(whole[4:footer]) + whole[footer:])
+        try:
+            assert run_sql(local_store, "run", query).equals(expected)
+        except UserError as error:
+            assert f"{path} is damaged" in str(error)
+            noticed += 1
+    assert noticed > 10
+
+
+Damage = Callable[[Path], None]
+DAMAGES: dict[str, Damage] = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-7]) and None,
+    "empty": lambda path: path.write_bytes(b"") and None,
+    "flipped": lambda path: path.write_bytes(flipped(path.read_bytes())) and None,
+    "gone": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+@pytest.mark.parametrize(
+    "record", ["run.json", "segments/0.json", "owners/1.json", "iteration=000000/commit.json", "manifest"]
+)
+def test_a_record_that_is_lost_or_altered_is_named_and_nothing_is_written_over_it(
+    local_store: Store, damage: Damage, record: str
+) -> None:
+    build(open_run(local_store, "run", "rlhf", recipe()), range(3), {"verify": ("verify",)})
+    ref = load_run(local_store, "run").commit(0).stages[0]
+    path = Path(local_store.uri(ref.path if record == "manifest" else f"run/{record}"))
+    damage(path)
+    before = local_store.list("")
+    use = {
+        "manifest": lambda: read_verified(local_store, ref.path, ref.sha256, StageManifest),
+        "iteration=000000/commit.json": lambda: open_run(local_store, "run", "rlhf", recipe()).commit(0),
+    }.get(record, lambda: open_run(local_store, "run", "rlhf", recipe()))
+    if record == "owners/1.json" and path.exists():  # that it is there is all it says
+        return
+    with pytest.raises(StoreError, match=rf"{path.name}.*(is damaged|is missing|does not exist)"):
+        use()
+    assert [p for p in local_store.list("") if "owners" not in p] == [p for p in before if "owners" not in p]
+
+
+@pytest.mark.parametrize("lost", [1, 2, 5])
+def test_a_commit_lost_in_the_middle_is_missed_by_whoever_starts_the_run(local_store: Store, lost: int) -> None:
+    build(open_run(local_store, "run", "rlhf", recipe()), range(9), {})
+    Path(local_store.uri(f"run/iteration={lost:06d}/commit.json")).unlink()
+    with pytest.raises(StoreError, match=rf"iteration={lost:06d}/commit\.json (is missing|does not exist)"):
+        run = open_run(local_store, "run", "rlhf", recipe())
+        head = run.head()
+        assert head is not None and head.iteration == 8, "it goes on where it stood"
+        run.commit(lost)
+
+
+# ── a clock that jumps ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_no_key_digest_or_order_depends_on_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are told, and never compared: a clock that jumps by years makes no difference."""
+    steady, jumping = (open_store((tmp_path / name).as_uri()) for name in ("steady", "jumping"))
+    build(open_run(steady, "run", "rlhf", recipe()), range(4), {"verify": ("verify",)})
+    years = iter([2026, 1990, 2099, 2020, 2031, 1970] * 100)
+    monkeypatch.setattr(provenance, "now", lambda: f"{next(years)}-01-01T00:00:00.000000+00:00")
+    for k in range(4):  # a new start each time
+        build(open_run(jumping, "run", "rlhf", recipe()), [k], {"verify": ("verify",)})
+    query = "SELECT iteration, list(sample_id) AS ids, sum(reward) AS reward FROM verify GROUP BY 1 ORDER BY 1"
+    assert run_sql(jumping, "run", query).equals(run_sql(steady, "run", query))
+    runs = [load_run(store, "run") for store in (steady, jumping)]
+    for k in range(4):
+        one, other = (run.commit(k).stages[0] for run in runs)
+        assert (one.key, one.digest) == (other.key, other.digest)
+    head = runs[1].head()
+    assert head is not None and (head.iteration, head.provenance.owner) == (3, 4)
+    assert content_digest(table("verify")) == content_digest(table("verify"))
