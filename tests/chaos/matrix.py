@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -124,17 +125,21 @@ class Matrix:
             tally.points += point is not None
             tally.seconds.append(seconds)
             say(f"  {len(tally.seconds):3d}  {run}, iteration {head:3d}, {name(point):<26} {seconds:6.1f} s")
-        wait_for(f"{run} to be done", lambda: self.scene.state(flow_run) == "Completed", 900)
+        wait_for(f"{run}'s last commit", lambda: self._has(run, flow_run, self.iterations - 1), 900)
+        wait_for(f"{run} to be done", lambda: self.scene.state(flow_run) == "Completed", START_SECONDS)
         self._judge(run)
 
     def _next_commit(self, run: str, flow_run: str, head: int) -> int:
-        def more() -> bool:
-            if self.scene.state(flow_run) in ("Failed", "Cancelled"):
-                raise Failed(f"the flow run ended {self.scene.state(flow_run)}")
-            return self.scene.committed(run, head) > head
-
-        wait_for("a commit", more, START_SECONDS)
+        wait_for("a commit", lambda: self._has(run, flow_run, head + 1), START_SECONDS)
         return self.scene.committed(run, head)
+
+    def _has(self, run: str, flow_run: str, iteration: int) -> bool:
+        """Whether the iteration is committed. Raises Failed where it never will be."""
+        if self.scene.committed(run, iteration - 1) >= iteration:
+            return True
+        if (state := self.scene.state(flow_run)) in ("Failed", "Cancelled"):
+            raise Failed(f"the flow run ended {state}")
+        return False
 
     def _round(self, run: str, flow_run: str, victim: str, head: int, point: tuple[str, str] | None) -> float:
         """Kill the victim once; seconds until the second iteration after it is committed."""
@@ -154,7 +159,7 @@ class Matrix:
             wait_for(f"a write {name(point)}", lambda: not self.scene.point.exists(), START_SECONDS)
         began, head = time.monotonic(), self.scene.committed(run, head)
         goal = min(head + 2, self.iterations - 1)
-        wait_for(f"iteration {goal}", lambda: self.scene.committed(run, head) >= goal, HOPELESS_SECONDS)
+        wait_for(f"iteration {goal}", lambda: self._has(run, flow_run, goal), HOPELESS_SECONDS)
         return time.monotonic() - began
 
     def _judge(self, run: str) -> None:
@@ -192,6 +197,7 @@ def say(text: str) -> None:
 
 def main() -> None:
     options = parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that what was started is stopped
     victims = [v for v in VICTIMS if not options.only or v in options.only.split(",")]
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
     say(f"seed {seed}; {options.rounds} random instants and {2 * len(POINTS)} commits each for {', '.join(victims)}")
