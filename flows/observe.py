@@ -196,7 +196,7 @@ def summary_line(closed: Closed) -> str:
     shown = [(name, m.metrics) for m in manifests for name in METRICS.get(m.stage, ()) if name in m.metrics]
     metrics = [f"{name} {found[name]:.4g}" for name, found in shown]
     accuracy = [
-        f"accuracy of version {evaluated_version(label, closed)} {built.manifest.metrics['accuracy']:.4g}"
+        f"accuracy {built.manifest.metrics['accuracy']:.4g} (version {evaluated_version(label, closed)})"
         for label, built in closed.built.items()
         if built.manifest.stage == "evaluate"
     ]

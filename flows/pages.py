@@ -20,7 +20,7 @@ from areal_tasks.store.backend import Store
 from schemas.manifest import StageManifest
 
 # What fits beside the numbers in a table of the UI, which neither wraps its cells nor a page's code blocks.
-PROMPT_CUT, COMPLETION_CUT, ANSWER_CUT, NUMBERS_CUT, PAGE_WIDTH = 60, 40, 16, 64, 88
+PROMPT_CUT, COMPLETION_CUT, ANSWER_CUT, NUMBERS_CUT, PAGE_WIDTH = 60, 40, 16, 52, 88
 _MARKUP = re.compile(r"([\\`*_{}\[\]()#+\-.!|~>$:])")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from importlib.resources import files
 from typing import Any
 
@@ -13,6 +14,7 @@ from schemas.errors import UserError
 RECOVERY = "arealflow-recovery"
 INSTALLED = ("recovery",)  # the others need an address to send to
 TIMEOUT_SECONDS = 30.0
+BUSY_PAUSES = (0.5, 1.0, 2.0, 4.0)
 
 
 def install(api_url: str) -> None:
@@ -25,10 +27,10 @@ def put(api_url: str, wanted: dict[str, Any]) -> None:
     """Create an automation, or update the one of that name, disabled if it is. UserError if the server refuses."""
     there = find(api_url, wanted["name"])
     if there is None:
-        answer = httpx.post(f"{api_url}/automations/", json=wanted, timeout=TIMEOUT_SECONDS)
+        answer = _ask("POST", f"{api_url}/automations/", wanted)
     else:
         same = {**wanted, "enabled": there["enabled"]}
-        answer = httpx.put(f"{api_url}/automations/{there['id']}", json=same, timeout=TIMEOUT_SECONDS)
+        answer = _ask("PUT", f"{api_url}/automations/{there['id']}", same)
     if answer.is_error:
         raise UserError(f"the Prefect server refused the automation {wanted['name']}: {answer.text[:500]}")
 
@@ -37,7 +39,7 @@ def remove(api_url: str, name: str) -> bool:
     """Delete the automation of that name; False if there is none."""
     there = find(api_url, name)
     if there is not None:
-        httpx.delete(f"{api_url}/automations/{there['id']}", timeout=TIMEOUT_SECONDS).raise_for_status()
+        _ask("DELETE", f"{api_url}/automations/{there['id']}").raise_for_status()
     return there is not None
 
 
@@ -51,6 +53,16 @@ def read_automation(name: str) -> dict[str, Any]:
 def find(api_url: str, name: str) -> dict[str, Any] | None:
     """The automation of that name on the server."""
     query = {"automations": {"name": {"any_": [name]}}}
-    answer = httpx.post(f"{api_url}/automations/filter", json=query, timeout=TIMEOUT_SECONDS)
-    found: list[dict[str, Any]] = answer.raise_for_status().json()
+    found: list[dict[str, Any]] = _ask("POST", f"{api_url}/automations/filter", query).raise_for_status().json()
     return found[0] if found else None
+
+
+def _ask(method: str, url: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    """The answer; asked again where Prefect's database was busy, which it says before anything is written."""
+    answer = httpx.request(method, url, json=body, timeout=TIMEOUT_SECONDS)
+    for pause in BUSY_PAUSES:
+        if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+            break
+        time.sleep(pause)
+        answer = httpx.request(method, url, json=body, timeout=TIMEOUT_SECONDS)
+    return answer
