@@ -154,4 +154,4 @@ def check_context(folder: Path, max_length: int) -> None:
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in a model's folder. UserError if there is none."""
     _require(folder, str(folder), _TOKENIZERS, "no tokenizer: save it there too (tokenizer.save_pretrained)")
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -16,6 +16,7 @@ from pyarrow.fs import FileSystem
 
 from areal_tasks.store.under_way import LEDGER
 from schemas.errors import UserError
+from schemas.recipe.sources import holds_credentials
 
 
 class StoreError(UserError):
@@ -152,6 +153,11 @@ def open_store(url: str = "") -> Store:
     """
     url = (url or default_url()).rstrip("/")
     parts = urlsplit(url)
+    if holds_credentials(url):
+        raise UserError(
+            "The store's URL holds credentials, which logs and process lists would show: name it without them, and put "
+            "them into the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)."
+        )
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
         from areal_tasks.store.local import LocalBackend
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticCustomError
 
 from schemas.recipe.agreement import bit_equal
-from schemas.recipe.sources import SPLIT, SUFFIXES, source_kind
+from schemas.recipe.sources import SPLIT, SUFFIXES, holds_credentials, source_kind
 
 if TYPE_CHECKING:
     from schemas.recipe.recipe import BaseRecipe, EvaluateRecipe, RlhfRecipe, SftRecipe
@@ -211,6 +211,14 @@ def split_placeholder(r: BaseRecipe) -> Message:
     return None
 
 
+def no_credentials(r: BaseRecipe) -> Message:
+    """A recipe is stored with its run, and shown by Prefect: what it holds is no secret."""
+    for field, url in (("store.url", r.store.url), ("data.source", r.data.source)):
+        if holds_credentials(url):
+            return f"{field}: holds credentials; put them into the environment (AWS_ACCESS_KEY_ID, …) and renew them"
+    return None
+
+
 BASE_CHECKS: Final[tuple[Callable[[BaseRecipe], Message], ...]] = (
     one_model,
     warm_start_flow,
@@ -222,6 +230,7 @@ BASE_CHECKS: Final[tuple[Callable[[BaseRecipe], Message], ...]] = (
     template_prompt,
     source_named,
     split_placeholder,
+    no_credentials,
 )
 
 

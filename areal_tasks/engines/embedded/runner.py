@@ -158,7 +158,13 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is no model folder: it has no config.json")
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, attn_implementation=attention.NAME)
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
     except (OSError, ValueError, SafetensorError, json.JSONDecodeError) as error:
         raise UserError(f"the model in {folder} cannot be loaded: {error}") from error
     return model.eval().requires_grad_(False)

@@ -113,7 +113,9 @@ def load_policy(folder: Path, settings: Trainer, model_settings: Model, device: 
 def read_policy(folder: Path, settings: Trainer, device: torch.device) -> Policy:
     """The same before it is prepared: it can still be copied."""
     transformers_logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=NAME)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=NAME, use_safetensors=True, trust_remote_code=False
+    )
     return Policy(model.eval().to(device), settings.head_chunk_tokens, settings.compile)
 
 
