@@ -16,7 +16,9 @@ from schemas.errors import UserError
 from schemas.manifest import FileRef, WeightsManifest
 
 Decode = Callable[[list[int]], str]
+Name = Callable[[int], str | None]
 
+_BROKEN: Final = "\ufffd"  # what decoders give for a part of a character
 _LARGE: Final = (".safetensors", ".bin", ".pt", ".gguf")
 _FAST: Final = "tokenizer.json"
 
@@ -25,15 +27,35 @@ def vocabulary(catalog: Catalog, ids: Iterable[int]) -> tuple[dict[int, str], st
     """The text of each id, and why there is none: the page then shows ids."""
     try:
         with TemporaryDirectory(prefix="arealflow-report-") as scratch:
-            decode = load_decode(catalog, Path(scratch))
-            return texts_of(decode, ids), ""
+            return texts_of(*load_tokenizer(catalog, Path(scratch)), ids), ""
     except (UserError, OSError, ValueError) as error:
         return {}, f"Tokens of run {catalog.run.name} are shown as numbers, for its tokenizer cannot be used: {error}"
 
 
-def texts_of(decode: Decode, ids: Iterable[int]) -> dict[int, str]:
-    """The text that each token adds after another one: decoders drop the space at the very beginning."""
-    known = sorted(set(ids))
+def texts_of(decode: Decode, name: Name, ids: Iterable[int]) -> dict[int, str]:
+    """The text that each token adds; of one that is a part of a character, its bytes as `<0xF0>`."""
+    texts = _added(decode, sorted(set(ids)))
+    return {i: bytes_of(name(i) or text) if _BROKEN in text else text for i, text in texts.items()}
+
+
+def bytes_of(name: str) -> str:
+    """A token's name in GPT-2's alphabet of bytes as `<0xF0><0x9F>`; other names as they are."""
+    numbers = [_BYTES.get(character) for character in name]
+    return name if None in numbers else "".join(f"<0x{number:02X}>" for number in numbers)
+
+
+def _alphabet() -> dict[str, int]:
+    """What GPT-2's tokenizer calls each byte: itself where Latin-1 shows it, else the next character from 256 on."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTES: Final = _alphabet()
+
+
+def _added(decode: Decode, known: list[int]) -> dict[int, str]:
+    """What each token adds after another one: decoders drop the space at the very beginning."""
     anchor = next((i for i in known if (text := decode([i])).isascii() and text.strip()), None)
     if anchor is None:
         return {i: decode([i]) for i in known}
@@ -41,8 +63,8 @@ def texts_of(decode: Decode, ids: Iterable[int]) -> dict[int, str]:
     return {i: decode([anchor, i]).removeprefix(before) for i in known}
 
 
-def load_decode(catalog: Catalog, scratch: Path) -> Decode:
-    """How the run's tokenizer decodes.
+def load_tokenizer(catalog: Catalog, scratch: Path) -> tuple[Decode, Name]:
+    """How the run's tokenizer decodes, and what it calls its tokens.
 
     Raises:
         UserError: the run has no initial weights, or they hold no tokenizer.
@@ -65,17 +87,20 @@ def initial_files(catalog: Catalog) -> tuple[FileRef, ...]:
     return read_record(store, path, WeightsManifest).files
 
 
-def _fast(path: Path) -> Decode:
+def _fast(path: Path) -> tuple[Decode, Name]:
     """By the tokenizer's own file, in milliseconds and without torch."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_buffer(path.read_bytes())
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)), tokenizer.id_to_token
 
 
-def _slow(folder: Path) -> Decode:
+def _slow(folder: Path) -> tuple[Decode, Name]:
     """By transformers, which knows the older formats."""
-    from areal_tasks.engines.models import load_tokenizer
+    from areal_tasks.engines import models
 
-    tokenizer = load_tokenizer(folder)
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+    tokenizer = models.load_tokenizer(folder)
+    return (
+        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
+        lambda i: str(tokenizer.convert_ids_to_tokens(i)),
+    )

@@ -74,6 +74,11 @@ def sample(iteration: int, index: int, **changes: Any) -> Row:
     return row | changes
 
 
+def rows(iteration: int, count: int = 8, **changes: Any) -> list[Row]:
+    """The samples of an iteration."""
+    return [sample(iteration, i, **changes) for i in range(count)]
+
+
 def steps(iteration: int, count: int = 2) -> list[Row]:
     """Optimizer steps whose gradient norms are 1, 2, … and whose loss falls."""
     return [

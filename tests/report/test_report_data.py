@@ -1,46 +1,35 @@
-"""What a report holds, without a browser: curves, chosen samples, tokens, facts, and that it fits and is harmless."""
+"""What a report holds, without a browser: curves, chosen samples, tokens, facts; of made-up runs and of real ones."""
 
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_runs import WORDS, Row, make_run, sample, store_of
+from report_runs import WORDS, Row, make_run, rows, sample, store_of
 from stage_driver import drive, tiny, tiny_evaluation, tiny_sft
 from stage_driver import store_in as driven
-from typer.testing import CliRunner
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from areal_tasks.report import rollouts
-from areal_tasks.report.data import Payload, make_report, to_json
+from areal_tasks.report import rollouts, tokens
+from areal_tasks.report.data import Payload, make_report
 from areal_tasks.report.facts import differences
-from areal_tasks.report.page import MODULES, bundle, make_page, policy, render
 from areal_tasks.report.series import Series, number, thin
 from areal_tasks.report.tokens import texts_of
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.journal import append
 from areal_tasks.store.runs import list_runs, open_run
-from flows.cli.main import app
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
 from schemas.tables import TABLES
 
-ASSETS = Path(rollouts.__file__).parent / "assets"
 LARGE = 5_000_000
 SCHEMA_1 = Path(__file__).parents[1] / "fixtures/schema-1/run.tar.xz"
-
-
-def rows(iteration: int, count: int = 8, **changes: Any) -> list[Row]:
-    return [sample(iteration, i, **changes) for i in range(count)]
 
 
 def report_of(store: Store, *names: str, samples: int = 100) -> list[Payload]:
@@ -207,7 +196,16 @@ def test_a_space_at_the_beginning_of_a_token_is_kept() -> None:
     def decode(ids: list[int]) -> str:
         return "".join(words[i] for i in ids).lstrip(" ")
 
-    assert texts_of(decode, [3, 2, 1, 2]) == words
+    assert texts_of(decode, words.get, [3, 2, 1, 2]) == words
+
+
+def test_a_part_of_a_character_is_shown_as_bytes(tmp_path: Path) -> None:
+    backend = Tokenizer(models.BPE({"a": 0, "ð": 1, "Ł": 2, "ĺ": 3, "Ģ": 4}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    ids = backend.encode("a😀").ids
+    assert ids == [0, 1, 2, 3, 4]
+    wanted = {0: "a", 1: "<0xF0>", 2: "<0x9F>", 3: "<0x98>", 4: "<0x80>"}
+    assert texts_of(backend.decode, backend.id_to_token, ids) == wanted
 
 
 # ── facts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -293,106 +291,6 @@ def test_a_run_on_s3_is_shown_alike(s3_store: Store, store: Store) -> None:
     assert there["curves"]["reward"] == here["curves"]["reward"]
 
 
-# ── the page ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("limit", [150_000, 300_000])
-def test_the_page_is_no_larger_than_asked_for(store: Store, limit: int) -> None:
-    make_run(store, "a", [rows(k, 40, prompt="é" * 1000) for k in range(4)])
-    make_run(store, "b", [rows(k, 40) for k in range(4)])
-    html, report = make_page(store, ["a", "b"], samples=200, max_bytes=limit)
-    assert len(html.encode()) <= limit
-    counts = [len(run["samples"]) for run in report.payload["runs"]]
-    assert report.embedded == sum(counts) and 0 < counts[0] < 192 and counts[1] > counts[0]
-    kept = {i for s in report.payload["runs"][0]["samples"] for i in s["tokens"]["ids"]}
-    assert report.payload["runs"][0]["vocabulary"].keys() == kept
-
-
-def test_a_page_that_cannot_fit_says_what_to_do(store: Store) -> None:
-    make_run(store, "a", [rows(0)])
-    with pytest.raises(UserError, match="--max-mb"):
-        make_page(store, ["a"], max_bytes=50_000)
-
-
-@given(st.dictionaries(st.text(), st.text() | st.floats(allow_nan=False, allow_infinity=False) | st.none()))
-def test_data_is_json_that_holds_no_markup(value: Row) -> None:
-    text = to_json(value)
-    assert json.loads(text) == value
-    assert not re.search("[<>&\u2028\u2029]", text)
-
-
-def test_hostile_texts_stay_inside_the_data(store: Store) -> None:
-    hostile = "</script><script>hacked=1</script><!-- {{script}} --><img src=x onerror=hacked=1>"
-    make_run(store, "a", [rows(0, prompt=hostile, completion=hostile, detail=hostile)])
-    html, _ = make_page(store, ["a"])
-    assert html.count("</script>") == 2 and html.count("<script") == 2 and "<img" not in html and "<!--" not in html
-    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
-    assert data is not None and json.loads(data[1])["runs"][0]["samples"][0]["prompt"] == hostile
-
-
-def test_a_run_cannot_name_itself_into_the_page() -> None:
-    assert "<title>&lt;b&gt;&amp;&quot;</title>" in render('<b>&"', "{}")
-
-
-def test_the_policy_allows_this_script_and_style_and_nothing_else() -> None:
-    html = render("t", "{}")
-    made = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
-    assert made is not None and made[1] == policy(bundle(), (ASSETS / "style.css").read_text())
-    assert made[1].startswith("default-src 'none'") and "unsafe" not in made[1] and "http" not in made[1]
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_no_module_reads_markup_or_reaches_out(name: str) -> None:
-    text = (ASSETS / name).read_text()
-    assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|XMLHttp|import\(", text
-    )
-    assert set(re.findall(r"https?://[^\s\"]+", text)) <= {"http://www.w3.org/2000/svg"}
-    assert len(text.splitlines()) < 400
-
-
-def test_modules_can_share_one_scope() -> None:
-    names = re.findall(r"^(?:const|let|function) (\w+)", bundle(), re.MULTILINE)
-    assert sorted(names) == sorted(set(names))
-    assert {path.name for path in ASSETS.glob("*.js")} == set(MODULES)
-    assert not re.search(r"^(import|export) ", bundle(), re.MULTILINE)
-
-
-def test_a_report_needs_neither_torch_nor_prefect(store: Store) -> None:
-    make_run(store, "a", [rows(0)])
-    code = (
-        "import sys; from areal_tasks.report.page import make_page; from areal_tasks.store.backend import open_store\n"
-        f"html, report = make_page(open_store({store.url!r}), ['a'])\n"
-        "assert report.payload['runs'][0]['vocabulary'], report\n"
-        "print(sorted({'torch', 'prefect', 'transformers'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-# ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_command_writes_a_page_and_says_how_large_it_is(store: Store, tmp_path: Path) -> None:
-    make_run(store, "a", [rows(0)])
-    out = tmp_path / "page.html"
-    done = CliRunner().invoke(app, ["report", "a", "--out", str(out), "--samples", "5", "--store", store.url])
-    assert done.exit_code == 0, done.output
-    size = out.stat().st_size / 1e6
-    assert f"{out}: {size:.2f} MB, 5 of 16 samples." in done.output
-    assert "a: Unfinished: 1 of 3 iterations are committed." in done.output
-    assert out.read_text().startswith("<!doctype html>")
-
-
-def test_mistakes_are_named(store: Store, tmp_path: Path) -> None:
-    make_run(store, "a", [rows(0)])
-    unknown = CliRunner().invoke(app, ["report", "b", "--store", store.url])
-    assert isinstance(unknown.exception, UserError) and "no run 'b'" in str(unknown.exception)
-    nowhere = str(tmp_path / "missing" / "page.html")
-    unwritten = CliRunner().invoke(app, ["report", "a", "--out", nowhere, "--store", store.url])
-    assert isinstance(unwritten.exception, UserError) and nowhere in str(unwritten.exception)
-
-
 # ── real runs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -415,6 +313,12 @@ def test_a_real_run_has_all_its_curves(real: Store) -> None:
     text = "".join(run["vocabulary"][i] for i in run["samples"][0]["tokens"]["ids"])
     assert text.startswith(run["samples"][0]["prompt"])
     assert {s["evaluated"] for s in run["samples"] if s["table"] == "evaluate"} == {0, 2, 3}
+
+
+def test_older_tokenizers_are_read_by_transformers(real: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = report_of(real, "tiny")[0]["vocabulary"]
+    monkeypatch.setattr(tokens, "_FAST", "absent.json")
+    assert report_of(real, "tiny")[0]["vocabulary"] == usual != {}
 
 
 def test_real_runs_of_the_other_flows(real: Store) -> None:

@@ -27,7 +27,7 @@ function build() {
     redrawAll();
     rollouts?.update();
   };
-  const links = [curves ? ["#curves", "Curves"] : null, rollouts ? ["#rollouts", "Samples"] : null, ["#facts", "Facts"]].filter((link) => link);
+  const links = [curves ? ["#curves", "Curves"] : null, rollouts ? ["#rollouts", rollouts.title] : null, ["#facts", data.runs.length > 1 ? "Runs" : "Run"]].filter((link) => link);
   const top = el("header", { class: "top" }, el("h1", {}, data.runs.map((run) => run.name).join(" · ")), el("nav", {}, links.map(([href, text]) => el("a", { href }, text))), data.runs.map((run) => runChip(data, run, changed)));
   const sections = [top, curves, rollouts?.node, factsSection(data), el("footer", { class: "quiet" }, `Made ${data.made} by arealflow report.`)];
   document.getElementById("page").append(...sections.filter((section) => section));

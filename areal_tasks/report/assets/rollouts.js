@@ -21,7 +21,7 @@ export function rolloutsSection(data) {
   const title = data.runs.some((run) => run.flow !== "sft") ? "Rollouts" : "Demonstrations";
   const node = el("section", { id: "rollouts" }, el("h2", {}, title), state.filters.form, el("div", { class: "bar" }, state.count, state.filters.reset), el("div", { class: "browse" }, state.list, state.detail));
   update(state);
-  return { node, update: () => update(state), only: (iteration) => onlyIteration(state, iteration) };
+  return { node, title, update: () => update(state), only: (iteration) => onlyIteration(state, iteration) };
 }
 
 /** Lists the samples of one iteration, and goes there. */
