@@ -48,13 +48,25 @@ def build(stage: Stage, context: Context, inputs: Mapping[str, Built], ids: Pref
     given = Inputs({name: built.manifest for name, built in inputs.items()}, stage.reads)
     key = key_of(stage, context, given)
     given = replace(given, key=key)
-    found = context.run.find_stage(context.iteration, stage.name, key) or _recorded(stage, context, given)
-    if found is None:
+    built = _found(stage, context, given)
+    if built is None:
         return _make(stage, context, given, ids)
-    built = Built(found.manifest, found.ref, reused=True)
     if stage.on_reuse is not None and _engines_follow(stage, context, built):
-        stage.on_reuse(context, given, found.manifest)
+        stage.on_reuse(context, given, built.manifest)
     return built
+
+
+def find_built(stage: Stage, context: Context, inputs: Mapping[str, Built]) -> Built | None:
+    """What `build` or `carried` would reuse; none if the stage would have to run. Touches no engine."""
+    given = Inputs({name: built.manifest for name, built in inputs.items()}, stage.reads)
+    return carried(stage, context, inputs) or _found(stage, context, replace(given, key=key_of(stage, context, given)))
+
+
+def _found(stage: Stage, context: Context, inputs: Inputs) -> Built | None:
+    """What is committed under the key: here, or where a replay takes it from."""
+    run = context.run
+    found = run.find_stage(context.iteration, stage.name, inputs.key) or _recorded(stage, context, inputs)
+    return None if found is None else Built(found.manifest, found.ref, reused=True)
 
 
 def _recorded(stage: Stage, context: Context, inputs: Inputs) -> Found | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areal_tasks.engines.session import Engines
-from areal_tasks.stages.build import Built, PrefectIds, build, carried
+from areal_tasks.stages.build import Built, PrefectIds, build, carried, find_built
 from areal_tasks.stages.checkpoint import next_checkpoint
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.graphs import evaluates_at_end, iteration_plan, iterations
@@ -110,6 +110,20 @@ class Loop:
                 built = self._iteration(k, once)
                 compactor.committed()
                 self.observe(Closed(k, last, built, time.monotonic() - started))
+
+    def standing(self) -> tuple[Plan, dict[str, Built]]:
+        """The graph of the next iteration, and what of it is built already. Starts and builds nothing."""
+        plan, context = self.plan(self.first), self._context(self.first)
+        found: dict[str, Built] = {}
+        for stage in plan.stages:
+            inputs = {name: found[name] for name in plan.inputs(stage) if name in found}
+            if len(inputs) < len(plan.inputs(stage)) or (known := find_built(stage, context, inputs)) is None:
+                continue
+            found[stage.name] = known
+            if stage.name == "initialise" and context.weights_held is None:
+                initial = published_weights(self.run.store, known.manifest, "initial_weights")
+                context = replace(context, weights_held=initial)
+        return plan, found
 
     def _begin(self) -> dict[str, Built]:
         """Build what is built once a run; the services start beside it, as soon as there are weights."""

@@ -16,12 +16,14 @@ from rich.table import Table
 
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.query import run_sql
-from areal_tasks.store.runs import RunSummary, list_runs, load_run
+from areal_tasks.store.runs import Run, RunSummary, list_runs, load_run
 from flows.cli.overrides import run_and_changes
+from flows.home import logs_folder
 from schemas.manifest import IterationCommit
-from schemas.recipe.load import load_recipe
+from schemas.recipe.load import apply_overrides, load_recipe, parse_recipe
 
 if TYPE_CHECKING:
+    from areal_tasks.stages.build import Built
     from areal_tasks.stages.planner import Plan
     from areal_tasks.stages.stage import Stage
 
@@ -39,43 +41,64 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """The graph of stages that a recipe asks for; for an existing run, what is committed and what would be built."""
-    from areal_tasks.stages.graphs import iteration_plan  # torch: seconds that no other command should wait for
-
     name, changes = run_and_changes(overrides)
     loaded = load_recipe(recipe, changes)
-    head = load_run(open_store(store or loaded.store.url), name).head() if name else None
-    graph = iteration_plan(loaded, head.iteration + 1 if head else 0)
-    rows = [stage_row(stage, graph, head) for stage in graph.stages]
-    title = f"{loaded.flow} · {loaded.name}" + (f" · run {name}: {progress(head)}" if name else "")
-    show(rows, as_json, title)
+    if name:
+        plan_run(load_run(open_store(store or loaded.store.url), name), changes, as_json)
+        return
+
+    from areal_tasks.stages.graphs import iteration_plan  # torch: seconds that no other command should wait for
+
+    graph = iteration_plan(loaded, 0)
+    show([stage_row(stage, graph) for stage in graph.stages], as_json, f"{loaded.flow} · {loaded.name}")
 
 
-def progress(head: IterationCommit | None) -> str:
-    return (
-        "no iteration committed"
-        if head is None
-        else f"iterations 0–{head.iteration} committed, next {head.iteration + 1}"
-    )
+def plan_run(run: Run, changes: Sequence[str], as_json: bool) -> None:
+    """The next iteration of a run by its own recipe, with changes such as a larger schedule.iterations."""
+    from areal_tasks.engines.session import Engines
+    from areal_tasks.stages.replay import loop_of
+
+    head = run.head()
+    values = apply_overrides(run.recipe_at(run.first if head is None else head.iteration + 1), changes)
+    recipe = parse_recipe(values, run.name)
+    with Engines(run, recipe, logs_folder()) as engines:  # none of them starts
+        loop = loop_of(run)(run, recipe, engines)
+        complete = loop.first >= loop.last
+        graph, found = (loop.plan(loop.last - 1), {}) if complete else loop.standing()
+    rows = [stage_row(stage, graph) | run_columns(stage, head, found, complete) for stage in graph.stages]
+    show(rows, as_json, f"{recipe.flow} · run {run.label}: {progress(head, loop.last)}")
 
 
-def stage_row(stage: Stage, graph: Plan, head: IterationCommit | None) -> dict[str, Any]:
+def progress(head: IterationCommit | None, last: int) -> str:
+    """`iterations 0–5 committed, next 6 of 12`."""
+    if head is None:
+        return "no iteration committed"
+    following = f"next {head.iteration + 1} of {last}" if head.iteration + 1 < last else "nothing is left to build"
+    return f"iterations 0–{head.iteration} committed, {following}"
+
+
+def run_columns(
+    stage: Stage, head: IterationCommit | None, found: Mapping[str, Built], complete: bool
+) -> dict[str, Any]:
+    """What a run has of a stage: in its last commit, and in the iteration that is not committed yet."""
+    refs = [r for r in head.stages if r.stage == stage.name] if head else []
+    following = "-" if complete else f"reused: {found[stage.name].ref.path}" if stage.name in found else "built"
+    return {"last committed": refs[-1].path if refs else "-", "next": following}
+
+
+def stage_row(stage: Stage, graph: Plan) -> dict[str, Any]:
     """What a person wants to know of a stage before it runs."""
     reads = [
         f"{table} ({len([r for r in stage.reads if r.startswith(table + '.')])} columns)" for table in stage.inputs
     ]
     carried = [f"{what} of the last iteration" for what in stage.carries]
-    row = {
+    return {
         "stage": stage.name,
         "kind": str(stage.kind),
         "reads": ", ".join([*reads, *carried]) or "-",
         "writes": ", ".join(stage.writes),
         "waits for": ", ".join(sorted(graph.waits[stage.name])) or "-",
     }
-    if head is not None:
-        refs = [r for r in head.stages if r.stage == stage.name]
-        row["last committed"] = refs[-1].path if refs else "-"
-        row["next"] = "reused" if stage.once and refs else "built"
-    return row
 
 
 def runs(store: StoreUrl = "", as_json: AsJson = False) -> None:

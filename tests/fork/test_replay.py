@@ -10,8 +10,10 @@ import pytest
 from replays import kept, replay, segments
 from stage_driver import digests, drive, start_driver, store_in, tiny, tiny_evaluation, tiny_sft
 
+from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
+from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.diff_replay import compare_replay
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.query import run_sql
@@ -211,3 +213,24 @@ def test_a_comparison_leaves_out_what_was_taken(whole: Path) -> None:
     assert titles[0] == "iterations by stage" and len(titles) == 2 and "equal in both: reward" in titles[1]
     with pytest.raises(UserError, match="'whole' is no replay: arealflow diff compares any two runs"):
         compare_replay(store_in(whole), "whole")
+
+
+def test_what_is_built_of_the_iteration_under_way(whole: Path, tmp_path: Path) -> None:
+    """As `arealflow plan` tells it, of a run and of a replay that were killed before their second training."""
+    for name, origin, built in (
+        ("killed", None, {"initialise", "prompts", "rollout", "verify", "reference", "advantage"}),
+        (
+            "again",
+            kept("train", original="whole"),
+            {"initialise", "prompts", "rollout", "verify", "reference", "advantage"},
+        ),
+    ):
+        folder = tmp_path / name
+        drive(folder, "whole", tiny())
+        recipe = tiny(algorithm={"max_logprob_gap": 100.0})
+        start_driver(folder, name, recipe, "train 1", origin).join(60)
+        run = load_run(store_in(folder), name)
+        with Engines(run, recipe, folder / "logs") as engines:
+            loop = loop_of(run)(run, recipe, engines)
+            assert loop.first == 1 and set(loop.standing()[1]) == built
+            assert not engines.supervisor.services
