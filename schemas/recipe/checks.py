@@ -29,8 +29,9 @@ Message = str | None
 
 def refuse_problems(recipe: BaseRecipe, checks: Iterable[Callable[[Any], Message]]) -> None:
     """Raise one pydantic error that lists every problem of `recipe`; nothing when there is none."""
-    problems = [message for check in checks if (message := check(recipe))]
-    problems += idle_knobs(recipe)
+    secret = no_credentials(recipe)
+    problems = [secret] if secret else [message for check in checks if (message := check(recipe))]
+    problems += [] if secret else idle_knobs(recipe)  # other messages may repeat what must not be seen
     if problems:
         raise PydanticCustomError(PROBLEMS, "{text}", {"text": "\n".join(problems), "problems": problems})
 
@@ -230,7 +231,6 @@ BASE_CHECKS: Final[tuple[Callable[[BaseRecipe], Message], ...]] = (
     template_prompt,
     source_named,
     split_placeholder,
-    no_credentials,
 )
 
 

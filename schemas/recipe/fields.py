@@ -12,7 +12,9 @@ from pydantic.fields import FieldInfo
 class Section(BaseModel):
     """A part of a recipe. Unknown keys are refused; a recipe does not change once it is checked."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
 
 
 def semantic(default: Any = ..., *, description: str, **bounds: Any) -> Any:
