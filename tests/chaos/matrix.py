@@ -1,6 +1,6 @@
 """The kill matrix: SIGKILL of every process of a run, at random instants and around every kind of commit.
 
-    python tests/chaos/matrix.py [--only flow,trainer] [--rounds 20] [--seed N] [--table FILE]
+    python tests/chaos/matrix.py [--only flow,trainer] [--rounds 20] [--commits 1] [--seed N] [--table FILE]
 
 Each victim gets runs of the quickstart of its own, which nobody touches but by killing the victim. A round waits until
 the run is at work, kills, and measures the seconds until two more iterations are committed: the second of them was
@@ -96,10 +96,11 @@ class Matrix:
         seconds = wait_for(f"{run} to be done", lambda: self.scene.state(flow_run) == "Completed", 600)
         say(f"  {run}: {seconds:.0f} s")
 
-    def strike(self, victim: str, rounds: int) -> Tally:
+    def strike(self, victim: str, rounds: int, commits: int) -> Tally:
         """All rounds of one victim: at random instants, then around every kind of commit."""
         tally = Tally(victim)
-        left = [*[None] * rounds, *((when, kind) for kind in POINTS for when in ("before", "after"))]
+        points = [(when, kind) for kind in POINTS for when in ("before", "after")]
+        left: list[tuple[str, str] | None] = [*[None] * rounds, *points * commits]
         self.chance.shuffle(left)
         while left:
             tally.runs += 1
@@ -200,7 +201,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that what was started is stopped
     victims = [v for v in VICTIMS if not options.only or v in options.only.split(",")]
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
-    say(f"seed {seed}; {options.rounds} random instants and {2 * len(POINTS)} commits each for {', '.join(victims)}")
+    kills = f"{options.rounds} random instants and {2 * len(POINTS) * options.commits} commits"
+    say(f"seed {seed}; {kills} each for {', '.join(victims)}")
     chance, began, tallies = random.Random(seed), time.monotonic(), list[Tally]()
     with tempfile.TemporaryDirectory(prefix="arealflow-chaos-") as folder:
         for on_s3, some in ((False, [v for v in victims if v != "s3"]), (True, [v for v in victims if v == "s3"])):
@@ -218,13 +220,13 @@ def play(
         matrix = Matrix(scene, chance, options.iterations)
         say(f"undisturbed runs in {scene.store.url}")
         matrix.prepare()
-        return list(struck(matrix, victims, options.rounds))
+        return list(struck(matrix, victims, options.rounds, options.commits))
 
 
-def struck(matrix: Matrix, victims: Sequence[str], rounds: int) -> Iterator[Tally]:
+def struck(matrix: Matrix, victims: Sequence[str], rounds: int, commits: int) -> Iterator[Tally]:
     for victim in victims:
         say(f"killing the {victim}")
-        tally = matrix.strike(victim, rounds)
+        tally = matrix.strike(victim, rounds, commits)
         say(f"{HEADER}\n{tally.row()}")
         yield tally
 
@@ -242,6 +244,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description="The kill matrix.")
     made.add_argument("--only", default="", help=f"victims, of {', '.join(VICTIMS)}")
     made.add_argument("--rounds", type=int, default=20, help="kills at random instants for each victim")
+    made.add_argument("--commits", type=int, default=1, help="kills before, and after, each kind of commit")
     made.add_argument("--seed", type=int, help="of all chance; the first line says which it was")
     made.add_argument("--iterations", type=int, default=60, help="length of each run")
     made.add_argument("--table", default="", help="file for the summary")
