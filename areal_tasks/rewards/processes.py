@@ -81,9 +81,19 @@ class Forkserver:
         ours, theirs = socket.socketpair()
         with theirs:
             self._send(b"fork", theirs.fileno())
-        while (event := self._event())["event"] != "started":
+        while (event := self._reply())["event"] != "started":
             self.exited.append((event["pid"], event["status"]))
         return Worker(event["pid"], ours)
+
+    def _reply(self) -> Any:
+        """The next event. ConnectionError where the process hangs: whoever closes it then, kills it."""
+        try:
+            return self._event(_REPLY_SECONDS)
+        except TimeoutError as error:
+            raise ConnectionError(
+                f"the process that starts verifiers ({self._process.pid}) has not answered for {_REPLY_SECONDS:g} s; "
+                "it is ended, and the next call starts another"
+            ) from error
 
     def kill(self, worker: Worker) -> None:
         """Kills the worker, and what it started, if it still runs."""
@@ -126,7 +136,7 @@ class Forkserver:
         except BrokenPipeError as error:
             raise ConnectionError(self._gone()) from error
 
-    def _event(self, timeout: float = _REPLY_SECONDS) -> Any:
+    def _event(self, timeout: float) -> Any:
         self.control.settimeout(timeout)
         message = self.control.recv(1 << 16)
         if not message:

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from areal_tasks.rewards import processes
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult
 from schemas.errors import UserError
 from schemas.recipe.sections import Reward
@@ -252,3 +253,18 @@ def test_warm_pool_is_quick() -> None:
             assert all(r.reward == 1 for r in pool.verify(rows))
             seconds.append(time.perf_counter() - started)
     assert min(seconds) < 0.05
+
+
+def test_a_process_that_starts_verifiers_and_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_REPLY_SECONDS", 0.5)
+    with VerifierPool(settings(timeout_seconds=30, workers=1)) as pool:
+        assert judge(pool, "correct")[0].verdict == "correct"
+        [server] = [p for p in psutil.Process().children() if "areal_tasks.rewards.forkserver" in " ".join(p.cmdline())]
+        workers = server.children()
+        server.suspend()
+        for worker in workers:
+            worker.kill()
+        with pytest.raises(ConnectionError, match=rf"starts verifiers \({server.pid}\) has not answered for 0\.5 s"):
+            judge(pool, "correct", "correct")
+        assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+        assert judge(pool, "correct")[0].verdict == "correct"
