@@ -75,19 +75,22 @@ def test_a_field_out_of_bounds_is_refused_in_the_form(up: Up, page: Page) -> Non
 
 
 def test_a_task_run_leads_to_its_manifest(up: Up, flow_run: dict[str, Any], page: Page) -> None:
-    page.goto(f"{up.url}/runs/flow-run/{flow_run['id']}?tab=Artifacts")
-    page.get_by_text("formed-iteration", exact=True).first.click()
-    page.get_by_role("link", name="train 0").click()
-    expect(page.get_by_text("Committed").first).to_be_visible()
+    page.goto(f"{up.url}/runs/flow-run/{flow_run['id']}")
     page.get_by_text("Artifacts", exact=True).last.click()
-    page.get_by_text("Manifest of train 0").click()
-    expect(page.get_by_role("heading", name="train 0 of run formed")).to_be_visible()
-    shown = page.locator("pre").last.inner_text()
-    assert json.loads(shown)["stage"] == "train"
+    page.get_by_text("formed-iteration", exact=True).first.click()
+    with page.expect_popup() as opened:  # links in an artifact open in a tab of their own
+        page.get_by_role("link", name="train 0").click()
+    task = opened.value
+    expect(task.get_by_text("Committed").first).to_be_visible()
+    task.get_by_text("Artifacts", exact=True).last.click()
+    task.get_by_text("Manifest of train 0").click()
+    expect(task.get_by_role("heading", name="train 0 of run formed")).to_be_visible()
+    assert json.loads(task.locator("pre").last.inner_text())["stage"] == "train"
 
 
 def test_states_tell_what_was_built(up: Up, flow_run: dict[str, Any], page: Page) -> None:
-    page.goto(f"{up.url}/runs/flow-run/{flow_run['id']}?tab=Task+Runs")
+    page.goto(f"{up.url}/runs/flow-run/{flow_run['id']}")
+    page.get_by_text("Task Runs", exact=True).last.click()
     for name in ("initialise", "prompts", "train 0", "publish 0"):
         expect(page.get_by_text(name, exact=True).first).to_be_visible()
     expect(page.get_by_text("Committed").first).to_be_visible()
