@@ -7,15 +7,17 @@ import multiprocessing
 import shutil
 import sys
 import time
+import uuid
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
+from s3_server import BUCKET, S3Server
 from stage_driver import Digests, digests, drive, start_driver, store_in, tiny
 
 from areal_tasks.store import gc_live, paths
 from areal_tasks.store.audit import audit
-from areal_tasks.store.backend import Store, StoreError
+from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.files import read_weights
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.gc import Item, Rule, plan
@@ -202,18 +204,19 @@ def collect(url_folder: Path, until: float) -> None:
         except StoreError as error:
             if "does not exist" not in str(error):  # a file that its writer has just given its name
                 raise
+        time.sleep(0.05)
 
 
 def test_a_run_at_work_beside_gc_ends_with_the_same_bits(tmp_path: Path, expected: Digests) -> None:
     context = multiprocessing.get_context("forkserver")
     recipe = short(ITERATIONS + 1)
-    collector = context.Process(target=collect, args=(tmp_path, time.time() + 50))
+    collector = context.Process(target=collect, args=(tmp_path, time.time() + 150))
     collector.start()
     killed = start_driver(tmp_path, "r", recipe, 37)
-    killed.join(50)
+    killed.join(120)
     assert killed.exitcode == -9
     worker = start_driver(tmp_path, "r", recipe)
-    worker.join(50)
+    worker.join(120)
     assert worker.exitcode == 0 and collector.is_alive()
     collector.kill()
     collector.join()
@@ -244,7 +247,7 @@ def sweep(folders: list[Path], barrier: Barrier) -> None:
 
 
 def test_a_fork_beside_gc_either_has_what_it_needs_or_is_refused(whole: Path, tmp_path: Path) -> None:
-    folders = [tmp_path / str(i) for i in range(12)]
+    folders = [tmp_path / str(i) for i in range(6)]
     for folder in folders:
         shutil.copytree(whole / "store", folder / "store")
     context = multiprocessing.get_context("forkserver")
@@ -321,3 +324,22 @@ def test_the_command_only_shows_what_it_would_do(
     [row] = json.loads(call(capsys, monkeypatch, *words, "--yes", "--json"))
     assert (row["kind"], row["version"], row["removed"]) == ("weights", 1, True)
     assert on_disk(store, "r") == [0, 2, 3, 4]
+
+
+def test_a_run_on_s3_is_audited_and_cleared_like_one_on_disk(whole: Path, s3: S3Server) -> None:
+    there = open_store(f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}")
+    for entry in entries(store_in(whole), "r"):
+        there.put_file(entry.path, Path(store_in(whole).uri(entry.path)))
+    before = audit(there, "r")
+    assert before.sound and before.root == audit(store_in(whole), "r").root
+    there.put("r/iteration=000001/stage=train/attempt=dead/x.parquet", b"lost")
+    time.sleep(1.1)  # S3 tells times in seconds
+    open_run(there, "r", "rlhf", short())
+    append(there, "r", "finished", {"owner": 2})
+    gone = execute(there, plan(there, NEWEST))
+    assert versions(gone, "weights") == [1, 2, 3] and [item.kind for item in gone].count("attempt") == 1
+    after = audit(there, "r")
+    assert after.sound and after.root == before.root and len(after.removed) == 6
+    shard = next(path for path in there.list("r") if path.endswith(".parquet"))
+    there.put(shard, b"PAR1")
+    assert [defect.path for defect in audit(there, "r").defects] == [shard]
