@@ -75,8 +75,7 @@ def check_origin(record: RunRecord, asked: Origin | None) -> None:
     there = origin_of(record)
     if asked is not None and there != asked:
         raise UserError(
-            f"Run {record.run!r} exists and is {there or 'no child'}, not {asked}. "
-            "Choose another name (run=NAME)."
+            f"Run {record.run!r} exists and is {there or 'no child'}, not {asked}. Choose another name (run=NAME)."
         )
     if asked is None and there is not None and there.kind == "replay":
         raise UserError(
