@@ -73,8 +73,8 @@ class RunFiles:
     def ended(self) -> bool:
         """Whether the log tells that the last start of the flow has ended. One that was killed tells nothing."""
         owner = last_present(lambda n: paths.owner(self.name, n) in self.by_path, 1)
-        ends = [line for line in read_log(self.store, self.name) if line.action in _ENDED]
-        return bool(ends) and ends[-1].details.get("owner") == owner
+        lines = read_log(self.store, self.name)
+        return any(line.action in _ENDED and line.details.get("owner") == owner for line in lines)
 
     @cached_property
     def at_work(self) -> bool:

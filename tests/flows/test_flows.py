@@ -14,6 +14,7 @@ import pytest
 from markdown_it import MarkdownIt
 from stage_driver import Digests, digests, drive, start_driver, store_in, tiny
 
+from areal_tasks.store.journal import read_log
 from flows.rlhf import rlhf
 from schemas.errors import UserError
 from schemas.recipe.recipe import Recipe
@@ -115,6 +116,13 @@ def test_tasks_name_tables_and_manifests_and_hold_no_data(prefect: Prefect, resu
 def test_the_same_run_again_has_nothing_to_do(prefect: Prefect, resumed: Resumed) -> None:
     assert rlhf(resumed.recipe, run="r") == resumed.result
     assert prefect.task_states(prefect.last_flow_run()["id"]) == {}
+
+
+def test_the_log_of_the_run_tells_which_flow_run_did_what(resumed: Resumed) -> None:
+    first, last = read_log(store_in(resumed.folder), "r")[:2]
+    assert (first.action, last.action) == ("resumed", "finished")
+    assert first.prefect_flow_run_id == last.prefect_flow_run_id == resumed.flow_run["id"]
+    assert (first.details["iterations"], last.details["iterations"]) == (1, 3)
 
 
 def test_progress_reaches_its_end(prefect: Prefect, resumed: Resumed) -> None:
