@@ -18,6 +18,7 @@ from areal_tasks.store.runs import Run
 from flows.alerts import Alert, Metrics
 
 STARTED: Final = "arealflow.run.started"
+ENDED: Final = "arealflow.run.ended"
 COMMITTED: Final = "arealflow.iteration.committed"
 ALERT: Final = "arealflow.alert"
 
@@ -36,6 +37,10 @@ class Events:
     def started(self) -> None:
         """The run has an owner; its services start next."""
         self._emit(STARTED, {})
+
+    def ended(self) -> None:
+        """This start of the run is over, however it ends; a process that is killed does not say so."""
+        self._emit(ENDED, {})
 
     def committed(self, closed: Closed) -> None:
         """An iteration is part of the run's history."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from contextvars import copy_context
 from datetime import datetime
+from functools import partial
 from types import TracebackType
 from typing import Any, Final
 from uuid import UUID
@@ -65,6 +67,7 @@ class Observer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.events.ended()
         self.artifacts.close()
         LIBRARY.removeHandler(self.handler)
         LIBRARY.setLevel(self.level)
@@ -146,9 +149,11 @@ class _Relay(logging.Handler):
     def __init__(self, target: Any) -> None:
         super().__init__(logging.INFO)
         self.target = target
+        self.context = copy_context()  # Prefect's settings: threads that watch and report have none of their own
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.target.log(record.levelno, record.getMessage(), exc_info=record.exc_info)
+        log = partial(self.target.log, exc_info=record.exc_info)
+        self.context.copy().run(log, record.levelno, record.getMessage())
 
 
 def made_here(built: Built, closed: Closed) -> bool:

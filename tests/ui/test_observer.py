@@ -176,8 +176,8 @@ def test_progress_and_rollouts(seen: Watched) -> None:
 
 def test_every_iteration_is_an_event_with_its_metrics(seen: Watched) -> None:
     names = [name for name, _, _ in seen.emitted]
-    assert names == ["arealflow.run.started", *["arealflow.iteration.committed"] * 3]
-    _, about, payload = seen.emitted[-1]
+    assert names == ["arealflow.run.started", *["arealflow.iteration.committed"] * 3, "arealflow.run.ended"]
+    _, about, payload = seen.emitted[-2]
     assert about["prefect.resource.id"].startswith("prefect.flow-run.") and about["arealflow.run"] == "r"
     assert (payload["run"], payload["iteration"], payload["of"]) == ("r", 2, 3)
     assert {"verify", "train", "rollout"} <= payload["metrics"].keys()
