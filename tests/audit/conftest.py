@@ -1,4 +1,4 @@
-"""A small real run, made once: two iterations, a checkpoint, a log, a tag, a reference. Tests that alter it copy it."""
+"""A small real run, made once: two iterations, checkpoints, a log, a tag, a compaction. Tests that alter it copy it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 from stage_driver import drive, store_in, tiny
 
 from areal_tasks.store.backend import Store
+from areal_tasks.store.catalog import Catalog
+from areal_tasks.store.compact import compact
 from areal_tasks.store.journal import append
 from areal_tasks.store.runs import load_run
 from areal_tasks.store.tags import tag_weights
@@ -35,6 +37,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert head is not None and head.checkpoint is not None
     append(run.store, "small", "started", {"owner": 1, "iterations": 0, "head": run.digest_of(None)})
     tag_weights(run.store, "small", "first", run.commit(0).weights)
+    catalog = Catalog(run)
+    compact(run, catalog, catalog.regions)
     append(run.store, "small", "finished", {"owner": 1, "iterations": 2, "head": run.digest_of(head)})
     return folder
 
