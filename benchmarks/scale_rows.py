@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from schemas.tables import ADVANTAGE, PUBLISH, ROLLOUT, SCALARS, TABLES, TRAIN_SAMPLES, TRAIN_STEPS, VERIFY
+from schemas.tables import ADVANTAGE, PUBLISH, ROLLOUT, SCALARS, TABLES, TRAIN_STEPS, VERIFY
 
 GROUP = 8
 PROMPTS = 7473
@@ -200,10 +200,7 @@ def _publish(k: int) -> pa.Table:
 def flat_rows(k: int, samples: int, with_tokens: bool) -> pa.Table:
     """An iteration as one table of everything, as a program that dumps its batches would write it."""
     rows = scalar_columns(k, samples)
-    fields = {
-        f.name: f
-        for schema in (SCALARS, *((ROLLOUT, VERIFY, ADVANTAGE, TRAIN_SAMPLES) if with_tokens else ()))
-        for f in schema
-    }
     given = rows | (token_columns(k, rows) if with_tokens else {})
-    return pa.table([_array(given[name], f.type) for name, f in fields.items()], names=list(fields))
+    schemas = (SCALARS, ROLLOUT, VERIFY, ADVANTAGE) if with_tokens else (SCALARS,)
+    fields = {field.name: field for schema in schemas for field in schema}
+    return pa.table([_array(given[name], field.type) for name, field in fields.items()], names=list(fields))

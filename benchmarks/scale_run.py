@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any, TypeVar
+from unittest import mock
 
 import pyarrow.parquet as pq
 
@@ -18,27 +20,35 @@ from benchmarks.store import commit_stage
 from schemas.manifest import IterationCommit, StageRef, WeightsRef
 from schemas.recipe.load import load_recipe
 
+T = TypeVar("T")
 _BLOCK = 50
 
 
-def write_run(url: str, name: str, iterations: int, samples: int, token_iterations: int, workers: int) -> Run:
-    """A run of `iterations`, of which the first `token_iterations` have tokens and texts."""
-    _spare_the_disk()
+def write_run(url: str, name: str, iterations: int, samples: int, token_iterations: int, workers: int = 0) -> Run:
+    """A run whose first `token_iterations` have tokens and texts. Without workers it is written in this process."""
     run = open_run(open_store(url), name, "rlhf", load_recipe("quickstart"))
     jobs = [
         (url, name, first, min(first + _BLOCK, iterations), samples, token_iterations)
         for first in range(0, iterations, _BLOCK)
     ]
-    with ProcessPoolExecutor(workers, initializer=_spare_the_disk) as pool:
-        for block in pool.map(_write_block, *zip(*jobs, strict=True)):
+    with mock.patch.object(os, "fsync", _nothing):
+        for block in _everywhere(_write_block, jobs, workers):
             for k, stages in block:
                 _commit(run, k, stages)
     return run
 
 
-def _spare_the_disk() -> None:
-    """A million fsyncs would time the disk, not the queries."""
-    os.fsync = lambda fd: None
+def _nothing(fd: int) -> None:
+    """In place of fsync: a million of them would time the disk, not the queries."""
+
+
+def _everywhere(work: Callable[..., T], jobs: Sequence[tuple[Any, ...]], workers: int) -> Iterator[T]:
+    """`work` on every job, in order."""
+    if not workers:
+        yield from (work(*job) for job in jobs)
+        return
+    with ProcessPoolExecutor(workers) as pool:  # forked: without fsync, as this process is now
+        yield from pool.map(work, *zip(*jobs, strict=True))
 
 
 def _write_block(
@@ -74,21 +84,19 @@ def _commit(run: Run, k: int, stages: list[StageRef]) -> None:
     )
 
 
-def write_naive(folder: Path, iterations: int, samples: int, token_iterations: int, workers: int) -> None:
-    """One uncompressed Parquet file for each iteration, with everything there is of its samples."""
+def write_naive(folder: Path, iterations: int, samples: int, workers: int = 0) -> None:
+    """The scalars of each iteration as one uncompressed Parquet file."""
     folder.mkdir()
-    jobs = [(folder, k, samples, k < token_iterations) for k in range(iterations)]
-    with ProcessPoolExecutor(workers) as pool:
-        for _ in pool.map(_write_naive, *zip(*jobs, strict=True), chunksize=_BLOCK):
-            pass
+    jobs = [(folder, first, min(first + _BLOCK, iterations), samples) for first in range(0, iterations, _BLOCK)]
+    for _ in _everywhere(_write_naive, jobs, workers):
+        pass
 
 
-def _write_naive(folder: Path, k: int, samples: int, with_tokens: bool) -> None:
-    pq.write_table(flat_rows(k, samples, with_tokens), folder / f"rollout-{k:06d}.parquet", compression="none")
+def _write_naive(folder: Path, first: int, stop: int, samples: int) -> None:
+    for k in range(first, stop):
+        pq.write_table(flat_rows(k, samples, with_tokens=False), folder / f"{k:06d}.parquet", compression="none")
 
 
-def sizes(folder: Path) -> Iterator[tuple[str, int]]:
-    """Every file below `folder`, by path, with its size."""
-    for found in folder.rglob("*"):
-        if found.is_file():
-            yield str(found.relative_to(folder)), found.stat().st_size
+def bytes_below(folder: Path) -> int:
+    """Bytes of all files below `folder`."""
+    return sum(found.stat().st_size for found in folder.rglob("*") if found.is_file())
