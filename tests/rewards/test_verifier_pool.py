@@ -257,9 +257,10 @@ def test_warm_pool_is_quick() -> None:
 
 def test_a_process_that_starts_verifiers_and_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_REPLY_SECONDS", 0.5)
+    before = set(psutil.Process().children())
     with VerifierPool(settings(timeout_seconds=30, workers=1)) as pool:
         assert judge(pool, "correct")[0].verdict == "correct"
-        [server] = [p for p in psutil.Process().children() if "areal_tasks.rewards.forkserver" in " ".join(p.cmdline())]
+        [server] = set(psutil.Process().children()) - before
         workers = server.children()
         server.suspend()
         for worker in workers:
