@@ -35,7 +35,7 @@ _FILE_BYTES: Final = 512 << 20  # in memory
 _GROUP_ROWS: Final = 1 << 18
 _GROUP_BYTES: Final = 128 << 20
 _GROWTH: Final = 2  # a compaction shorter than this many times what follows it is merged with that
-_AT_ONCE: Final = 64  # plain shards in memory
+_AT_ONCE: Final = 32  # plain shards in memory
 _ITERATIONS: Final = 256  # whose manifests are in memory
 _UNIQUE: Final = frozenset({"sample_id", "seed", "path", "sha256", "key", "attempt", "previous"}) | TEXTS
 
@@ -102,9 +102,10 @@ def _rows(catalog: Catalog, region: Region, name: str) -> Iterator[pa.Table]:
 
 def _plain_rows(catalog: Catalog, region: Region, name: str) -> Iterator[pa.Table]:
     schema, shards = compact_schema(name), catalog.shards_of(region, name)
+    threads = _AT_ONCE if catalog.run.store.local("") is None else 2  # who waits for no network is in others' way
     for start in range(0, len(shards), _AT_ONCE):
         some = shards[start : start + _AT_ONCE]
-        yield pa.concat_tables(parallel(lambda found: _shard_rows(catalog.run, *found, schema), some))
+        yield pa.concat_tables(parallel(lambda found: _shard_rows(catalog.run, *found, schema), some, threads))
 
 
 def _shard_rows(run: Run, iteration: int, shard: ShardRef, schema: pa.Schema) -> pa.Table:
@@ -121,22 +122,24 @@ class _Merge:
     def __init__(self, run: Run, name: str, prefix: str) -> None:
         self.run, self.name, self.prefix = run, name, prefix
         self.held: list[pa.Table] = []
+        self.rows = self.bytes = 0
         self.files: list[CompactFile] = []
 
     def add(self, rows: pa.Table) -> None:
         self.held.append(rows)
-        if sum(map(len, self.held)) >= _FILE_ROWS or sum(part.nbytes for part in self.held) >= _FILE_BYTES:
+        self.rows, self.bytes = self.rows + len(rows), self.bytes + rows.nbytes
+        if self.rows >= _FILE_ROWS or self.bytes >= _FILE_BYTES:
             self._flush()
 
     def finished(self) -> CompactTable:
-        if any(map(len, self.held)):
+        if self.rows:
             self._flush()
         return CompactTable(columns=tuple(compact_schema(self.name).names), files=tuple(self.files))
 
     def _flush(self) -> None:
         path = f"{self.prefix}-{len(self.files):05d}.parquet"
         self.files.append(_write(self.run, path, pa.concat_tables(self.held)))
-        self.held = []
+        self.held, self.rows, self.bytes = [], 0, 0
 
 
 def _write(run: Run, path: str, table: pa.Table) -> CompactFile:
