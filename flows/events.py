@@ -8,6 +8,7 @@ gone; nothing here fails a run.
 from __future__ import annotations
 
 import math
+import time
 from typing import Any, Final
 
 from prefect.events import emit_event
@@ -18,9 +19,13 @@ from areal_tasks.store.runs import Run
 from flows.alerts import Alert, Metrics
 
 STARTED: Final = "arealflow.run.started"
+ADVANCED: Final = "arealflow.run.advanced"
 ENDED: Final = "arealflow.run.ended"
 COMMITTED: Final = "arealflow.iteration.committed"
 ALERT: Final = "arealflow.alert"
+#: Least time between two events that tell a run from one that has stalled: Prefect's count of such events is wrong
+#: where they follow each other at once, and each is a write to its database.
+ADVANCED_SECONDS: Final = 10.0
 
 
 class Events:
@@ -28,6 +33,7 @@ class Events:
 
     def __init__(self, run: Run) -> None:
         self.about = {"run": run.name, "store": run.store.url}
+        self.advanced = time.monotonic()
         self.resource = {
             "prefect.resource.id": f"prefect.flow-run.{flow_run.get_id()}",
             "prefect.resource.name": flow_run.get_name() or run.name,
@@ -36,6 +42,7 @@ class Events:
 
     def started(self) -> None:
         """The run has an owner; its services start next."""
+        self.advanced = time.monotonic()
         self._emit(STARTED, {})
 
     def ended(self) -> None:
@@ -46,6 +53,9 @@ class Events:
         """An iteration is part of the run's history."""
         where = {"iteration": closed.iteration, "of": closed.of, "seconds": round(closed.seconds, 3)}
         self._emit(COMMITTED, {**where, "metrics": finite(metrics_of(closed))})
+        if time.monotonic() - self.advanced >= ADVANCED_SECONDS:
+            self.advanced = time.monotonic()
+            self._emit(ADVANCED, where)
 
     def alert(self, closed: Closed, alert: Alert) -> None:
         """Something is wrong from this iteration on."""

@@ -67,8 +67,8 @@ class Observer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.events.ended()
         self.artifacts.close()
+        self.events.ended()
         LIBRARY.removeHandler(self.handler)
         LIBRARY.setLevel(self.level)
         LIBRARY.propagate = True

@@ -27,10 +27,10 @@ def put(api_url: str, wanted: dict[str, Any]) -> None:
     """Create an automation, or update the one of that name, disabled if it is. UserError if the server refuses."""
     there = find(api_url, wanted["name"])
     if there is None:
-        answer = _ask("POST", f"{api_url}/automations/", wanted)
+        answer = ask("POST", f"{api_url}/automations/", wanted)
     else:
         same = {**wanted, "enabled": there["enabled"]}
-        answer = _ask("PUT", f"{api_url}/automations/{there['id']}", same)
+        answer = ask("PUT", f"{api_url}/automations/{there['id']}", same)
     if answer.is_error:
         raise UserError(f"the Prefect server refused the automation {wanted['name']}: {answer.text[:500]}")
 
@@ -39,7 +39,7 @@ def remove(api_url: str, name: str) -> bool:
     """Delete the automation of that name; False if there is none."""
     there = find(api_url, name)
     if there is not None:
-        _ask("DELETE", f"{api_url}/automations/{there['id']}").raise_for_status()
+        ask("DELETE", f"{api_url}/automations/{there['id']}").raise_for_status()
     return there is not None
 
 
@@ -53,11 +53,11 @@ def read_automation(name: str) -> dict[str, Any]:
 def find(api_url: str, name: str) -> dict[str, Any] | None:
     """The automation of that name on the server."""
     query = {"automations": {"name": {"any_": [name]}}}
-    found: list[dict[str, Any]] = _ask("POST", f"{api_url}/automations/filter", query).raise_for_status().json()
+    found: list[dict[str, Any]] = ask("POST", f"{api_url}/automations/filter", query).raise_for_status().json()
     return found[0] if found else None
 
 
-def _ask(method: str, url: str, body: dict[str, Any] | None = None) -> httpx.Response:
+def ask(method: str, url: str, body: dict[str, Any] | None = None) -> httpx.Response:
     """The answer; asked again where Prefect's database was busy, which it says before anything is written."""
     answer = httpx.request(method, url, json=body, timeout=TIMEOUT_SECONDS)
     for pause in BUSY_PAUSES:

@@ -190,6 +190,12 @@ def test_every_iteration_is_an_event_with_its_metrics(seen: Watched) -> None:
     json.dumps(payload, allow_nan=False)
 
 
+def test_iterations_that_follow_at_once_are_one_sign_of_life(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(events, "ADVANCED_SECONDS", 0.0)
+    found = watched(tmp_path, monkeypatch, False, schedule={"iterations": 2})
+    assert [name for name, _, _ in found.emitted].count("arealflow.run.advanced") == 2, "the others above: none in 10 s"
+
+
 def test_alerts_are_logged_and_emitted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
+from flows.cli.automations import ask
 
 ROOT = Path(__file__).resolve().parents[2]
 T = TypeVar("T")
@@ -34,10 +34,10 @@ class Up:
         return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
 
     def get(self, path: str) -> Any:
-        return httpx.get(f"{self.api}/{path}", timeout=30).raise_for_status().json()
+        return ask("GET", f"{self.api}/{path}").raise_for_status().json()
 
     def post(self, path: str, **body: Any) -> Any:
-        return httpx.post(f"{self.api}/{path}", json=body, timeout=30).raise_for_status().json()
+        return ask("POST", f"{self.api}/{path}", body).raise_for_status().json()
 
     @property
     def store(self) -> Path:
@@ -55,7 +55,7 @@ class Webhook:
         return [body for body in list(self.posted) if body["alert"] == alert]
 
 
-def eventually(look: Callable[[], T], what: str, seconds: float = 120.0) -> T:
+def eventually(look: Callable[[], T], what: str, seconds: float = 200.0) -> T:
     """What `look` gives as soon as it is true."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
