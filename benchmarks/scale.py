@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,10 +30,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_tasks.store.backend import Store, open_store
-from areal_tasks.store.catalog import Catalog, Region
-from areal_tasks.store.compact import compact, compact_all
+from areal_tasks.store.compact import compact_all
 from areal_tasks.store.compacted import believed
-from areal_tasks.store.paths import compactions
+from areal_tasks.store.paths import run_record
 from areal_tasks.store.query import Session
 from areal_tasks.store.runs import Run, load_run
 from benchmarks.scale_rows import flat_rows
@@ -143,7 +141,9 @@ def bytes_a_token(store: Store, run: str) -> tuple[float, float, int]:
     with Session(store, run) as session:
         views = session.catalog.stages_of.keys()
         table = "rollout" if "rollout" in views else "evaluate"
-        stored = session.sql(f"SELECT sum(bytes) AS b FROM stages WHERE stage IN {stages}").to_pylist()[0]["b"]
+        stored = session.sql(f"SELECT sum(bytes) AS b FROM stages WHERE rows > 0 AND stage IN {stages}").to_pylist()[0][
+            "b"
+        ]
         counts = session.sql(f"SELECT sum(num_tokens) AS n, sum(num_generated) AS g FROM {table}").to_pylist()[0]
     return float(stored / counts["n"]), float(stored / counts["g"]), int(counts["n"])
 
@@ -191,14 +191,12 @@ def _line(name: str, ours: Cost, theirs: Cost | None) -> str:
     return f"{text}   {theirs.wall:7.2f} {theirs.cpu:7.2f}   {theirs.cpu / ours.cpu:6.1f}×"
 
 
-def small_compaction(run: Run) -> Cost:
-    """What the loop does beside itself every 64 iterations, measured on the last 64."""
-    catalog = Catalog(run, compacted=False)
-    [whole] = catalog.regions
-    last = Region(run, whole.stop - 64, whole.stop)
-    cost = _cost(lambda: compact(run, catalog, [last]))
-    shutil.rmtree(Path(run.store.uri(compactions(run.name))))
-    return cost
+def small_compaction(url: str, samples: int) -> Cost:
+    """What the loop does beside itself every 64 iterations."""
+    if not open_store(url).exists(run_record("short")):
+        write_run(url, "short", 64, samples, 0)
+    run = load_run(open_store(url), "short")
+    return _cost(lambda: compact_all(run))
 
 
 def measure(folder: Path, options: argparse.Namespace) -> str:
@@ -211,7 +209,7 @@ def measure(folder: Path, options: argparse.Namespace) -> str:
         write_naive(naive_folder, *sizes, options.workers)
     run = load_run(store, NAME)
     one = SCALAR["reward by length"]
-    plain, step = _cost(lambda: ask(store, [one], compacted=False)), small_compaction(run)
+    plain, step = _cost(lambda: ask(store, [one], compacted=False)), small_compaction(url, options.samples)
     merging = _cost(lambda: compact_all(run))
     lines, ours, theirs = questions(store, naive_folder)
     dashboard = best(lambda: ask(store, [*SCALAR.values(), *RUN_ONLY.values()]))
