@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.chdir(Path(__file__).parents[2])
 
-from scene import VICTIMS, Failed, Scene, arm, kill, stage, wait_for  # noqa: E402
+from scene import VICTIMS, Failed, Scene, arm, disarmed, kill, stage, wait_for  # noqa: E402
 from stage_driver import digests_of  # noqa: E402
 
 from areal_tasks.store.query import run_sql  # noqa: E402
@@ -89,7 +89,7 @@ class Matrix:
     @property
     def overrides(self) -> str:
         length = f"schedule.iterations={self.iterations} evaluation.every={self.iterations}"
-        return f"model.warm_start= model.path=run://{BASE}-sft trainer.recover_within_seconds=2 {length}"
+        return f"model.warm_start= model.path=run://{BASE}-sft trainer.recover_within_seconds=0.2 {length}"
 
     def _undisturbed(self, run: str, overrides: str) -> None:
         flow_run = self.scene.submit(run, overrides)
@@ -122,6 +122,8 @@ class Matrix:
             if head >= self.iterations - 4:  # too near to the end for another round
                 break
             seconds = self._round(run, flow_run, victim, head, left[-1])
+            if seconds is None:
+                break
             point = left.pop()
             tally.points += point is not None
             tally.seconds.append(seconds)
@@ -142,8 +144,8 @@ class Matrix:
             raise Failed(f"the flow run ended {state}")
         return False
 
-    def _round(self, run: str, flow_run: str, victim: str, head: int, point: tuple[str, str] | None) -> float:
-        """Kill the victim once; seconds until the second iteration after it is committed."""
+    def _round(self, run: str, flow_run: str, victim: str, head: int, point: tuple[str, str] | None) -> float | None:
+        """Kill the victim once; seconds until the second iteration after it is committed. None: the run was over."""
         pid = 0
 
         def there() -> bool:
@@ -157,7 +159,11 @@ class Matrix:
             kill(pid)
         else:
             arm(self.scene, point[0], POINTS[point[1]], pid)
-            wait_for(f"a write {name(point)}", lambda: not self.scene.point.exists(), START_SECONDS)
+            last = self.iterations - 1
+            struck_or_over = lambda: not self.scene.point.exists() or self._has(run, flow_run, last)  # noqa: E731
+            wait_for(f"a write {name(point)}", struck_or_over, START_SECONDS)
+            if disarmed(self.scene):
+                return None
         began, head = time.monotonic(), self.scene.committed(run, head)
         goal = min(head + 2, self.iterations - 1)
         wait_for(f"iteration {goal}", lambda: self._has(run, flow_run, goal), HOPELESS_SECONDS)

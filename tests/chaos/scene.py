@@ -137,6 +137,15 @@ def arm(scene: Scene, when: str, match: str, pid: int) -> None:
     partial.rename(scene.point)
 
 
+def disarmed(scene: Scene) -> bool:
+    """Take the kill point away; False if it has struck."""
+    try:
+        scene.point.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 @contextmanager
 def stage(home: Path, port: int, on_s3: bool, chance: random.Random) -> Iterator[Scene]:
     """`arealflow up` in a home of its own, until the block ends; then nothing of it may be left."""
