@@ -112,7 +112,8 @@ def test_runs_and_their_state(url: str, capsys: pytest.CaptureFixture[str], monk
 def test_a_plan_says_what_is_committed(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = call(capsys, monkeypatch, "plan", "quickstart", "run=small", "schedule.iterations=3", "--store", url, "--json")
+    arguments = ("plan", "quickstart", "run=small", "schedule.iterations=3", "--store", url, "--json")
+    found = call(capsys, monkeypatch, *arguments)
     rows = {row["stage"]: row for row in json.loads(found.out)}
     assert rows["initialise"]["next"].startswith("reused: small/") and rows["rollout"]["next"] == "built"
     assert rows["rollout"]["last committed"].startswith("small/iteration=000001/stage=rollout/")
