@@ -30,8 +30,8 @@ LOOK_SECONDS = 0.5
 UPKEEP_SECONDS = 2.0
 FLOW_GRACE_SECONDS = 10.0
 #: A process that lived this long has not failed at its start: the next restart is immediate again.
-STEADY_SECONDS = 60.0
-LONGEST_DELAY_SECONDS = 60.0
+STEADY_SECONDS = 10.0
+LONGEST_DELAY_SECONDS = 30.0
 
 
 @dataclass

@@ -85,7 +85,7 @@ def test_the_flow_processes_of_a_dead_worker_end_with_it(
 
 def test_what_keeps_dying_is_started_ever_more_rarely() -> None:
     backoff = keeper.Backoff()
-    assert [backoff.delay() for _ in range(9)] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    assert [backoff.delay() for _ in range(9)] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
     backoff.started -= keeper.STEADY_SECONDS
     assert backoff.delay() == 0.0
 
