@@ -10,7 +10,7 @@ import hashlib
 import re
 from typing import Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 SCHEMA_VERSION: Final = 2
 _SEAL: Final = re.compile(rb'\A\{\n "seal": "([0-9a-f]{64})",\n')
@@ -66,6 +66,14 @@ class FileRef(Record):
     path: str
     sha256: str
     bytes: int
+
+    @field_validator("path")
+    @classmethod
+    def _below_the_root(cls, path: str) -> str:
+        """A manifest may come from a stranger: what it names is never outside the store, nor where it is copied to."""
+        if {"", ".", ".."} & set(path.split("/")):
+            raise ValueError(f"{path!r} does not lie below the store's root: it must be relative, without '.' and '..'")
+        return path
 
 
 class ShardRef(FileRef):

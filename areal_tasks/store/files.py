@@ -90,7 +90,11 @@ def common_folder(files: Sequence[FileRef]) -> str:
 
 
 def _relative(file: FileRef, folder: str) -> str:
-    return file.path.removeprefix(f"{folder}/")
+    """The file's name below `folder`. StoreError if it lies elsewhere: the files of one manifest share a folder."""
+    name = file.path.removeprefix(f"{folder}/")
+    if name == file.path:
+        raise StoreError(f"{file.path} does not lie below {folder}, as the other files of its manifest do.")
+    return name
 
 
 def commit_weights(

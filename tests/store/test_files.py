@@ -89,6 +89,32 @@ def test_damaged_weights_are_named(local_store: Store, folder: Path, tmp_path: P
         read_weights(local_store, ref)
 
 
+@pytest.mark.parametrize("name", ["../../../../evil", "../evil", "./evil", "/evil", "a//b", ""])
+def test_a_manifest_cannot_name_a_file_outside_its_folder(name: str) -> None:
+    path = f"run/weights/version=000003/attempt=aa/{name}"
+    with pytest.raises(ValueError, match="does not lie below the store's root") as failure:
+        FileRef(path=path, sha256="0" * 64, bytes=1)
+    assert path in str(failure.value)
+    with pytest.raises(ValueError, match=r"'/etc/evil' does not lie below the store's root"):
+        FileRef(path="/etc/evil", sha256="0" * 64, bytes=1)
+
+
+def test_a_stored_manifest_that_does_is_named(local_store: Store, folder: Path) -> None:
+    ref, _ = committed(local_store, folder)
+    data = local_store.read(ref.path).replace(b"attempt=a/config.json", b"attempt=a/../evil.json")
+    local_store.create("run/weights/version=000003/attempt=b.json", data)
+    with pytest.raises(StoreError, match=r"attempt=b\.json"):
+        weights_ref(local_store, "run/weights/version=000003/attempt=b.json")
+
+
+def test_files_of_one_manifest_share_a_folder(s3_store: Store, folder: Path, tmp_path: Path) -> None:
+    _, files = committed(s3_store, folder, "mixed")
+    elsewhere = files[1].model_copy(update={"path": files[1].path.replace("attempt=mixed", "attempt=other")})
+    with pytest.raises(StoreError, match=r"attempt=other.* does not lie below .*attempt=mixed"):
+        materialise(s3_store, (files[0], elsewhere), tmp_path / "out")
+    assert not list(tmp_path.glob("out/**/model.safetensors"))
+
+
 def test_checkpoints_lie_apart_from_weights(local_store: Store, folder: Path) -> None:
     files = upload(local_store, paths.checkpoint_attempt("run", 3, "a"), folder)
     ref = commit_weights(local_store, "run", 3, "a", "checkpoint", files, make_provenance(1, now()))
