@@ -109,6 +109,10 @@ class RunFiles:
     def tagged(self) -> set[tuple[int, str]]:
         return {(tag.version, tag.weights_attempt) for tag in read_tags(self.store, self.name)}
 
+    @cached_property
+    def references(self) -> list[Reference]:
+        return live_references(self.store, self.name, self.now)
+
 
 def _initial_path(store: Store, manifest: StageManifest) -> str:
     row = read_table(store, manifest.tables["initial_weights"], ("version", "weights_attempt")).to_pylist()[0]
@@ -134,13 +138,14 @@ def _refs(commit: IterationCommit) -> list[WeightsRef]:
 def needed(run: RunFiles, runs: Sequence[RunFiles]) -> set[str]:
     """The manifests of weights and checkpoints of `run` that no retention rule may touch.
 
-    They are what a restart of any run loads, what children refer to, what other runs began with, and what is tagged.
+    They are what a restart of any run loads, what children refer to, what other runs began with, and what is tagged. A
+    fork's history is its parent's too, so that a tag or a reference in the fork may mean files of `run`.
     """
     found = set(run.initial)
-    found |= {v.path for v in run.versions if v.kind == "weights" and (v.version, v.attempt) in run.tagged}
-    for reference in live_references(run.store, run.name, run.now):
-        found |= _referred(run, reference)
     for other in runs:
+        found |= {v.path for v in run.versions if v.kind == "weights" and (v.version, v.attempt) in other.tagged}
+        for reference in other.references:  # read before the commits that they count
+            found |= _referred(other, reference)
         found |= _restart(other.commits) | set(other.initial)
     borrowed = _borrowed(run, runs)
     return found | {version.path for version in run.versions if _folder(version.path) in borrowed}

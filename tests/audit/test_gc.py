@@ -26,6 +26,7 @@ from areal_tasks.store.inventory import entries
 from areal_tasks.store.journal import append, read_log
 from areal_tasks.store.runs import list_runs, load_run, open_run
 from areal_tasks.store.tags import protect_weights, tag_weights
+from areal_tasks.store.weights import find_weights
 from flows.cli import main
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
@@ -164,6 +165,23 @@ def test_all_that_a_replay_may_read_stays(folder: Path) -> None:
     store = store_in(folder)
     open_run(store, "again", "rlhf", short(), origin=Origin("r", 0, "replay", True, "verify", ""))
     assert plan(store, NEWEST) == []
+
+
+def test_what_is_tagged_through_a_fork_stays(folder: Path) -> None:
+    store = store_in(folder)
+    child = open_run(store, "child", "rlhf", short(), origin=Origin("r", 3))
+    assert versions(plan(store, NEWEST, "r"), "weights") == [1, 2], "the fork starts from version 3"
+    protect_weights(store, "child", find_weights(child, "1"))
+    assert versions(plan(store, NEWEST, "r"), "weights") == [2]
+    tag_weights(store, "child", "best", find_weights(child, "2"))
+    assert versions(plan(store, NEWEST, "r"), "weights") == []
+
+
+def test_all_that_a_replay_of_a_fork_may_read_stays(folder: Path) -> None:
+    store = store_in(folder)
+    open_run(store, "child", "rlhf", short(), origin=Origin("r", 3))
+    open_run(store, "again", "rlhf", short(), origin=Origin("child", 0, "replay", True, "verify", ""))
+    assert plan(store, NEWEST, "r") == [], "its history before iteration 3 is that of r"
 
 
 def test_weights_that_another_run_began_with_stay(folder: Path) -> None:
