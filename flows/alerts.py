@@ -53,7 +53,7 @@ class Watch:
 
     def _found(self, metrics: Metrics) -> Iterator[Alert]:
         verify, train = metrics.get("verify", {}), metrics.get("train", {})
-        if "reward" in verify:
+        if math.isfinite(verify.get("reward", math.nan)) and not all_unjudged(verify):
             self._remember(verify["reward"])
         checks = (
             reward_collapse(self.earlier, list(self.last), self.settings),
@@ -104,6 +104,11 @@ def reward_collapse(earlier: Earlier, last: list[float], settings: Alerts) -> Al
         return None
     told = f"the mean reward of the last {len(last)} iterations is {mean:.4g}; it was {best:.4g}"
     return Alert(REWARD_COLLAPSE, f"{told} (alerts.reward_drop {settings.reward_drop:g})", mean, threshold)
+
+
+def all_unjudged(verify: Mapping[str, float]) -> bool:
+    """Whether no completion of the iteration could be judged: its mean reward of 0 is then none."""
+    return verify.get("timeout", 0.0) + verify.get("error", 0.0) >= 1.0
 
 
 def kl_explosion(train: Mapping[str, float], limit: float) -> Alert | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import copy_context
@@ -24,6 +25,7 @@ WAITING: Final = 8
 REQUEST_SECONDS: Final = 30.0
 #: How long the end of a run waits for its last artifacts.
 CLOSE_SECONDS: Final = 60.0
+HURRIED_SECONDS: Final = 2.0  # where the run is cancelled
 
 Make = Callable[["Artifacts"], None]
 
@@ -48,11 +50,12 @@ class Artifacts:
         except Full:
             self._lose(what, "the Prefect server is too slow for them")
 
-    def close(self) -> None:
-        """Wait for what was offered, but not for ever, and say what was lost."""
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Wait for what was offered, but no longer than `seconds`, and say what was lost."""
+        deadline = time.monotonic() + seconds
         try:
-            self._queue.put(None, timeout=CLOSE_SECONDS)
-            self._thread.join(CLOSE_SECONDS)
+            self._queue.put(None, timeout=seconds)
+            self._thread.join(max(0.0, deadline - time.monotonic()))
         except Full:
             pass  # the count below tells
         self.lost += _left_in(self._queue)

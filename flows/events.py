@@ -1,8 +1,8 @@
 """Prefect events of a run: each committed iteration with its metrics, and warnings.
 
 Their resource is the flow run, so they stand in its event feed, and automations can relate them to the flow run's own
-states: `deployments/alerts.yaml` does. Prefect sends events in a thread of its own and drops them if the server is
-gone; nothing here fails a run.
+states: `deployments/automations/alerts.yaml` does. Prefect sends events in a thread of its own and drops them if the
+server is gone; nothing here fails a run.
 """
 
 from __future__ import annotations

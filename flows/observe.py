@@ -23,7 +23,7 @@ from areal_tasks.store.backend import Store
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import read_table
 from flows.alerts import Watch
-from flows.artifacts import Artifacts
+from flows.artifacts import CLOSE_SECONDS, HURRIED_SECONDS, Artifacts
 from flows.events import Events, metrics_of
 from flows.pages import StageRow, iteration_page, manifest_page, rollout_page, rollout_rows
 from flows.tasks import metrics_text
@@ -67,7 +67,8 @@ class Observer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.artifacts.close()
+        hurried = kind is not None and not issubclass(kind, Exception)  # a cancellation: the worker kills soon
+        self.artifacts.close(HURRIED_SECONDS if hurried else CLOSE_SECONDS)
         self.events.ended()
         LIBRARY.removeHandler(self.handler)
         LIBRARY.setLevel(self.level)
@@ -152,8 +153,11 @@ class _Relay(logging.Handler):
         self.context = copy_context()  # Prefect's settings: threads that watch and report have none of their own
 
     def emit(self, record: logging.LogRecord) -> None:
-        log = partial(self.target.log, exc_info=record.exc_info)
-        self.context.copy().run(log, record.levelno, record.getMessage())
+        try:
+            log = partial(self.target.log, exc_info=record.exc_info)
+            self.context.copy().run(log, record.levelno, record.getMessage())
+        except Exception:  # as logging's own handlers: a line that cannot be passed on fails nobody
+            self.handleError(record)
 
 
 def made_here(built: Built, closed: Closed) -> bool:

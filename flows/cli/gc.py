@@ -24,7 +24,12 @@ def gc(
     keep_checkpoints: Annotated[
         int | None, typer.Option(help="Of each run's checkpoints, keep the newest so many. Default: all.")
     ] = None,
-    older_than: Annotated[float, typer.Option(min=0, help="Remove nothing written in the last so many hours.")] = 24.0,
+    older_than: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Remove nothing written in the last so many hours; a whole run that has ended goes at any age."
+        ),
+    ] = 24.0,
     yes: Annotated[bool, typer.Option("--yes", help="Do it; else only show what would be done.")] = False,
     store: StoreUrl = "",
     as_json: AsJson = False,

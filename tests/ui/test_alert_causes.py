@@ -33,6 +33,14 @@ def test_a_rising_noisy_or_small_reward_is_no_collapse() -> None:
     assert not causes(Watch(Alerts(window=5)), [0.0] * 50)
 
 
+def test_iterations_that_nobody_judged_are_no_collapse_and_hide_none() -> None:
+    watch = Watch(Alerts(window=2, max_unverified=0))
+    assert not causes(watch, [0.7] * 6)
+    for unjudged in ({"reward": 0.0, "timeout": 0.75, "error": 0.25}, {"reward": math.nan}):
+        assert not [alert for _ in range(4) for alert in watch({"verify": unjudged})]
+    assert [cause for _, cause in causes(watch, [0.1] * 4)] == ["reward-collapse"]
+
+
 def test_negative_rewards_collapse_too() -> None:
     assert causes(Watch(Alerts(window=2)), [-0.2] * 6 + [-0.9] * 6) == [(6, "reward-collapse")]
 
