@@ -16,7 +16,7 @@ from areal_tasks.store.files import read_weights, upload
 from areal_tasks.store.fork import find_reference, leave_reference
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import Run, load_run
-from areal_tasks.store.tombstones import check_kept
+from areal_tasks.store.tombstones import check_kept, check_run_kept
 from schemas.errors import UserError
 from schemas.manifest import FileRef, IterationCommit, WeightsRef
 from schemas.recipe.sections import Model
@@ -63,6 +63,8 @@ def run_weights(store: Store, path: str, reader: str = "") -> tuple[FileRef, ...
     if reader:
         leave_reference(store, name, reader, commit.iteration + 1, "weights")
     ref = _written(path, commit)
+    for run_needed in {name, ref.path.split("/")[0]}:  # their files may be those of the run that it was forked from
+        check_run_kept(store, run_needed)
     check_kept(store, ref)
     return read_weights(store, ref).files
 

@@ -200,14 +200,15 @@ def open_run(
         segments: for a replay, its recipes with the first iteration of each; the last one is `recipe`.
 
     Raises:
-        UserError: the name is no name, or the run exists with another recipe, flow or origin; fields and remedies are
-            named.
+        UserError: the name is no name, the run was removed, or it exists with another recipe, flow or origin; fields
+            and remedies are named.
     """
     check_run(store, name, flow, recipe, origin)  # before anyone is fenced off
     record, mine = _create(store, name, flow, recipe.seed, origin)
     if mine and origin is not None:
         tell(store, name, origin, prefect_flow_run_id)
     owner = _claim(store, name, prefect_flow_run_id)
+    check_run_kept(store, name)  # a removal that has not seen this claim has left its tombstone before
     run = Run(store, name, record, owner, read_segments(store, name))
     for first, there in segments[len(run.segments) :]:
         run = replace(run, segments=(*run.segments, _write_segment(run, first, there)))
