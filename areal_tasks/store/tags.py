@@ -11,21 +11,25 @@ from areal_tasks.store.commit import commit_once, find_record, new_attempt, read
 from areal_tasks.store.journal import append, user
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
+from areal_tasks.store.tombstones import check_kept
 from schemas.errors import UserError
 from schemas.manifest import Tag, WeightsRef
 
 _NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9._-]*")
 PROTECTED: Final = "protected-"
+NEWEST: Final = "newest"
 
 
 def tag_weights(store: Store, run: str, name: str, ref: WeightsRef) -> Tag:
     """Name the weights `ref` of `run`; they are safe from `gc` from here on.
 
     Raises:
-        UserError: the name cannot be one, or is that of other weights.
+        UserError: the name cannot be one, or is that of other weights; or they were removed.
     """
     if not _NAME.fullmatch(name) or name.startswith(PROTECTED):
         raise UserError(f"{name!r} cannot be a tag: begin with a letter; letters, digits, '.', '_' and '-' may follow.")
+    if name == NEWEST:
+        raise UserError(f"{NEWEST!r} cannot be a tag: it always means the newest weights. Choose another name.")
     return _give(store, run, name, ref, "tagged")
 
 
@@ -62,4 +66,5 @@ def _give(store: Store, run: str, name: str, ref: WeightsRef, action: str) -> Ta
         )
     if mine:
         append(store, run, action, {"tag": name, "version": ref.version, "weights_attempt": ref.attempt})
+    check_kept(store, ref)  # `gc` has seen the tag, or has left its tombstone before
     return there

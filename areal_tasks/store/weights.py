@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
@@ -15,12 +15,10 @@ from areal_tasks.store.files import common_folder, materialise, read_weights, we
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import read_table
-from areal_tasks.store.tags import PROTECTED, find_tag, read_tags
+from areal_tasks.store.tags import NEWEST, PROTECTED, find_tag, read_tags
 from areal_tasks.store.tombstones import check_kept, find_weights_tombstone
 from schemas.errors import UserError
 from schemas.manifest import Tag, WeightsManifest, WeightsRef
-
-_NEWEST: Final = "newest"
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,11 @@ def find_weights(run: Run, name: str) -> WeightsRef:
         UserError: there are none, they were never written, or they were removed; the nearest ones are named.
     """
     refs = [ref for ref, _ in _refs(run)]
-    tag = find_tag(run.store, run.name, name) if not name.isdecimal() and name != _NEWEST else None
+    if not any(ref.written for ref in refs):
+        raise UserError(f"Run {run.name!r} has no weights yet: there are some once its first iteration is committed.")
+    tag = find_tag(run.store, run.name, name) if not name.isdecimal() and name != NEWEST else None
     version = int(name) if name.isdecimal() else tag.version if tag else None
-    if name == _NEWEST:
+    if name == NEWEST:
         return [ref for ref in refs if ref.written][-1]
     found = next((ref for ref in refs if ref.version == version), None)
     if found is None:

@@ -64,6 +64,8 @@ def test_a_tag_is_given_once(here: Store) -> None:
     for name in ("../x", "1", "protected-1", ""):
         with pytest.raises(UserError, match="cannot be a tag"):
             tag_weights(here, "r", name, REF)
+    with pytest.raises(UserError, match="'newest' cannot be a tag: it always means"):
+        tag_weights(here, "r", "newest", REF)
     protect_weights(here, "r", REF)
     assert [record.action for record in read_log(here, "r")] == ["tagged", "protected"]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stage_driver import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_tasks.store import paths
@@ -16,7 +17,7 @@ from areal_tasks.store.gc import Rule, plan
 from areal_tasks.store.gc_remove import execute
 from areal_tasks.store.inventory import entries
 from areal_tasks.store.journal import append, read_log
-from areal_tasks.store.runs import load_run
+from areal_tasks.store.runs import load_run, open_run
 from areal_tasks.store.weights import compare_folders, find_weights, list_weights
 from flows.cli import main
 from schemas.errors import UserError
@@ -98,6 +99,13 @@ def test_a_version_that_gc_removed_says_who_removed_it(small: Store, tmp_path: P
     assert [v.state for v in list_weights(run)] == ["written", "removed", "written"]
     with pytest.raises(UserError, match=r"weights of version 1 of run 'small' were removed by .*--keep-weights 1"):
         find_weights(run, "1")
+
+
+def test_a_run_without_iterations_has_no_weights(small: Store) -> None:
+    run = open_run(small, "empty", "rlhf", tiny())
+    for name in ("newest", "0"):
+        with pytest.raises(UserError, match="Run 'empty' has no weights yet"):
+            find_weights(run, name)
 
 
 @pytest.mark.parametrize(
