@@ -133,10 +133,15 @@ def _used_by_stages(run: RunFiles, groups: dict[str, list[Entry]]) -> set[str]:
     for folder in groups:
         if _STAGE_ATTEMPT.fullmatch(folder.removeprefix(f"{run.name}/")):
             attempts.setdefault(folder.rsplit("/", 1)[0], []).append(folder)
+    manifests: dict[str, list[str]] = {stage: [] for stage in attempts}
+    for path in run.by_path:
+        stage = path.rsplit("/", 1)[0]
+        if stage in manifests and path.endswith(".json"):
+            manifests[stage].append(path)
     used: set[str] = set()
     for stage, folders in attempts.items():
-        manifests = [p for p in run.by_path if p.rsplit("/", 1)[0] == stage and p.endswith(".json")]
-        used |= set(folders) if len(manifests) >= len(folders) else named_attempts(run.store, manifests)
+        named = manifests[stage]
+        used |= set(folders) if len(named) >= len(folders) else named_attempts(run.store, named)
     return used
 
 

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -20,9 +21,10 @@ from areal_tasks.store.audit import audit
 from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.files import read_weights
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.gc import Item, Rule, plan
+from areal_tasks.store.gc import Item, Rule, _attempts, _used_by_stages, plan
+from areal_tasks.store.gc_live import read_run
 from areal_tasks.store.gc_remove import execute, interrupted, remove_run, whole_run
-from areal_tasks.store.inventory import entries
+from areal_tasks.store.inventory import Entry, entries
 from areal_tasks.store.journal import append, read_log
 from areal_tasks.store.runs import list_runs, load_run, open_run
 from areal_tasks.store.tags import protect_weights, tag_weights
@@ -200,7 +202,8 @@ def test_who_comes_between_the_tombstone_and_the_removal_is_seen(folder: Path, m
     needed = gc_live.needed
 
     def late(*arguments: object) -> set[str]:
-        tag_weights(store, "r", "late", weights_of(store, 2))
+        with pytest.raises(UserError, match="weights of version 2 of run 'r' were removed"):
+            tag_weights(store, "r", "late", weights_of(store, 2))
         return needed(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr("areal_tasks.store.gc_remove.needed", late)
@@ -208,6 +211,28 @@ def test_who_comes_between_the_tombstone_and_the_removal_is_seen(folder: Path, m
     assert versions(gone, "weights") == [1, 3] and 2 in on_disk(store, "r")
     report = audit(store, "r")
     assert report.sound and len(report.removed) == 5, "the tombstone of version 2 was taken back"
+    assert tag_weights(store, "r", "late", weights_of(store, 2)).version == 2
+
+
+def test_the_files_are_looked_through_once_for_all_stages(folder: Path) -> None:
+    store = store_in(folder)
+    for k in range(ITERATIONS):
+        store.put(f"r/iteration={k:06d}/stage=train/attempt=dead/x.parquet", b"lost")
+    run = read_run(store, "r", time.time())
+    scans = Scanned(run.by_path)
+    vars(run)["by_path"] = scans
+    assert not {path for path in _used_by_stages(run, _attempts(run)) if "attempt=dead" in path}
+    assert scans.times == 1
+
+
+class Scanned(dict[str, Entry]):
+    """Files that count how often somebody goes through all of them."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.times += 1
+        return super().__iter__()
 
 
 # ── beside others ───────────────────────────────────────────────────────────────────────────────────────────────────
