@@ -42,7 +42,8 @@ def committed(store: Store, name: str, first: int) -> int:
     """The iteration after the last commit, even where one in between is missing."""
     last = last_present(lambda k: store.exists(paths.iteration_commit(name, k)), first)
     folders = (child.removeprefix("iteration=") for child in store.children(name) if child.startswith("iteration="))
-    beyond = [k for k in map(int, folders) if k > last and store.exists(paths.iteration_commit(name, k))]
+    numbers = (int(folder) for folder in folders if folder.isdecimal())
+    beyond = [k for k in numbers if k > last and store.exists(paths.iteration_commit(name, k))]
     return max([last, *beyond]) + 1
 
 

@@ -42,6 +42,14 @@ def test_the_root_is_that_of_the_history_and_not_of_the_log(small: Store) -> Non
     assert audit(small, "small").root == before
 
 
+def test_a_folder_that_is_no_iteration_is_no_obstacle(small: Store) -> None:
+    before = audit(small, "small")
+    small.put("small/iteration=x/notes.txt", b"mine")
+    report = audit(small, "small")
+    assert (report.root, report.iterations) == (before.root, 2)
+    assert report.unselected_files == 1 and report.sound
+
+
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_altered_bit_of_any_file_is_found_and_named(altered: Store, data: st.DataObject) -> None:

@@ -1,0 +1,81 @@
+"""What comes between two steps of another: a removal beside a start, a tag beside `gc`, a put that was sent twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage_driver import tiny
+
+from areal_tasks.engines import models
+from areal_tasks.store import paths, runs
+from areal_tasks.store.audit import audit
+from areal_tasks.store.backend import Exists, Store
+from areal_tasks.store.catalog import Catalog
+from areal_tasks.store.compact import compact
+from areal_tasks.store.compacted import listed
+from areal_tasks.store.fork import find_reference, leave_reference
+from areal_tasks.store.gc import Rule, plan
+from areal_tasks.store.gc_remove import execute
+from areal_tasks.store.runs import load_run, open_run
+from areal_tasks.store.tags import find_tag, tag_weights
+from areal_tasks.store.tombstones import bury
+from schemas.errors import UserError
+from schemas.manifest import Reference
+
+
+def bury_run(store: Store) -> None:
+    """What a removal does before it looks who needs the run."""
+    bury(store, paths.run_tombstone("small"), "run", "small", 0, "it was named with --remove")
+
+
+def test_who_begins_with_the_weights_of_a_run_that_is_being_removed_is_refused(
+    small: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(*arguments: Any) -> Reference:
+        bury_run(small)
+        return leave_reference(*arguments)
+
+    monkeypatch.setattr(models, "leave_reference", late)
+    with pytest.raises(UserError, match="Run 'small' was removed by"):
+        models.run_weights(small, "run://small@2", "next")
+    assert find_reference(small, "small", "next") is not None, "the removal can still see it"
+
+
+def test_a_start_of_a_run_that_is_being_removed_is_refused(small: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim, before = runs._claim, load_run(small, "small")
+
+    def late(*arguments: Any) -> int:
+        bury_run(small)
+        return claim(*arguments)
+
+    monkeypatch.setattr(runs, "_claim", late)
+    recipe = type(tiny()).model_validate(before.recipe_at(0))
+    with pytest.raises(UserError, match="Run 'small' was removed by"):
+        open_run(small, "small", "rlhf", recipe)
+    assert small.exists(paths.owner("small", 2)), "the removal can still see the claim"
+
+
+def test_a_tag_that_comes_after_the_second_look_of_gc_is_refused(small: Store) -> None:
+    Path(small.uri(paths.tag("small", "first"))).unlink()
+    ref = load_run(small, "small").commit(0).weights
+    assert execute(small, plan(small, Rule(keep_weights=1, older_than=0.0)))
+    with pytest.raises(UserError, match="weights of version 1 of run 'small' were removed by"):
+        tag_weights(small, "small", "late", ref)
+    assert find_tag(small, "small", "late") is not None, "a gc that is about to look again can still see it"
+
+
+def test_a_compaction_whose_put_was_sent_twice_is_made(small: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    create = Store.create
+
+    def twice(self: Store, path: str, data: bytes) -> None:
+        create(self, path, data)
+        raise Exists(path)
+
+    run, before = load_run(small, "small"), len(listed(small, "small"))
+    catalog = Catalog(run)
+    monkeypatch.setattr(Store, "create", twice)
+    made = compact(run, catalog, catalog.regions)
+    assert len(listed(small, "small")) == before + 1 and made.stop == 2
+    assert audit(small, "small").sound
