@@ -84,12 +84,28 @@ def check_origin(record: RunRecord, asked: Origin | None) -> None:
 
 
 def check_iteration(parent: Run, iteration: int) -> None:
-    """UserError unless all iterations of `parent` before this one are committed."""
+    """UserError unless all iterations of `parent` before this one are committed, and the last of them was trained."""
     head = parent.head()
     committed = 0 if head is None else head.iteration + 1
     if iteration > committed:
         has = f"has committed {committed} iterations" if committed else "has not committed any iteration"
         raise UserError(f"Run {parent.name!r} {has}: fork it at 0 to {committed}, not at {iteration}.")
+    if iteration:
+        _check_trained(_owner(parent, iteration - 1), iteration)
+
+
+def _owner(run: Run, k: int) -> Run:
+    """The run that made iteration `k` of `run`: itself, or one that it shares its past with."""
+    return _owner(run.parent, k) if k < run.first and run.parent is not None else run
+
+
+def _check_trained(run: Run, iteration: int) -> None:
+    record = run.record
+    if record.replay_until:
+        raise UserError(
+            f"Run {run.name!r} is a replay that ends with {record.replay_until} and trained nothing, so no run can go "
+            f"on from its iteration {iteration}: replay it from train, or fork {record.parent!r}."
+        )
 
 
 def inherit_model(parent: Run, iteration: int, recipe: R) -> R:

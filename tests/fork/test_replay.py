@@ -15,7 +15,7 @@ from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
 from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.diff_replay import compare_replay
-from areal_tasks.store.fork import Origin
+from areal_tasks.store.fork import Origin, check_iteration
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, list_runs, load_run, open_run
 from schemas.errors import UserError
@@ -92,6 +92,20 @@ def test_another_verifier_without_training_needs_no_engine(whole: Path) -> None:
     replay(whole, "trained", kept("train", original="judged"))
     replay(whole, "at-once", kept("verify"), "reward.verifier=exact")
     assert digests(whole, "trained") == digests(whole, "at-once")
+
+
+def test_what_trained_nothing_is_not_forked(whole: Path) -> None:
+    """But where it begins: what comes before is another run's, which did train."""
+    replay(whole, "untrained", kept("verify", at=1, until="advantage"))
+    before = store_in(whole).list("")
+    for name, origin in (("no", Origin("untrained", 2)), ("no", kept("train", "untrained", 2))):
+        with pytest.raises(UserError, match=r"'untrained' is a replay that ends with advantage .* or fork 'whole'"):
+            open_run(store_in(whole), name, "rlhf", tiny(), origin=origin)
+    assert store_in(whole).list("") == before
+    drive(whole, "of-untrained", tiny(), origin=Origin("untrained", 1))
+    assert digests(whole, "of-untrained") == digests(whole, "whole")
+    with pytest.raises(UserError, match="'untrained' is a replay that ends with advantage"):
+        check_iteration(load_run(store_in(whole), "untrained"), 3)
 
 
 def test_a_later_start_shares_what_comes_before(whole: Path) -> None:
