@@ -236,14 +236,13 @@ def test_a_server_that_comes_back_gets_the_later_ones(monkeypatch: pytest.Monkey
 
 def test_a_slow_server_makes_nobody_wait(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(artifacts, "_new_client", Client)
-    monkeypatch.setattr(artifacts, "CLOSE_SECONDS", 0.1)
     release = threading.Event()
     found = Artifacts(LOG)
     found.offer("the slow one", lambda _: release.wait(30))
     for k in range(artifacts.WAITING + 3):
         found.offer(f"iteration {k}", _one)
     assert found.lost >= 2
-    found.close()
+    found.close(0.1)
     release.set()
     assert found.lost >= artifacts.WAITING, "what still waited at the end is counted too"
     assert "the Prefect server is too slow" in caplog.text
