@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -73,6 +74,11 @@ def up(
 
 def down() -> None:
     """Stop the worker, its flow runs and the Prefect server. The store stays."""
+    with alone():
+        _down()
+
+
+def _down() -> None:
     machine = running()
     if machine is None:
         typer.echo("nothing is running")
@@ -84,6 +90,11 @@ def down() -> None:
 
 def start(port: int = DEFAULT_PORT) -> Machine:
     """Server, worker, keeper and deployments; those that run already are kept."""
+    with alone():
+        return _start(port)
+
+
+def _start(port: int) -> Machine:
     machine = running()
     if machine is None:
         port = free_port(port)
@@ -103,6 +114,19 @@ def start(port: int = DEFAULT_PORT) -> Machine:
     wait_for_api(machine.api_url)
     prefect(["--no-prompt", "deploy", "--all"], machine.api_url)
     return machine
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Held by one `up` or `down` of this home at a time: what one starts is written down before the next one looks."""
+    home().mkdir(parents=True, exist_ok=True)
+    with (home() / "up.lock").open("ab") as lock:  # closed, and so released, even where the process is killed
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            typer.echo("waiting for another `arealflow up` or `down` to end")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def start_server(api_url: str) -> Started:
@@ -248,21 +272,35 @@ def _spawn(name: str, command: Sequence[str], api_url: str) -> Started:
     return started(process.pid)
 
 
-def wait_for_api(api_url: str, give_up: Callable[[], bool] = lambda: False) -> bool:
-    """Whether the server answers before START_SECONDS have passed or `give_up` says so."""
+def wait_for_api(
+    api_url: str, give_up: Callable[[], bool] = lambda: False, believe: Callable[[], bool] = lambda: True
+) -> bool:
+    """Whether a server that `believe` trusts answers before START_SECONDS have passed or `give_up` says so."""
     deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and not give_up():
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{api_url}/health", timeout=2).is_success:
+            if believe() and httpx.get(f"{api_url}/health", timeout=2).is_success:
                 return True
-        if give_up():
-            return False
         time.sleep(0.2)
     return False
 
 
+def listens(started: Started, port: int) -> bool:
+    """Whether that process, or one below it, is who listens on the port: another's server may answer there."""
+    process = _process(started)
+    if process is None:
+        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for one in (process, *process.children(recursive=True)):
+            sockets = one.net_connections("tcp")
+            if any(s.status == psutil.CONN_LISTEN and s.laddr.port == port for s in sockets):
+                return True
+    return False
+
+
 def _wait_for(api_url: str, server: Started) -> None:
-    if wait_for_api(api_url, lambda: _process(server) is None):
+    port = urlsplit(api_url).port or 80
+    if wait_for_api(api_url, lambda: not alive(server), lambda: listens(server, port)):
         return
     log = home() / "logs" / "server.log"
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])

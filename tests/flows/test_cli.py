@@ -9,6 +9,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -163,6 +165,40 @@ def test_a_prefect_server_that_does_not_start_shows_its_log(tmp_path: Path, monk
     ):
         machine.start()
     assert machine.running() is None
+
+
+def test_of_two_ups_at_once_the_second_finds_what_the_first_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
+    begun: list[str] = []
+    ours = machine.started(os.getpid())
+
+    def server(url: str) -> machine.Started:
+        begun.append(url)
+        time.sleep(0.3)  # as a server takes its time, and is not written down meanwhile
+        return ours
+
+    monkeypatch.setattr(machine, "start_server", server)
+    monkeypatch.setattr(machine, "start_worker", lambda url, server: ours)
+    monkeypatch.setattr(machine, "_spawn", lambda name, command, url: ours)
+    monkeypatch.setattr(machine, "wait_for_api", lambda url: True)
+    monkeypatch.setattr(machine, "prefect", lambda words, url: None)
+    ups = [threading.Thread(target=machine.start) for _ in range(2)]
+    for one in ups:
+        one.start()
+    for one in ups:
+        one.join()
+    assert len(begun) == 1
+    assert "waiting for another `arealflow up` or `down` to end" in capsys.readouterr().out
+
+
+def test_the_answer_of_anothers_server_is_not_taken_for_ours() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, subprocess.Popen(["sleep", "99"]) as sleeper:
+        port = taken.getsockname()[1]
+        assert machine.listens(machine.started(os.getpid()), port)
+        assert not machine.listens(machine.started(sleeper.pid), port)
+        sleeper.kill()
 
 
 def test_what_we_started_is_stopped_with_what_it_started() -> None:
