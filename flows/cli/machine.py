@@ -79,11 +79,14 @@ def down() -> None:
 
 
 def _down() -> None:
-    machine = running()
-    if machine is None:
+    from flows.cli.upkeep import flow_processes
+
+    machine = read()
+    if machine is None and not flow_processes():
         typer.echo("nothing is running")
         return
-    _cancel_flow_runs(machine)
+    if machine is not None:
+        _cancel_flow_runs(machine)
     _stop_all()
     typer.echo("stopped")
 
@@ -97,6 +100,8 @@ def start(port: int = DEFAULT_PORT) -> Machine:
 def _start(port: int) -> Machine:
     machine = running()
     if machine is None:
+        if read() is not None:
+            _stop_all()  # half of it may still run
         port = free_port(port)
         api_url = f"http://127.0.0.1:{port}/api"
         typer.echo(f"starting the Prefect server on port {port}")
@@ -150,37 +155,47 @@ def spawn_worker(api_url: str) -> Started:
 
 
 def running() -> Machine | None:
-    """What `up` has started, if its keeper or both server and worker still run; else None, and the rest is stopped."""
+    """What `up` has started, if its keeper or both server and worker still run; else None. Changes nothing."""
     machine = read()
     if machine is None:
         return None
-    if alive(machine.keeper) or (alive(machine.server) and alive(machine.worker)):
-        return machine
-    _stop_all()
-    return None
+    whole = alive(machine.keeper) or (alive(machine.server) and alive(machine.worker))
+    return machine if whole else None
 
 
 def _cancel_flow_runs(machine: Machine) -> None:
     """Have the worker end its flow runs, so that they are seen to be cancelled and not to have crashed."""
     from flows.cli.upkeep import stop_flow_runs  # which reads this module
 
+    seconds = CANCEL_SECONDS if alive(machine.worker) or alive(machine.keeper) else 0.0  # who would end them?
     try:
-        stop_flow_runs(machine.api_url, "Stopped by `arealflow down`. Retry it to have it go on.", CANCEL_SECONDS)
-    except httpx.HTTPError as error:  # they end with the worker in any case
-        typer.echo(f"the Prefect server does not answer ({error or type(error).__name__}): its flow runs are ended")
+        stop_flow_runs(machine.api_url, "Stopped by `arealflow down`. Retry it to have it go on.", seconds)
+    except (httpx.HTTPError, ValueError, LookupError) as error:  # they end with the worker in any case
+        why = str(error) or type(error).__name__
+        typer.echo(f"the Prefect server does not answer as it should ({why}): its flow runs are ended")
 
 
 def _stop_all() -> None:
-    """End the keeper, which would start the others again; then those, as the keeper has last written them down."""
+    """End the keeper, which would start the others again; then those, as the keeper has last written them down.
+
+    Flow processes whose worker has died are ended too: nobody else would.
+    """
     machine = read()
-    if machine is None:
-        return
-    if machine.keeper is not None:
+    if machine is not None and machine.keeper is not None:
         stop(machine.keeper, family=False)
-    machine = read() or machine
-    for process in (machine.worker, machine.server):
-        stop(process)
+    machine = read()
+    if machine is not None:
+        stop(machine.worker)
+    _end_flows()
+    if machine is not None:
+        stop(machine.server)
     state_file().unlink(missing_ok=True)
+
+
+def _end_flows() -> None:
+    from flows.cli.keeper import FLOW_GRACE_SECONDS, ask_flows_to_end, kill  # which reads this module
+
+    kill(ask_flows_to_end(), FLOW_GRACE_SECONDS)
 
 
 def alive(started: Started | None) -> bool:

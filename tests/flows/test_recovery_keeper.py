@@ -103,6 +103,24 @@ def test_down_stops_the_keeper_before_what_it_keeps(tmp_path: Path, monkeypatch:
     assert machine.read() is None
 
 
+def test_down_ends_what_is_left_when_a_part_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
+    url = "http://127.0.0.1:1/api"
+    server, gone = machine._spawn("server", SLEEPER, url), machine.Started(os.getpid(), 0.0)
+    flow = psutil.Popen(SLEEPER, env=os.environ | {upkeep.FLOW_RUN: "an id"})
+    machine.write(machine.Machine(url, server, gone))
+    wait_for(lambda: flow.pid in upkeep.flow_processes())
+    assert machine.running() is None
+    assert machine.alive(server) and flow.poll() is None and machine.read() is not None
+    machine.down()
+    assert not machine.alive(server) and flow.poll() is not None
+    machine.down()
+    printed = capsys.readouterr().out
+    assert printed.count("stopped\n") == 1 and printed.endswith("nothing is running\n")
+
+
 # ── flow runs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
