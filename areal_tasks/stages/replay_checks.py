@@ -9,14 +9,12 @@ from areal_tasks.stages.graphs import iteration_plan
 from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.replay import STARTS, before, replay_plan
 from areal_tasks.stages.stage import Stage
-from areal_tasks.store.fork import Origin, find_reference, parent_values
+from areal_tasks.store.fork import LIFTED_GAP, Origin, find_reference, parent_values
 from areal_tasks.store.keys import semantic_values
 from areal_tasks.store.runs import Run
 from schemas.errors import UserError
 from schemas.recipe.load import apply_overrides, parse_recipe
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe
-
-_ANY_GAP = 100.0  # nats: the largest that `algorithm.max_logprob_gap` may be
 
 
 def replayed_iterations(original: Run, child: str) -> int:
@@ -54,7 +52,7 @@ def replay_segments(
 
 
 def _lifted(recipe: Recipe) -> list[str]:
-    return [f"algorithm.max_logprob_gap={_ANY_GAP}"] if isinstance(recipe, RlhfRecipe) else []
+    return [f"algorithm.max_logprob_gap={LIFTED_GAP}"] if isinstance(recipe, RlhfRecipe) else []
 
 
 def check_replay(original: Run, origin: Origin, there: Recipe, recipe: Recipe) -> None:

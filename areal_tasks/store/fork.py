@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=BaseRecipe)
 
 _FORK: Final = re.compile(r"(?P<parent>[^@]+)@(?P<iteration>\d+)")
+#: Nats: the largest that `algorithm.max_logprob_gap` may be. A replay of rollouts that other weights made has it.
+LIFTED_GAP: Final = 100.0
 _BEGINNING: Final = ("path", "scratch", "warm_start")  # of `model`: what version 0 was made from
 
 
@@ -108,6 +110,18 @@ def _check_trained(run: Run, iteration: int) -> None:
         )
 
 
+def commits_needed(origin: Origin, end: int) -> range:
+    """The iterations before `end` whose weights and checkpoint a child may load.
+
+    It goes on from the last one that it shares. A replay may take over any later one too, and go on from there, unless
+    it keeps the rollouts and trains every iteration anew, or none.
+    """
+    if origin.kind == "fork":
+        return range(max(end - 1, 0), end)
+    alone = origin.counterfactual and (origin.replay_until or origin.replay_from == "train")
+    return range(max(origin.iteration - 1, 0), origin.iteration if alone else end)
+
+
 def inherit_model(parent: Run, iteration: int, recipe: R) -> R:
     """`recipe` with what its parent's version 0 was made from: a child begins with its parent's initial weights.
 
@@ -126,11 +140,24 @@ def inherit_model(parent: Run, iteration: int, recipe: R) -> R:
 
 
 def parent_values(parent: Run, iteration: int) -> dict[str, Any]:
-    """The parent's recipe of then, which names the store that it was found in."""
+    """The parent's recipe of then, which names the store that it was found in, without the bound that it lifted."""
     values = parent.recipe_at(iteration)
+    if "max_logprob_gap" in values.get("algorithm", {}):
+        values = values | {"algorithm": {**values["algorithm"], "max_logprob_gap": _max_gap(parent, iteration)}}
     if open_store(values["store"]["url"]).url == parent.store.url:
         return values
     return values | {"store": {**values["store"], "url": parent.store.url}}
+
+
+def _max_gap(run: Run, k: int) -> float:
+    """`algorithm.max_logprob_gap` of then: where a replay of recorded rollouts has lifted it, the original's.
+
+    Its own children generate by the weights that they train, which the bound must watch.
+    """
+    maker = _owner(run, k)
+    gap = float(maker.recipe_at(k)["algorithm"]["max_logprob_gap"])
+    original = maker.parent if maker.record.counterfactual and gap == LIFTED_GAP else None
+    return gap if original is None else _max_gap(original, k)
 
 
 def leave_reference(store: Store, parent: str, child: str, iteration: int, kind: str) -> Reference:

@@ -22,8 +22,17 @@ from areal_tasks.store.commit import (
     read_record,
     read_verified,
 )
-from areal_tasks.store.fork import Origin, check_iteration, check_origin, leave_reference, origin_of, tell
+from areal_tasks.store.fork import (
+    Origin,
+    check_iteration,
+    check_origin,
+    commits_needed,
+    leave_reference,
+    origin_of,
+    tell,
+)
 from areal_tasks.store.gaps import check_gaps
+from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.search import last_present
 from areal_tasks.store.segments import check_same, compare, extends, read_segments
@@ -312,14 +321,16 @@ def _parentage(origin: Origin | None) -> dict[str, Any]:
 def _join(store: Store, child: str, origin: Origin) -> None:
     """Leave a reference in the parent, and see that what it is to keep is still there.
 
-    A fork needs what lies before it; a replay, every iteration that is committed now.
+    A fork needs what lies before it; a replay keeps every iteration that is committed now.
     """
     parent = load_run(store, origin.parent)
     check_iteration(parent, origin.iteration)
     needed = origin.iteration if origin.kind == "fork" else _next_iteration(parent)
     there = leave_reference(store, origin.parent, child, needed, origin.kind)
-    last = load_run(store, origin.parent).commit(there.iteration - 1) if there.iteration else None
-    check_history_kept(store, origin.parent, last)
+    parent = load_run(store, origin.parent)
+    check_run_kept(store, origin.parent)
+    wanted = commits_needed(origin, there.iteration)
+    parallel(lambda k: check_history_kept(store, origin.parent, parent.commit(k)), wanted)
 
 
 def _claim(store: Store, name: str, prefect_flow_run_id: str) -> int:

@@ -14,11 +14,17 @@ from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
 from areal_tasks.stages.replay import loop_of
+from areal_tasks.store import paths
 from areal_tasks.store.diff_replay import compare_replay
-from areal_tasks.store.fork import Origin, check_iteration
+from areal_tasks.store.fork import Origin, check_iteration, parent_values
+from areal_tasks.store.gc import Rule
+from areal_tasks.store.gc import plan as plan_gc
+from areal_tasks.store.gc_remove import execute as execute_gc
+from areal_tasks.store.journal import append
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, list_runs, load_run, open_run
 from schemas.errors import UserError
+from schemas.recipe.load import parse_recipe
 
 ITERATION = ["initialise", "prompts", "rollout", "verify", "reference", "advantage", "train", "publish", "scalars"]
 TRAINED = {"train", "publish", "scalars"}
@@ -192,6 +198,39 @@ def test_a_replay_is_continued_as_the_replay_it_is(whole: Path) -> None:
         reopened(0.003, kept("advantage"))
     with pytest.raises(UserError, match=r"trainer.lr is 0.003 there and 0.004 here"):
         reopened(0.004, kept("train"))
+
+
+def test_a_replay_that_would_read_what_was_removed_does_not_begin(tmp_path: Path) -> None:
+    """One that trains every iteration anew reads nothing of it."""
+    whole = drive(tmp_path, "whole", tiny(trainer={"recover_within_seconds": 1e-6}))
+    append(whole.store, "whole", "finished", {"owner": whole.owner})
+    replay(tmp_path, "before", kept("train"), LR)
+    Path(whole.store.uri(paths.reference("whole", "before"))).unlink()
+    assert execute_gc(whole.store, plan_gc(whole.store, Rule(1, 1, older_than=0.0), "whole"))
+    for name, origin in (("on-policy", ON_POLICY), ("judged", kept("verify")), ("later", kept("train", at=2))):
+        with pytest.raises(UserError, match=r"of version [12] of run 'whole' were removed by .*--keep-"):
+            replay(tmp_path, name, origin)
+        assert not whole.store.exists(paths.run_record(name))
+    replay(tmp_path, "after", kept("train"), LR)
+    assert digests(tmp_path, "after") == digests(tmp_path, "before")
+
+
+def test_what_is_forked_from_a_replay_is_watched_as_the_original_was(whole: Path) -> None:
+    """The replay lifts the bound on the distance of engine and trainer; its children generate by their own weights."""
+
+    def bounds(name: str) -> tuple[float, float]:
+        run = load_run(store_in(whole), name)
+        own, inherited = (v["algorithm"]["max_logprob_gap"] for v in (run.recipe_at(1), parent_values(run, 1)))
+        return own, inherited
+
+    replay(whole, "lr-again", kept("train", "lr", 1))
+    replay(whole, "loose", kept("train"), "algorithm.max_logprob_gap=7")
+    assert bounds("lr") == bounds("lr-again") == (100.0, 0.1)
+    assert bounds("loose") == (7.0, 7.0) and bounds("whole") == (0.1, 0.1)
+    recipe = parse_recipe(parent_values(load_run(store_in(whole), "lr"), 2), "lr")
+    drive(whole, "of-lr", recipe, origin=Origin("lr", 2))
+    assert bounds("of-lr") == (100.0, 0.1), "iteration 1 is the replay's"
+    assert load_run(store_in(whole), "of-lr").recipe_at(2)["algorithm"]["max_logprob_gap"] == 0.1
 
 
 def test_nothing_to_replay(whole: Path) -> None:
