@@ -19,7 +19,7 @@ from areal_tasks.store.keys import combine_digests, recipe_values, stage_key
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Found, stage_ref
 from areal_tasks.store.shards import write_table
-from schemas.manifest import InputRef, StageManifest, StageRef, TableRef
+from schemas.manifest import InputRef, IterationCommit, StageManifest, StageRef, TableRef
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,23 @@ def _engines_follow(stage: Stage, context: Context, built: Built) -> bool:
 
 
 def carried(stage: Stage, context: Context, inputs: Mapping[str, Built]) -> Built | None:
-    """The result of a `once` stage that the previous commit already names under the same key.
+    """The result of a `once` stage that the previous commit, or a fork's parent, already names under the same key.
 
     What a run begins with is history, whatever a fork has changed since: a stage that reads nothing is not made again.
     """
-    if not stage.once or context.previous is None:
+    history = context.previous or (None if stage.reads else _beginning(context))
+    if not stage.once or history is None:
         return None
     key = key_of(stage, context, Inputs({name: built.manifest for name, built in inputs.items()}, stage.reads))
-    known = (r for r in context.previous.stages if r.stage == stage.name and (r.key == key or not stage.reads))
+    known = (r for r in history.stages if r.stage == stage.name and (r.key == key or not stage.reads))
     ref = next(known, None)
     return None if ref is None else Built(context.run.read_stage(ref), ref, reused=True)
+
+
+def _beginning(context: Context) -> IterationCommit | None:
+    """For a fork at iteration 0, its parent's own iteration 0: the two begin with the same. None if there is none."""
+    parent = context.run.parent
+    return parent.commit(0) if parent is not None and context.recorded is None and parent.head() is not None else None
 
 
 def key_of(stage: Stage, context: Context, inputs: Inputs) -> str:

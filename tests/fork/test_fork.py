@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from stage_driver import digests, drive, start_driver, store_in, tiny, tiny_evaluation, tiny_sft
 
+from areal_tasks.store.audit import audit
 from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import Origin, find_reference, inherit_model, leave_reference, read_fork
 from areal_tasks.store.journal import read_log
@@ -110,6 +111,26 @@ def test_supervised_fine_tuning_forks_too(tmp_path: Path) -> None:
     drive(tmp_path, "whole", tiny_sft())
     drive(tmp_path, "same", tiny_sft(), origin=Origin("whole", 2))
     assert digests(tmp_path, "same") == digests(tmp_path, "whole")
+
+
+def test_a_fork_at_0_begins_with_its_parents_weights_whatever_became_of_their_source(tmp_path: Path) -> None:
+    drive(tmp_path, "source", tiny(schedule={"iterations": 1}))
+    recipe = tiny(model={"path": "run://source", "scratch": None}, schedule={"iterations": 2})
+    drive(tmp_path, "whole", recipe)
+    drive(tmp_path, "source", tiny(schedule={"iterations": 2}))
+    drive(tmp_path, "same", recipe, origin=Origin("whole", 0))
+    drive(tmp_path, "same-again", recipe, origin=Origin("same", 0))
+    assert digests(tmp_path, "same") == digests(tmp_path, "same-again") == digests(tmp_path, "whole")
+    assert not [path for path in store_in(tmp_path).list("same") if "stage=initialise" in path]
+    assert audit(store_in(tmp_path), "same").sound
+    drive(tmp_path, "afresh", recipe)
+    assert dict(digests(tmp_path, "afresh")[0])["initialise"] != dict(digests(tmp_path, "same")[0])["initialise"]
+
+
+def test_a_fork_at_0_of_a_run_that_has_committed_nothing_makes_its_own_beginning(tmp_path: Path) -> None:
+    open_run(store_in(tmp_path), "empty", "rlhf", tiny())
+    child = drive(tmp_path, "child", tiny(schedule={"iterations": 1}), origin=Origin("empty", 0))
+    assert {ref.path.split("/")[0] for ref in child.commit(0).stages} == {"child"}
 
 
 def test_another_seed_generates_otherwise_and_begins_with_the_parents_weights(whole: Path, tmp_path: Path) -> None:
