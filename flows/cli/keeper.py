@@ -59,13 +59,20 @@ class Keeper:
         self.machine = watched
         self.stopped = stopped
         self.upkeep = Upkeep(watched.api_url)
-        self.server, self.worker = Backoff(), Backoff()
+        self.server, self.worker, self.trouble = Backoff(), Backoff(), Backoff()
         self.next_upkeep = 0.0
+        self.written = True
 
     def __call__(self) -> None:
-        """Watch until told to stop."""
+        """Watch until told to stop; a look that fails, as on a full disk, is followed by another."""
         while not self.stopped.wait(LOOK_SECONDS):
-            self.look()
+            try:
+                self.look()
+            except Exception:
+                delay = self.trouble.delay()
+                log.exception("this look failed; going on in %g s", delay)
+                self.stopped.wait(delay)
+                self.trouble.begin()
 
     def look(self) -> None:
         """Start again what has died, the server first: the worker needs it."""
@@ -73,6 +80,8 @@ class Keeper:
             self._restart_server()
         elif not machine.alive(self.machine.worker):
             self._restart_worker()
+        elif not self.written:
+            self._write(self.machine)
         elif time.monotonic() >= self.next_upkeep:
             self._look_after_flow_runs()
 
@@ -97,8 +106,9 @@ class Keeper:
         return not stop
 
     def _write(self, renewed: Machine) -> None:
-        self.machine = renewed
+        self.machine, self.written = renewed, False
         machine.write(renewed)
+        self.written = True
 
     def _gives_up(self) -> bool:
         return self.stopped.is_set() or not machine.alive(self.machine.server)

@@ -224,8 +224,11 @@ def read() -> Machine | None:
 def write(machine: Machine) -> None:
     """Write down what runs; whoever reads meanwhile sees the old or the new."""
     partial = state_file().with_name(f".up.json.{uuid.uuid4().hex}")
-    partial.write_text(json.dumps(asdict(machine)))
-    partial.replace(state_file())
+    try:
+        partial.write_text(json.dumps(asdict(machine)))
+        partial.replace(state_file())
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def free_port(first: int) -> int:

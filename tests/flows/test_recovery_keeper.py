@@ -83,6 +83,30 @@ def test_the_flow_processes_of_a_dead_worker_end_with_it(
     other.kill()
 
 
+def test_the_keeper_goes_on_after_a_look_that_failed(
+    sleepers: keeper.Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeper, "LOOK_SECONDS", 0.01)
+    dead, write, full = sleepers.machine.worker, machine.write, [OSError(28, "No space left on device")]
+
+    def fails_once(renewed: machine.Machine) -> None:
+        if full:
+            raise full.pop()
+        write(renewed)
+
+    def answers_no_json() -> None:
+        sleepers.stopped.set()
+        raise ValueError("no JSON")
+
+    monkeypatch.setattr(machine, "write", fails_once)
+    monkeypatch.setattr(sleepers, "upkeep", answers_no_json)
+    os.kill(dead.pid, signal.SIGKILL)
+    wait_for(lambda: not machine.alive(dead))
+    sleepers()
+    assert machine.read() == sleepers.machine and machine.alive(sleepers.machine.worker)
+    assert "No space left on device" in caplog.text and "no JSON" in caplog.text
+
+
 def test_what_keeps_dying_is_started_ever_more_rarely() -> None:
     backoff = keeper.Backoff()
     assert [backoff.delay() for _ in range(9)] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
