@@ -80,7 +80,7 @@ class Upkeep:
     def _run_again(self, crashed: Iterable[dict[str, Any]]) -> None:
         """Crashes since this keeper began that the automation has not answered: its event died with the server."""
         for run in crashed:
-            if timestamp(run) > self.began:
+            if timestamp(run) > self.began and not self._cancel_if_asked(run, self._states(run)):
                 set_state(
                     self.api_url,
                     run,
@@ -95,13 +95,26 @@ class Upkeep:
 
     def _bound(self, run: dict[str, Any]) -> None:
         """Fail a flow run that has crashed CRASHES times in a row and committed nothing meanwhile."""
-        states = ask(self.api_url, "GET", "/flow_run_states/", params={"flow_run_id": run["id"]})
+        states = self._states(run)
+        if self._cancel_if_asked(run, states):
+            return
         times = crashes_in_a_row(states)
         if len(times) >= CRASHES and not self._committed_since(run["id"], times[-CRASHES]):
             why = f"Crashed {CRASHES} times in a row and committed nothing meanwhile; not run again by itself."
             set_state(
                 self.api_url, run, "FAILED", "Failed", f"{why} Its log says why. Mend that, then retry the flow run."
             )
+
+    def _states(self, run: dict[str, Any]) -> list[dict[str, Any]]:
+        states: list[dict[str, Any]] = ask(self.api_url, "GET", "/flow_run_states/", params={"flow_run_id": run["id"]})
+        return states
+
+    def _cancel_if_asked(self, run: dict[str, Any], states: Iterable[dict[str, Any]]) -> bool:
+        """Cancel a flow run that crashed while it was being cancelled, instead of having it run again."""
+        asked = crashed_while_cancelling(states)
+        if asked:
+            set_state(self.api_url, run, "CANCELLED", "Cancelled", "It crashed while it was being cancelled.")
+        return asked
 
     def _committed_since(self, flow_run: str, moment: str) -> bool:
         states = {"name": {"any_": ["Committed"]}}
@@ -158,6 +171,13 @@ def crashes_in_a_row(states: Iterable[dict[str, Any]]) -> list[str]:
         elif state["type"] in ("COMPLETED", "FAILED", "CANCELLED", "PAUSED"):
             times.clear()
     return times
+
+
+def crashed_while_cancelling(states: Iterable[dict[str, Any]]) -> bool:
+    """Whether the last crash came while the flow run was being cancelled, and it has not ended otherwise since."""
+    kinds = [state["type"] for state in sorted(states, key=lambda state: str(state["timestamp"]))]
+    last = max((i for i, kind in enumerate(kinds) if kind == "CRASHED"), default=0)
+    return last > 0 and kinds[last - 1] == "CANCELLING" and not {"COMPLETED", "FAILED", "CANCELLED"} & {*kinds[last:]}
 
 
 def suspended(run: dict[str, Any]) -> bool:

@@ -270,6 +270,39 @@ def test_a_flow_run_that_crashes_at_once_is_not_run_again_for_ever(server: Serve
     assert "Crashed 5 times in a row and committed nothing meanwhile" in message
 
 
+def test_a_flow_run_whose_worker_dies_while_cancelling_it_is_cancelled(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
+    run = server.flow_run()
+    for kind in ("PENDING", "RUNNING", "CANCELLING"):
+        server.set(run, kind)
+    flow, other = (psutil.Popen(SLEEPER, env=os.environ | {upkeep.FLOW_RUN: name}) for name in (run, "other"))
+    wait_for(lambda: len(upkeep.flow_processes()) == 2)
+    keeper.end_cancelling(server.api)
+    assert flow.wait(5.0) == -signal.SIGKILL and other.poll() is None
+    assert server.state(run) == ("Cancelled", "Its worker died while it was being cancelled.")
+    other.kill()
+    other.wait()
+
+
+def test_what_crashed_while_it_was_cancelled_is_not_run_again(server: Server) -> None:
+    run = server.flow_run()
+    for kind in ("PENDING", "RUNNING", "CANCELLING"):
+        server.set(run, kind)
+    server.ask(f"/flow_runs/{run}/set_state", {"state": {"type": "CRASHED"}, "force": True})
+    wait_for(lambda: server.state(run)[0] == "AwaitingRetry")  # the automation does not know
+    upkeep.Upkeep(server.api)()
+    assert server.state(run) == ("Cancelled", "It crashed while it was being cancelled.")
+
+
+def test_a_cancelled_flow_run_that_a_person_retries_runs() -> None:
+    kinds = ["RUNNING", "CANCELLING", "CRASHED", "SCHEDULED", "CANCELLED", "SCHEDULED"]
+    states = [{"timestamp": f"2026-01-01T00:00:0{i}Z", "type": kind} for i, kind in enumerate(kinds)]
+    assert upkeep.crashed_while_cancelling(states[:4]) and not upkeep.crashed_while_cancelling(states)
+    assert not upkeep.crashed_while_cancelling(states[:2])
+
+
 def test_only_crashes_without_another_end_between_count() -> None:
     kinds = ["CRASHED", "SCHEDULED", "RUNNING", "FAILED", "SCHEDULED", "CRASHED", "SCHEDULED", "CRASHED"]
     states = [{"timestamp": f"2026-01-01T00:00:0{i}Z", "type": kind} for i, kind in enumerate(kinds)]
