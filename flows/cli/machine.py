@@ -79,7 +79,7 @@ def down() -> None:
 
 
 def _down() -> None:
-    from flows.cli.upkeep import flow_processes
+    from flows.cli.upkeep import flow_processes, last_look
 
     machine = read()
     if machine is None and not flow_processes():
@@ -88,6 +88,7 @@ def _down() -> None:
     if machine is not None:
         _cancel_flow_runs(machine)
     _stop_all()
+    last_look().unlink(missing_ok=True)  # what crashes from here on is not to be run again by the next `up`
     typer.echo("stopped")
 
 

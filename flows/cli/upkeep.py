@@ -8,10 +8,12 @@ and a flow run that crashes again and again without getting anywhere.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -45,16 +47,36 @@ def _flow_run_of(process: psutil.Process) -> str:
     return ""
 
 
+def last_look() -> Path:
+    """Its modification time: crashes before it have been seen to, by a keeper that may be gone. Removed by `down`."""
+    return home() / "last-look"
+
+
+def seen_to() -> float:
+    """Seconds since 1970 up to which crashes have been seen to; now where nothing says."""
+    try:
+        return last_look().stat().st_mtime
+    except FileNotFoundError:
+        return time.time()
+
+
 @dataclass
 class Upkeep:
     """One look after another at the flow runs of a server's work pool. Raises httpx.HTTPError while it is away."""
 
     api_url: str
-    began: float = field(default_factory=time.time)
+    began: float = field(default_factory=seen_to)
     seen_without: dict[str, float] = field(default_factory=dict)
 
     def __call__(self) -> None:
         """Look once, and do what is to be done."""
+        until = time.time() - MISSED_SECONDS  # later crashes are left to the automation for now
+        self._look()
+        if until > self.began:
+            last_look().touch()
+            os.utime(last_look(), (until, until))
+
+    def _look(self) -> None:
         active = flow_runs(self.api_url, "RUNNING", "CANCELLING", "PENDING", "PAUSED", "SCHEDULED", "CRASHED")
         self._end_lost([run for run in active if run["state_type"] in GONE_SECONDS and not suspended(run)])
         crashed = [run for run in active if run["state_type"] == "CRASHED" and seconds_in_state(run) > MISSED_SECONDS]
@@ -78,7 +100,7 @@ class Upkeep:
                 set_state(self.api_url, run, *state, "The flow run's process is gone and nobody has reported it.")
 
     def _run_again(self, crashed: Iterable[dict[str, Any]]) -> None:
-        """Crashes since this keeper began that the automation has not answered: its event died with the server."""
+        """Crashes that no keeper has seen to, and the automation has not answered: its event died with the server."""
         for run in crashed:
             if timestamp(run) > self.began and not self._cancel_if_asked(run, self._states(run)):
                 set_state(

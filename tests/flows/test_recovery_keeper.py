@@ -148,6 +148,11 @@ def test_down_ends_what_is_left_when_a_part_is_gone(
 # ── flow runs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
+
+
 class Server:
     """A flow run of the work pool on the real server, whose states a test sets and reads."""
 
@@ -238,6 +243,24 @@ def test_a_crash_whose_event_was_lost_is_answered_by_the_keeper(
         look()
         assert server.state(run) == ("AwaitingRetry", "Crashed; run again by the keeper of `arealflow up`")
         server.set(run, "CANCELLED")
+
+
+def test_a_crash_just_before_a_keeper_begins_is_answered_too(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "MISSED_SECONDS", 0.0)
+    upkeep.Upkeep(server.api)()
+    run = server.flow_run()
+    with without_automation(server):
+        for kind in ("PENDING", "RUNNING", "CRASHED"):
+            server.set(run, kind)
+        look = upkeep.Upkeep(server.api)
+        monkeypatch.setattr(look, "_recovers", lambda: True)
+        look()
+        assert server.state(run)[0] == "AwaitingRetry"
+        server.set(run, "CANCELLED")
+    upkeep.last_look().unlink()  # as `down` does
+    assert upkeep.Upkeep(server.api).began == pytest.approx(time.time(), abs=5.0)
 
 
 class without_automation:
