@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 from stage_driver import Digests, digests, drive, store_in, tiny
@@ -18,6 +17,7 @@ from stage_driver import Digests, digests, drive, store_in, tiny
 from areal_tasks.store import paths
 from areal_tasks.store.journal import read_log
 from flows.cli import automations, machine, upkeep
+from flows.cli.automations import ask
 from flows.rlhf import rlhf
 from schemas.recipe.recipe import RlhfRecipe
 
@@ -47,15 +47,15 @@ class Scene:
     def set(self, kind: str, name: str = "", **details: Any) -> None:
         state = {"type": kind, "name": name or None, "state_details": details}
         path = f"{self.api}/flow_runs/{self.flow_run}/set_state"
-        answer = httpx.post(path, json={"state": state}, timeout=30).raise_for_status().json()
+        answer = ask("POST", path, {"state": state}).raise_for_status().json()
         assert answer["status"] == "ACCEPT", answer
 
     def resume(self) -> None:
-        answer = httpx.post(f"{self.api}/flow_runs/{self.flow_run}/resume", json={}, timeout=30).json()
+        answer = ask("POST", f"{self.api}/flow_runs/{self.flow_run}/resume", {}).json()
         assert answer["status"] == "ACCEPT", answer
 
     def state(self) -> dict[str, Any]:
-        answer = httpx.get(f"{self.api}/flow_runs/{self.flow_run}", timeout=30)
+        answer = ask("GET", f"{self.api}/flow_runs/{self.flow_run}")
         state: dict[str, Any] = answer.raise_for_status().json()["state"]
         return state
 
@@ -130,7 +130,7 @@ def submit(api: str, recipe: RlhfRecipe) -> str:
     """A deployment of the flow `rlhf`, and a flow run of it."""
 
     def post(path: str, body: dict[str, Any]) -> str:
-        return str(httpx.post(f"{api}{path}", json=body, timeout=30).raise_for_status().json()["id"])
+        return str(ask("POST", f"{api}{path}", body).raise_for_status().json()["id"])
 
     step = {"prefect.deployments.steps.set_working_directory": {"directory": os.getcwd()}}
     deployment = {
