@@ -79,14 +79,14 @@ def test_no_altered_bit_of_a_page_makes_sql_tell_something_else(local_store: Sto
     whole = path.read_bytes()
     footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
     noticed = 0
-    for _ in range(60):
+    for _ in range(120):  # about a quarter hit a column that the query reads
         path.write_bytes(whole[:4] + flipped(whole[4:footer]) + whole[footer:])
         try:
             assert run_sql(local_store, "run", query).equals(expected)
         except UserError as error:
             assert f"{path} is damaged" in str(error)
             noticed += 1
-    assert noticed > 2, "most of the pages hold columns that the query does not read"
+    assert noticed > 10
 
 
 Damage = Callable[[Path], None]
