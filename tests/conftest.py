@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from s3_server import BUCKET, S3Server, s3_server
 
 from areal_tasks.store.backend import Store, open_store
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+QUIET = (
+    *("--no-sandbox", "--disable-gpu", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update"),
+)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Debian's Chromium without a window. One for all tests: Playwright can be started only once at a time."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("no Chromium is installed here (Debian: apt install chromium)")
+    from playwright.sync_api import sync_playwright  # where no browser is, it need not be either
+
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=chromium, args=list(QUIET))
+        yield found
+        found.close()
 
 
 @pytest.fixture(scope="session")

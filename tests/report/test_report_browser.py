@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 from report_runs import WORDS, Row, make_run, sample, store_of
 
 from areal_tasks.report.page import make_page
@@ -16,8 +15,6 @@ from areal_tasks.store.backend import Store
 from areal_tasks.store.runs import open_run
 from schemas.recipe.load import load_recipe
 
-CHROMIUM = shutil.which("chromium") or ""
-QUIET = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
 
 HOSTILE = (
@@ -29,8 +26,6 @@ HOSTILE = (
     "w" * 5000,
     "👩‍👩‍👧‍👦 مرحبا 漢字 e\u0301",
 )
-
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium is installed here (Debian: apt install chromium)")
 
 
 class Opened:
@@ -56,14 +51,6 @@ class Opened:
             field.select_option(value)
         else:
             field.fill(value)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=list(QUIET))
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Everything that `arealflow up` starts, in a folder of its own; a webhook on this machine; a browser."""
+"""Everything that `arealflow up` starts, in a folder of its own; a webhook on this machine."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ import json
 import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
 from ui_machine import ROOT, Up, Webhook
 
 from flows.cli.machine import free_port
-
-CHROMIUM = Path("/usr/bin/chromium")
-QUIET = ["--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
 
 
 @pytest.fixture(scope="session")
@@ -56,13 +51,3 @@ def webhook() -> Iterator[Webhook]:
         thread.start()
         yield found
         server.shutdown()
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    if not CHROMIUM.exists():
-        pytest.skip(f"no browser at {CHROMIUM}: apt-get install chromium")
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", *QUIET])
-        yield found
-        found.close()
