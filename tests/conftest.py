@@ -21,9 +21,12 @@ QUIET = (
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Debian's Chromium without a window. One for all tests: Playwright can be started only once at a time."""
+    """Debian's Chromium without a window, for one module of tests and no longer.
+
+    While Playwright runs, it is this thread's event loop: neither `asyncio.run` nor a second Playwright works.
+    """
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("no Chromium is installed here (Debian: apt install chromium)")
