@@ -29,7 +29,7 @@ from schemas.recipe.recipe import Recipe
 #: Every process below a driver carries this in its environment: the folder it works in.
 MARK = "AREAL_TEST_RUN"
 #: Imported once, so that a driver starts in milliseconds.
-PRELOAD = ["areal_tasks.stages.loop", "areal_tasks.engines.trainer.__main__", "areal_tasks.engines.embedded.__main__"]
+PRELOAD = ["areal_tasks.stages.loop", "areal_tasks.engines.trainer.process", "areal_tasks.engines.embedded.process"]
 GROUPS, ITERATIONS = 4, 3
 
 Digests = list[list[tuple[str, str]]]
@@ -88,9 +88,10 @@ def drive(
     execute: Execute = run_directly,
     origin: Origin | None = None,
     segments: Sequence[tuple[int, Recipe]] = (),
+    store: Store | None = None,
 ) -> Run:
-    """Bring a run to its end, in this process."""
-    run = open_run(store_in(folder), name, recipe.flow, recipe, origin=origin, segments=segments)
+    """Bring a run to its end, in this process; its store is that of `folder` unless another one is named."""
+    run = open_run(store or store_in(folder), name, recipe.flow, recipe, origin=origin, segments=segments)
     with Engines(run, recipe, folder / "logs", generates=not run.record.counterfactual) as engines:
         loop_of(run)(run, recipe, engines, retrying(execute))()
     return run

@@ -1,20 +1,16 @@
-"""What every resident service shares: its specification, its bearer token, its lifeline and its registration.
+"""What every resident service shares: its specification, its bearer token and its registration.
 
 A service is `python -m <module>`. It learns what it is from the environment, listens on a free loopback port, says in
-the store where it listens, and dies with whoever started it: the lifeline is a pipe whose other end only the
-supervisor holds, so that end-of-file means that nobody is left to serve.
+the store where it listens, and dies with whoever started it (`lifeline`).
 """
 
 from __future__ import annotations
 
 import hmac
 import os
-import shutil
-import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -31,9 +27,7 @@ from schemas.manifest import ServiceRecord, WeightsRef
 
 SPEC: Final = "AREAL_SERVICE_SPEC"
 TOKEN: Final = "AREAL_SERVICE_TOKEN"
-LIFELINE: Final = "AREAL_LIFELINE_FD"
 STORE_AWAY: Final = 75  # EX_TEMPFAIL: the exit status of a service that cannot start because the store is away
-SCRATCH: Final = "AREAL_SERVICE_SCRATCH"  # a folder that the launcher made for this service alone
 
 
 class ServiceSpec(BaseModel):
@@ -65,25 +59,6 @@ def store_may_be_away() -> Iterator[None]:
     except Unavailable as error:
         print(error, file=sys.stderr, flush=True)
         sys.exit(STORE_AWAY)
-
-
-def watch_lifeline(before_death: Callable[[], object] = lambda: None) -> None:
-    """Kill this process group when the lifeline pipe reaches end-of-file. Does nothing without a lifeline.
-
-    `before_death` ends what the service has started outside its group.
-    """
-    fd = os.environ.get(LIFELINE)
-    if fd is not None:
-        threading.Thread(target=_die_at_eof, args=(int(fd), before_death), name="lifeline", daemon=True).start()
-
-
-def _die_at_eof(fd: int, before_death: Callable[[], object]) -> None:
-    while os.read(fd, 1):
-        pass
-    before_death()
-    if SCRATCH in os.environ:
-        shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
 
 
 class BearerAuth:

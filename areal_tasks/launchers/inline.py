@@ -30,7 +30,7 @@ class InlineLauncher:
     """Starts each service's app in a thread with an event loop of its own."""
 
     def start(self, job: Job) -> InlineHandle:
-        app = importlib.import_module(f"{job.module}.__main__").make_app(job.spec)
+        app = importlib.import_module(f"{job.module}.process").make_app(job.spec)
         server, listener = make_server(app, job.spec, job.token)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name=job.spec.name, daemon=True)
         thread.start()

@@ -11,7 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from areal_tasks.engines.service import LIFELINE, SCRATCH, SPEC, TOKEN
+from areal_tasks.engines.lifeline import LIFELINE, SCRATCH
+from areal_tasks.engines.service import SPEC, TOKEN
 from areal_tasks.launchers.protocol import Job
 
 

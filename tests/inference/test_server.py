@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from areal_tasks.engines.embedded.__main__ import main
-from areal_tasks.engines.service import LIFELINE, SPEC, TOKEN, ServiceSpec
+from areal_tasks.engines.embedded.process import main
+from areal_tasks.engines.lifeline import LIFELINE
+from areal_tasks.engines.service import SPEC, TOKEN, ServiceSpec
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.commit import new_attempt, read_record
 from areal_tasks.store.files import commit_weights, upload

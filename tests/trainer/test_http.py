@@ -17,7 +17,8 @@ import psutil
 import pytest
 from trainer_builders import World, advantage, rlhf_recipe, rollout
 
-from areal_tasks.engines.service import LIFELINE, SPEC, TOKEN
+from areal_tasks.engines.lifeline import LIFELINE
+from areal_tasks.engines.service import SPEC, TOKEN
 from areal_tasks.engines.trainer.commands import Health, Load, Loaded, Message, Train, Trained, Write, Written
 from areal_tasks.store.paths import service
 from schemas.manifest import ServiceRecord, WeightsRef

@@ -1,72 +1,9 @@
-"""`python -m areal_tasks.engines.embedded`: the inference server as a process."""
+"""`python -m areal_tasks.engines.embedded`: the inference server; it ends with its supervisor while it starts, too."""
 
-from __future__ import annotations
-
-import logging
-import os
-import signal
-import sys
-from collections.abc import Callable
-
-import torch
-from starlette.applications import Starlette
-
-from areal_tasks.engines.embedded.api import Limits
-from areal_tasks.engines.embedded.app import Server
-from areal_tasks.engines.embedded.engine import Engine
-from areal_tasks.engines.embedded.runner import Runner
-from areal_tasks.engines.embedded.weights import end_tokens, find_detokenizer, weights_folder
-from areal_tasks.engines.service import ServiceSpec, read_spec, serve, store_may_be_away, watch_lifeline
-from areal_tasks.store.backend import Unavailable, open_store
-from areal_tasks.store.files import read_weights
-from schemas.errors import UserError
-from schemas.recipe.sections import Inference, Model
-
-
-def make_app(spec: ServiceSpec, on_failure: Callable[[], None] | None = None) -> Starlette:
-    """Load the model that `spec` names, start its engine, and give back its routes. Errors: UserError."""
-    if spec.weights is None:
-        raise UserError("the inference server was given no weights; publish version 0 first")
-    settings = Inference.model_validate(spec.recipe.get("inference", {}))
-    model = Model.model_validate(spec.recipe["model"])
-    store = open_store(spec.store_url)
-    read_weights(store, spec.weights)  # the manifest's digest is verified
-    torch.set_num_threads(settings.threads or os.cpu_count() or 1)
-    source = store.uri(spec.weights.path)
-    with weights_folder(store, source) as folder:
-        runner = Runner(folder, settings.slots, model.max_length, getattr(torch, model.dtype))
-        detokenizer = find_detokenizer(folder)
-    engine = Engine(
-        runner,
-        settings.slots,
-        version=str(spec.weights.version),
-        detokenizer=detokenizer,
-        deterministic=settings.deterministic,
-        on_failure=on_failure,
-    )
-    engine.start()
-    limits = Limits(runner.vocab_size, runner.max_length, end_tokens(runner.model), detokenizer is not None)
-    return Server(engine, limits, store, source).app()
-
-
-def _end() -> None:
-    """End the process: whoever supervises it starts another."""
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def main() -> None:
-    watch_lifeline()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    spec = read_spec()
-    with store_may_be_away():
-        try:
-            app = make_app(spec, _end)
-        except Unavailable:
-            raise
-        except UserError as error:
-            sys.exit(f"error: {error}")
-        serve(app, spec)
-
+from areal_tasks.engines.lifeline import watch_lifeline
 
 if __name__ == "__main__":
+    watch_lifeline()
+    from areal_tasks.engines.embedded.process import main  # imports torch, for seconds
+
     main()

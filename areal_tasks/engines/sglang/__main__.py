@@ -18,7 +18,8 @@ from types import FrameType
 
 import httpx
 
-from areal_tasks.engines.service import TOKEN, ServiceSpec, read_spec, register, watch_lifeline
+from areal_tasks.engines.lifeline import watch_lifeline
+from areal_tasks.engines.service import TOKEN, ServiceSpec, read_spec, register
 from areal_tasks.engines.sglang.child import GUARD
 from areal_tasks.engines.sglang.command import arguments, environment, server_index
 from areal_tasks.engines.sglang.family import adopt_orphans, end_descendants

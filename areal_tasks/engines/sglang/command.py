@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from areal_tasks.engines.service import LIFELINE, SPEC, ServiceSpec
+from areal_tasks.engines.lifeline import LIFELINE
+from areal_tasks.engines.service import SPEC, ServiceSpec
 from schemas.recipe.sections import Inference, Model
 
 #: SGLang keeps a few positions of its context: it takes prompts up to `context - 7` and ends at `context - 2`.

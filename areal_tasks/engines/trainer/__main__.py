@@ -1,44 +1,9 @@
-"""`python -m areal_tasks.engines.trainer`: the trainer as a process, or as several (see `ranks`)."""
+"""`python -m areal_tasks.engines.trainer`: the trainer, which ends with its supervisor even while it starts."""
 
-from __future__ import annotations
-
-import logging
-import os
-import signal
-import sys
-
-from areal_tasks.engines.service import ServiceSpec, read_spec, serve, store_may_be_away, watch_lifeline
-from areal_tasks.engines.trainer.app import follow, make_app
-from areal_tasks.engines.trainer.group import Group, GroupBroken
-from areal_tasks.engines.trainer.ranks import join
-from areal_tasks.engines.trainer.settings import read_settings
-
-__all__ = ["main", "make_app"]  # the inline launcher takes `make_app` from here
-log = logging.getLogger(__name__)
-
-
-def main() -> None:
-    watch_lifeline()
-    spec = read_spec()
-    group = join(read_settings(spec.recipe).trainer)
-    if group.rank == 0:
-        with store_may_be_away():
-            serve(make_app(spec, group), spec)
-    else:
-        _follow(spec, group)
-
-
-def _follow(spec: ServiceSpec, group: Group) -> None:
-    """Be another rank until rank 0 ends; its end is this process's, whatever signals its group is sent before."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        follow(spec, group)
-    except GroupBroken as error:
-        log.error("rank %d ends: %s", group.rank, error)
-        sys.stderr.flush()
-        os._exit(1)  # no farewell to the other ranks: they may be stuck in a collective
-
+from areal_tasks.engines.lifeline import watch_lifeline
 
 if __name__ == "__main__":
+    watch_lifeline()
+    from areal_tasks.engines.trainer.process import main  # imports torch, for seconds
+
     main()

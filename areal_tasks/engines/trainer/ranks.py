@@ -23,7 +23,8 @@ from typing import Final
 
 import torch.distributed as dist
 
-from areal_tasks.engines.service import LIFELINE, TOKEN
+from areal_tasks.engines.lifeline import LIFELINE
+from areal_tasks.engines.service import TOKEN
 from areal_tasks.engines.trainer.fencing import Refused
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.learner import TrainingFailed

@@ -1,0 +1,35 @@
+"""The lifeline of a service: a pipe whose other end only its supervisor holds. At its end nobody is left to serve.
+
+Imports the standard library alone, so that a service can watch before it spends seconds on importing torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from typing import Final
+
+LIFELINE: Final = "AREAL_LIFELINE_FD"
+SCRATCH: Final = "AREAL_SERVICE_SCRATCH"  # a folder that the launcher made for this service alone
+
+
+def watch_lifeline(before_death: Callable[[], object] = lambda: None) -> None:
+    """Kill this process group when the lifeline pipe reaches end-of-file. Does nothing without a lifeline.
+
+    `before_death` ends what the service has started outside its group.
+    """
+    fd = os.environ.get(LIFELINE)
+    if fd is not None:
+        threading.Thread(target=_die_at_eof, args=(int(fd), before_death), name="lifeline", daemon=True).start()
+
+
+def _die_at_eof(fd: int, before_death: Callable[[], object]) -> None:
+    while os.read(fd, 1):
+        pass
+    before_death()
+    if SCRATCH in os.environ:
+        shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
