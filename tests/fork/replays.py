@@ -8,6 +8,7 @@ from stage_driver import drive, store_in
 
 from areal_tasks.stages.loop import Execute, run_directly
 from areal_tasks.stages.replay_checks import check_replay, replay_segments, replayed_iterations
+from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.runs import Run, load_run
 from schemas.recipe.recipe import Recipe
@@ -18,16 +19,25 @@ def kept(start: str, original: str = "whole", at: int = 0, until: str = "") -> O
     return Origin(original, at, "replay", True, start, until)
 
 
-def segments(folder: Path, name: str, origin: Origin, *changes: str) -> list[tuple[int, Recipe]]:
+def segments(
+    folder: Path, name: str, origin: Origin, *changes: str, store: Store | None = None
+) -> list[tuple[int, Recipe]]:
     """The recipes of a replay, checked."""
-    original = load_run(store_in(folder), origin.parent)
+    original = load_run(store or store_in(folder), origin.parent)
     found = replay_segments(original, origin, replayed_iterations(original, name), changes)
     for _, there, recipe in found:
         check_replay(original, origin, there, recipe)
     return [(first, recipe) for first, _, recipe in found]
 
 
-def replay(folder: Path, name: str, origin: Origin, *changes: str, execute: Execute = run_directly) -> Run:
+def replay(
+    folder: Path,
+    name: str,
+    origin: Origin,
+    *changes: str,
+    execute: Execute = run_directly,
+    store: Store | None = None,
+) -> Run:
     """Bring a replay to its end."""
-    asked = segments(folder, name, origin, *changes)
-    return drive(folder, name, asked[-1][1], execute, origin, asked)
+    asked = segments(folder, name, origin, *changes, store=store)
+    return drive(folder, name, asked[-1][1], execute, origin, asked, store)
