@@ -22,6 +22,7 @@ from areal_tasks.store.fork import Origin, check_iteration, inherit_model, origi
 from areal_tasks.store.journal import append
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import Run, load_run, open_run
+from flows.credentials import take_s3_keys
 from flows.home import logs_folder
 from flows.messages import hide_tracebacks
 from flows.observe import Observer
@@ -39,6 +40,7 @@ def prepared(recipe: R, overrides: str) -> R:
     """The recipe with its overrides, after everything that can be checked before a run exists. Raises UserError."""
     hide_tracebacks()
     recipe = with_overrides(recipe, overrides)
+    take_s3_keys(recipe.store.url)
     check_engines(recipe)  # type: ignore[arg-type]
     check_code(recipe)  # type: ignore[arg-type]
     return recipe

@@ -16,6 +16,7 @@ from areal_tasks.store.diff_curves import Section
 from areal_tasks.store.diff_replay import compare_replay
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.runs import load_run
+from flows.credentials import take_s3_keys
 from flows.execute import execute, split_overrides
 from flows.messages import hide_tracebacks
 from flows.observe import artifact_key
@@ -49,6 +50,7 @@ def replay(
         store: URL of the store. Empty: AREALFLOW_STORE, else the default folder.
     """
     hide_tracebacks()
+    take_s3_keys(store)
     there, name = load_run(open_store(store), original), run or f"{original}-{flow_run.get_name() or 'replay'}"
     origin = Origin(original, at, "replay", not on_policy, start, until)
     committed = replayed_iterations(there, name)

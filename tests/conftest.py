@@ -11,6 +11,8 @@ import pytest
 from s3_server import BUCKET, S3Server, s3_server
 
 from areal_tasks.store.backend import Store, open_store
+from flows.cli import machine
+from flows.home import home
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -51,3 +53,24 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 def s3_store(s3: S3Server) -> Store:
     """A store on a real S3 server, empty at first and shared by the session: use run names of your own."""
     return open_store(f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}")
+
+
+@pytest.fixture(scope="session")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a real Prefect server's API. A home of our own, and settings for it, are in force from here on."""
+    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings  # not for tests that need no server
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AREALFLOW_HOME", str(tmp_path_factory.mktemp("home")))
+        (home() / "prefect").mkdir()
+        port = machine.free_port(42000)
+        url = f"http://127.0.0.1:{port}/api"
+        server = machine.start_server(url)
+        try:
+            machine._wait_for(url, server)
+            patch.setenv("PREFECT_API_URL", url)
+            patch.setenv("PREFECT_HOME", str(home() / "prefect"))
+            with temporary_settings({PREFECT_API_URL: url, PREFECT_HOME: home() / "prefect"}):
+                yield url
+        finally:
+            machine.stop(server)

@@ -227,7 +227,10 @@ def _options(endpoint: str | None) -> dict[str, Any]:
 def _credential(name: str) -> str:
     value = os.environ.get(name)
     if not value:
-        raise UserError(f"An s3:// store needs credentials, and {name} is not set: export it, or use a file:// store.")
+        raise UserError(
+            f"An s3:// store needs credentials, and {name} is not set: export it, have Prefect keep it for flow runs "
+            "(`arealflow s3-keys`), or use a file:// store."
+        )
     return value
 
 

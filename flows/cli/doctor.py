@@ -8,12 +8,14 @@ import os
 import shutil
 from typing import Any
 
+import httpx
 import typer
 
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.commit import new_attempt
 from flows.cli.inspect import AsJson, StoreUrl, show
 from flows.cli.machine import DEFAULT_PORT, free_port, running, ui_url
+from flows.credentials import NEEDED, SECRETS, in_environment, kept_by_prefect, on_s3
 from flows.home import home
 from schemas.errors import UserError
 
@@ -34,7 +36,7 @@ FEATURES = {
 
 def doctor(store: StoreUrl = "", as_json: AsJson = False) -> None:
     """Check this machine. Exits with 1 if something that every run needs is not usable."""
-    rows = [*packages(), gpu(), server(), disk(), store_row(store)]
+    rows = [*packages(), gpu(), server(), disk(), s3_keys(store), store_row(store)]
     show(rows, as_json, "arealflow doctor")
     if any(row["state"] == "BROKEN" for row in rows):
         raise typer.Exit(1)
@@ -73,6 +75,38 @@ def disk() -> dict[str, Any]:
     folder = home() if home().exists() else home().parent
     free = shutil.disk_usage(folder).free / 2**30
     return _row("disk", "ok" if free > 2 else "BROKEN", f"{free:.0f} GiB free at {folder}")
+
+
+def s3_keys(store: str) -> dict[str, Any]:
+    """Where a flow run has the keys of an S3 store from; never the keys themselves.
+
+    Those that Prefect keeps are taken for the check of the store, as a flow run would.
+    """
+    if here := in_environment():
+        missing = [name for name in NEEDED if name not in here]
+        return _row("S3 keys", "incomplete" if missing else "ok", f"from this environment: {', '.join(here)}")
+    try:
+        kept = _kept_keys()
+    except (httpx.HTTPError, RuntimeError, UserError) as error:  # Prefect's client raises a RuntimeError as well
+        return _row("S3 keys", "unknown", f"not in this environment, and the Prefect server does not tell: {error}")
+    if not kept:
+        return _row("S3 keys", "none", "for stores at s3://: export AWS_…, or `arealflow s3-keys` (docs/operating.md)")
+    if on_s3(store):
+        os.environ.update(kept)
+    blocks = ", ".join(block for variable, block in SECRETS.items() if variable in kept)
+    return _row("S3 keys", "ok", f"for flow runs, from Prefect's blocks {blocks}; other commands need AWS_… exported")
+
+
+def _kept_keys() -> dict[str, str]:
+    """What the Prefect server keeps, if there is one."""
+    machine = running()
+    url = os.environ.get("PREFECT_API_URL") or (machine.api_url if machine else "")
+    if not url:
+        return {}
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: url}):
+        return kept_by_prefect()
 
 
 def store_row(url: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from flows.cli import (
     machine,
     replay,
     report,
+    s3_keys,
     weights,
 )
 from schemas.errors import UserError
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.command("up")(machine.up)
 app.command("down")(machine.down)
 app.command("alerts")(alerts.alerts)
+app.command("s3-keys")(s3_keys.s3_keys)
 app.command("run")(local.run)
 app.command("fork")(fork.fork)
 app.command("replay")(replay.replay)

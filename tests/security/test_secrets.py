@@ -112,7 +112,7 @@ def test_a_store_is_not_opened_by_a_url_that_holds_credentials(url: str, monkeyp
         assert "wJalrXUtn" not in str(refused.value)
 
 
-def test_s3_credentials_come_from_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_on_s3_is_not_opened_without_keys_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="AWS_ACCESS_KEY_ID is not set"):

@@ -1,0 +1,139 @@
+"""A flow run without S3 keys takes those that Prefect keeps; neither they nor tokens stand anywhere in the clear."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+from s3_server import BUCKET, S3Server
+from stage_driver import tiny
+
+from areal_tasks.engines import session
+from areal_tasks.launchers.supervisor import Supervisor
+from areal_tasks.store.backend import Store, open_store
+from flows.cli.main import main
+from flows.credentials import NEEDED, PLACES, SECRETS, kept_by_prefect, take_s3_keys
+from flows.home import home
+from flows.rlhf import rlhf
+from schemas.errors import UserError
+
+
+@dataclass
+class Watched:
+    """A flow run on S3 that had no keys: its store, its services' tokens, and command lines while they ran."""
+
+    store: Store
+    tokens: list[str] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+
+
+def arealflow(*words: str) -> int | str | None:
+    """Run the command in this process; its exit code."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "argv", ["arealflow", *words])
+        main()
+    return ended.value.code
+
+
+def forget_keys(patch: pytest.MonkeyPatch) -> None:
+    for name in (*SECRETS, *PLACES):
+        patch.setenv(name, "to be restored")  # so that what a test sets goes again
+        patch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def watched(api: str, s3: S3Server) -> Iterator[Watched]:
+    found = Watched(open_store(f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}"))
+
+    class Recorded(Supervisor):
+        def wait(self, names: Sequence[str]) -> list[str]:
+            urls = super().wait(names)
+            found.tokens.append(self.token)
+            found.commands += [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+            return urls
+
+    assert arealflow("s3-keys") == 0
+    recipe = tiny(launcher={"type": "local"}, schedule={"iterations": 1}, store={"url": found.store.url})
+    with pytest.MonkeyPatch.context() as patch:
+        forget_keys(patch)
+        patch.setattr(session, "Supervisor", Recorded)
+        assert rlhf(recipe, run="kept")["iterations"] == 1
+    yield found
+    assert arealflow("s3-keys", "--remove") == 0
+
+
+def test_a_flow_run_without_keys_takes_those_that_prefect_keeps(watched: Watched, s3: S3Server) -> None:
+    kinds = {path.rpartition(".")[2] for path in watched.store.list("kept")}
+    assert (
+        kinds >= {"json", "parquet", "safetensors"} and sum("areal_tasks.engines" in c for c in watched.commands) >= 2
+    )
+
+
+def test_neither_keys_nor_tokens_are_in_prefects_database(watched: Watched, s3: S3Server) -> None:
+    database = contents(home() / "prefect")
+    assert b"areal-s3-secret-access-key" in database and b"kept-rollout-page" in database, "it has been written down"
+    for secret in (s3.secret_key, s3.access_key, *watched.tokens):
+        assert len(secret) >= 16 and secret.encode() not in database
+
+
+def test_neither_keys_nor_tokens_are_in_logs_command_lines_or_the_store(watched: Watched, s3: S3Server) -> None:
+    logs = contents(home() / "logs" / "kept")
+    stored = b"".join(watched.store.read(path) for path in watched.store.list("kept"))
+    assert logs and b"PAR1" in stored
+    for secret in (s3.secret_key, s3.access_key, *watched.tokens):
+        assert not [text for text in (logs, stored) if secret.encode() in text]
+        assert not [command for command in watched.commands if secret in command]
+
+
+def contents(folder: Path) -> bytes:
+    """All bytes of all files below: a database's own, and what SQLite keeps beside it."""
+    return b"".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def test_keys_of_the_environment_are_used_as_they_are(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_keys(monkeypatch)
+    assert not take_s3_keys("file:///anywhere") and not os.environ.get(NEEDED[0])
+    monkeypatch.setenv(NEEDED[0], "mine")
+    assert not take_s3_keys(watched.store.url)
+    assert os.environ[NEEDED[0]] == "mine" and not os.environ.get(NEEDED[1])
+    with pytest.raises(UserError, match="AWS_SECRET_ACCESS_KEY is not set: export it, have Prefect keep it"):
+        open_store(watched.store.url)
+
+
+def test_the_doctor_says_where_the_keys_come_from(
+    watched: Watched, s3: S3Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert arealflow("doctor", "--store", watched.store.url) == 0
+    assert "from this environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY" in said(capsys)
+    forget_keys(monkeypatch)
+    assert arealflow("doctor", "--store", watched.store.url) == 0  # the store is usable with them
+    told = said(capsys)
+    assert "from Prefect's blocks areal-s3-access-key-id, areal-s3-secret-access-key" in told
+    assert s3.secret_key not in told and s3.access_key not in told
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_keys_that_are_kept_no_longer_and_half_of_them(
+    watched: Watched, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect.blocks.system import Secret
+
+    assert arealflow("s3-keys", "--remove") == 0
+    forget_keys(monkeypatch)
+    assert kept_by_prefect() == {}
+    with pytest.raises(UserError, match="AWS_ACCESS_KEY_ID is not set"):
+        rlhf(tiny(store={"url": watched.store.url}), run="none")
+    Secret(value="12345").save("areal-s3-access-key-id")  # which would pass for a number
+    with pytest.raises(UserError, match="has no Secret block areal-s3-secret-access-key"):
+        take_s3_keys(watched.store.url)
+    Secret(value=s3.secret_key).save("areal-s3-secret-access-key")
+    assert kept_by_prefect() == {"AWS_ACCESS_KEY_ID": "12345", "AWS_SECRET_ACCESS_KEY": s3.secret_key}
