@@ -1,7 +1,8 @@
 """A flow waits for a store or an engine that is away for a while, and then goes on where the run stands.
 
 Waiting is a new start within the same process: new services, a new owner, what is committed is reused. A store that
-cannot be reached when a flow run first asks for it is more likely a mistake: that is reported at once.
+cannot be reached when a flow run first asks for it is more likely a mistake: that is reported at once. A start that
+lost an iteration to the last commit of the start before it begins anew in the same way.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from prefect.runtime import flow_run
 from areal_tasks.engines.server_pool import ServerDown
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.store.backend import Unavailable
+from areal_tasks.store.runs import Behind
 
 T = TypeVar("T")
 
-AWAY: Final = (Unavailable, TrainerDown, ServerDown)
+AWAY: Final = (Unavailable, TrainerDown, ServerDown, Behind)
 #: How long a flow goes on trying without committing an iteration.
 WAIT_SECONDS: Final = 600.0
 LONGEST_PAUSE_SECONDS: Final = 15.0

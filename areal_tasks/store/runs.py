@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from areal_tasks.store import paths
-from areal_tasks.store.backend import Missing, Store
+from areal_tasks.store.backend import Missing, Store, StoreError
 from areal_tasks.store.commit import (
     bytes_digest,
     commit_once,
@@ -46,6 +46,10 @@ _NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 class Superseded(UserError):
     """A later start of the run's flow has taken over: this one must stop and touch nothing more."""
+
+
+class Behind(StoreError):
+    """An earlier start's last commit came in after this one had looked: it must begin again from there."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ class Run:
 
         Raises:
             Superseded: a later start of the flow owns the run, or has closed this iteration already.
+            Behind: an earlier start, which is over now, closed this iteration while it was built.
             ValueError: `commit` does not name the commit before it.
         """
         self.check_owner()
@@ -118,6 +123,8 @@ class Run:
             raise ValueError(f"commit of iteration {commit.iteration} does not name the commit before it")
         there, mine = commit_once(self.store, paths.iteration_commit(self.name, commit.iteration), commit)
         self.store.settle(paths.iteration_commit(self.name, commit.iteration))
+        if not mine and there.provenance.owner < self.owner and self.is_current_owner():
+            raise Behind(f"Iteration {there.iteration} of run {self.name!r} was committed by an earlier start of it.")
         if not mine:
             raise self._superseded(f"owner {there.provenance.owner} has committed iteration {commit.iteration}")
         return there

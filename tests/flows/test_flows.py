@@ -14,9 +14,12 @@ import pytest
 from markdown_it import MarkdownIt
 from stage_driver import Digests, digests, drive, start_driver, store_in, tiny
 
+from areal_tasks.store.commit import commit_once
 from areal_tasks.store.journal import read_log
+from areal_tasks.store.runs import Run, load_run, open_run
 from flows.rlhf import rlhf
 from schemas.errors import UserError
+from schemas.manifest import IterationCommit
 from schemas.recipe.recipe import Recipe
 
 
@@ -63,6 +66,11 @@ def recipe_of(questions: Path, store: Path) -> Recipe:
         store={"url": store_in(store).url},
         schedule={"artifact_every": 1},
     )
+
+
+def moved(recipe: Recipe, store: Path) -> Recipe:
+    """The same recipe, for a run in another store."""
+    return recipe.model_copy(update={"store": recipe.store.model_copy(update={"url": store_in(store).url})})
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,26 @@ def test_tasks_name_tables_and_manifests_and_hold_no_data(prefect: Prefect, resu
 def test_the_same_run_again_has_nothing_to_do(prefect: Prefect, resumed: Resumed) -> None:
     assert rlhf(resumed.recipe, run="r") == resumed.result
     assert prefect.task_states(prefect.last_flow_run()["id"]) == {}
+
+
+def test_a_last_commit_of_the_start_before_is_gone_on_from(
+    prefect: Prefect, resumed: Resumed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_run(store_in(tmp_path), "r", "rlhf", recipe := moved(resumed.recipe, tmp_path))
+    commit_mine, raced = Run.commit_iteration, list[int]()
+
+    def commit_after_the_other(run: Run, mine: IterationCommit) -> IterationCommit:
+        if mine.iteration == 1 and not raced:
+            raced.append(run.owner)
+            theirs = mine.provenance.model_copy(update={"owner": run.owner - 1})
+            commit_once(run.store, run.commit_path(1), mine.model_copy(update={"attempt": "a", "provenance": theirs}))
+        return commit_mine(run, mine)
+
+    monkeypatch.setattr(Run, "commit_iteration", commit_after_the_other)
+    assert rlhf(recipe, run="r")["iterations"] == 3
+    assert raced == [2]
+    assert [load_run(store_in(tmp_path), "r").commit(k).provenance.owner for k in range(3)] == [2, 1, 3]
+    assert digests(tmp_path, "r") == resumed.whole
 
 
 def test_the_log_of_the_run_tells_which_flow_run_did_what(resumed: Resumed) -> None:

@@ -14,7 +14,7 @@ from store_builders import build, iteration_commit, recipe
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.runs import Run, Superseded, list_runs, load_run, open_run
+from areal_tasks.store.runs import Behind, Run, Superseded, list_runs, load_run, open_run
 from areal_tasks.store.search import last_present
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
@@ -132,6 +132,20 @@ def test_an_owner_overtaken_between_check_and_commit_learns_of_it(
     monkeypatch.setattr(Run, "check_owner", overtake)
     with pytest.raises(Superseded, match="owner 2 has committed iteration 0"):
         old.commit_iteration(mine)
+
+
+def test_a_start_that_finds_the_last_commit_of_the_one_before_goes_on_from_there(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = opened(local_store), opened(local_store)
+    theirs, mine = iteration_commit(old, 0), iteration_commit(new, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "check_owner", lambda run: None)  # the old one looked before the new one claimed
+        old.commit_iteration(theirs)
+    with pytest.raises(Behind, match="Iteration 0 of run 'run' was committed by an earlier start"):
+        new.commit_iteration(mine)
+    assert new.commit(0).attempt == theirs.attempt
+    build(opened(local_store), [1], {})
 
 
 def test_a_reader_owns_nothing(local_store: Store) -> None:
