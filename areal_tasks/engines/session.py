@@ -180,9 +180,12 @@ class Engines:
         return self.watchdog.waiting("verdicts", look, ends=False)  # each has reward.timeout_seconds
 
     def _end_hung(self, name: str, why: str) -> None:
-        """Kill a service that hangs: whoever waits for it sees its connection break, and has it started again."""
+        """Kill a service that hangs: whoever waits for it sees its connection break, and has it started again.
+
+        One that has ended already, or is starting, is left to whoever does so.
+        """
         service = self.supervisor.services.get(name)
-        if service is not None and service.url:
+        if service is not None and service.url and service.handle.exit_code() is None:
             self.supervisor.end([service.url], why, grace_seconds=0.0)
 
     def serve_weights(self, ref: WeightsRef, trainer: TrainerClient | None = None) -> list[float]:

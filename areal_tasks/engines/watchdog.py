@@ -3,7 +3,8 @@
 Whoever waits for something says so, with a way to look at the services concerned. A look gives each of them a sign: a
 value that changes when it gets on with its work, be the work ever so long. A service whose sign stays the same, or that
 gives none, is named in the log after `launcher.warn_seconds`, then at intervals that double; after
-`launcher.hang_seconds` it is ended. Its caller learns of it as of any other death: the supervisor starts it again.
+`launcher.hang_seconds` it is ended. Its caller learns of it as of any other death: the supervisor starts it again, as
+often in a row as `launcher.restarts` allows. What was started again is watched like anything else: it may hang again.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ class _Silence:
     progress: object
     since: float
     complain_after: float
-    ended: bool = False
 
 
 @dataclass(eq=False)
@@ -59,7 +59,10 @@ class _Wait:
 
 
 class Watchdog:
-    """One thread that looks after everything a run waits for. `end` ends the service of that name, for that reason."""
+    """One thread that looks after everything a run waits for.
+
+    `end` ends the service of that name, for that reason; it is called again while nothing has taken its place.
+    """
 
     def __init__(self, settings: Launcher, end: Callable[[str, str], None], ledger: Ledger = LEDGER) -> None:
         self.settings = settings
@@ -118,10 +121,10 @@ class Watchdog:
         self._act(wait, name, sign, known, now - known.since)
 
     def _act(self, wait: _Wait, name: str, sign: Sign, known: _Silence, silent: float) -> None:
-        mortal = wait.ends and self.settings.type != "inline" and not known.ended
+        mortal = wait.ends and self.settings.type != "inline"
         found = f"{wait.what}: no progress since {_clock(silent)} ({silent:.0f} s); {sign.says}"
         if mortal and silent >= self.settings.hang_seconds:
-            known.ended = True
+            known.since, known.complain_after = time.monotonic(), self.settings.warn_seconds  # of whatever comes next
             self.end(name, f"hangs at {found}")
         elif silent >= known.complain_after:
             known.complain_after = 2 * max(known.complain_after, silent)
