@@ -52,9 +52,9 @@ def append(
     return record
 
 
-def read_log(store: Store, run: str) -> list[LogRecord]:
-    """The log of `run`, oldest line first; empty for a run of schema 1, which had none."""
-    numbers = range(1, log_length(store, run) + 1)
+def read_log(store: Store, run: str, after: int = 0) -> list[LogRecord]:
+    """The log of `run` after its first `after` lines, oldest first; empty for a run of schema 1, which had none."""
+    numbers = range(after + 1, log_length(store, run) + 1)
     return parallel(lambda n: read_record(store, paths.log(run, n), LogRecord), numbers)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import commit_once, new_attempt, read_record
-from areal_tasks.store.journal import append, log_digest, log_length, user
+from areal_tasks.store.journal import append, log_digest, log_length, read_log, user
 from areal_tasks.store.keys import digest_json
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.root import root_hash
@@ -35,14 +35,18 @@ class Verified:
     problem: str = ""
 
 
-def sign(store: Store, name: str, root: str, iterations: int, key_file: Path) -> Signature:
-    """Vouch with a private key for a run whose audit has just given `root`; stored once for each key and root.
+def sign(store: Store, name: str, root: str, iterations: int, key_file: Path) -> tuple[Signature, bool]:
+    """Vouch with a private key for a run whose audit has just given `root`, and for its log as it is now.
+
+    Returns the signature, and whether it was made now: one by this key that holds and covers all there is stays.
 
     Raises:
         UserError: the file holds no Ed25519 key that can sign.
     """
     key, lines = _private_key(key_file), log_length(store, name)
     public = key.public_key().public_bytes_raw().hex()
+    if there := _covering(store, name, root, key.public_key()):
+        return there, False
     unsigned = Signature(
         root=root,
         iteration=iterations - 1,
@@ -56,10 +60,23 @@ def sign(store: Store, name: str, root: str, iterations: int, key_file: Path) ->
         provenance=make_provenance(0, now()),
     )
     signed = unsigned.model_copy(update={"signature": key.sign(_message(name, unsigned)).hex()})
-    there, mine = commit_once(store, paths.signature(name, public[:16], root[:16]), signed)
+    there, mine = commit_once(store, paths.signature(name, public[:16], f"{root[:16]}-{lines}"), signed)
     if mine:
         append(store, name, "signed", {"root": root, "iteration": there.iteration, "public_key": public})
-    return there
+    return there, mine
+
+
+def _covering(store: Store, name: str, root: str, key: Ed25519PublicKey) -> Signature | None:
+    """A signature of this root that holds, by this key, if nothing worth signing has been added to the log since."""
+    mine = [s for s in read_signatures(store, name) if (s.root, s.public_key) == (root, key.public_bytes_raw().hex())]
+    newest = max(mine, key=lambda s: s.log_records, default=None)
+    covers = newest and not unsigned_lines(store, name, newest) and not _problem(store, name, newest, key)
+    return newest if covers else None
+
+
+def unsigned_lines(store: Store, name: str, signature: Signature) -> int:
+    """How many lines the log has that this signature does not cover; those that tell of signatures do not count."""
+    return sum(line.action != "signed" for line in read_log(store, name, signature.log_records))
 
 
 def verify(store: Store, name: str, key_file: Path) -> list[Verified]:

@@ -17,8 +17,9 @@ from areal_tasks.store.backend import Store
 from areal_tasks.store.inventory import entries
 from areal_tasks.store.journal import append, read_log
 from areal_tasks.store.query import run_sql
+from areal_tasks.store.root import root_hash
 from areal_tasks.store.runs import load_run
-from areal_tasks.store.signing import sign, verify
+from areal_tasks.store.signing import sign, unsigned_lines, verify
 from flows.cli import main
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit
@@ -37,13 +38,53 @@ def key_files(folder: Path) -> tuple[Path, Path]:
 
 def test_a_signature_holds_while_the_log_grows_and_the_history_stands(small: Store, tmp_path: Path) -> None:
     private, public = key_files(tmp_path)
-    made = sign(small, "small", audit(small, "small").root, 2, private)
-    assert sign(small, "small", made.root, 2, private) == made, "stored once for each key and root"
+    made, new = sign(small, "small", audit(small, "small").root, 2, private)
+    assert new and sign(small, "small", made.root, 2, private) == (made, False), "it covers all there is"
     append(small, "small", "exported", {"version": 1})
     [found] = verify(small, "small", public)
     assert (found.signature, found.problem) == (made, "")
     assert [line.action for line in read_log(small, "small")][-2:] == ["signed", "exported"]
     assert audit(small, "small").sound
+
+
+def test_what_came_since_is_signed_by_another_signature(small: Store, tmp_path: Path) -> None:
+    private, public = key_files(tmp_path)
+    load = load_run(small, "small")
+    early, _ = sign(small, "small", root_hash(load, 1), 1, private)
+    late, new = sign(small, "small", root_hash(load, 2), 2, private)
+    assert new and (early.iteration, late.iteration) == (0, 1)
+    append(small, "small", "exported", {"version": 1})
+    assert unsigned_lines(small, "small", late) == 1
+    again, new = sign(small, "small", root_hash(load, 2), 2, private)
+    assert new and again.root == late.root and again.log_records > late.log_records
+    assert unsigned_lines(small, "small", again) == 0 and sign(small, "small", again.root, 2, private) == (again, False)
+    assert [(found.signature, found.problem) for found in verify(small, "small", public)] == [
+        (signature, "") for signature in (early, late, again)
+    ]
+    assert audit(small, "small").sound
+
+
+def test_the_command_says_what_a_signature_leaves_out(
+    small: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private, public = key_files(tmp_path)
+
+    def said(*words: str) -> str:
+        code, out = call(capsys, monkeypatch, "audit", "small", "--store", small.url, *words)
+        assert code == 0
+        return out
+
+    assert "signature" not in said()
+    sign(small, "small", root_hash(load_run(small, "small"), 1), 1, private)
+    append(small, "small", "exported", {"version": 1})
+    left = (
+        "until iteration 0; NOT signed: 1 later iterations and 1 lines of the log. `arealflow audit small --sign KEY`"
+    )
+    assert left in said() and left in said("--verify", str(public))
+    assert json.loads(said("--verify", str(public), "--json"))["signatures"][0]["unsigned_iterations"] == 1
+    assert "\nsigned until iteration 1 and line 5 of the log\n" in said("--sign", str(private))
+    assert "not signed again: nothing has come since the signature until iteration 1" in said("--sign", str(private))
+    assert "until iteration 1, which is all" in said("--verify", str(public))
 
 
 def test_a_forged_history_is_not_what_was_signed(small: Store, tmp_path: Path) -> None:

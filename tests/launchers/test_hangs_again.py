@@ -1,4 +1,4 @@
-"""A service that hangs as often as it is started again, within one wait: ended each time, until the recipe says enough."""
+"""A service that hangs as often as it is started again, within one wait, is ended each time."""
 
 from __future__ import annotations
 
