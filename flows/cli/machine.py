@@ -21,6 +21,7 @@ import httpx
 import psutil
 import typer
 
+from flows.cli.strays import PART, parts
 from flows.home import home
 from schemas.errors import UserError
 
@@ -82,7 +83,7 @@ def _down() -> None:
     from flows.cli.upkeep import flow_processes, last_look
 
     machine = read()
-    if machine is None and not flow_processes():
+    if machine is None and not flow_processes() and not parts():
         typer.echo("nothing is running")
         return
     if machine is not None:
@@ -101,8 +102,8 @@ def start(port: int = DEFAULT_PORT) -> Machine:
 def _start(port: int) -> Machine:
     machine = running()
     if machine is None:
-        if read() is not None:
-            _stop_all()  # half of it may still run
+        if read() is not None or parts():
+            _stop_all()  # half of it may still run, or an `up` was killed before it had written anything down
         port = free_port(port)
         api_url = f"http://127.0.0.1:{port}/api"
         typer.echo(f"starting the Prefect server on port {port}")
@@ -113,7 +114,8 @@ def _start(port: int) -> Machine:
         except BaseException:  # an interrupt too: `down` knows only what is written down
             stop(server)
             raise
-    if machine.keeper is None or _process(machine.keeper) is None:
+    if not alive(machine.keeper):
+        _stop_parts("keeper")  # one that was started and not written down: two would start everything twice
         machine = replace(machine, keeper=_spawn("keeper", [sys.executable, "-m", KEEPER], machine.api_url))
         write(machine)
     typer.echo("deploying prefect.yaml")
@@ -179,18 +181,29 @@ def _cancel_flow_runs(machine: Machine) -> None:
 def _stop_all() -> None:
     """End the keeper, which would start the others again; then those, as the keeper has last written them down.
 
-    Flow processes whose worker has died are ended too: nobody else would.
+    What is not written down is ended too, and flow processes whose worker has died: nobody else would.
     """
     machine = read()
     if machine is not None and machine.keeper is not None:
         stop(machine.keeper, family=False)
+    _stop_parts("keeper")
     machine = read()
     if machine is not None:
         stop(machine.worker)
+    _stop_parts("worker")
     _end_flows()
     if machine is not None:
         stop(machine.server)
+    _stop_parts("server")
     state_file().unlink(missing_ok=True)
+
+
+def _stop_parts(name: str) -> None:
+    """End those parts of that name that still run, which nobody has written down."""
+    for pid, part in parts().items():
+        if part == name:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                stop(started(pid), family=name != "keeper")
 
 
 def _end_flows() -> None:
@@ -282,7 +295,7 @@ def _spawn(name: str, command: Sequence[str], api_url: str) -> Started:
     with log.open("ab") as sink:
         process = subprocess.Popen(
             command,
-            env=environment(api_url),
+            env=environment(api_url) | {PART: name},
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,

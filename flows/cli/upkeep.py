@@ -21,9 +21,9 @@ import psutil
 
 from flows.cli.automations import RECOVERY, find
 from flows.cli.machine import POOL
+from flows.cli.strays import FLOW_RUN
 from flows.home import home
 
-FLOW_RUN = "PREFECT__FLOW_RUN_ID"
 #: Seconds after which a flow run without a process is believed to have lost it: a worker that lives reports it sooner.
 GONE_SECONDS = {"RUNNING": 10.0, "CANCELLING": 10.0, "PAUSED": 10.0, "PENDING": 45.0}
 #: Seconds that the automation is given to run a crashed flow run again.
