@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from areal_tasks.engines.trainer.optimizer import clip_gradients, learning_rate, make_optimizer, step_at
+from areal_tasks.engines.trainer.optimizer import (
+    clip_gradients,
+    here,
+    learning_rate,
+    make_optimizer,
+    prepare_state,
+    step_at,
+)
+from areal_tasks.engines.trainer.process_group import meet
 from schemas.recipe.sections import Trainer
+
+
+@pytest.fixture
+def one_rank() -> Iterator[DeviceMesh]:
+    """A process group of this process alone."""
+    meet(0, 1, dist.HashStore(), torch.device("cpu"))
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 def _rates(total: int, **settings: Any) -> list[float]:
@@ -57,6 +77,24 @@ def test_clipping_scales_to_the_norm_and_reports_what_it_was() -> None:
     assert one.grad.tolist() == pytest.approx([1.0, 1.5], rel=1e-5)
     assert clip_gradients([one, two], 100.0) == pytest.approx(3.5, rel=1e-5)
     assert two.grad.tolist() == pytest.approx([3.0], rel=1e-5)
+
+
+def test_a_sharded_parameter_is_clipped_and_stepped_as_a_whole_one_is(one_rank: DeviceMesh) -> None:
+    settings = Trainer(lr=0.1, weight_decay=0.1)
+    start, gradient = torch.randn(5, 3), torch.randn(5, 3)
+    whole = torch.nn.Parameter(start.clone())
+    shares = torch.nn.Parameter(distribute_tensor(start.clone(), one_rank, [Shard(0)]))
+    whole.grad, shares.grad = gradient.clone(), distribute_tensor(gradient.clone(), one_rank, [Shard(0)])
+    norms, results = [], []
+    for parameter in (whole, shares):
+        optimizer = make_optimizer([parameter], settings)
+        norms.append(clip_gradients([parameter], 0.5))
+        step_at(optimizer, 0.1)
+        step_at(optimizer, 0.05)
+        results.append(here(parameter.detach()))
+        assert here(prepare_state(optimizer, parameter)["step"]) == 2.0
+    assert norms == pytest.approx([float(gradient.norm())] * 2, rel=1e-6)
+    assert torch.equal(*results) and not torch.equal(results[0], start)
 
 
 def test_adamw_is_what_its_paper_says() -> None:

@@ -41,6 +41,13 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def fetch(tensor: Tensor) -> Tensor:
+    """What `tensor` will hold, in host memory: it is there once the device has been waited for, which this does not."""
+    if tensor.device.type != "cuda":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
 def token_scores(logits: Float[Tensor, "T V"], targets: Int[Tensor, " T"], temperature: float) -> Scores:
     """log softmax(logits / temperature) at the targets, and the entropy of that distribution, in fp32 nats."""
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)

@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from areal_tasks.data.batching import Layout
 from areal_tasks.engines.trainer import checkpoint
 from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, TokenStats, Which
 from areal_tasks.engines.trainer.forward import move, to_device
-from areal_tasks.engines.trainer.optimizer import make_optimizer, step_at, use_options
+from areal_tasks.engines.trainer.optimizer import clip_gradients, make_optimizer, step_at, use_options
 from areal_tasks.engines.trainer.policy import Policy, decoder_layers, load_policy
 from areal_tasks.engines.trainer.process_group import gather_stats, ranks_here
 from schemas.recipe.sections import Model, Trainer
@@ -37,7 +36,7 @@ class Fsdp2Backend:
         self.rank, self.world, self.device = ranks_here()
         self.mesh = init_device_mesh(self.device.type, (self.world,))
         self.models: dict[Which, Policy] = {}
-        self.optimizer: torch.optim.Optimizer
+        self.optimizer: torch.optim.AdamW
         self.roomy = False
 
     def load(self, weights: Path, seed: int) -> None:
@@ -72,7 +71,7 @@ class Fsdp2Backend:
         return Scores(*(tensor.cpu() for tensor in scores))
 
     def step(self, lr: float, wanted: bool) -> float:
-        norm = clip_shards(list(self.models["policy"].parameters()), self.max_grad_norm)
+        norm = clip_gradients(list(self.models["policy"].parameters()), self.max_grad_norm)
         if wanted and norm < float("inf"):  # false for NaN too
             step_at(self.optimizer, lr)
         self.optimizer.zero_grad(set_to_none=True)
@@ -130,13 +129,6 @@ class Fsdp2Backend:
             return self.device.type == "cpu"
         held = sum(p.numel() * 6 for p in policy.parameters())  # gradients in fp32, weights in bf16
         return held < ROOMY * torch.cuda.get_device_properties(self.device).total_memory
-
-
-def clip_shards(parameters: list[Tensor], max_norm: float) -> float:
-    """Scale split gradients down to the global L2 norm `max_norm`; returns what it was, perhaps NaN or inf."""
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-    clip_grads_with_norm_(parameters, max_norm, norm)
-    return float(whole(norm))
 
 
 def whole(tensor: Tensor) -> Tensor:

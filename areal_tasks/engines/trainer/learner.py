@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import pyarrow as pa
@@ -23,15 +25,8 @@ from areal_tasks.data.batching import (
 )
 from areal_tasks.engines.trainer.agreement import EnginesDisagree, agreement, check_agreement, gaps, outside
 from areal_tasks.engines.trainer.backend import Backend, Progress, TokenLoss, TokenStats
-from areal_tasks.engines.trainer.forward import move
-from areal_tasks.engines.trainer.metrics import (
-    joined,
-    sample_columns,
-    step_statistics,
-    steps_table,
-    summary,
-    unmeasured,
-)
+from areal_tasks.engines.trainer.forward import fetch, move
+from areal_tasks.engines.trainer.metrics import SampleMeans, over_ranks, step_statistics, steps_table, summary, totals
 from areal_tasks.engines.trainer.objective import STATS, Objective, grpo_objective, sft_objective
 from areal_tasks.engines.trainer.optimizer import learning_rate
 from areal_tasks.engines.trainer.rows import Batch, aligned, make_table
@@ -62,6 +57,26 @@ class Work:
     def add(self, samples: int) -> None:
         """Another `samples` are done."""
         self.done = min(self.of, self.done + samples)
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """An optimizer step to come: its samples, what a token of each weighs, and this rank's passes through them."""
+
+    number: int
+    rows: Rows
+    weights: Float[Tensor, " B"]
+    passes: int  # of all ranks
+    mine: list[Rows]
+    layouts: Iterator[Layout]  # of `mine`; the first is ready
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What the passes of a minibatch have queued on the device; nobody has waited for it yet."""
+
+    totals: Float[Tensor, "3 K"]
+    stats: TokenStats  # in host memory, and there once the device has been waited for
 
 
 @dataclass(frozen=True)
@@ -126,6 +141,9 @@ class Learner:
     def learn(self, version: int, progress: Progress) -> Learned:
         """Take every optimizer step of the iteration that makes `version` + 1.
 
+        While the device computes a minibatch, the host describes the samples of the one before and lays out the one
+        after; it waits for the device once, right before the step.
+
         Raises:
             TrainingFailed: more non-finite steps in a row than the recipe allows.
             EnginesDisagree: server and trainer are further apart than the recipe allows; no step was made.
@@ -133,31 +151,39 @@ class Learner:
         self._check_table()
         self.backend.use(self.settings.trainer)
         steps: list[dict[str, Any]] = []
-        stats: list[TokenStats] = []
+        samples = SampleMeans(len(self.counts))
+        done: list[tuple[TokenStats, bool]] = []
+        following = self._begin(0)
         for number in range(self.settings.minibatches):
-            row, found = self._minibatch(number, progress.step)
+            started, minibatch = time.perf_counter(), following
+            computed = self._accumulate(minibatch)
+            self._describe(done, samples)
+            following = self._begin(number + 1)
+            row = self._step(minibatch, computed, progress.step)
+            row["step_seconds"] = time.perf_counter() - started
+            done.append((computed.stats, self._measures(number)))
             progress = Progress(progress.step + 1, progress.skipped_in_row + 1 if row["skipped"] else 0)
             steps.append({"version": version + 1, "step": progress.step, "minibatch": number, **row})
-            stats.append(found)
             self._check_skipped(progress, row)
-        return Learned(steps_table(steps), self._samples_table(stats), summary(steps), progress)
+        self._describe(done, samples)
+        return Learned(steps_table(steps), self._samples_table(samples), summary(steps), progress)
 
-    def _minibatch(self, number: int, step: int) -> tuple[dict[str, Any], TokenStats]:
-        """One optimizer step and its row of `train_steps`. A minibatch without tokens makes none."""
-        started = time.perf_counter()
+    def _begin(self, number: int) -> Minibatch:
+        """Minibatch `number`, empty after the last one; its first pass is laid out."""
         rows = torch.nonzero(self.plan.minibatch == number)[:, 0]
-        weights = self._sample_weights(rows)
         passes = self._passes(rows)
         mine = shared_out(passes, self.backend.rank, self.backend.world)
-        lr = learning_rate(step, self.settings.total_steps, self.settings.trainer)
-        stats = self.backend.gather(self._accumulate(mine, weights))
-        if number and "proximal" not in self.batch.columns:
-            stats = unmeasured(stats)  # the policy has moved: this would be drift, not disagreement
-        found = step_statistics(stats, weights[stats.samples])
-        if number == 0:
+        return Minibatch(number, rows, self._sample_weights(rows), len(passes), mine, begun(self._layouts(mine)))
+
+    def _step(self, minibatch: Minibatch, computed: Computed, step: int) -> dict[str, Any]:
+        """The optimizer step and its row of `train_steps`. A minibatch without tokens makes none."""
+        rows = minibatch.rows
+        found = self._statistics(minibatch, computed)
+        if minibatch.number == 0:
             self._check_first(found)
+        lr = learning_rate(step, self.settings.total_steps, self.settings.trainer)
         norm = self.backend.step(lr, math.isfinite(found["loss"])) if found["tokens"] else 0.0
-        row = {
+        return {
             **found,
             "grad_norm": norm,
             "lr": lr,
@@ -166,10 +192,24 @@ class Learner:
                 (self.batch.sequences.lengths[rows] - 1).clamp(min=0).sum()
             ),  # the last predicts nothing
             "samples": len(rows),
-            "micro_batches": len(passes),
-            "step_seconds": time.perf_counter() - started,
+            "micro_batches": minibatch.passes,
         }
-        return row, stats
+
+    def _statistics(self, minibatch: Minibatch, computed: Computed) -> dict[str, Any]:
+        """What the passes of all ranks found; waits for the device."""
+        here = TokenStats(computed.totals.cpu().view(-1, 1), torch.zeros(1, dtype=torch.int64))
+        everywhere = over_ranks(self.backend.gather(here).values)
+        return step_statistics(everywhere, int(self.counts[minibatch.rows].sum()), self._measures(minibatch.number))
+
+    def _measures(self, number: int) -> bool:
+        """Whether the passes of a minibatch tell how far the engines are apart; later ones show the policy's drift."""
+        return number == 0 or "proximal" in self.batch.columns
+
+    def _describe(self, done: list[tuple[TokenStats, bool]], samples: SampleMeans) -> None:
+        """Add what all ranks say of the samples of minibatches that are over."""
+        while done:
+            stats, measured = done.pop()
+            samples.add(self.backend.gather(stats), measured)
 
     def _sample_weights(self, rows: Int[Tensor, " n"]) -> Float[Tensor, " B"]:
         """The weight of every token of each sample, such that all tokens of the minibatch together weigh 1."""
@@ -183,20 +223,26 @@ class Learner:
         micro = self.plan.micro_batch[rows]
         return [rows[micro == number] for number in torch.unique(micro).tolist()]
 
-    def _accumulate(self, passes: list[Rows], weights: Float[Tensor, " B"]) -> TokenStats:
-        """Forward and backward through `passes`; the gradients add up in the backend.
+    def _layouts(self, passes: list[Rows]) -> Iterator[Layout]:
+        return (lay_out(self.batch.sequences, rows, self.settings.trainer.layout) for rows in passes)
 
-        Lays a pass out while the device computes the one before; waits for the device once, at the end.
+    def _accumulate(self, minibatch: Minibatch) -> Computed:
+        """Forward and backward through the passes; the gradients add up in the backend.
+
+        Lays a pass out while the device computes the one before; never waits for it.
         """
         values = [torch.zeros(len(STATS), 0, device=self.backend.device)]
         samples = [torch.zeros(0, dtype=torch.int64)]
-        for number, rows in enumerate(passes, 1):
-            layout = lay_out(self.batch.sequences, rows, self.settings.trainer.layout)
-            loss, share = self._token_loss(layout), weights[layout.samples]
-            values.append(self.backend.learn(layout, share, loss, self.settings.temperature, number == len(passes)))
+        passes = zip(minibatch.mine, minibatch.layouts, strict=True)
+        for number, (rows, layout) in enumerate(passes, 1):
+            loss, share = self._token_loss(layout), minibatch.weights[layout.samples]
+            last = number == len(minibatch.mine)
+            values.append(self.backend.learn(layout, share, loss, self.settings.temperature, last))
             samples.append(layout.samples)
             self.work.add(len(rows) * self.backend.world)
-        return TokenStats(torch.cat(values, 1).cpu(), torch.cat(samples))
+        found, owners = torch.cat(values, 1), torch.cat(samples)
+        stats = TokenStats(fetch(found), owners)
+        return Computed(totals(found, move(minibatch.weights[owners], self.backend.device)), stats)
 
     def _token_loss(self, layout: Layout) -> TokenLoss:
         where = move(layout.where, self.backend.device)
@@ -226,13 +272,19 @@ class Learner:
                 f"allows {bound}. A lower trainer.lr or trainer.max_grad_norm usually helps."
             )
 
-    def _samples_table(self, stats: list[TokenStats]) -> pa.Table:
+    def _samples_table(self, samples: SampleMeans) -> pa.Table:
         return make_table(
             "train_samples",
             {
                 "sample_id": self.batch.ids,
                 "minibatch": self.plan.minibatch.numpy(),
                 "micro_batch": self.plan.micro_batch.numpy(),
-                **sample_columns(joined(stats), len(self.counts)),
+                **samples.columns(),
             },
         )
+
+
+def begun(layouts: Iterator[Layout]) -> Iterator[Layout]:
+    """The same layouts, the first one made now."""
+    first = list(islice(layouts, 1))
+    return chain(first, layouts)

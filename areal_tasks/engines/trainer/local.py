@@ -36,7 +36,7 @@ class LocalBackend:
         self.device = choose_device(settings, model)
         self.models: dict[Which, Policy] = {}  # what computes
         self.master: Policy  # what the optimizer changes: the policy, or what its weights are rounded from
-        self.optimizer: torch.optim.Optimizer
+        self.optimizer: torch.optim.AdamW
 
     def load(self, weights: Path, seed: int) -> None:
         torch.manual_seed(seed)

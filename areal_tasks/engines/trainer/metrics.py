@@ -12,57 +12,88 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from areal_tasks.engines.trainer.agreement import agreement
 from areal_tasks.engines.trainer.backend import TokenStats
 from areal_tasks.engines.trainer.objective import STATS
 from areal_tasks.engines.trainer.rows import make_table
 from schemas.tables import TRAIN_STEPS
 
 _WEIGHTED: Final = ("loss", "policy_loss")  # the others are means over tokens
-_AGREEMENT: Final = ("logprob_gap", "ratio_outside")
+_ELSEWHERE: Final = ("ratio", "logprob_gap", "ratio_outside")  # said under other names
+#: Columns of `train_samples` and the rows of STATS they are means of.
+_OF_SAMPLES: Final = {
+    "sample_ratio": "ratio",
+    "sample_clip_fraction": "clip_fraction",
+    "sample_kl": "kl",
+    "sample_loss": "loss",
+    "sample_logprob_gap": "logprob_gap",
+}
 _MEANS: Final = (
     "loss", "policy_loss", "kl", "approx_kl", "entropy", "clip_fraction", "ratio_mean", "grad_norm", "lr",
 )  # fmt: skip
 
 
-def joined(stats: Sequence[TokenStats]) -> TokenStats:
-    """Several parts of a minibatch, or several minibatches, as one."""
-    return TokenStats(torch.cat([s.values for s in stats], 1), torch.cat([s.samples for s in stats]))
+def totals(values: Float[Tensor, "K T"], weights: Float[Tensor, " T"]) -> Float[Tensor, "3 K"]:
+    """Of each row, over a rank's tokens: its sum, its weighted sum and its largest (-inf of none); on their device."""
+    wide = values.double()
+    largest = torch.nn.functional.pad(wide, (0, 1), value=-math.inf).amax(1)
+    return torch.stack([wide.sum(1), wide @ weights.double(), largest])
 
 
-def step_statistics(stats: TokenStats, weights: Float[Tensor, " T"]) -> dict[str, Any]:
-    """Loss (weighted as it is minimised), and means over the minibatch's tokens; zeros where it has none."""
-    values = stats.values.double()
-    tokens = values.shape[1]
-    means = values.sum(1) / max(tokens, 1)
-    sums = values @ weights.double()
-    row = {
-        name: float((sums if name in _WEIGHTED else means)[k]) for k, name in enumerate(STATS) if name not in _AGREEMENT
+def over_ranks(parts: Float[Tensor, "N ranks"]) -> Float[Tensor, "3 K"]:
+    """The `totals` of all ranks' tokens, from those of each, a column each."""
+    each = parts.view(3, len(STATS), -1)
+    return torch.cat([each[:2].sum(2), each[2:].amax(2)])
+
+
+def step_statistics(found: Float[Tensor, "3 K"], tokens: int, measured: bool) -> dict[str, Any]:
+    """Loss (weighted as it is minimised), and means over the minibatch's `tokens`; zeros where it has none.
+
+    The agreement of the engines is NaN where it was not `measured`.
+    """
+    means = dict(zip(STATS, (found[0] / max(tokens, 1)).tolist(), strict=True))
+    weighted = dict(zip(STATS, found[1].tolist(), strict=True))
+    largest = dict(zip(STATS, found[2].tolist(), strict=True))
+    agreed = {
+        "logprob_gap_mean": means["logprob_gap"],
+        "logprob_gap_max": largest["logprob_gap"],
+        "ratio_outside": means["ratio_outside"],
     }
-    ratio_max = float(values[STATS.index("ratio")].max()) if tokens else 0.0
-    agreed = agreement(*(values[STATS.index(name)] for name in _AGREEMENT))
-    return {**row, "ratio_mean": row.pop("ratio"), "ratio_max": ratio_max, "tokens": tokens, **agreed}
-
-
-def unmeasured(stats: TokenStats) -> TokenStats:
-    """`stats` without the agreement of the engines, where nobody measured it."""
-    values = stats.values.clone()
-    values[[STATS.index(name) for name in _AGREEMENT]] = math.nan
-    return TokenStats(values, stats.samples)
-
-
-def sample_columns(stats: TokenStats, samples: int) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
-    """Means over the tokens of each sample. One without counted tokens gets ratio 1, no gap and otherwise zeros."""
-    counts = torch.bincount(stats.samples, minlength=samples)
-    sums = torch.zeros(len(STATS), samples, dtype=torch.float64).index_add_(1, stats.samples, stats.values.double())
-    means = dict(zip(STATS, (sums / counts.clamp(min=1)).float(), strict=True))
     return {
-        "sample_ratio": torch.where(counts > 0, means["ratio"], 1.0).numpy(),
-        "sample_clip_fraction": means["clip_fraction"].numpy(),
-        "sample_kl": means["kl"].numpy(),
-        "sample_loss": means["loss"].numpy(),
-        "sample_logprob_gap": torch.where(counts > 0, means["logprob_gap"], math.nan).numpy(),
+        **{name: (weighted if name in _WEIGHTED else means)[name] for name in STATS if name not in _ELSEWHERE},
+        "ratio_mean": means["ratio"],
+        "ratio_max": largest["ratio"] if tokens else 0.0,
+        "tokens": tokens,
+        **(agreed if tokens and measured else dict.fromkeys(agreed, math.nan)),
     }
+
+
+class SampleMeans:
+    """Means over the tokens of each sample, of minibatches as they come."""
+
+    def __init__(self, samples: int) -> None:
+        self.counts = torch.zeros(samples, dtype=torch.int64)
+        self.sums = torch.zeros(len(_OF_SAMPLES), samples, dtype=torch.float64)
+
+    def add(self, stats: TokenStats, measured: bool) -> None:
+        """The tokens of some samples, those of one after another; the engines' agreement only where `measured`."""
+        if not len(stats.samples):
+            return
+        samples, lengths = torch.unique_consecutive(stats.samples, return_counts=True)
+        starts = (lengths.cumsum(0) - lengths).numpy()
+        rows = stats.values[[STATS.index(name) for name in _OF_SAMPLES.values()]].numpy()
+        sums = torch.from_numpy(np.add.reduceat(rows, starts, axis=1, dtype=np.float64))
+        if not measured:
+            sums[list(_OF_SAMPLES).index("sample_logprob_gap")] = math.nan
+        self.counts.index_add_(0, samples, lengths)
+        self.sums.index_add_(1, samples, sums)
+
+    def columns(self) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+        """Of `train_samples`. A sample without counted tokens gets ratio 1, no gap and otherwise zeros."""
+        means = (self.sums / self.counts.clamp(min=1)).float()
+        found = dict(zip(_OF_SAMPLES, means, strict=True))
+        for name, without in (("sample_ratio", 1.0), ("sample_logprob_gap", math.nan)):
+            found[name] = torch.where(self.counts > 0, found[name], without)
+        return {name: column.numpy() for name, column in found.items()}
 
 
 def steps_table(rows: Sequence[dict[str, Any]]) -> pa.Table:

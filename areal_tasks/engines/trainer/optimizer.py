@@ -7,8 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from torch.optim.adamw import adamw
 
 from schemas.recipe.sections import Trainer
 
@@ -69,15 +72,57 @@ def prepare_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[s
     return state
 
 
+@torch.no_grad()
 def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> float:
-    """Scale the gradients down to the global L2 norm `max_norm`; returns the norm they had, which may be NaN or inf."""
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-    clip_grads_with_norm_(parameters, max_norm, norm)
+    """Scale the gradients down to the global L2 norm `max_norm`; returns the norm they had, which may be NaN or inf.
+
+    Of sharded parameters every rank brings its share; what is not sharded must be in one process.
+    """
+    gradients = [here(p.grad) for p in parameters if p.grad is not None]
+    norm = get_total_norm(gradients)
+    if any(isinstance(p, DTensor) for p in parameters):
+        norm = _over_ranks(norm)
+    if gradients:
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return float(norm)
 
 
-def step_at(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """One optimizer step at the learning rate `lr`."""
+def _over_ranks(norm: Tensor) -> Tensor:
+    """The norm of all ranks' shares, from that of this rank's; in float64, whose squares do not overflow."""
+    square = norm.double().square()
+    dist.all_reduce(square)
+    return square.sqrt().to(norm.dtype)
+
+
+@torch.no_grad()
+def step_at(optimizer: torch.optim.AdamW, lr: float) -> None:
+    """One optimizer step at the learning rate `lr`, of the share of each parameter that is here.
+
+    Element by element, so shares need not know of each other; a step through DTensors launches its one kernel some
+    milliseconds later.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.step()
+        taken = [parameter for parameter in group["params"] if parameter.grad is not None]
+        states = [prepare_state(optimizer, parameter) for parameter in taken]
+        adamw(
+            [here(parameter) for parameter in taken],
+            [here(parameter.grad) for parameter in taken],
+            [here(state["exp_avg"]) for state in states],
+            [here(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=lr,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def here(tensor: Tensor) -> Tensor:
+    """This rank's share of a sharded tensor, in the same memory; another tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

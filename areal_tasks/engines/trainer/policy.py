@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -120,18 +121,24 @@ def read_policy(folder: Path, settings: Trainer, device: torch.device) -> Policy
 
 
 def prepare(policy: Policy, settings: Trainer) -> Policy:
-    """Let each layer be compiled at its first call, or its activations be recomputed, as the settings say.
-
-    The layers share one compiled graph, for any number of tokens.
-    """
+    """Let layers and final norm be compiled at their first call, or activations recomputed, as the settings say."""
     if not policy.fused:
         log.warning("models of type %s take all logits of a pass at once", policy.model.config.model_type)
     for layer in decoder_layers(policy):
         if settings.compile:
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+            layer.forward = compiled(layer.forward)
         if settings.gradient_checkpointing:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    norm = getattr(policy.model.base_model, "norm", None)
+    if settings.compile and norm is not None:
+        norm.forward = compiled(norm.forward)  # eager, it makes half a dozen fp32 copies of the hidden states
     return policy
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` compiled at its first call, for any number of tokens; layers share one compiled graph."""
+    found: Callable[..., Any] = torch.compile(function, dynamic=True)
+    return found
 
 
 def decoder_layers(policy: Policy) -> list[nn.Module]:
@@ -146,4 +153,21 @@ def _inputs(layout: DeviceLayout) -> dict[str, Any]:
 
 
 def _picked(hidden: Float[Tensor, "R L H"], layout: DeviceLayout) -> Float[Tensor, "T H"]:
-    return hidden.flatten(0, 1).index_select(0, layout.predictors)
+    picked: Tensor = _Pick.apply(hidden.flatten(0, 1), layout.predictors)  # type: ignore[no-untyped-call]
+    return picked
+
+
+class _Pick(torch.autograd.Function):
+    """Rows of a matrix, none of them twice: so their gradients need only be put in place, not added up there."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Float[Tensor, "N H"], rows: Int[Tensor, " T"]) -> Float[Tensor, "T H"]:
+        ctx.save_for_backward(rows)
+        ctx.shape = matrix.shape
+        return matrix.index_select(0, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_rows: Float[Tensor, "T H"]) -> tuple[Float[Tensor, "N H"], None]:
+        (rows,) = ctx.saved_tensors
+        return of_rows.new_zeros(ctx.shape).index_copy_(0, rows, of_rows), None
