@@ -6,10 +6,13 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
+import httpx
 from prefect import get_run_logger
+from prefect.exceptions import Pause
 from prefect.runtime import flow_run
+from prefect.settings import PREFECT_API_URL
 
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import PrefectIds
@@ -34,6 +37,10 @@ from schemas.recipe.load import apply_overrides, parse_recipe
 from schemas.recipe.recipe import BaseRecipe, Recipe
 
 R = TypeVar("R", bound=BaseRecipe)
+
+#: What a signal means while the flow run is in a state of this type.
+ENDS: Final = {"CANCELLING": "cancelled", "CANCELLED": "cancelled", "PAUSED": "suspended"}
+ASK_SECONDS: Final = 2.0
 
 
 def prepared(recipe: R, overrides: str) -> R:
@@ -137,7 +144,7 @@ def logged(run: Run, flow_run_id: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        ended = "failed" if isinstance(error, Exception) else "cancelled"  # a signal is no Exception
+        ended = "failed" if isinstance(error, Exception) else ended_as(error, flow_run_id)  # a signal is no Exception
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:500]
         try:
             note(ended, standing(run) | {"reason": reason})
@@ -145,6 +152,26 @@ def logged(run: Run, flow_run_id: str) -> Iterator[None]:
             get_run_logger().warning("the run's log could not be written: %s", unsaid)
         raise
     note("finished", standing(run))
+
+
+def ended_as(error: BaseException, flow_run_id: str) -> str:
+    """`suspended`, `cancelled`, or `interrupted`: ended by a signal for another reason, or for one nobody tells."""
+    if isinstance(error, Pause):
+        return "suspended"
+    return ENDS.get(state_type(flow_run_id), "interrupted")
+
+
+def state_type(flow_run_id: str) -> str:
+    """The type of the flow run's state, asked once: its process is about to be killed. Empty if nobody answers."""
+    url = PREFECT_API_URL.value()
+    if not url or not flow_run_id:
+        return ""
+    try:
+        answer = httpx.get(f"{url}/flow_runs/{flow_run_id}", timeout=ASK_SECONDS).raise_for_status()
+    except httpx.HTTPError as away:
+        get_run_logger().warning("cannot tell why this flow run ends: %s", away or type(away).__name__)
+        return ""
+    return str(answer.json()["state_type"])
 
 
 def standing(run: Run) -> dict[str, int | str]:

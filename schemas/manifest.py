@@ -257,7 +257,7 @@ class LogRecord(StoredRecord):
 
 #: What a log tells of.
 ACTIONS: Final = (
-    *("started", "resumed", "finished", "failed", "cancelled", "extended"),
+    *("started", "resumed", "finished", "failed", "cancelled", "suspended", "interrupted", "extended"),
     *("forked", "replayed", "removed", "tagged", "protected", "exported", "signed"),
 )
 

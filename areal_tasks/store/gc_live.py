@@ -24,7 +24,7 @@ from schemas.manifest import IterationCommit, Reference, RunRecord, StageManifes
 REFERENCE_SECONDS: Final = 3600.0
 #: A run that has written nothing for so long is not at work, whatever its log says.
 IDLE_SECONDS: Final = 7 * 24 * 3600.0
-_ENDED: Final = ("finished", "failed", "cancelled")
+_ENDED: Final = ("finished", "failed", "cancelled", "suspended", "interrupted")
 _WEIGHTS: Final = re.compile(r"(?P<kind>weights|checkpoints)/version=(?P<version>\d+)/attempt=(?P<attempt>\w+)\.json")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import Pause, TerminationSignal
 
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.journal import read_log
@@ -40,9 +40,13 @@ def test_a_later_start_resumes_and_says_what_it_asks_for_beyond(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("error", "action"),
-    [(UserError("the verifier is broken\nsecond line"), "failed"), (TerminationSignal(15), "cancelled")],
+    [
+        (UserError("the verifier is broken\nsecond line"), "failed"),
+        (TerminationSignal(15), "interrupted"),  # of a flow run that nobody knows
+        (Pause("suspended by a person"), "suspended"),
+    ],
 )
-def test_a_failure_and_a_cancellation_are_logged_and_passed_on(
+def test_an_end_before_the_last_iteration_is_logged_and_passed_on(
     tmp_path: Path, error: BaseException, action: str
 ) -> None:
     with pytest.raises(type(error)), logged(start(tmp_path), ""):

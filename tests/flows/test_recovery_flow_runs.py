@@ -203,6 +203,13 @@ def test_a_zombie_of_an_old_owner_can_change_nothing(scene: Scene, expected: Dig
     assert not later
 
 
-def test_the_runs_log_tells_of_every_start(scene: Scene) -> None:
-    owners = [line.details["owner"] for line in read_log(store_in(scene.folder), "r") if "owner" in line.details]
-    assert {1, 2, 3, 4, 5} <= set(owners)
+def test_the_runs_log_tells_of_every_start_and_how_it_ended(scene: Scene) -> None:
+    lines = [line for line in read_log(store_in(scene.folder), "r") if "owner" in line.details]
+    told = {n: [line.action for line in lines if line.details["owner"] == n] for n in range(1, 6)}
+    assert told == {  # killed, suspended, cancelled, taken over, and the one that came to the last iteration
+        1: ["started"],
+        2: ["resumed", "suspended"],
+        3: ["resumed", "cancelled"],
+        4: ["resumed", "failed"],
+        5: ["resumed", "finished"],
+    }

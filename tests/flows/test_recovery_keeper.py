@@ -15,10 +15,12 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from prefect.exceptions import TerminationSignal
 
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.store.backend import Unavailable
 from flows.cli import automations, keeper, machine, upkeep
+from flows.execute import ended_as
 from flows.patience import LONGEST_PAUSE_SECONDS, WAIT_SECONDS, Patience
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(99)"]
@@ -317,6 +319,15 @@ def test_what_crashed_while_it_was_cancelled_is_not_run_again(server: Server) ->
     wait_for(lambda: server.state(run)[0] == "AwaitingRetry")  # the automation does not know
     upkeep.Upkeep(server.api)()
     assert server.state(run) == ("Cancelled", "It crashed while it was being cancelled.")
+
+
+def test_a_signal_means_what_the_flow_runs_state_says(server: Server) -> None:
+    run = server.flow_run()
+    for kind, ended in (("PENDING", "interrupted"), ("RUNNING", "interrupted"), ("CANCELLING", "cancelled")):
+        server.set(run, kind)
+        assert ended_as(TerminationSignal(signal.SIGTERM), run) == ended
+    server.set(run, "CANCELLED")
+    assert ended_as(KeyboardInterrupt(), run) == "cancelled"
 
 
 def test_a_cancelled_flow_run_that_a_person_retries_runs() -> None:
