@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import pyarrow as pa
 from pyarrow.fs import FileSelector, FileType
 
 from areal_tasks.store.backend import Missing, Store, StoreError
@@ -65,6 +66,14 @@ def file_digest(store: Store, path: str, progress: Callable[[int], None] = lambd
             total += len(piece)
             progress(len(piece))
     return digest.hexdigest(), total
+
+
+@contextmanager
+def open_file(store: Store, path: str) -> Iterator[pa.NativeFile]:
+    """A file of which parts are to be read. Or `Missing`."""
+    filesystem, root = store.arrow()
+    with _errors(store, path), filesystem.open_input_file(f"{root}/{path}") as file:
+        yield file
 
 
 @contextmanager

@@ -63,6 +63,8 @@ class Session:
                 file of the store is damaged.
         """
         check_statement(query)
+        for lazy in self.lazies:
+            lazy.failure = None
         self._define(frozenset())
         self._define(self._spared(query))
         try:

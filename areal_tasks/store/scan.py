@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import pyarrow as pa
@@ -10,10 +11,13 @@ import pyarrow.dataset as ds
 
 from areal_tasks.store.catalog import Catalog, Region
 from areal_tasks.store.compacted import FORMAT
+from areal_tasks.store.verified_files import CheckedScan, ShardCheck
 from schemas.tables import REPEATED, TABLES
 
 #: Makes the data set that is scanned, given the columns and the filter.
 Build = Callable[[Sequence[str], ds.Expression | None], ds.Dataset]
+#: Raises an error if one of the files at these paths is damaged.
+Check = Callable[[Sequence[str]], None]
 
 _WORD: Final = pa.dictionary(pa.int32(), pa.string())  # a text to DuckDB all the same
 _ITERATION: Final = pa.field("iteration", pa.int32(), nullable=False)
@@ -22,16 +26,30 @@ _ITERATION: Final = pa.field("iteration", pa.int32(), nullable=False)
 class Lazy(ds.InMemoryDataset):  # type: ignore[misc]
     """A data set that is made when DuckDB asks it for a scanner. An error is kept: DuckDB hides where it came from."""
 
-    def __init__(self, schema: pa.Schema, build: Build) -> None:
+    def __init__(self, schema: pa.Schema, build: Build, check: Check = lambda paths: None) -> None:
         super().__init__(schema.empty_table())
         self.build = build
+        self.check = check
         self.failure: Exception | None = None
 
     def scanner(self, columns: Any = None, filter: ds.Expression | None = None, **options: Any) -> ds.Scanner:
         """As `Dataset.scanner`, of the data set that `build` makes."""
         names = self.schema.names if columns is None else list(columns)
+        with self.noted():
+            dataset = self.build(names, filter)
+            if isinstance(dataset, ds.InMemoryDataset):
+                return dataset.scanner(columns=columns, filter=filter, **options)
+            return CheckedScan(dataset, filter, {"columns": columns, **options}, self._checked)
+
+    def _checked(self, paths: Sequence[str]) -> None:
+        with self.noted():
+            self.check(paths)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Keep the error that ends this."""
         try:
-            return self.build(names, filter).scanner(columns=columns, filter=filter, **options)
+            yield
         except Exception as error:
             self.failure = error
             raise
@@ -47,12 +65,13 @@ def table_dataset(catalog: Catalog, table: str) -> Lazy:
     """A table of the run, from compactions where they are believed and from its shards elsewhere."""
     schema = table_schema(table)
     filesystem, root = catalog.run.store.arrow()
+    check = ShardCheck(catalog.run.store, root)
     plain: dict[int, list[Any]] = {}  # first iteration of a region -> its shards
 
     def shards(region: Region) -> list[Any]:
         if region.first not in plain:
             plain[region.first] = [
-                FORMAT.make_fragment(f"{root}/{shard.path}", filesystem, ds.field("iteration") == iteration)
+                FORMAT.make_fragment(check.add(shard), filesystem, ds.field("iteration") == iteration)
                 for iteration, shard in catalog.shards_of(region, table)
             ]
         return plain[region.first]
@@ -69,7 +88,7 @@ def table_dataset(catalog: Catalog, table: str) -> Lazy:
         parts = [part for region in catalog.regions for part in fragments(region, columns, filter)]
         return ds.FileSystemDataset(parts, schema, FORMAT, filesystem)
 
-    return Lazy(schema, build)
+    return Lazy(schema, build, check)
 
 
 def derived_dataset(schema: pa.Schema, make: Callable[[], pa.Table]) -> Lazy:

@@ -168,7 +168,7 @@ def reads(monkeypatch: pytest.MonkeyPatch, store: Store, query: str) -> list[str
     with monkeypatch.context() as patch:
         patch.setattr(LocalBackend, "read", lambda self, path: (seen.append(path), read(self, path))[1])
         run_sql(store, "run", query)
-    return [path for path in seen if "iteration=" in path]
+    return [path for path in seen if "iteration=" in path and path.endswith(".json")]
 
 
 def test_a_question_reads_no_commits_and_manifests_that_are_compacted(

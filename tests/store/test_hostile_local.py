@@ -8,16 +8,19 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from small_disk import small_disk
 from store_builders import build, recipe, table
 
-from areal_tasks.store import provenance
+from areal_tasks.store import provenance, shards, verified_files
 from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.commit import read_verified
+from areal_tasks.store.inventory import open_file
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import load_run, open_run
-from areal_tasks.store.shards import content_digest, read_table, write_table
+from areal_tasks.store.shards import content_digest, encode, footer_holds, read_table, write_table
 from schemas.errors import UserError
 from schemas.manifest import StageManifest
 
@@ -70,23 +73,44 @@ def flipped(data: bytes) -> bytes:
     return data[:at] + bytes([data[at] ^ (1 << random.randrange(8))]) + data[at + 1 :]
 
 
-def test_no_altered_bit_of_a_page_makes_sql_tell_something_else(local_store: Store) -> None:
-    """SQL reads parts of a shard, so its SHA-256 is not checked: its pages have checksums of their own."""
+@pytest.mark.parametrize("whole_bytes", [1 << 20, 0], ids=["small", "large"])
+def test_no_altered_bit_of_a_shard_makes_sql_tell_something_else(
+    local_store: Store, whole_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small shards are hashed whole; of large ones the footer and the pages that are read have checksums."""
+    monkeypatch.setattr(verified_files, "WHOLE_BYTES", whole_bytes)
     build(open_run(local_store, "run", "rlhf", recipe()), range(2), {"verify": ("verify",)})
     query = "SELECT count(*) AS n, sum(hash(reward)) AS rewards, sum(hash(detail)) AS details FROM verify"
     expected, run = run_sql(local_store, "run", query), load_run(local_store, "run")
     path = Path(local_store.uri(run.read_stage(run.commit(1).stages[0]).tables["verify"].shards[0].path))
-    whole = path.read_bytes()
+    whole, tries = path.read_bytes(), 15 if whole_bytes else 60
     footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
-    noticed = 0
-    for _ in range(120):  # about a quarter hit a column that the query reads
-        path.write_bytes(whole[:4] + flipped(whole[4:footer]) + whole[footer:])
-        try:
-            assert run_sql(local_store, "run", query).equals(expected)
-        except UserError as error:
-            assert f"{path} is damaged" in str(error)
-            noticed += 1
-    assert noticed > 10
+    for first, last, least in ((4, footer, tries // 12), (footer, len(whole), tries)):
+        noticed = 0
+        for _ in range(tries):  # of the pages, about a quarter are of a column that the query reads
+            path.write_bytes(whole[:first] + flipped(whole[first:last]) + whole[last:])
+            try:
+                assert run_sql(local_store, "run", query).equals(expected)
+            except UserError as error:
+                assert f"{path} is damaged" in str(error)
+                noticed += 1
+        assert noticed >= (tries if whole_bytes else least)
+
+
+def test_the_footer_of_an_older_shard_is_read_as_it_is(local_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs before wrote no checksum there, and no other program that reads Parquet minds the one of now."""
+    rows = table("verify")
+    data = encode(rows)
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    older = data[: footer - 40] + data[footer:]
+    for name, stored in (("older", older), ("newer", data)):
+        local_store.put(name, stored)
+        assert pq.read_table(local_store.uri(name)).equals(rows)
+        with open_file(local_store, name) as file:
+            assert footer_holds(file, len(stored))
+    monkeypatch.setattr(shards, "_TAIL_BYTES", 64)  # a footer that is longer than what is read at first
+    for stored, holds in ((data, True), (older, True), (data[:-20] + bytes([data[-20] ^ 1]) + data[-19:], False)):
+        assert footer_holds(pa.BufferReader(stored), len(stored)) is holds
 
 
 Damage = Callable[[Path], None]
