@@ -5,10 +5,10 @@ from __future__ import annotations
 import pyarrow as pa
 
 from areal_tasks.stages.context import Context
-from areal_tasks.stages.rollout import ENGINE_FIELDS, PROMPT_COLUMNS, check_versions, generate, summary
+from areal_tasks.stages.rollout import ENGINE_FIELDS, PROMPT_COLUMNS, generate, summary
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from areal_tasks.stages.verify import check_failures, judge, mean_reward, verdict_shares, verify_table
-from areal_tasks.workflows import Prompt, WorkflowContext
+from areal_tasks.workflows import Prompt
 from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
 from schemas.tables import EVALUATE
 
@@ -33,20 +33,8 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     assert isinstance(recipe, (RlhfRecipe, EvaluateRecipe))
     rows = inputs.read(context, "eval_prompts").to_pylist()
     prompts = [Prompt(group_id=row["prompt_id"], epoch=0, **row) for row in rows]
-    client = context.engines.inference()
-    settings = WorkflowContext(
-        client=client,
-        seed=recipe.seed,
-        group_size=recipe.evaluation.samples,
-        max_new_tokens=recipe.evaluation.max_new_tokens,
-        temperature=recipe.evaluation.temperature,
-        max_length=recipe.model.max_length,
-        stop=tuple(recipe.evaluation.stop),
-        tokenizer=context.engines.tokenizer,
-    )
     label = f"evaluate version {context.weights.version}"
-    samples = generate(context, recipe.workflow, prompts, settings, label)
-    check_versions(client, context.weights.version)
+    samples = generate(context, prompts, recipe.evaluation, recipe.evaluation.samples, label)
     with context.engines.judging(len(samples)):
         results = judge(context.engines.verifiers, samples, label)
     shares = verdict_shares(results)

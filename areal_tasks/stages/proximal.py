@@ -5,11 +5,11 @@ They stand beside the server's own, with which the tokens were sampled: the two 
 
 from __future__ import annotations
 
-from areal_tasks.engines.trainer.commands import Logprobs
+from functools import partial
+
 from areal_tasks.engines.trainer.rows import COLUMNS
-from areal_tasks.stages.context import Context
-from areal_tasks.stages.progress import reported
-from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
+from areal_tasks.stages.reference import logprobs
+from areal_tasks.stages.stage import Kind, Stage, columns
 from schemas.recipe.recipe import RlhfRecipe
 
 
@@ -19,7 +19,7 @@ def proximal(recipe: RlhfRecipe) -> Stage:
         name="proximal",
         kind=Kind.INFERENCE,
         version=1,
-        run=run,
+        run=partial(logprobs, "policy"),
         reads=columns("rollout", *COLUMNS["rollout"]),
         writes=("proximal",),
         fields=("rollout.temperature", "model", "trainer.layout", "trainer.micro_batch_tokens", "trainer.backend"),
@@ -29,16 +29,3 @@ def proximal(recipe: RlhfRecipe) -> Stage:
             *(("evaluate",) if recipe.inference.release_memory else ()),  # one at a time on the GPU
         ),
     )
-
-
-def run(context: Context, inputs: Inputs, prefix: str) -> Output:
-    trainer = context.engines.trainer_at(context.iteration)
-    command = Logprobs(
-        owner=context.run.owner,
-        version=context.iteration,
-        which="policy",
-        table=inputs.ref("rollout"),
-        prefix=prefix,
-    )
-    with reported(f"proximal {context.iteration}", "samples", trainer.work):
-        return Output(trainer.logprobs(command).tables)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Final, Literal
+
 from areal_tasks.engines.trainer.commands import Logprobs
 from areal_tasks.engines.trainer.rows import COLUMNS
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from schemas.recipe.recipe import RlhfRecipe
+
+STAGE: Final = {"policy": "proximal", "reference": "reference"}
 
 
 def reference(recipe: RlhfRecipe) -> Stage:
@@ -16,7 +21,7 @@ def reference(recipe: RlhfRecipe) -> Stage:
         name="reference",
         kind=Kind.INFERENCE,
         version=1,
-        run=run,
+        run=partial(logprobs, "reference"),
         reads=columns("rollout", *COLUMNS["rollout"]),
         writes=("reference",),
         fields=("rollout.temperature", "model", "trainer.layout", "trainer.micro_batch_tokens", "trainer.backend"),
@@ -25,14 +30,15 @@ def reference(recipe: RlhfRecipe) -> Stage:
     )
 
 
-def run(context: Context, inputs: Inputs, prefix: str) -> Output:
+def logprobs(which: Literal["policy", "reference"], context: Context, inputs: Inputs, prefix: str) -> Output:
+    """Have the trainer compute the log-probabilities of the iteration's tokens under one of its two models."""
     trainer = context.engines.trainer_at(context.iteration)
     command = Logprobs(
         owner=context.run.owner,
         version=context.iteration,
-        which="reference",
+        which=which,
         table=inputs.ref("rollout"),
         prefix=prefix,
     )
-    with reported(f"reference {context.iteration}", "samples", trainer.work):
+    with reported(f"{STAGE[which]} {context.iteration}", "samples", trainer.work):
         return Output(trainer.logprobs(command).tables)

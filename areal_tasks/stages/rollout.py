@@ -13,8 +13,8 @@ from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from areal_tasks.workflows import Prompt, WorkflowContext, load_workflow, samples_to_table
 from schemas.errors import UserError
-from schemas.recipe.recipe import RlhfRecipe
-from schemas.recipe.sections import Workflow
+from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
+from schemas.recipe.sections import Evaluation, Rollout
 
 PROMPT_COLUMNS = ("prompt_id", "prompt", "answer", "input_ids")
 ENGINE_FIELDS = (
@@ -43,19 +43,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     assert isinstance(recipe, RlhfRecipe)
     groups = range(context.next_group, context.next_group + groups_consumed(recipe))
     prompts = prompts_of_groups(inputs.read(context, "prompts"), groups, recipe.seed)
-    client = context.engines.inference()
-    settings = WorkflowContext(
-        client=client,
-        seed=recipe.seed,
-        group_size=recipe.rollout.group_size,
-        max_new_tokens=recipe.rollout.max_new_tokens,
-        temperature=recipe.rollout.temperature,
-        max_length=recipe.model.max_length,
-        stop=tuple(recipe.rollout.stop),
-        tokenizer=context.engines.tokenizer,
-    )
-    table = generate(context, recipe.workflow, prompts, settings, f"rollout {context.iteration}")
-    check_versions(client, context.weights.version)
+    table = generate(context, prompts, recipe.rollout, recipe.rollout.group_size, f"rollout {context.iteration}")
     return Output({"rollout": table}, summary(table))
 
 
@@ -69,14 +57,31 @@ def prompts_of_groups(table: pa.Table, groups: Sequence[int], seed: int) -> list
 
 
 def generate(
-    context: Context, workflow: Workflow, prompts: Sequence[Prompt], settings: WorkflowContext, label: str
+    context: Context, prompts: Sequence[Prompt], sampling: Rollout | Evaluation, group_size: int, label: str
 ) -> pa.Table:
-    """The workflow's samples as a `ROLLOUT` table; the log says under `label` how far it is."""
-    work = load_workflow(workflow.name, workflow.arguments).run(prompts, settings)
-    client, samples = settings.client, len(prompts) * settings.group_size
-    before = client.finished
+    """The workflow's samples as a `ROLLOUT` table; the log says under `label` how far it is.
+
+    Raises:
+        UserError: the servers hold other weights than those this iteration is about.
+    """
+    recipe, client = context.recipe, context.engines.inference()
+    assert isinstance(recipe, (RlhfRecipe, EvaluateRecipe))
+    settings = WorkflowContext(
+        client=client,
+        seed=recipe.seed,
+        group_size=group_size,
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        max_length=recipe.model.max_length,
+        stop=tuple(sampling.stop),
+        tokenizer=context.engines.tokenizer,
+    )
+    work = load_workflow(recipe.workflow.name, recipe.workflow.arguments).run(prompts, settings)
+    before, samples = client.finished, len(prompts) * group_size
     with reported(label, "samples", lambda: (min(samples, client.finished - before), samples)):
-        return samples_to_table(context.engines.call(work))
+        table = samples_to_table(context.engines.call(work))
+    check_versions(client, context.weights.version)
+    return table
 
 
 def check_versions(client: InferenceClient, expected: int) -> None:
