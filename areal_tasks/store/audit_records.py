@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from areal_tasks.store.backend import Missing, Store, StoreError
 from areal_tasks.store.commit import decode
+from areal_tasks.store.search import last_present
 from schemas.manifest import StoredRecord
 
 R = TypeVar("R", bound=StoredRecord)
@@ -70,9 +71,13 @@ class Findings:
             return None
 
     def sequence(self, folder: str, path_of: Callable[[int], str], model: type[R], first: int) -> dict[int, R]:
-        """The numbered records of `folder`, of which none may be missing up to the last."""
+        """The numbered records of `folder`, of which none may be missing up to the last.
+
+        The last is asked for by name; a listing, which may be old, only adds what lies beyond a gap.
+        """
         names = (name.removesuffix(".json") for name in self.store.children(folder))
-        numbers = [int(name) for name in names if name.isdecimal()]
+        known = last_present(lambda n: self.store.exists(path_of(n)), first)
+        numbers = [*(int(name) for name in names if name.isdecimal()), known]
         found = {n: self.record(path_of(n), model) for n in range(first, max(numbers, default=first - 1) + 1)}
         for n, record in found.items():
             if record is not None and getattr(record, "n", n) != n:

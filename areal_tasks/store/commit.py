@@ -96,6 +96,8 @@ def decode(store: Store, path: str, model: type[R], data: bytes) -> R:
         record = model.parse(data)
     except ValidationError as error:
         raise StoreError(_explain(store.uri(path), data, error)) from error
+    if record.schema_version > SCHEMA_VERSION:  # its fields may be those of now, and mean something else
+        raise StoreError(_newer(store.uri(path), record.schema_version))
     if (is_sealed(data) or record.schema_version > 1) and not seal_holds(data):
         raise StoreError(f"{store.uri(path)} is damaged (its seal does not hold): bytes were altered. {_RESTORE}")
     return record
@@ -104,10 +106,14 @@ def decode(store: Store, path: str, model: type[R], data: bytes) -> R:
 def _explain(where: str, data: bytes, error: ValidationError) -> str:
     version = _schema_version(data)
     if version > SCHEMA_VERSION:
-        return f"{where} was written by a newer arealflow (schema {version}; this one reads {SCHEMA_VERSION}): upgrade."
+        return _newer(where, version)
     first = error.errors()[0]
     cause = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}".lstrip(": ")
     return f"{where} is damaged ({cause}). {_RESTORE}"
+
+
+def _newer(where: str, version: int) -> str:
+    return f"{where} was written by a newer arealflow (schema {version}; this one reads {SCHEMA_VERSION}): upgrade."
 
 
 def _schema_version(data: bytes) -> int:

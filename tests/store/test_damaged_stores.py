@@ -1,0 +1,122 @@
+"""A whole run whose files are damaged, on disk and on S3: SQL, a new start and an audit each name the file."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from faulty_proxy import EMPTY_LISTING, Faults, faulty_proxy
+from s3_server import BUCKET, S3Server
+from stage_driver import Digests, digests_of, drive, store_in, tiny
+
+from areal_tasks.store import paths
+from areal_tasks.store.audit import audit
+from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.inventory import entries, remove
+from areal_tasks.store.query import run_sql
+from areal_tasks.store.runs import load_run
+from schemas.errors import UserError
+from schemas.manifest import SCHEMA_VERSION, IterationCommit
+
+Damage = Callable[[bytes], bytes | None]
+FIRST = 2  # iterations of the run that is damaged
+QUERY = "SELECT count(*) AS n, sum(hash(input_ids)) AS ids, sum(hash(completion)) AS texts FROM rollout"
+DAMAGES: dict[str, Damage] = {
+    "cut": lambda data: data[:-9],
+    "altered": lambda data: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 4]) + data[len(data) // 2 + 1 :],
+    "missing": lambda data: None,
+}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose store holds the first iterations of the run `r`."""
+    folder = tmp_path_factory.mktemp("begun")
+    drive(folder, "r", tiny(schedule={"iterations": FIRST}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(begun: Path, tmp_path_factory: pytest.TempPathFactory) -> Digests:
+    """What the whole run holds that is never damaged."""
+    folder = tmp_path_factory.mktemp("whole")
+    shutil.copytree(begun / "store", folder / "store")
+    drive(folder, "r", tiny())
+    return digests_of(store_in(folder), "r")
+
+
+@pytest.fixture(params=["file", "s3"])
+def place(request: pytest.FixtureRequest, begun: Path, tmp_path: Path) -> Store:
+    """A store of each kind with a copy of the run."""
+    if request.param == "file":
+        shutil.copytree(begun / "store", tmp_path / "store")
+        return store_in(tmp_path)
+    request.getfixturevalue("s3")
+    return uploaded(begun)
+
+
+def uploaded(folder: Path) -> Store:
+    """A store on S3 with what that of `folder` holds."""
+    there, here = store_in(folder), open_store(f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}")
+    for entry in entries(there, "r"):
+        here.put(entry.path, there.read(entry.path))
+    return here
+
+
+def exchange(store: Store, path: str, data: bytes | None) -> None:
+    """Put other bytes, or nothing, in the place of a file."""
+    remove(store, [path])
+    if data is not None:
+        store.put(path, data)
+
+
+def check_named(store: Store, path: str, folder: Path, how: str = "") -> None:
+    """Whoever needs the file says which it is, and `how` it is wrong; nothing is committed."""
+    for use in (lambda: run_sql(store, "r", QUERY), lambda: drive(folder, "r", tiny(), store=store)):
+        with pytest.raises(UserError, match=how) as error:
+            use()
+        assert store.uri(path) in str(error.value), error.value
+    assert not store.exists(paths.iteration_commit("r", FIRST))
+    assert path in {defect.path for defect in audit(store, "r").defects}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+@pytest.mark.parametrize("kind", ["shard", "manifest"])
+def test_a_file_that_is_damaged_is_named_by_whoever_needs_it(
+    place: Store, tmp_path: Path, kind: str, damage: Damage
+) -> None:
+    run = load_run(place, "r")
+    ref = next(ref for ref in run.commit(FIRST - 1).stages if ref.stage == "rollout")
+    path = run.read_stage(ref).tables["rollout"].shards[0].path if kind == "shard" else ref.path
+    answer, whole = run_sql(place, "r", QUERY), place.read(path)
+    exchange(place, path, damage(whole))
+    check_named(place, path, tmp_path, "is damaged|does not exist")
+    exchange(place, path, whole)
+    assert run_sql(place, "r", QUERY) == answer and audit(place, "r").sound
+
+
+def test_a_commit_of_a_newer_program_is_named(place: Store, tmp_path: Path) -> None:
+    """Even if it has the fields of now: they may mean something else."""
+    path = paths.iteration_commit("r", FIRST - 1)
+    commit = IterationCommit.parse(place.read(path))
+    exchange(place, path, commit.model_copy(update={"schema_version": SCHEMA_VERSION + 1}).encode())
+    check_named(place, path, tmp_path, rf"newer arealflow \(schema {SCHEMA_VERSION + 1}; this one reads")
+
+
+def test_a_listing_that_shows_nothing_changes_no_answer(
+    s3: S3Server, begun: Path, expected: Digests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = uploaded(begun)
+    answer, root = run_sql(whole, "r", QUERY), audit(whole, "r").root
+    faults = Faults(answer=EMPTY_LISTING, left=10**6, spoils=lambda method, path: "list-type=2" in path)
+    with faulty_proxy(s3.endpoint, faults) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        stale = open_store(whole.url)
+        assert stale.list("r") == []
+        report = audit(stale, "r")
+        assert (run_sql(stale, "r", QUERY), report.sound, report.root) == (answer, True, root)
+        drive(tmp_path, "r", tiny(), store=stale)
+        assert digests_of(stale, "r") == expected and audit(stale, "r").iterations == len(expected)
