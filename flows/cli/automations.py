@@ -57,12 +57,17 @@ def find(api_url: str, name: str) -> dict[str, Any] | None:
     return found[0] if found else None
 
 
-def ask(method: str, url: str, body: dict[str, Any] | None = None) -> httpx.Response:
+def ask(
+    method: str,
+    url: str,
+    body: dict[str, Any] | None = None,
+    params: dict[str, str] | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+) -> httpx.Response:
     """The answer; asked again where Prefect's database was busy, which it says before anything is written."""
-    answer = httpx.request(method, url, json=body, timeout=TIMEOUT_SECONDS)
-    for pause in BUSY_PAUSES:
-        if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+    for pause in (*BUSY_PAUSES, None):
+        answer = httpx.request(method, url, json=body, params=params, timeout=timeout)
+        if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or pause is None:
             break
         time.sleep(pause)
-        answer = httpx.request(method, url, json=body, timeout=TIMEOUT_SECONDS)
     return answer

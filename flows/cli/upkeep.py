@@ -16,10 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
-from flows.cli.automations import RECOVERY, find
+from flows.cli.automations import RECOVERY, ask, find
 from flows.cli.machine import POOL
 from flows.cli.strays import FLOW_RUN
 from flows.home import home
@@ -31,6 +30,9 @@ MISSED_SECONDS = 10.0
 #: Crashes in a row, without anything committed between them, after which a flow run is not run again.
 CRASHES = 5
 TIMEOUT_SECONDS = 10.0
+#: How the message of a state begins by which the automation or the keeper, and no person, runs a flow run again.
+AGAIN = "Crashed; run again"
+CANCELLED_EARLIER = "It crashed while it was being cancelled."
 
 
 def flow_processes() -> dict[int, str]:
@@ -67,6 +69,7 @@ class Upkeep:
     api_url: str
     began: float = field(default_factory=seen_to)
     seen_without: dict[str, float] = field(default_factory=dict)
+    seen_running: set[str] = field(default_factory=set)  # ids of their states
 
     def __call__(self) -> None:
         """Look once, and do what is to be done."""
@@ -85,6 +88,7 @@ class Upkeep:
         for run in active:
             if run["state_type"] == "PENDING" or run["state_name"] == "AwaitingRetry":
                 self._bound(run)
+        self._end_unwanted({run["state_id"]: run for run in active if run["state_type"] == "RUNNING"})
 
     def _end_lost(self, runs: Iterable[dict[str, Any]]) -> None:
         """Flow runs whose process has been gone for a while have crashed, or are cancelled if that was asked for."""
@@ -99,6 +103,14 @@ class Upkeep:
                 state = ("CANCELLED", "Cancelled") if cancelled else ("CRASHED", "Crashed")
                 set_state(self.api_url, run, *state, "The flow run's process is gone and nobody has reported it.")
 
+    def _end_unwanted(self, running: dict[str, dict[str, Any]]) -> None:
+        """Cancel what was run again although somebody had cancelled it, where no look came before it was running."""
+        for state_id in running.keys() - self.seen_running:
+            run = running[state_id]
+            if crashed_while_cancelling(self._states(run)):
+                set_state(self.api_url, run, "CANCELLING", "Cancelling", CANCELLED_EARLIER)
+        self.seen_running = set(running)
+
     def _run_again(self, crashed: Iterable[dict[str, Any]]) -> None:
         """Crashes that no keeper has seen to, and the automation has not answered: its event died with the server."""
         for run in crashed:
@@ -108,7 +120,7 @@ class Upkeep:
                     run,
                     "SCHEDULED",
                     "AwaitingRetry",
-                    "Crashed; run again by the keeper of `arealflow up`",
+                    f"{AGAIN} by the keeper of `arealflow up`",
                 )
 
     def _recovers(self) -> bool:
@@ -128,14 +140,16 @@ class Upkeep:
             )
 
     def _states(self, run: dict[str, Any]) -> list[dict[str, Any]]:
-        states: list[dict[str, Any]] = ask(self.api_url, "GET", "/flow_run_states/", params={"flow_run_id": run["id"]})
+        states: list[dict[str, Any]] = _answer(
+            "GET", f"{self.api_url}/flow_run_states/", params={"flow_run_id": run["id"]}
+        )
         return states
 
     def _cancel_if_asked(self, run: dict[str, Any], states: Iterable[dict[str, Any]]) -> bool:
         """Cancel a flow run that crashed while it was being cancelled, instead of having it run again."""
         asked = crashed_while_cancelling(states)
         if asked:
-            set_state(self.api_url, run, "CANCELLED", "Cancelled", "It crashed while it was being cancelled.")
+            set_state(self.api_url, run, "CANCELLED", "Cancelled", CANCELLED_EARLIER)
         return asked
 
     def _committed_since(self, flow_run: str, moment: str) -> bool:
@@ -144,7 +158,7 @@ class Upkeep:
             "flow_runs": {"id": {"any_": [flow_run]}},
             "task_runs": {"state": states, "end_time": {"after_": moment}},
         }
-        return bool(ask(self.api_url, "POST", "/task_runs/count", json=query))
+        return bool(_answer("POST", f"{self.api_url}/task_runs/count", query))
 
 
 def stop_flow_runs(api_url: str, message: str, seconds: float) -> None:
@@ -168,20 +182,19 @@ def flow_runs(api_url: str, *types: str) -> list[dict[str, Any]]:
         "work_pools": {"name": {"any_": [POOL]}},
         "sort": "START_TIME_DESC",
     }
-    runs: list[dict[str, Any]] = ask(api_url, "POST", "/flow_runs/filter", json=query)
+    runs: list[dict[str, Any]] = _answer("POST", f"{api_url}/flow_runs/filter", query)
     return runs
 
 
 def set_state(api_url: str, run: dict[str, Any], kind: str, name: str, message: str) -> None:
     """Propose a state for a flow run; the server may refuse it, as where another came first."""
     state = {"type": kind, "name": name, "message": message}
-    ask(api_url, "POST", f"/flow_runs/{run['id']}/set_state", json={"state": state})
+    _answer("POST", f"{api_url}/flow_runs/{run['id']}/set_state", {"state": state})
 
 
-def ask(api_url: str, method: str, path: str, **arguments: Any) -> Any:
+def _answer(method: str, url: str, body: dict[str, Any] | None = None, params: dict[str, str] | None = None) -> Any:
     """The server's answer. Raises httpx.HTTPError."""
-    answer = httpx.request(method, f"{api_url}{path}", timeout=TIMEOUT_SECONDS, **arguments)
-    return answer.raise_for_status().json()
+    return ask(method, url, body, params, TIMEOUT_SECONDS).raise_for_status().json()
 
 
 def crashes_in_a_row(states: Iterable[dict[str, Any]]) -> list[str]:
@@ -196,10 +209,16 @@ def crashes_in_a_row(states: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def crashed_while_cancelling(states: Iterable[dict[str, Any]]) -> bool:
-    """Whether the last crash came while the flow run was being cancelled, and it has not ended otherwise since."""
-    kinds = [state["type"] for state in sorted(states, key=lambda state: str(state["timestamp"]))]
-    last = max((i for i, kind in enumerate(kinds) if kind == "CRASHED"), default=0)
-    return last > 0 and kinds[last - 1] == "CANCELLING" and not {"COMPLETED", "FAILED", "CANCELLED"} & {*kinds[last:]}
+    """Whether the last crash came while the flow run was being cancelled, and nobody has ended or retried it since."""
+    ordered = sorted(states, key=lambda state: str(state["timestamp"]))
+    last = max((i for i, state in enumerate(ordered) if state["type"] == "CRASHED"), default=0)
+    return last > 0 and ordered[last - 1]["type"] == "CANCELLING" and not any(map(_by_a_person, ordered[last:]))
+
+
+def _by_a_person(state: dict[str, Any]) -> bool:
+    """Whether somebody has decided upon the flow run: it came to an end, or was told to run again by hand."""
+    retried = state["type"] == "SCHEDULED" and not (state["message"] or "").startswith(AGAIN)
+    return retried or state["type"] in ("COMPLETED", "FAILED", "CANCELLED", "CANCELLING")
 
 
 def suspended(run: dict[str, Any]) -> bool:

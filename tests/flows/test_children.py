@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from stage_driver import digests, drive, start_driver, store_in, tiny
 
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.journal import read_log
+from flows.cli.automations import ask
 from flows.cli.main import main
 from flows.replay import replay
 from flows.rlhf import rlhf
@@ -46,18 +46,18 @@ def say(whole: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 def states_of_last(api: str) -> dict[str, str]:
     """Name and state of the task runs of the flow run that was started last."""
 
-    def ask(what: str, **query: Any) -> Any:
-        return httpx.post(f"{api}/{what}/filter", json=query, timeout=30).raise_for_status().json()
-
-    [last] = ask("flow_runs", sort="EXPECTED_START_TIME_DESC", limit=1)
-    return {run["name"]: run["state_name"] for run in ask("task_runs", flow_runs={"id": {"any_": [last["id"]]}})}
+    [last] = found(api, "flow_runs", sort="EXPECTED_START_TIME_DESC", limit=1)
+    runs = found(api, "task_runs", flow_runs={"id": {"any_": [last["id"]]}})
+    return {run["name"]: run["state_name"] for run in runs}
 
 
 def artifact(api: str, key: str) -> dict[str, Any]:
-    query = {"artifacts": {"key": {"any_": [key]}}}
-    answer = httpx.post(f"{api}/artifacts/latest/filter", json=query, timeout=30).raise_for_status().json()
-    found: dict[str, Any] = answer[0]
-    return found
+    return found(api, "artifacts/latest", artifacts={"key": {"any_": [key]}})[0]
+
+
+def found(api: str, what: str, **query: Any) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = ask("POST", f"{api}/{what}/filter", query).raise_for_status().json()
+    return rows
 
 
 def test_the_command_forks_and_the_same_command_again_has_nothing_to_do(whole: Path, say: Say) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 from prefect.utilities.callables import parameter_schema
 
 from flows.cli import machine
+from flows.cli.automations import ask
 from flows.cli.in_process import FLOWS
 from schemas.recipe.load import RECIPES, parse_recipe
 
@@ -19,12 +19,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def deployments(api: str) -> list[dict[str, Any]]:
-    """What the server holds once everything is deployed."""
+    """What the server holds once everything is deployed, and did not hold before."""
+    before = {deployment["id"] for deployment in on_server(api)}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         machine.prefect(["work-pool", "create", machine.POOL, "--type", "process", "--overwrite"], api)
         machine.prefect(["--no-prompt", "deploy", "--all"], api)
-    found: list[dict[str, Any]] = httpx.post(f"{api}/deployments/filter", json={}, timeout=30).raise_for_status().json()
+    return [deployment for deployment in on_server(api) if deployment["id"] not in before]
+
+
+def on_server(api: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = ask("POST", f"{api}/deployments/filter", {}).raise_for_status().json()
     return found
 
 
@@ -52,7 +57,7 @@ def test_the_server_refuses_a_run_whose_parameters_do_not_fit(api: str, deployme
     [one] = [d for d in deployments if d["entrypoint"] == "flows.rlhf.rlhf" and d["name"] == "quickstart"]
     recipe = {**one["parameters"]["recipe"], "rollout": {"groups": "many"}}
     body = {"parameters": {"recipe": recipe}}
-    answer = httpx.post(f"{api}/deployments/{one['id']}/create_flow_run", json=body, timeout=30)
+    answer = ask("POST", f"{api}/deployments/{one['id']}/create_flow_run", body)
     assert answer.is_client_error and "many" in answer.text
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from markdown_it import MarkdownIt
 from stage_driver import Digests, digests, drive, start_driver, store_in, tiny
@@ -17,6 +16,7 @@ from stage_driver import Digests, digests, drive, start_driver, store_in, tiny
 from areal_tasks.store.commit import commit_once
 from areal_tasks.store.journal import read_log
 from areal_tasks.store.runs import Run, load_run, open_run
+from flows.cli.automations import ask
 from flows.rlhf import rlhf
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit
@@ -30,8 +30,7 @@ class Prefect:
     api: str
 
     def ask(self, what: str, **query: Any) -> list[dict[str, Any]]:
-        answer = httpx.post(f"{self.api}/{what}/filter", json=query, timeout=30)
-        rows: list[dict[str, Any]] = answer.raise_for_status().json()
+        rows: list[dict[str, Any]] = ask("POST", f"{self.api}/{what}/filter", query).raise_for_status().json()
         return rows
 
     def last_flow_run(self) -> dict[str, Any]:

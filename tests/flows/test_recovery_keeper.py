@@ -9,10 +9,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 from prefect.exceptions import TerminationSignal
@@ -167,7 +167,7 @@ class Server:
         self.deployment = self.ask("/deployments/", deployment)["id"]
 
     def ask(self, path: str, body: dict[str, Any]) -> Any:
-        return httpx.post(f"{self.api}{path}", json=body, timeout=30).raise_for_status().json()
+        return automations.ask("POST", f"{self.api}{path}", body).raise_for_status().json()
 
     def flow_run(self) -> str:
         state = {"type": "SCHEDULED"}
@@ -178,8 +178,14 @@ class Server:
         assert answer["status"] == "ACCEPT", answer
 
     def state(self, run: str) -> tuple[str, str]:
-        state = httpx.get(f"{self.api}/flow_runs/{run}", timeout=30).raise_for_status().json()["state"]
+        state = automations.ask("GET", f"{self.api}/flow_runs/{run}").raise_for_status().json()["state"]
         return state["name"], state["message"] or ""
+
+    def enable(self, on: bool) -> None:
+        """Switch the automation that runs crashed flow runs again."""
+        there = automations.find(self.api, automations.RECOVERY)
+        assert there is not None
+        automations.ask("PATCH", f"{self.api}/automations/{there['id']}", {"enabled": on}).raise_for_status()
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +205,7 @@ def test_the_automation_runs_a_crashed_flow_run_again(server: Server) -> None:
 def test_an_automation_that_a_person_has_disabled_stays_so(server: Server) -> None:
     there = automations.find(server.api, automations.RECOVERY)
     assert there is not None
-    httpx.patch(f"{server.api}/automations/{there['id']}", json={"enabled": False}).raise_for_status()
+    server.enable(False)
     automations.install(server.api)
     again = automations.find(server.api, automations.RECOVERY)
     assert again is not None and again["id"] == there["id"] and not again["enabled"]
@@ -210,7 +216,7 @@ def test_an_automation_that_a_person_has_disabled_stays_so(server: Server) -> No
     look()
     time.sleep(1.0)
     assert server.state(run)[0] == "Crashed"
-    httpx.patch(f"{server.api}/automations/{there['id']}", json={"enabled": True}).raise_for_status()
+    server.enable(True)
 
 
 def test_a_flow_run_without_a_process_is_found_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,21 +271,11 @@ def test_a_crash_just_before_a_keeper_begins_is_answered_too(
     assert upkeep.Upkeep(server.api).began == pytest.approx(time.time(), abs=5.0)
 
 
-class without_automation:
-    def __init__(self, server: Server) -> None:
-        self.server = server
-
-    def _enable(self, on: bool) -> None:
-        there = automations.find(self.server.api, automations.RECOVERY)
-        assert there is not None
-        path = f"{self.server.api}/automations/{there['id']}"
-        httpx.patch(path, json={"enabled": on}).raise_for_status()
-
-    def __enter__(self) -> None:
-        self._enable(False)
-
-    def __exit__(self, *error: object) -> None:
-        self._enable(True)
+@contextmanager
+def without_automation(server: Server) -> Iterator[None]:
+    server.enable(False)
+    yield
+    server.enable(True)
 
 
 def test_a_flow_run_that_crashes_at_once_is_not_run_again_for_ever(server: Server) -> None:
@@ -330,11 +326,35 @@ def test_a_signal_means_what_the_flow_runs_state_says(server: Server) -> None:
     assert ended_as(KeyboardInterrupt(), run) == "cancelled"
 
 
+def test_what_was_cancelled_and_runs_again_already_is_cancelled(server: Server) -> None:
+    run, other = server.flow_run(), server.flow_run()
+    for kind in ("PENDING", "RUNNING"):
+        server.set(other, kind)
+        server.set(run, kind)
+    server.set(run, "CANCELLING")
+    server.ask(f"/flow_runs/{run}/set_state", {"state": {"type": "CRASHED"}, "force": True})
+    wait_for(lambda: server.state(run)[0] == "AwaitingRetry")
+    for kind in ("PENDING", "RUNNING"):  # all of it between two looks
+        server.set(run, kind)
+    upkeep.Upkeep(server.api)()
+    assert server.state(run) == ("Cancelling", upkeep.CANCELLED_EARLIER) and server.state(other)[0] == "Running"
+    for one in (run, other):
+        server.set(one, "CANCELLED")
+
+
 def test_a_cancelled_flow_run_that_a_person_retries_runs() -> None:
-    kinds = ["RUNNING", "CANCELLING", "CRASHED", "SCHEDULED", "CANCELLED", "SCHEDULED"]
-    states = [{"timestamp": f"2026-01-01T00:00:0{i}Z", "type": kind} for i, kind in enumerate(kinds)]
-    assert upkeep.crashed_while_cancelling(states[:4]) and not upkeep.crashed_while_cancelling(states)
-    assert not upkeep.crashed_while_cancelling(states[:2])
+    def history(*kinds: str, retried: str = "Crashed; run again by the automation") -> list[dict[str, str]]:
+        stamps = [f"2026-01-01T00:00:0{i}Z" for i in range(len(kinds))]
+        messages = [retried if kind == "SCHEDULED" else "" for kind in kinds]
+        rows = zip(stamps, kinds, messages, strict=True)
+        return [{"timestamp": at, "type": kind, "message": message} for at, kind, message in rows]
+
+    asked = ("RUNNING", "CANCELLING", "CRASHED")
+    for later in ((), ("SCHEDULED",), ("SCHEDULED", "PENDING", "RUNNING")):
+        assert upkeep.crashed_while_cancelling(history(*asked, *later))
+    assert not upkeep.crashed_while_cancelling(history(*asked, "SCHEDULED", "CANCELLED", "SCHEDULED"))
+    assert not upkeep.crashed_while_cancelling(history(*asked, "SCHEDULED", "RUNNING", retried=""))
+    assert not upkeep.crashed_while_cancelling(history("RUNNING", "CANCELLING"))
 
 
 def test_only_crashes_without_another_end_between_count() -> None:
