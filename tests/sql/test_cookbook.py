@@ -136,6 +136,20 @@ def groups_of(samples: list[Row]) -> list[Row]:
 # ── every question ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_the_page_names_every_view_and_no_column_that_is_not_there(session: Session) -> None:
+    table = [
+        line.split("|")[1:4] for line in PAGE.read_text().split("## Views")[1].splitlines() if line.startswith("| `")
+    ]
+    named = {view: columns for views, _, columns in table for view in re.findall(r"`(\w+)`", views)}
+    views = {str(row["name"]) for row in session.sql("SHOW TABLES").to_pylist()}
+    one_per_table = PAGE.read_text().split("| one per table |")[1].splitlines()[0]
+    assert named.keys() <= views <= named.keys() | {*re.findall(r"`(\w+)`", one_per_table)}
+    for view in ("log", "segments", "commits", "stages", "shards"):
+        there = {str(row["column_name"]) for row in session.sql(f"DESCRIBE {view}").to_pylist()}
+        said = re.sub(r"\([^)]*\)", "", named[view])  # what stands in brackets explains
+        assert set(re.findall(r"`(\w+)`", said)) <= there, view
+
+
 def test_the_page_has_the_questions() -> None:
     assert len(COOKBOOK) >= 25
     assert len(COOKBOOK) == PAGE.read_text().count("```sql")
