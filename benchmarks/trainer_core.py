@@ -33,6 +33,7 @@ from areal_tasks.engines.trainer.policy import Policy, prepare, read_policy
 from areal_tasks.engines.trainer.precision import working_copy
 from areal_tasks.engines.trainer.rows import Batch
 from areal_tasks.engines.trainer.settings import Settings
+from benchmarks.gpu.profiling import profiled
 from benchmarks.gpu.results import machine
 from benchmarks.gpu.shapes import SHAPES, Shape, mfu, random_model
 from schemas.recipe.sections import Model, Trainer
@@ -142,7 +143,7 @@ def measure(shape: str, name: str, arguments: argparse.Namespace) -> Result:
     seconds = time.perf_counter() - begun
     tokens = sum(row["total_tokens"] for row in rows)
     if arguments.profile:
-        profile(backend, make_settings(shape, name, arguments, 1), shape, arguments)
+        profile(backend, make_settings(shape, name, arguments, 2), shape, arguments)
     length = round(tokens / len(batch.ids))
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     return Result(
@@ -160,19 +161,14 @@ def measure(shape: str, name: str, arguments: argparse.Namespace) -> Result:
 
 
 def profile(backend: Backend, settings: Settings, shape: str, arguments: argparse.Namespace) -> None:
-    """Write the kernels and host functions that one step spends its time in."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    key = "self_cpu_time_total"
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-        key = "self_device_time_total"
-    batch = make_batch(SHAPES[shape], arguments.rows, arguments)
-    with torch.profiler.profile(activities=activities) as found:
-        learn(backend, settings, batch)
+    """Print and write the kernels and host functions that some steps spend their time in."""
+    batch = make_batch(SHAPES[shape], arguments.rows * settings.minibatches, arguments)
+    found, raw = profiled(lambda: learn(backend, settings, batch))
     arguments.profile.mkdir(parents=True, exist_ok=True)
-    table = found.key_averages().table(sort_by=key, row_limit=45, max_name_column_width=90)
-    host = found.key_averages().table(sort_by="self_cpu_time_total", row_limit=20, max_name_column_width=90)
-    (arguments.profile / f"{shape}-{settings.trainer.backend}.txt").write_text(f"{table}\n\n{host}\n")
+    host = raw.key_averages().table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=90)
+    name = f"{shape}-{settings.trainer.backend}"
+    (arguments.profile / f"{name}.txt").write_text(f"{found.describe(45)}\n\n{host}\n")
+    print(f"── profile of {settings.minibatches} steps, {name}: {found.describe()}", flush=True)
 
 
 def free() -> None:
@@ -257,10 +253,8 @@ def run(arguments: argparse.Namespace) -> int:
     return failures
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shapes", nargs="*", help=f"of {', '.join(SHAPES)}; default: the real ones on a GPU, else tiny")
-    parser.add_argument("--backend", nargs="+", choices=("local", "fsdp2"), default=["local"])
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What a step trains on, how, and where its results go."""
     parser.add_argument("--rows", type=int, default=128, help="samples an optimizer step")
     parser.add_argument("--length", type=int, default=1024, help="positions of a sample")
     parser.add_argument("--varied", action="store_true", help="lengths from an eighth of --length up")
@@ -272,6 +266,13 @@ def main() -> int:
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--json", type=Path, help="append results to this file")
     parser.add_argument("--profile", type=Path, help="write a table of kernels per shape into this folder")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="*", help=f"of {', '.join(SHAPES)}; default: the real ones on a GPU, else tiny")
+    parser.add_argument("--backend", nargs="+", choices=("local", "fsdp2"), default=["local"])
+    add_options(parser)
     parser.add_argument("--check", action="store_true", help="compare gradients instead of timing them")
     arguments = parser.parse_args()
     if not arguments.shapes:

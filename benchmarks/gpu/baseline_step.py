@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from benchmarks.gpu.packed_model import VARLEN, compile_layers, packed_inputs, random_policy
+from benchmarks.gpu.profiling import profiled
 from benchmarks.gpu.results import add_results_option, record
 from benchmarks.gpu.shapes import SHAPES, mfu
 
@@ -151,6 +153,8 @@ def measured(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
     step(ids, micro)
     times = seconds_of(lambda: step(ids, micro), repeats, device)
     rate = arguments.rows * length / statistics.median(times)
+    if arguments.profile:
+        profile(lambda: [step(ids, micro) for _ in range(2)], arguments)
     return {
         "shape": arguments.shape,
         "variant": arguments.variant + ("+master" if arguments.master else ""),
@@ -163,6 +167,14 @@ def measured(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
         "prepare_seconds": round(prepared, 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if device == "cuda" else 0.0,
     }
+
+
+def profile(work: Callable[[], Any], arguments: argparse.Namespace) -> None:
+    """Print and write what two steps spend their time in."""
+    found, _ = profiled(work)
+    arguments.profile.mkdir(parents=True, exist_ok=True)
+    (arguments.profile / f"{arguments.shape}-plain.txt").write_text(found.describe(45) + "\n")
+    print(f"── profile of 2 steps, {arguments.shape} plain: {found.describe()}", flush=True)
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -178,6 +190,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=128, help="sequences an optimizer step")
     parser.add_argument("--length", type=int, default=1024, help="tokens a sequence")
     parser.add_argument("--seconds", type=float, default=6.0, help="time the measured steps about so long")
+    parser.add_argument("--profile", type=Path, help="write what two more steps spend their time in into this folder")
     add_results_option(parser)
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")

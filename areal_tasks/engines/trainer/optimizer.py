@@ -80,7 +80,7 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> float:
     """
     gradients = [here(p.grad) for p in parameters if p.grad is not None]
     norm = get_total_norm(gradients)
-    if any(isinstance(p, DTensor) for p in parameters):
+    if any(isinstance(p, DTensor) for p in parameters) and dist.get_world_size() > 1:
         norm = _over_ranks(norm)
     if gradients:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
