@@ -31,6 +31,7 @@ class Missing(StoreError):
     """There is nothing under this path."""
 
     def __init__(self, where: str) -> None:
+        self.where = where
         super().__init__(f"{where} does not exist. Is the name right, and is this the right store (--store URL)?")
 
 

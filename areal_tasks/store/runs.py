@@ -22,6 +22,7 @@ from areal_tasks.store.commit import (
     read_record,
     read_verified,
 )
+from areal_tasks.store.first_start import check_first_start, check_loaded_kept
 from areal_tasks.store.fork import (
     Origin,
     check_iteration,
@@ -332,12 +333,14 @@ def _join(store: Store, child: str, origin: Origin) -> None:
     """
     parent = load_run(store, origin.parent)
     check_iteration(parent, origin.iteration)
+    check_first_start(parent, origin)  # before anything is left in the parent
     needed = origin.iteration if origin.kind == "fork" else _next_iteration(parent)
     there = leave_reference(store, origin.parent, child, needed, origin.kind)
     parent = load_run(store, origin.parent)
     check_run_kept(store, origin.parent)
     wanted = commits_needed(origin, there.iteration)
     parallel(lambda k: check_history_kept(store, origin.parent, parent.commit(k)), wanted)
+    check_loaded_kept(parent, origin)
 
 
 def _claim(store: Store, name: str, prefect_flow_run_id: str) -> int:

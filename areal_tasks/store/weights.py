@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import find_record
-from areal_tasks.store.files import common_folder, materialise, read_weights, weights_ref
+from areal_tasks.store.files import common_folder, materialise, read_weights
+from areal_tasks.store.first_start import initial_weights
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.runs import Run
-from areal_tasks.store.shards import read_table
 from areal_tasks.store.tags import NEWEST, PROTECTED, find_tag, read_tags
 from areal_tasks.store.tombstones import check_kept, find_weights_tombstone
 from schemas.errors import UserError
@@ -96,9 +95,7 @@ def _refs(run: Run) -> list[tuple[WeightsRef, str]]:
     if initial is None:
         return made
     manifest = run.read_stage(initial)
-    row = read_table(run.store, manifest.tables["initial_weights"], ("version", "weights_attempt")).to_pylist()[0]
-    ref = weights_ref(run.store, paths.weights(manifest.run, row["version"], row["weights_attempt"]))
-    return [(ref, manifest.provenance.committed), *made]
+    return [(initial_weights(run.store, manifest), manifest.provenance.committed), *made]
 
 
 def _version(store: Store, ref: WeightsRef, committed: str, tags: Sequence[Tag]) -> WeightsVersion:

@@ -1,0 +1,108 @@
+"""What the first start of a child loads of its parent's files: whether it is there is asked before the child begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from areal_tasks.store import paths
+from areal_tasks.store.backend import Missing, Store, StoreError, Unavailable
+from areal_tasks.store.files import read_weights, weights_ref
+from areal_tasks.store.fork import Origin
+from areal_tasks.store.parallel import parallel
+from areal_tasks.store.shards import read_table
+from areal_tasks.store.tombstones import check_kept
+from areal_tasks.store.verified_files import check_shard
+from schemas.errors import UserError
+from schemas.manifest import FileRef, IterationCommit, ShardRef, StageManifest, WeightsRef
+
+if TYPE_CHECKING:
+    from areal_tasks.store.runs import Run
+
+_ONCE: Final = ("initialise", "prompts")  # stages that are built once a run, whose tables every start reads
+
+
+def check_first_start(parent: Run, origin: Origin) -> None:
+    """See that the child which `origin` describes can begin: everything that its first start loads is looked at.
+
+    Of weights and checkpoints, existence and size; of tables, what `check_shard` can tell.
+
+    Raises:
+        UserError: a file is missing or damaged, and is named; or weights were removed on purpose, and by whom.
+    """
+    refs = loaded_weights(parent, origin)
+    if not refs:
+        return
+    check_loaded_kept(parent, origin)
+    try:
+        files = [file for ref in refs for file in read_weights(parent.store, ref).files]
+        parallel(lambda file: _check_size(parent.store, file), files)
+        parallel(lambda shard: check_shard(parent.store, shard), list(_shards(parent, origin.iteration)))
+    except Unavailable:
+        raise
+    except StoreError as error:
+        what = f"{error.where} does not exist" if isinstance(error, Missing) else str(error).split(". Restore")[0]
+        raise UserError(
+            f"No child of run {parent.name!r} can begin at iteration {origin.iteration}: it would load what is not "
+            f"there or not whole: {what}. Restore it from a backup, or begin at another iteration; "
+            f"`arealflow audit {parent.name}` names all that is damaged."
+        ) from error
+
+
+def check_loaded_kept(parent: Run, origin: Origin) -> None:
+    """UserError if weights that the child's first start loads were removed on purpose."""
+    for ref in loaded_weights(parent, origin):
+        check_kept(parent.store, ref)
+
+
+def loaded_weights(parent: Run, origin: Origin) -> list[WeightsRef]:
+    """The weights and the checkpoint that the first start of a child loads, those in the store, each once.
+
+    They are the initial weights; the checkpoint that the trainer begins with; the weights in force, which it is
+    compared with; and for servers the newest that were written, where those in force were not.
+    """
+    if origin.replay_until or parent.head() is None:  # no engine is started; or there is nothing to share
+        return []
+    initial = next((ref for ref in parent.commit(0).stages if ref.stage == "initialise"), None)
+    found = [initial_weights(parent.store, parent.read_stage(initial))] if initial else []
+    if origin.iteration:
+        last = parent.commit(origin.iteration - 1)
+        written = None if origin.counterfactual else _newest_written(parent, last)
+        found += [ref for ref in (last.weights, written, last.checkpoint) if ref is not None and ref.written]
+    return list({ref.path: ref for ref in found}.values())
+
+
+def initial_weights(store: Store, initialise: StageManifest) -> WeightsRef:
+    """Version 0 of a run, which the table of its stage `initialise` names."""
+    columns = ("version", "weights_attempt")
+    row = read_table(store, initialise.tables["initial_weights"], columns).to_pylist()[0]
+    return weights_ref(store, paths.weights(initialise.run, row["version"], row["weights_attempt"]))
+
+
+def _newest_written(run: Run, commit: IterationCommit) -> WeightsRef | None:
+    """What servers begin with; None where that are the initial weights, or where there are no servers."""
+    if run.record.flow != "rlhf":
+        return None
+    while not commit.weights.written and commit.iteration:
+        commit = run.commit(commit.iteration - 1)
+    return commit.weights if commit.weights.written else None
+
+
+def _check_size(store: Store, file: FileRef) -> None:
+    size = store.size(file.path)
+    if size != file.bytes:
+        raise StoreError(f"{store.uri(file.path)} is damaged: it has {size} bytes, and {file.bytes} were recorded")
+
+
+def _shards(run: Run, iteration: int) -> Iterator[ShardRef]:
+    """The shards that every start reads, and those that the trainer is trained on again since the checkpoint."""
+    last = run.commit(max(iteration - 1, 0))
+    manifests = [run.read_stage(ref) for ref in last.stages if ref.stage in _ONCE]
+    begin = last.checkpoint.version if last.checkpoint else 0
+    for commit in (run.commit(k) for k in range(begin, iteration)):
+        for train in (run.read_stage(ref) for ref in commit.stages if ref.stage == "train"):
+            yield from train.tables["train_samples"].shards
+            manifests += [run.read_manifest(given.path) for given in train.inputs]
+    for manifest in manifests:
+        for table in manifest.tables.values():
+            yield from table.shards
