@@ -21,7 +21,7 @@ from areal_tasks.stages.preflight import check_code, check_engines
 from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.backend import StoreError, open_store
 from areal_tasks.store.commit import find_record
-from areal_tasks.store.fork import Origin, check_iteration, inherit_model, origin_of, read_fork
+from areal_tasks.store.fork import Origin, check_forkable, inherit_model, origin_of, read_fork
 from areal_tasks.store.journal import append
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import Run, load_run, open_run
@@ -92,7 +92,7 @@ def child_recipe(recipe: R, name: str, fork: str) -> tuple[R, Origin | None]:
     if origin is None:
         return recipe, None
     parent = load_run(store, origin.parent)
-    check_iteration(parent, origin.iteration)
+    check_forkable(parent, origin.iteration)
     return inherit_model(parent, origin.iteration, recipe), origin
 
 

@@ -137,7 +137,10 @@ def _make(stage: Stage, context: Context, inputs: Inputs, ids: PrefectIds) -> Bu
         attempt=attempt,
         key=inputs.key,
         digest=combine_digests({name: ref.digest for name, ref in tables.items()}),
-        inputs=tuple(InputRef(path=manifest_path(m), digest=m.digest) for m in inputs.manifests.values()),
+        inputs=(
+            *(InputRef(path=manifest_path(m), digest=m.digest) for m in inputs.manifests.values()),
+            *output.also_read,
+        ),
         tables=tables,
         metrics=dict(output.metrics),
         provenance=make_provenance(

@@ -1,4 +1,4 @@
-"""evaluate: completions of the held-out split, judged, for one version of the weights."""
+"""evaluate: completions of the held-out split, judged, for one version of the weights; in a replay, judged anew."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from areal_tasks.stages.context import Context
 from areal_tasks.stages.rollout import ENGINE_FIELDS, PROMPT_COLUMNS, generate, summary
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from areal_tasks.stages.verify import check_failures, judge, mean_reward, verdict_shares, verify_table
+from areal_tasks.store.runs import Found
+from areal_tasks.store.shards import read_table
 from areal_tasks.workflows import Prompt
+from schemas.manifest import InputRef
 from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
-from schemas.tables import EVALUATE
+from schemas.tables import EVALUATE, ROLLOUT
 
 
 def evaluate(recipe: RlhfRecipe | EvaluateRecipe) -> Stage:
@@ -31,17 +34,30 @@ def evaluate(recipe: RlhfRecipe | EvaluateRecipe) -> Stage:
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     recipe = context.recipe
     assert isinstance(recipe, (RlhfRecipe, EvaluateRecipe))
-    rows = inputs.read(context, "eval_prompts").to_pylist()
-    prompts = [Prompt(group_id=row["prompt_id"], epoch=0, **row) for row in rows]
     label = f"evaluate version {context.weights.version}"
-    samples = generate(context, prompts, recipe.evaluation, recipe.evaluation.samples, label)
+    source = context.recorded.judged_anew() if context.recorded else None
+    samples = recorded_samples(context, source) if source else generated_samples(context, inputs, label)
     with context.engines.judging(len(samples)):
         results = judge(context.engines.verifiers, samples, label)
     shares = verdict_shares(results)
     check_failures(shares, recipe.reward.max_unverified, results)
     table = joined(samples, verify_table(samples["sample_id"], results), context.weights.version)
     accuracy = {"accuracy": shares["correct"], "reward": mean_reward(results)}
-    return Output({"evaluate": table}, {**accuracy, **summary(samples), **shares})
+    also_read = (InputRef(path=source.ref.path, digest=source.ref.digest),) if source else ()
+    return Output({"evaluate": table}, {**accuracy, **summary(samples), **shares}, also_read)
+
+
+def generated_samples(context: Context, inputs: Inputs, label: str) -> pa.Table:
+    """What the weights in force complete the held-out prompts with, as a `ROLLOUT` table."""
+    assert isinstance(context.recipe, (RlhfRecipe, EvaluateRecipe))
+    sampling, rows = context.recipe.evaluation, inputs.read(context, "eval_prompts").to_pylist()
+    prompts = [Prompt(group_id=row["prompt_id"], epoch=0, **row) for row in rows]
+    return generate(context, prompts, sampling, sampling.samples, label)
+
+
+def recorded_samples(context: Context, source: Found) -> pa.Table:
+    """What was completed then, whatever was thought of it."""
+    return read_table(context.store, source.manifest.tables["evaluate"], ROLLOUT.names)
 
 
 def joined(samples: pa.Table, verdicts: pa.Table, version: int) -> pa.Table:

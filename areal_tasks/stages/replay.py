@@ -20,7 +20,7 @@ from areal_tasks.store.fork import Origin, find_reference, origin_of
 from areal_tasks.store.runs import Found, Run
 from schemas.manifest import IterationCommit, WeightsRef
 from schemas.recipe.load import parse_recipe
-from schemas.recipe.recipe import Recipe, RlhfRecipe
+from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe
 
 #: Where a replay may begin, in the order of an iteration.
 STARTS = ("verify", "advantage", "train")
@@ -45,6 +45,13 @@ class Recorded:
         """The commit that the recorded source stages were asked for after."""
         return self.commit.previous
 
+    def judged_anew(self) -> Found | None:
+        """The recorded evaluation, where a replay judges its completions anew."""
+        if self.anew != "evaluate":
+            return None
+        ref = next(ref for ref in self.commit.stages if ref.stage == "evaluate")
+        return Found(self.run.read_stage(ref), ref)
+
     def find(self, stage: str, key: str) -> Found | None:
         """The recorded result that stands for this stage and key."""
         if stage == self.anew:
@@ -54,11 +61,16 @@ class Recorded:
         return None if ref is None else Found(self.run.read_stage(ref), ref)
 
 
+def stage_at(recipe: Recipe, name: str) -> str:
+    """The stage that does what `verify`, `advantage` or `train` names: an evaluation judges what it has generated."""
+    return "evaluate" if isinstance(recipe, EvaluateRecipe) and name == "verify" else name
+
+
 def replay_plan(recipe: Recipe, origin: Origin, k: int) -> Plan:
     """The graph of a replayed iteration. Without servers nothing is evaluated."""
     if origin.replay_until:
-        return plan(stages(recipe), [origin.replay_until])
-    if origin.counterfactual:
+        return plan(stages(recipe), [stage_at(recipe, origin.replay_until)])
+    if origin.counterfactual and not isinstance(recipe, EvaluateRecipe):
         return plan(stages(recipe), ["publish", *(["scalars"] if isinstance(recipe, RlhfRecipe) else [])])
     return iteration_plan(recipe, k)
 
@@ -75,15 +87,16 @@ def before(graph: Plan, stage: str) -> list[Stage]:
     return [s for s in graph.stages if s.name in found]
 
 
-def kept_stages(graph: Plan, origin: Origin) -> frozenset[str]:
+def kept_stages(graph: Plan, origin: Origin, start: str) -> frozenset[str]:
     """The stages whose recorded results stand as they are, whatever would be asked for now.
 
     On policy that is what the run begins with. Else it is all that comes before the start: the rollouts, though other
-    weights would make others, and what was made of them, unless it depends on the weights.
+    weights would make others, and what was made of them, unless it depends on the weights. `start` is the first stage
+    that is built anew.
     """
     if not origin.counterfactual:
         return frozenset(s.name for s in graph.stages if s.once and not s.reads)
-    earlier = before(graph, origin.replay_from)
+    earlier = before(graph, start)
     return frozenset(s.name for s in earlier if s.source or not _POLICY & set(s.carries))
 
 
@@ -130,9 +143,9 @@ class Replay(Loop):
             self.engines.initial = initial
 
     def _context(self, k: int) -> Context:
-        recorded = Recorded(
-            self.original, self.original.commit(k), kept_stages(self.plan(k), self.origin), self.origin.replay_from
-        )
+        start = stage_at(self.recipe_at(k), self.origin.replay_from)
+        kept = kept_stages(self.plan(k), self.origin, start)
+        recorded = Recorded(self.original, self.original.commit(k), kept, start)
         return replace(super()._context(k), recorded=recorded)
 
     def _new_weights(self, context: Context, built: Mapping[str, Built]) -> WeightsRef:

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from areal_tasks.stages.graphs import iteration_plan
 from areal_tasks.stages.planner import Plan
-from areal_tasks.stages.replay import STARTS, before, replay_plan
+from areal_tasks.stages.replay import STARTS, before, replay_plan, stage_at
 from areal_tasks.stages.stage import Stage
 from areal_tasks.store.fork import LIFTED_GAP, Origin, find_reference, parent_values
 from areal_tasks.store.keys import semantic_values
@@ -64,27 +64,45 @@ def check_replay(original: Run, origin: Origin, there: Recipe, recipe: Recipe) -
     graph = _graph(original, origin, recipe)
     changed = [name for name, value in semantic_values(recipe).items() if semantic_values(there).get(name) != value]
     for field in changed:
-        _check_change(field, graph, origin)
+        if isinstance(recipe, EvaluateRecipe):
+            _check_judgement(field, graph)
+        _check_change(field, graph, origin, stage_at(recipe, origin.replay_from))
 
 
 def _graph(original: Run, origin: Origin, recipe: Recipe) -> Plan:
     """The graph of what is replayed. UserError if start or end are not stages of it."""
-    known = [] if isinstance(recipe, EvaluateRecipe) else [s.name for s in iteration_plan(recipe, 0).stages]
-    if origin.replay_from not in known:
-        there = ", ".join(name for name in STARTS if name in known)
-        remedy = f"replay it from {there}" if there else "run its recipe again"
-        raise UserError(f"Run {original.name!r} has no stage {origin.replay_from!r} to replay from: {remedy}.")
+    names = [stage.name for stage in iteration_plan(recipe, 0).stages]
+    known = [name for name in STARTS if stage_at(recipe, name) in names]
+    for name in filter(None, (origin.replay_from, origin.replay_until)):
+        if name not in known:
+            raise UserError(
+                f"Run {original.name!r} has no stage {name!r} to replay from: replay it from {', '.join(known)}."
+            )
+    if isinstance(recipe, EvaluateRecipe) and not origin.counterfactual:
+        raise UserError(
+            f"--on-policy: the weights that {original.name!r} has evaluated are still the same, so nothing is to be "
+            "generated anew: replay it without, or run its recipe again, with changes."
+        )
     graph = replay_plan(recipe, origin, 0)
-    if origin.replay_from not in [stage.name for stage in graph.stages]:
+    if stage_at(recipe, origin.replay_from) not in [stage.name for stage in graph.stages]:
         raise UserError(
             f"A replay from {origin.replay_from} cannot end with {origin.replay_until}, which comes before."
         )
     return graph
 
 
-def _check_change(field: str, graph: Plan, origin: Origin) -> None:
+def _check_judgement(field: str, graph: Plan) -> None:
+    """UserError if the field says how an evaluation's completions were made, which a replay keeps."""
+    evaluate = next(stage for stage in graph.stages if stage.name == "evaluate")
+    if _reads(evaluate, field) and not field.startswith("reward."):
+        raise UserError(
+            f"{field} is read by what has generated the completions, which this replay keeps as recorded: "
+            "run the recipe again with it."
+        )
+
+
+def _check_change(field: str, graph: Plan, origin: Origin, start: str) -> None:
     """UserError if a stage that is kept reads the field, or none that is built does."""
-    start = origin.replay_from
     kept = before(graph, start) if origin.counterfactual else [s for s in graph.stages if s.once and not s.reads]
     readers = [stage.name for stage in graph.stages if _reads(stage, field)]
     for stage in kept:
@@ -92,7 +110,8 @@ def _check_change(field: str, graph: Plan, origin: Origin) -> None:
             raise UserError(f"{field} is read by {stage.name}, which this replay keeps as recorded: {_remedy(stage)}.")
     if field != "seed" and not readers:
         last = f" until {origin.replay_until}" if origin.replay_until else ""
-        raise UserError(f"{field} changes nothing in a replay from {start}{last}: no stage of it reads that field.")
+        where = f"a replay from {origin.replay_from}{last}"
+        raise UserError(f"{field} changes nothing in {where}: no stage of it reads that field.")
 
 
 def _reads(stage: Stage, field: str) -> bool:

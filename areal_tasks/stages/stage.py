@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from areal_tasks.store.shards import read_table
-from schemas.manifest import StageManifest, TableRef
+from schemas.manifest import InputRef, StageManifest, TableRef
 
 if TYPE_CHECKING:
     from areal_tasks.stages.context import Context
@@ -52,10 +52,14 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Output:
-    """What a stage made: tables to be written, or references to tables that an engine has written; and metrics."""
+    """What a stage made: tables to be written, or references to tables that an engine has written; and metrics.
+
+    `also_read` are manifests that it read besides its declared inputs: recorded ones, in a replay.
+    """
 
     tables: Mapping[str, pa.Table | TableRef]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    also_read: tuple[InputRef, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from areal_tasks.store.runs import Run, load_run
 from schemas.errors import UserError
 from schemas.tables import VERDICTS
 
-_REWARDS = "SELECT iteration, sample_id, verdict, CAST(reward AS DOUBLE) AS reward FROM verify WHERE {} ORDER BY ALL"
+_REWARDS = "SELECT iteration, sample_id, verdict, CAST(reward AS DOUBLE) AS reward FROM {} WHERE {} ORDER BY ALL"
 #: A GRPO advantage is the same for all tokens of a sample, unless a KL penalty is part of the reward.
 _ADVANTAGES = (
     "SELECT CAST(list_sum(advantages) / num_generated AS DOUBLE) AS advantage"
@@ -42,8 +42,9 @@ def compare_replay(store: Store, name: str) -> list[Section]:
     counts = _counts(run, head.iteration)
     stages = {stage for stage, (_, built) in counts.items() if built}
     sections = [_built(counts)]
-    if "verify" in stages:
-        sections += _judgements(store, names, where, _same_rollouts(original, run, head.iteration))
+    judged = "evaluate" if run.record.flow == "evaluate" else "verify"
+    if judged in stages:
+        sections += _judgements(store, names, judged, where, _same_rollouts(original, run, head.iteration))
     if "advantage" in stages:
         shapes = [_column(store, one, _ADVANTAGES.format(where), "advantage") for one in names]
         sections.append(compare_distributions("advantage of a sample", shapes[0], shapes[1], names))
@@ -79,8 +80,8 @@ def _rollout(run: Run, k: int) -> list[str]:
     return [ref.digest for ref in run.commit(k).stages if ref.stage == "rollout"]
 
 
-def _judgements(store: Store, names: tuple[str, str], where: str, same: bool) -> list[Section]:
-    tables = [run_sql(store, one, _REWARDS.format(where)) for one in names]
+def _judgements(store: Store, names: tuple[str, str], judged: str, where: str, same: bool) -> list[Section]:
+    tables = [run_sql(store, one, _REWARDS.format(judged, where)) for one in names]
     rewards = [np.asarray(table["reward"].to_numpy(), np.float64) for table in tables]
     shapes = compare_distributions("reward", rewards[0], rewards[1], names)
     if not same:  # other completions: there is nothing to cross

@@ -61,7 +61,8 @@ def loaded_weights(parent: Run, origin: Origin) -> list[WeightsRef]:
     They are the initial weights; the checkpoint that the trainer begins with; the weights in force, which it is
     compared with; and for servers the newest that were written, where those in force were not.
     """
-    if origin.replay_until or parent.head() is None:  # no engine is started; or there is nothing to share
+    starts = not origin.replay_until and parent.record.flow != "evaluate"  # an engine
+    if not starts or parent.head() is None:
         return []
     initial = next((ref for ref in parent.commit(0).stages if ref.stage == "initialise"), None)
     found = [initial_weights(parent.store, parent.read_stage(initial))] if initial else []

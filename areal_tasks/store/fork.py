@@ -85,6 +85,17 @@ def check_origin(record: RunRecord, asked: Origin | None) -> None:
         )
 
 
+def check_forkable(parent: Run, iteration: int) -> None:
+    """UserError unless a fork of `parent` can begin at `iteration`."""
+    if parent.record.flow == "evaluate":
+        raise UserError(
+            f"Run {parent.name!r} is an evaluation: it has no iterations to go on from. To judge its completions by "
+            f"another verifier: arealflow replay {parent.name} --from verify reward.verifier=… ; to evaluate with "
+            "other settings or weights, run its recipe again under another name."
+        )
+    check_iteration(parent, iteration)
+
+
 def check_iteration(parent: Run, iteration: int) -> None:
     """UserError unless all iterations of `parent` before this one are committed, and the last of them was trained."""
     head = parent.head()

@@ -7,13 +7,12 @@ from typing import Annotated
 import typer
 
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.fork import Origin, check_iteration, parent_values
+from areal_tasks.store.fork import Origin, check_forkable, parent_values
 from areal_tasks.store.keys import digest_json
 from areal_tasks.store.runs import load_run
 from flows.cli.inspect import StoreUrl
 from flows.cli.local import outcome
 from flows.cli.overrides import run_and_changes
-from schemas.errors import UserError
 from schemas.recipe.load import apply_overrides, parse_recipe
 
 Changes = Annotated[
@@ -30,9 +29,7 @@ def fork(
     """Run on from iteration K of a run, with changed settings or without; what came before is shared, not copied."""
     name, changes = run_and_changes(overrides)
     there = load_run(open_store(store), parent)
-    check_iteration(there, at)
-    if there.record.flow == "evaluate":
-        raise UserError(f"Run {parent!r} is an evaluation: it has no iterations to go on from.")
+    check_forkable(there, at)
     recipe = parse_recipe(apply_overrides(parent_values(there, at), changes), parent)
     name = name or child_name(f"{parent}-at-{at}", changes)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from replays import kept, replay, segments
-from stage_driver import digests, drive, start_driver, store_in, tiny, tiny_evaluation, tiny_sft
+from stage_driver import digests, drive, start_driver, store_in, tiny, tiny_sft
 
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built
@@ -162,9 +162,6 @@ def test_supervised_fine_tuning_is_replayed_from_its_training(tmp_path: Path) ->
     assert made_by(tmp_path, "lr", 1) == {"train", "publish"}
     with pytest.raises(UserError, match="'whole' has no stage 'verify' to replay from: replay it from train"):
         segments(tmp_path, "no", kept("verify"))
-    drive(tmp_path, "score", tiny_evaluation("run://lr"))
-    with pytest.raises(UserError, match="'score' has no stage 'verify' to replay from: run its recipe again"):
-        segments(tmp_path, "no", kept("verify", "score"))
 
 
 @pytest.mark.parametrize(
