@@ -22,7 +22,7 @@ import psutil
 
 from flows.cli import machine
 from flows.cli.machine import Machine
-from flows.cli.upkeep import Upkeep, flow_processes, flow_runs, set_state
+from flows.cli.upkeep import Upkeep, end_cancelling, flow_processes
 
 log = logging.getLogger("keeper")
 
@@ -93,7 +93,7 @@ class Keeper:
 
     def _restart_worker(self) -> None:
         try:
-            end_cancelling(self.machine.api_url)
+            end_cancelling(self.machine.api_url, "Its worker died while it was being cancelled.")
         except httpx.HTTPError as error:  # the upkeep sees to it that they are not run again
             log.warning("cannot ask for cancelled flow runs: %s", error or type(error).__name__)
         left = ask_flows_to_end()
@@ -123,19 +123,6 @@ class Keeper:
         except httpx.HTTPError as error:
             log.warning("the server did not answer: %s", error or type(error).__name__)
         self.next_upkeep = time.monotonic() + UPKEEP_SECONDS
-
-
-def end_cancelling(api_url: str) -> None:
-    """Finish what a dead worker was cancelling: kill those flows, which would say that they crashed and be run again.
-
-    Raises:
-        httpx.HTTPError: the server does not answer.
-    """
-    runs = {run["id"]: run for run in flow_runs(api_url, "CANCELLING")}
-    doomed = [pid for pid, run in flow_processes().items() if run in runs]
-    kill(_processes(doomed), 0.0)
-    for run in runs.values():
-        set_state(api_url, run, "CANCELLED", "Cancelled", "Its worker died while it was being cancelled.")
 
 
 def ask_flows_to_end() -> list[psutil.Process]:

@@ -25,6 +25,8 @@ from flows.home import home
 
 #: Seconds after which a flow run without a process is believed to have lost it: a worker that lives reports it sooner.
 GONE_SECONDS = {"RUNNING": 10.0, "CANCELLING": 10.0, "PAUSED": 10.0, "PENDING": 45.0}
+#: Seconds after which the worker does not end a flow run that was cancelled: it asks, and kills 7 s later.
+STUCK_SECONDS = 45.0
 #: Seconds that the automation is given to run a crashed flow run again.
 MISSED_SECONDS = 10.0
 #: Crashes in a row, without anything committed between them, after which a flow run is not run again.
@@ -88,6 +90,8 @@ class Upkeep:
         for run in active:
             if run["state_type"] == "PENDING" or run["state_name"] == "AwaitingRetry":
                 self._bound(run)
+        if any(run["state_type"] == "CANCELLING" and seconds_in_state(run) > STUCK_SECONDS for run in active):
+            end_cancelling(self.api_url, "Its worker has not ended it.", STUCK_SECONDS)
         self._end_unwanted({run["state_id"]: run for run in active if run["state_type"] == "RUNNING"})
 
     def _end_lost(self, runs: Iterable[dict[str, Any]]) -> None:
@@ -159,6 +163,22 @@ class Upkeep:
             "task_runs": {"state": states, "end_time": {"after_": moment}},
         }
         return bool(_answer("POST", f"{self.api_url}/task_runs/count", query))
+
+
+def end_cancelling(api_url: str, why: str, after_seconds: float = 0.0) -> None:
+    """Finish what no worker does: kill flows that have been cancelling for so long, and say that they are cancelled.
+
+    Ended in an orderly way, they would say that they crashed, and be run again.
+
+    Raises:
+        httpx.HTTPError: the server does not answer.
+    """
+    runs = {run["id"]: run for run in flow_runs(api_url, "CANCELLING") if seconds_in_state(run) >= after_seconds}
+    for pid in [pid for pid, run in flow_processes().items() if run in runs] if runs else []:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).kill()
+    for run in runs.values():
+        set_state(api_url, run, "CANCELLED", "Cancelled", why)
 
 
 def stop_flow_runs(api_url: str, message: str, seconds: float) -> None:

@@ -291,7 +291,7 @@ def test_a_flow_run_that_crashes_at_once_is_not_run_again_for_ever(server: Serve
     assert "Crashed 5 times in a row and committed nothing meanwhile" in message
 
 
-def test_a_flow_run_whose_worker_dies_while_cancelling_it_is_cancelled(
+def test_a_flow_run_that_its_worker_does_not_end_is_cancelled(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
@@ -300,9 +300,12 @@ def test_a_flow_run_whose_worker_dies_while_cancelling_it_is_cancelled(
         server.set(run, kind)
     flow, other = (psutil.Popen(SLEEPER, env=os.environ | {upkeep.FLOW_RUN: name}) for name in (run, "other"))
     wait_for(lambda: len(upkeep.flow_processes()) == 2)
-    keeper.end_cancelling(server.api)
+    upkeep.end_cancelling(server.api, "Its worker died.", after_seconds=60.0)
+    assert flow.poll() is None and server.state(run)[0] == "Cancelling"
+    monkeypatch.setattr(upkeep, "STUCK_SECONDS", 0.0)  # as after some time
+    upkeep.Upkeep(server.api)()
     assert flow.wait(5.0) == -signal.SIGKILL and other.poll() is None
-    assert server.state(run) == ("Cancelled", "Its worker died while it was being cancelled.")
+    assert server.state(run) == ("Cancelled", "Its worker has not ended it.")
     other.kill()
     other.wait()
 

@@ -114,7 +114,7 @@ def test_the_doctor_says_where_the_keys_come_from(
     forget_keys(monkeypatch)
     assert arealflow("doctor", "--store", watched.store.url) == 0  # the store is usable with them
     told = said(capsys)
-    assert "from Prefect's blocks areal-s3-access-key-id, areal-s3-secret-access-key" in told
+    assert "from Prefect's Secret blocks, for flow runs" in told
     assert s3.secret_key not in told and s3.access_key not in told
 
 
