@@ -89,6 +89,18 @@ def test_no_pass_waits_for_the_device(tiny: Path, monkeypatch: pytest.MonkeyPatc
     assert backend.watch.waited == []
 
 
+def test_no_score_waits_for_the_device(tiny: Path) -> None:
+    backend = Watched(read_settings(rlhf_recipe()), [])
+    backend.load(tiny, 0)
+    table = rollout(LENGTHS)
+    sequences = grpo_batch({"rollout": table, "advantage": advantage(table)}, 0).sequences
+    layout = lay_out(sequences, torch.arange(len(LENGTHS)), "padded")
+    with backend.watch:
+        scores = backend.score(layout, 0.8, "policy")
+    assert len(scores.logprobs) == len(layout.targets) > 0
+    assert backend.watch.waited == []
+
+
 def test_the_watch_sees_what_waits() -> None:
     values = torch.arange(3.0)
     with Watch() as watch:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from areal_tasks.engines.trainer.fsdp2 import whole
 from areal_tasks.engines.trainer.optimizer import (
     clip_gradients,
     here,
@@ -95,6 +96,13 @@ def test_a_sharded_parameter_is_clipped_and_stepped_as_a_whole_one_is(one_rank: 
         assert here(prepare_state(optimizer, parameter)["step"]) == 2.0
     assert norms == pytest.approx([float(gradient.norm())] * 2, rel=1e-6)
     assert torch.equal(*results) and not torch.equal(results[0], start)
+
+
+def test_the_share_of_a_lone_rank_is_the_whole_tensor_and_no_copy(one_rank: DeviceMesh) -> None:
+    shares = distribute_tensor(torch.randn(5, 3), one_rank, [Shard(0)])
+    assert whole(shares).data_ptr() == here(shares).data_ptr()
+    assert torch.equal(whole(shares), shares.full_tensor())
+    assert whole(plain := torch.randn(2)) is plain
 
 
 def test_adamw_is_what_its_paper_says() -> None:

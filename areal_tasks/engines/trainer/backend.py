@@ -78,8 +78,11 @@ class Backend(Protocol):
         """
         ...
 
-    def score(self, layout: Layout, temperature: float, which: Which) -> Scores:
-        """Logprobs and entropies of the tokens that count, without gradient, on the CPU."""
+    def score(self, layout: Layout, temperature: float, which: Which, last: bool = True) -> Scores:
+        """Logprobs and entropies of the tokens that count, without gradient and without waiting for the device.
+
+        Unless it is the `last` pass, another of the same policy follows before anything else is asked.
+        """
         ...
 
     def step(self, lr: float, wanted: bool) -> float:

@@ -119,9 +119,8 @@ class DeepSpeedBackend:
         return cast(Tensor, values)
 
     @torch.no_grad()
-    def score(self, layout: Layout, temperature: float, which: Which) -> Scores:
-        scores = self.models[which](to_device(layout, self.device), temperature)
-        return Scores(*(tensor.cpu() for tensor in scores))
+    def score(self, layout: Layout, temperature: float, which: Which, last: bool = True) -> Scores:
+        return cast(Scores, self.models[which](to_device(layout, self.device), temperature))
 
     def step(self, lr: float, wanted: bool) -> float:
         for group in self.optimizer.param_groups:

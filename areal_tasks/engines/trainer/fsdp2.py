@@ -17,7 +17,7 @@ from areal_tasks.data.batching import Layout
 from areal_tasks.engines.trainer import checkpoint
 from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, TokenStats, Which
 from areal_tasks.engines.trainer.forward import move, to_device
-from areal_tasks.engines.trainer.optimizer import clip_gradients, make_optimizer, step_at, use_options
+from areal_tasks.engines.trainer.optimizer import clip_gradients, here, make_optimizer, step_at, use_options
 from areal_tasks.engines.trainer.policy import Policy, decoder_layers, load_policy
 from areal_tasks.engines.trainer.process_group import gather_stats, ranks_here
 from schemas.recipe.sections import Model, Trainer
@@ -65,10 +65,11 @@ class Fsdp2Backend:
         return cast(Tensor, values)
 
     @torch.no_grad()
-    def score(self, layout: Layout, temperature: float, which: Which) -> Scores:
+    def score(self, layout: Layout, temperature: float, which: Which, last: bool = True) -> Scores:
         scores = self.models[which](to_device(layout, self.device), temperature)
-        _reshard(self.models[which])  # whole weights would outlive the next change of their shards
-        return Scores(*(tensor.cpu() for tensor in scores))
+        if last:
+            _reshard(self.models[which])  # whole weights would outlive the next change of their shards
+        return cast(Scores, scores)
 
     def step(self, lr: float, wanted: bool) -> float:
         norm = clip_gradients(list(self.models["policy"].parameters()), self.max_grad_norm)
@@ -132,8 +133,10 @@ class Fsdp2Backend:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor behind a share of it; every rank takes part."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """The full tensor behind a share of it; every rank takes part. A lone rank's share is all of it, and no copy."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return here(tensor) if tensor.device_mesh.size() == 1 else tensor.full_tensor()
 
 
 def _parts(policy: Policy) -> list[FSDPModule]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import tempfile
 import time
@@ -16,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from areal_tasks.data.batching import Layout, Sequences, lay_out, micro_batches
+from areal_tasks.data.batching import Sequences, lay_out, micro_batches
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer.backend import Backend, Progress, TokenStats, Which
 from areal_tasks.engines.trainer.commands import (
@@ -52,6 +53,7 @@ from areal_tasks.store.under_way import LEDGER
 from schemas.errors import UserError
 from schemas.manifest import TableRef, WeightsRef
 
+log = logging.getLogger(__name__)
 _NONE: Final = torch.zeros(0, dtype=torch.int64)
 
 
@@ -165,10 +167,14 @@ class Trainer:
         self.fence.admit(command.owner)
         self.fence.expect(command.version)
         started = time.perf_counter()
-        snapshot = self._snapshot()
+        snapshot, gathered = self._snapshot(), time.perf_counter()
         if self.backend.rank == 0:
             self.sender.send(snapshot.tensors, command)
-        return Sent(seconds=time.perf_counter() - started)
+        ended = time.perf_counter()
+        log.info(
+            "weights %d: gathered in %.3f s, sent in %.3f s", command.version, gathered - started, ended - gathered
+        )
+        return Sent(seconds=ended - started)
 
     def checkpoint(self, command: Write) -> Written:
         """Write everything that training goes on from. Nothing is visible until the caller commits the files."""
@@ -237,25 +243,24 @@ class Trainer:
         kind, world = self.settings.trainer.layout, self.backend.world
         micro = micro_batches(sequences.lengths, self.settings.trainer.micro_batch_tokens, kind, world)
         passes = [torch.nonzero(micro == number)[:, 0] for number in torch.unique(micro).tolist()]
-        shared = shared_out(passes, self.backend.rank, world)
-        mine = [lay_out(sequences, rows, kind) for rows in shared]
+        scores, places = [torch.zeros(0, device=self.backend.device)], [_NONE]
         self.work = Work(len(sequences.lengths))
-        scores = [self._pass_score(layout, len(rows), which) for layout, rows in zip(mine, shared, strict=True)]
-        share = TokenStats(torch.cat([*scores, torch.zeros(0)])[None], torch.cat([*(m.where for m in mine), _NONE]))
-        whole = self.backend.gather(share)
-        found = torch.zeros(len(sequences.input_ids))
-        found[whole.samples] = whole.values[0]
+        mine = shared_out(passes, self.backend.rank, world)
+        for number, rows in enumerate(mine, 1):
+            layout = lay_out(sequences, rows, kind)  # while the device computes the pass before
+            found = self.backend.score(layout, self.settings.temperature, which, number == len(mine))
+            scores.append(found.logprobs)
+            places.append(layout.where)
+            self.work.add(len(rows) * world)
+        whole = self.backend.gather(TokenStats(torch.cat(scores).cpu()[None], torch.cat(places)))
         self._make_room()
-        return found
+        flat = torch.zeros(len(sequences.input_ids))
+        flat[whole.samples] = whole.values[0]
+        return flat
 
     def _make_room(self) -> None:
         if self.settings.makes_room:
             make_room()
-
-    def _pass_score(self, layout: Layout, samples: int, which: Which) -> Float[Tensor, " _"]:
-        found = self.backend.score(layout, self.settings.temperature, which).logprobs
-        self.work.add(samples * self.backend.world)
-        return found
 
     def _need_reference(self) -> None:
         if self.has_reference:
