@@ -300,7 +300,7 @@ class Tombstone(StoredRecord):
 
 
 class Signature(StoredRecord):
-    """`signatures/<key>-<root>.json`: somebody vouches for the run as it was after `iteration`."""
+    """`signatures/<key>-<root>-<lines of the log>.json`: somebody vouches for the run as it was after `iteration`."""
 
     root: str
     iteration: int
