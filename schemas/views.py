@@ -8,6 +8,8 @@ from typing import Final
 
 import pyarrow as pa
 
+from schemas.tables import TABLES, scalar_fields
+
 STAGES: Final = pa.schema(  # one row per stage manifest that a commit selects
     [
         ("iteration", pa.int32()),
@@ -125,12 +127,16 @@ class Join:
 
 @dataclass(frozen=True)
 class View:
-    """A view over tables: made where the run has all that it `needs`. `joins` add columns."""
+    """A view over tables: made where the run has all that it `needs`. `joins` add columns.
+
+    If it is `complete`, it has the columns of tables that the run lacks, too.
+    """
 
     name: str
     needs: frozenset[str]
     sql: str
     joins: tuple[Join, ...] = ()
+    complete: bool = False
 
     def define(self, tables: Set[str], spared: Set[str] = frozenset()) -> str:
         """The statement that creates the view in a run that has `tables`.
@@ -138,8 +144,8 @@ class View:
         Joins with the tables `spared` are left out, and their columns are NULL: a join by the sample's identity adds
         and removes no row.
         """
-        there = [join for join in self.joins if join.table in tables]
-        joined = [join.table for join in there if join.table not in spared]
+        there = [join for join in self.joins if self.complete or join.table in tables]
+        joined = [join.table for join in there if join.table in tables - spared]
         columns = [column.select(join.table, join.table in joined) for join in there for column in join.columns]
         joins = "".join(f" LEFT JOIN {table} USING (iteration, sample_id)" for table in joined)
         text = self.sql.format(columns="".join(f", {column}" for column in columns), joins=joins)
@@ -177,8 +183,43 @@ _TRAINED: Final = Join(
     ),
 )
 
-#: In order of preference: the first view of a name whose needs are met is made.
+#: The table `scalars` of a run that was not built to the end, under which it is shown as a view.
+SHARED: Final = "shared_scalars"
+_KINDS: Final = {
+    pa.int32(): "INTEGER",
+    pa.int64(): "BIGINT",
+    pa.float32(): "FLOAT",
+    pa.float64(): "DOUBLE",
+    pa.bool_(): "BOOLEAN",
+    pa.string(): "VARCHAR",
+}
+
+
+def _late_scalars() -> tuple[View, View]:
+    """`scalars` where a replay ends before it: the same columns joined now, NULL where a stage was not built.
+
+    The iterations that such a replay shares with its parent have the table all the same.
+    """
+    early = {name: [f.name for f in scalar_fields(TABLES[name])] for name in ("rollout", "verify")}
+    columns = [f"{table}.{name}" for table, names in early.items() for name in names if name != "sample_id"]
+    known = {name for names in early.values() for name in names}
+    late = {
+        table: [f for f in scalar_fields(TABLES[table]) if f.name not in known]
+        for table in ("advantage", "train_samples")
+    }
+    joins = tuple(Join(table, tuple(Column(f.name, f.name, _KINDS[f.type]) for f in late[table])) for table in late)
+    joined = (
+        f"SELECT rollout.iteration, rollout.sample_id, {', '.join(columns)}{{columns}}"
+        " FROM rollout JOIN verify USING (iteration, sample_id){joins}"
+    )
+    both = f"SELECT * FROM {SHARED} UNION ALL BY NAME {joined} WHERE iteration NOT IN (SELECT iteration FROM {SHARED})"
+    needs = frozenset({"rollout", "verify"})
+    return View("scalars", needs | {SHARED}, both, joins, True), View("scalars", needs, joined, joins, True)
+
+
+#: In order of preference: the first view of a name whose needs are met is made, unless there is a table of this name.
 VIEWS: Final = (
+    *_late_scalars(),
     _view(
         "samples",
         "scalars rollout",

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from areal_tasks.report.curves import CHARTS, curves
 from areal_tasks.report.facts import Makers, differences, makers_of, moment, run_facts
-from areal_tasks.report.pick import add_scalars, available, pick
+from areal_tasks.report.pick import available, pick
 from areal_tasks.report.rollouts import encode_sample, read_samples
 from areal_tasks.report.tokens import vocabulary
 from areal_tasks.store.backend import Store
@@ -62,7 +62,6 @@ def _run(store: Store, catalog: Catalog, points: int, samples: int) -> Payload:
     if head is None:
         return run_facts(catalog.run, None, Makers()) | nothing
     with connect(store, catalog.run.name) as connection:
-        add_scalars(connection)
         facts = run_facts(catalog.run, head, makers_of(connection))
         lines, picked, count = curves(connection, points), pick(connection, samples), available(connection)
     rows, problems = read_samples(catalog, picked)

@@ -66,19 +66,6 @@ _CHOICES: Final = {
 EVALUATION_SHARE: Final = 0.2  # of the samples, where a run trains and evaluates
 
 
-def add_scalars(connection: duckdb.DuckDBPyConnection) -> None:
-    """Where a run ends before the stage `scalars`, as some replays do: the same columns, joined now."""
-    tables = {str(row[0]) for row in connection.execute("SHOW TABLES").fetchall()}
-    if "scalars" in tables or not tables >= {"rollout", "verify"}:
-        return
-    kept = "JOIN advantage USING (iteration, sample_id)" if "advantage" in tables else ""
-    columns = "advantage.kept" if kept else "true AS kept"
-    connection.execute(
-        f"CREATE VIEW scalars AS SELECT rollout.*, verify.reward, verify.verdict, {columns}"
-        f" FROM rollout JOIN verify USING (iteration, sample_id) {kept}"
-    )
-
-
 def pick(connection: duckdb.DuckDBPyConnection, count: int) -> Picked:
     """At most `count` samples of a run, in an order in which any beginning of it is a fair choice too."""
     tables = {str(row[0]) for row in connection.execute("SHOW TABLES").fetchall()} & _CANDIDATES.keys()

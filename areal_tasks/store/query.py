@@ -8,7 +8,7 @@ on S3 alike.
 from __future__ import annotations
 
 import re
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from types import TracebackType
 from typing import Final, Self
 
@@ -22,7 +22,7 @@ from areal_tasks.store.record_tables import log_table, segments_table
 from areal_tasks.store.runs import load_run
 from areal_tasks.store.scan import Lazy, derived_dataset, table_dataset
 from schemas.errors import UserError
-from schemas.views import COMMITS, LOG, SEGMENTS, SHARDS, STAGES, VIEWS, View
+from schemas.views import COMMITS, LOG, SEGMENTS, SHARDS, SHARED, STAGES, VIEWS, View
 
 _META: Final = frozenset({"stages", "commits", "shards", "log", "segments"})
 _ONE_SELECT: Final = "Ask one question at a time: a single SELECT (or DESCRIBE, SUMMARIZE, EXPLAIN)."
@@ -41,9 +41,10 @@ class Session:
         self.connection = duckdb.connect(
             config={"enable_external_access": "false", "autoload_known_extensions": "false"}
         )
-        self.lazies = _register(self.connection, self.catalog)
+        self.shown = shown(self.catalog)
+        self.lazies = _register(self.connection, self.catalog, self.shown)
         self.defined: dict[str, str] = {}
-        self.views = _views(self.tables)
+        self.views = _views(self.shown.keys())
         self._define(frozenset())
         self.connection.execute("SET lock_configuration = true")
 
@@ -75,7 +76,7 @@ class Session:
 
     def _define(self, spared: Set[str]) -> None:
         for view in self.views:
-            text = view.define(self.tables, spared)
+            text = view.define(self.shown.keys(), spared)
             if self.defined.get(view.name) != text:
                 self.connection.execute(text)
                 self.defined[view.name] = text
@@ -147,18 +148,29 @@ def check_statement(query: str) -> None:
         raise UserError(f"This is not a question that can be put to a run. {_ONE_SELECT}")
 
 
+def shown(catalog: Catalog) -> dict[str, str]:
+    """By the names that SQL sees, the run's tables.
+
+    A replay that ends before the stage `scalars` has that table only of what it shares with its parent, if anything.
+    """
+    names = {name: name for name in sorted(catalog.stages_of)}
+    if catalog.run.record.replay_until and "scalars" in names:
+        names[SHARED] = names.pop("scalars")
+    return names
+
+
 def _views(tables: Set[str]) -> list[View]:
-    """Of each name the first view whose tables there are."""
+    """Of each name the first view whose tables, or views before it, there are."""
     found: dict[str, View] = {}
     for view in VIEWS:
-        if view.needs <= tables:
+        if view.name not in tables and view.needs <= tables | found.keys():
             found.setdefault(view.name, view)
     return list(found.values())
 
 
-def _register(connection: duckdb.DuckDBPyConnection, catalog: Catalog) -> list[Lazy]:
+def _register(connection: duckdb.DuckDBPyConnection, catalog: Catalog, names: Mapping[str, str]) -> list[Lazy]:
     connection.execute("SET python_enable_replacements = false")
-    made = {name: table_dataset(catalog, name) for name in sorted(catalog.stages_of)}
+    made = {name: table_dataset(catalog, table) for name, table in names.items()}
     made["stages"] = derived_dataset(STAGES, catalog.stages_table)
     made["commits"] = derived_dataset(COMMITS, catalog.commits_table)
     made["shards"] = derived_dataset(SHARDS, catalog.shards_table)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import Annotated, Any
 
 import typer
 
@@ -10,7 +11,7 @@ from areal_tasks.store.backend import open_store
 from areal_tasks.store.fork import Origin, check_forkable, parent_values
 from areal_tasks.store.keys import digest_json
 from areal_tasks.store.runs import load_run
-from flows.cli.inspect import StoreUrl
+from flows.cli.inspect import AsJson, StoreUrl
 from flows.cli.local import outcome
 from flows.cli.overrides import run_and_changes
 from schemas.recipe.load import apply_overrides, parse_recipe
@@ -25,6 +26,7 @@ def fork(
     at: Annotated[int, typer.Option("--at", min=0, help="First iteration that is the child's own.")],
     overrides: Changes = None,
     store: StoreUrl = "",
+    as_json: AsJson = False,
 ) -> None:
     """Run on from iteration K of a run, with changed settings or without; what came before is shared, not copied."""
     name, changes = run_and_changes(overrides)
@@ -35,8 +37,19 @@ def fork(
 
     from flows.cli.in_process import run_here  # Prefect and torch: seconds that no other command should wait for
 
-    typer.echo(f"run {name} is {Origin(parent, at)}{told(changes)}")
-    typer.echo(outcome(run_here(recipe, name, fork=f"{parent}@{at}")))
+    origin = Origin(parent, at)
+    typer.echo(f"run {name} is {origin}{told(changes)}", err=as_json)
+    result = run_here(recipe, name, fork=f"{parent}@{at}")
+    typer.echo(json.dumps(result | parentage(origin), default=str, indent=1) if as_json else outcome(result))
+
+
+def parentage(origin: Origin) -> dict[str, Any]:
+    """Where a child comes from, as JSON: `iteration` is its first own one."""
+    told = {"kind": origin.kind, "parent": origin.parent, "iteration": origin.iteration}
+    if origin.kind == "fork":
+        return told
+    replayed = {"from": origin.replay_from, "until": origin.replay_until, "counterfactual": origin.counterfactual}
+    return told | replayed
 
 
 def child_name(stem: str, settings: list[str]) -> str:

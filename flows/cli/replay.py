@@ -14,7 +14,7 @@ from areal_tasks.store.diff_curves import Section
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.runs import load_run
 from flows.cli.diff import show_sections
-from flows.cli.fork import child_name, told
+from flows.cli.fork import child_name, parentage, told
 from flows.cli.inspect import AsJson, StoreUrl
 from flows.cli.overrides import run_and_changes
 
@@ -73,7 +73,7 @@ def replay(
         on_policy=on_policy,
         store=there.store.url,
     )
-    report(result, as_json)
+    report(result | parentage(origin), as_json)
 
 
 def report(result: dict[str, Any], as_json: bool) -> None:

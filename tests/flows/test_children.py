@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage_driver import digests, drive, start_driver, store_in, tiny
+from stage_driver import digests, drive, start_driver, store_in, tiny, tiny_evaluation
 
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.journal import read_log
@@ -63,6 +63,9 @@ def found(api: str, what: str, **query: Any) -> list[dict[str, Any]]:
 def test_the_command_forks_and_the_same_command_again_has_nothing_to_do(whole: Path, say: Say) -> None:
     out, _ = say("fork", "whole", "--at", "2", "trainer.lr=0.003")
     name = out.split()[1]
+    as_json, _ = say("fork", "whole", "--at", "2", "trainer.lr=0.003", "--json")
+    store = {"store": store_in(whole).url, "iterations": 3}
+    assert json.loads(as_json) == {"run": name, "kind": "fork", "parent": "whole", "iteration": 2} | store
     assert f"run {name} is a fork of 'whole' at iteration 2, with trainer.lr=0.003" in out
     assert f"run {name}: 3 iterations in" in out and name.startswith("whole-at-2-")
     assert digests(whole, name)[:2] == digests(whole, "whole")[:2] != digests(whole, name)
@@ -97,11 +100,23 @@ def test_a_replay_as_json_is_nothing_but_json(say: Say) -> None:
     out, _ = say("replay", "whole", "--from", "verify", "--until", "verify", "reward.verifier=exact", "--json")
     found = json.loads(out)
     assert found["iterations"] == 3 and found["run"].startswith("whole-verify-")
+    told = {"kind": "replay", "parent": "whole", "iteration": 0, "from": "verify", "until": "verify"}
+    assert told.items() <= found.items() and found["counterfactual"] is True
     assert [section["title"].split(":")[0] for section in found["comparison"]][:3] == [
         "iterations by stage",
         "verdicts",
         "reward",
     ]
+
+
+def test_an_evaluation_is_judged_anew_and_not_forked(whole: Path, api: str, say: Say) -> None:
+    drive(whole, "score", tiny_evaluation("run://whole"))
+    out, _ = say("replay", "score", "--from", "verify", "reward.verifier=exact", "run=exactly")
+    assert "run exactly is a replay of 'score' from verify, with its rollouts" in out and "of 8 changed" in out
+    assert {name: state for name, state in states_of_last(api).items() if name.startswith("evaluate")} == {
+        "evaluate version 0": "Committed"
+    }
+    assert "replay score --from verify" in " ".join(say("fork", "score", "--at", "0")[1].split())
 
 
 def test_a_replay_that_was_killed_goes_on(whole: Path, api: str) -> None:

@@ -97,7 +97,7 @@ def iteration_commit(run: Run, k: int, stages: Sequence[StageRef] = ()) -> Itera
         previous=run.digest_of(run.head()),
         segment=run.segment_at(k).n,
         stages=tuple(stages),
-        weights=WeightsRef(version=k + 1, attempt="a", path="p", sha256="s", digest="d"),
+        weights=WeightsRef(version=k + 1, attempt="", path="", sha256="", digest="d"),  # not written
         checkpoint=None,
         provenance=make_provenance(run.owner, now()),
     )
