@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -15,21 +15,23 @@ from areal_tasks.store.parallel import parallel
 from areal_tasks.store.paths import checkpoint, weights
 from schemas.manifest import FileRef, Provenance, WeightsManifest, WeightsRef
 
+_NONE: Final[Mapping[str, str]] = {}
 _PATHS: Final = {"weights": weights, "checkpoint": checkpoint}
 
 
-def upload(store: Store, prefix: str, folder: Path) -> tuple[FileRef, ...]:
+def upload(store: Store, prefix: str, folder: Path, known: Mapping[str, str] = _NONE) -> tuple[FileRef, ...]:
     """Put every file below `folder` under `prefix` (a fresh attempt), sorted by name; hashed in parallel.
 
-    A folder that is `store.local(prefix)` itself is not copied, only made durable.
+    `known`: the SHA-256 of files whose bytes were hashed when they were made. A folder that is `store.local(prefix)`
+    itself is not copied, only made durable.
     """
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return tuple(parallel(lambda name: _upload(store, f"{prefix}/{name}", folder / name), names))
+    return tuple(parallel(lambda name: _upload(store, f"{prefix}/{name}", folder / name, known.get(name)), names))
 
 
-def _upload(store: Store, path: str, source: Path) -> FileRef:
+def _upload(store: Store, path: str, source: Path, sha256: str | None) -> FileRef:
     store.put_file(path, source)
-    return FileRef(path=path, sha256=file_sha256(source), bytes=source.stat().st_size)
+    return FileRef(path=path, sha256=sha256 or file_sha256(source), bytes=source.stat().st_size)
 
 
 def file_sha256(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from areal_tasks.engines.trainer import checkpoint
+from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.fsdp2 import whole
 from areal_tasks.engines.trainer.optimizer import (
     clip_gradients,
@@ -119,3 +122,25 @@ def test_adamw_is_what_its_paper_says() -> None:
         update = (m / (1 - 0.8**t)) / ((v / (1 - 0.9**t)).sqrt() + 1e-3)
         expected = expected - lr * (update + 0.1 * expected)
     assert weight.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_a_large_state_is_written_to_several_files_and_read_back_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(scale: float) -> tuple[torch.nn.Module, torch.optim.AdamW]:
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
+        optimizer = make_optimizer(model.parameters(), Trainer(lr=0.1))
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter) * scale
+        step_at(optimizer, 0.1)
+        return model, optimizer
+
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 100)
+    model, optimizer = made(1.0)
+    checkpoint.save_state(tmp_path / "some", model, optimizer, Progress(7, 1))
+    assert len(list((tmp_path / "some").glob("*.distcp"))) > 2
+    other, others = made(2.0)
+    assert checkpoint.load_state(tmp_path / "some", other, others) == Progress(7, 1)
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        kept, found = prepare_state(optimizer, one), prepare_state(others, two)
+        assert torch.equal(one, two) and all(torch.equal(kept[key], found[key]) for key in kept), name

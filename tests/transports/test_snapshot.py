@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from areal_tasks.engines.trainer import snapshot
 from areal_tasks.engines.trainer.snapshot import Snapshot
+from areal_tasks.store.files import file_sha256
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -43,7 +44,8 @@ def test_many_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(snapshot, "SHARD_BYTES", 100)
     held = Snapshot(torch.float32)
     held.take(1, tensors().items())
-    held.save(tmp_path)
+    digests = held.save(tmp_path)
+    assert digests == {path.name: file_sha256(path) for path in tmp_path.glob("*.safetensors")}
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors().values())
     assert len(set(index["weight_map"].values())) > 1

@@ -20,13 +20,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from areal_tasks.engines.trainer.backend import Progress
-from areal_tasks.engines.trainer.optimizer import prepare_state
+from areal_tasks.engines.trainer.optimizer import here, prepare_state
 from schemas.errors import UserError
 
 #: A parameter's `weight`, and what AdamW keeps of it: `step`, `exp_avg`, `exp_avg_sq`. Sharded ones are DTensors.
 Parameter = Mapping[str, Tensor]
 Parameters = Mapping[str, Parameter]
 
+#: A rank's share goes into files of about so many bytes, or more where they would be too many.
+FILE_BYTES: Final = 256 * 2**20
+MOST_FILES: Final = 16
 #: What DCP's metadata is pickled from; some of it since torch 2.11, some before.
 _MODULES: Final = ("torch.distributed.checkpoint.", "torch.distributed.tensor.")
 _NAMES: Final = frozenset(
@@ -64,11 +67,18 @@ def save_parameters(folder: Path, parameters: Parameters, progress: Progress) ->
     """As `save_state`, of tensors that the backend has made for it. OSError where the disk refuses."""
     counts = torch.tensor([progress.step, progress.skipped_in_row])
     state = {"parameters": parameters, "rng": torch.get_rng_state(), "progress": counts}
+    writer = dcp.FileSystemWriter(folder, sync_files=False, thread_count=_files(parameters))
     try:
         with _quiet():
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=False), no_dist=_alone())
+            dcp.save(state, storage_writer=writer, no_dist=_alone())
     except CheckpointException as error:  # no Exception of Python's, and it hides the one there was
         raise _cause(error) from error
+
+
+def _files(parameters: Parameters) -> int:
+    """How many files this rank writes, each from a thread of its own; they are also hashed side by side."""
+    held = sum(here(tensor).nbytes for parameter in parameters.values() for tensor in parameter.values())
+    return min(max(held // FILE_BYTES, 1), MOST_FILES)
 
 
 def load_parameters(folder: Path, parameters: Parameters) -> Progress:

@@ -178,7 +178,7 @@ class Trainer:
 
     def checkpoint(self, command: Write) -> Written:
         """Write everything that training goes on from. Nothing is visible until the caller commits the files."""
-        return self._written(command, lambda folder: self.backend.save_checkpoint(folder, self.progress))
+        return self._written(command, self._save_checkpoint)
 
     @names_memory_knobs
     def compare(self, command: Compare) -> Compared:
@@ -270,17 +270,20 @@ class Trainer:
         self.backend.load_reference(self._fetch(self.initial))
         self.has_reference = True
 
-    def _written(self, command: Write, save: Callable[[Path], None]) -> Written:
-        """Let `save` fill a folder and upload it; where the store is on this disk, the folder is already in it."""
+    def _written(self, command: Write, save: Callable[[Path], Mapping[str, str]]) -> Written:
+        """Let `save` fill a folder and upload it; where the store is on this disk, the folder is already in it.
+
+        It may return the SHA-256 of some of the files.
+        """
         self.fence.admit(command.owner)
         self.fence.expect(command.version)
         started = time.perf_counter()
         with self._folder(command.prefix) as folder:
             try:
-                save(folder)
+                known = save(folder)
             except OSError as error:
                 raise unusable(error.filename or self.store.uri(command.prefix), error) from error
-            files = upload(self.store, command.prefix, folder) if self.group.rank == 0 else ()
+            files = upload(self.store, command.prefix, folder, known) if self.group.rank == 0 else ()
         return Written(files=files, seconds=time.perf_counter() - started)
 
     @contextmanager
@@ -289,11 +292,16 @@ class Trainer:
         with tempfile.TemporaryDirectory(dir=self.scratch) as temporary:
             yield Path(self.group.from_first(lambda: _made(self.store.local(prefix) or Path(temporary))))
 
-    def _save_folder(self, folder: Path) -> None:
+    def _save_checkpoint(self, folder: Path) -> Mapping[str, str]:
+        self.backend.save_checkpoint(folder, self.progress)
+        return {}
+
+    def _save_folder(self, folder: Path) -> Mapping[str, str]:
         snapshot = self._snapshot()
-        if self.backend.rank == 0 and self.weights is not None:
-            snapshot.save(folder)
-            hand_on(self.weights, folder, snapshot.dtype)
+        if self.backend.rank > 0 or self.weights is None:
+            return {}
+        hand_on(self.weights, folder, snapshot.dtype)
+        return snapshot.save(folder)
 
     def _snapshot(self) -> Snapshot:
         """The policy's full weights as they are published, gathered once a version; every rank takes part."""

@@ -6,12 +6,14 @@ goes through page-locked memory that is allocated once.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file
@@ -50,13 +52,20 @@ class Snapshot:
                 _copy_into(self.tensors, name, tensor.detach().to(self.dtype), tensor.device)
         self.version = version
 
-    def save(self, folder: Path) -> None:
-        """Write the tensors as safetensors into `folder`: one file, or several of about SHARD_BYTES and their index."""
+    def save(self, folder: Path) -> dict[str, str]:
+        """Write the tensors as safetensors into `folder`: one file, or several of about SHARD_BYTES and their index.
+
+        Returns the SHA-256 of each, made from memory while they are written: together they take as long as the longer.
+        """
         shards = _shards(self.host())
         names = _file_names(len(shards))
-        parallel(lambda work: _write(folder / work[0], work[1]), list(zip(names, shards, strict=True)))
+        contents = [(name, _content(shard)) for name, shard in zip(names, shards, strict=True)]
+        work = [
+            partial(make, name, content) for name, content in contents for make in (partial(_write, folder), _sha256)
+        ]
         if len(shards) > 1:
             (folder / "model.safetensors.index.json").write_text(json.dumps(_index(names, shards), indent=1))
+        return {name: digest for name, digest in parallel(lambda make: make(), work) if digest}
 
     def host(self) -> Named:
         """The tensors in host memory."""
@@ -130,19 +139,33 @@ def _index(names: Sequence[str], shards: Sequence[Named]) -> dict[str, object]:
     return {"metadata": {"total_size": total}, "weight_map": places}
 
 
-def _write(path: Path, tensors: Named) -> None:
-    """One safetensors file (format: an 8-byte length, a JSON header, the tensors' bytes end to end).
+Content = Sequence[bytes | memoryview]
+
+
+def _content(tensors: Named) -> Content:
+    """The bytes of a safetensors file, in parts (an 8-byte length, a JSON header, the tensors' bytes end to end).
 
     The library's own writer first copies every tensor to a Python string while it holds the interpreter's lock, so
     that threads cannot write side by side.
     """
-    with path.open("wb") as file:
-        _write_header(file, tensors)
-        for data in _bytes(tensors):
+    return [_header(tensors), *_bytes(tensors)]
+
+
+def _write(folder: Path, name: str, content: Content) -> tuple[str, str]:
+    with (folder / name).open("wb") as file:
+        for data in content:
             file.write(data)
+    return name, ""
 
 
-def _write_header(file: BinaryIO, tensors: Named) -> None:
+def _sha256(name: str, content: Content) -> tuple[str, str]:
+    found = hashlib.sha256()
+    for data in content:
+        found.update(data)
+    return name, found.hexdigest()
+
+
+def _header(tensors: Named) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in tensors.items():
@@ -151,7 +174,7 @@ def _write_header(file: BinaryIO, tensors: Named) -> None:
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8 bytes
-    file.write(len(text).to_bytes(8, "little") + text)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _bytes(tensors: Named) -> Iterator[memoryview]:
