@@ -30,14 +30,13 @@ def check_first_start(parent: Run, origin: Origin) -> None:
     Raises:
         UserError: a file is missing or damaged, and is named; or weights were removed on purpose, and by whom.
     """
-    refs = loaded_weights(parent, origin)
-    if not refs:
-        return
-    check_loaded_kept(parent, origin)
     try:
+        check_loaded_kept(parent, origin)
+        refs = loaded_weights(parent, origin)
         files = [file for ref in refs for file in read_weights(parent.store, ref).files]
         parallel(lambda file: _check_size(parent.store, file), files)
-        parallel(lambda shard: check_shard(parent.store, shard), list(_shards(parent, origin.iteration)))
+        if refs:  # an engine will be started
+            parallel(lambda shard: check_shard(parent.store, shard), list(_shards(parent, origin.iteration)))
     except Unavailable:
         raise
     except StoreError as error:

@@ -46,6 +46,8 @@ LOADED = [
     ("often", "checkpoints/version=000002/attempt=*/*.distcp"),
     ("often", "checkpoints/version=000002/attempt=*.json"),
     ("often", "iteration=000000/stage=prompts/attempt=*/*.parquet"),
+    ("often", "iteration=000000/stage=initialise/*.json"),
+    ("rare", "iteration=000001/stage=train/*.json"),
     ("rare", "weights/version=000002/attempt=*.json"),
     ("rare", "iteration=000000/stage=rollout/attempt=*/*.parquet"),
     ("rare", "iteration=000001/stage=advantage/attempt=*/*.parquet"),

@@ -12,7 +12,7 @@ from faulty_proxy import EMPTY_LISTING, Faults, faulty_proxy
 from s3_server import BUCKET, S3Server
 from stage_driver import Digests, digests_of, drive, store_in, tiny
 
-from areal_tasks.store import paths
+from areal_tasks.store import paths, verified_files
 from areal_tasks.store.audit import audit
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.inventory import entries, remove
@@ -96,6 +96,30 @@ def test_a_file_that_is_damaged_is_named_by_whoever_needs_it(
     check_named(place, path, tmp_path, "is damaged|does not exist")
     exchange(place, path, whole)
     assert run_sql(place, "r", QUERY) == answer and audit(place, "r").sound
+
+
+LARGE: dict[str, Damage] = DAMAGES | {
+    "footer": lambda data: data[:-99] + bytes([data[-99] ^ 1]) + data[-98:],
+    "another": lambda data: data + data[-8:],
+}
+
+
+@pytest.mark.parametrize("damage", LARGE.values(), ids=LARGE.keys())
+def test_a_large_shard_is_not_read_whole_and_named_all_the_same(
+    place: Store, damage: Damage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verified_files, "WHOLE_BYTES", 0)
+    run = load_run(place, "r")
+    ref = next(ref for ref in run.commit(0).stages if ref.stage == "rollout")
+    path = run.read_stage(ref).tables["rollout"].shards[0].path
+    query = "SELECT hash(COLUMNS(*)) FROM rollout ORDER BY ALL"
+    answer, whole = run_sql(place, "r", query), place.read(path)
+    exchange(place, path, damage(whole))
+    with pytest.raises(UserError, match=r"is damaged|does not exist") as error:
+        run_sql(place, "r", query)
+    assert place.uri(path) in str(error.value)
+    exchange(place, path, whole)
+    assert run_sql(place, "r", query) == answer
 
 
 def test_a_commit_of_a_newer_program_is_named(place: Store, tmp_path: Path) -> None:
