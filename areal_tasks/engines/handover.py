@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
@@ -12,7 +13,7 @@ from typing import Final, Literal
 from areal_tasks.engines.trainer.commands import Receiver, Send
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.store.backend import Store
-from areal_tasks.store.files import materialise, read_weights
+from areal_tasks.store.files import common_folder, materialise, read_weights
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 from schemas.recipe.recipe import Recipe, RlhfRecipe
@@ -69,10 +70,23 @@ def send_command(owner: int, version: int, transport: Transport, urls: Sequence[
 
 @contextmanager
 def local_weights(store: Store, ref: WeightsRef) -> Iterator[Path]:
-    """The files of `ref` in a folder of this machine while servers load them; in memory if they must be fetched."""
+    """The files of `ref` in a folder of this machine while servers load them; in memory if they must be fetched.
+
+    Where they lie on this machine they are hashed beside the loading, which is as long.
+
+    Raises:
+        UserError: a file is damaged; perhaps only on leaving, before anybody has been told that the weights are there.
+    """
+    files = read_weights(store, ref).files
+    there = store.local(common_folder(files))
     parent = MEMORY if MEMORY.is_dir() else None
     into = Path(tempfile.mkdtemp(prefix="arealflow-weights-", dir=parent))
     try:
-        yield materialise(store, read_weights(store, ref).files, into, verify=True)
+        with ThreadPoolExecutor(1) as beside:
+            checked = beside.submit(materialise, store, files, into, verify=True)
+            try:
+                yield there or checked.result()
+            finally:
+                checked.result()
     finally:
         shutil.rmtree(into, ignore_errors=True)

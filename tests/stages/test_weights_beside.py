@@ -1,0 +1,60 @@
+"""Weights that servers load are verified beside the loading, and a damaged file is never passed over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_tasks.engines.handover import local_weights
+from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.commit import new_attempt
+from areal_tasks.store.files import commit_weights, read_weights, upload
+from areal_tasks.store.paths import weights_attempt
+from areal_tasks.store.provenance import make_provenance, now
+from schemas.errors import UserError
+from schemas.manifest import WeightsRef
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> tuple[Store, WeightsRef]:
+    store, attempt = open_store(f"file://{tmp_path}/store"), new_attempt()
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("a.safetensors", "b.safetensors"):
+        (folder / name).write_bytes(name.encode() * 1000)
+    files = upload(store, weights_attempt("r", 3, attempt), folder)
+    return store, commit_weights(store, "r", 3, attempt, "weights", files, make_provenance(1, now()))
+
+
+def test_servers_read_the_stores_own_files(written: tuple[Store, WeightsRef], tmp_path: Path) -> None:
+    store, ref = written
+    with local_weights(store, ref) as folder:
+        assert folder.is_relative_to(tmp_path / "store")
+        assert (folder / "a.safetensors").read_bytes() == b"a.safetensors" * 1000
+    assert folder.is_dir()
+
+
+def test_damage_is_an_error_once_the_servers_have_loaded(written: tuple[Store, WeightsRef]) -> None:
+    store, ref = written
+    place = store.local(read_weights(store, ref).files[1].path)
+    assert place is not None
+    data = bytearray(place.read_bytes())
+    data[500] ^= 1
+    place.write_bytes(data)
+    loaded = []
+    with pytest.raises(UserError, match=r"b\.safetensors is damaged"), local_weights(store, ref) as folder:
+        loaded.append(folder)
+    assert loaded
+    with pytest.raises(UserError, match="damaged"), local_weights(store, ref):
+        raise RuntimeError("a server could not read it")  # the damage is what has to be said
+
+
+def test_known_digests_are_taken_for_those_of_the_files(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/store")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "a").write_bytes(b"1")
+    (folder / "b").write_bytes(b"2")
+    found = upload(store, weights_attempt("r", 0, "x"), folder, {"a": "f" * 64})
+    assert [file.sha256[:4] for file in found] == ["ffff", "d473"]
