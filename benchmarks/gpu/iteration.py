@@ -38,6 +38,8 @@ from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe
 
 PARTS = ("run", "sglang", "step", "trl")
+#: Tokens of a pass: with the recipe's number the GPU would be done with a small model's pass before the host.
+PASS_TOKENS = {"135m": 65536, "0.5b": 32768}
 WARM = 2  # iterations of the run that are left out: compilation, first CUDA graphs
 
 
@@ -74,6 +76,8 @@ def overrides(arguments: argparse.Namespace) -> dict[str, str]:
     """Of the benchmark's recipe."""
     model, prompts, store = paths(arguments)
     own = {"model.path": str(model), "data.source": str(prompts), "store.url": store}
+    if arguments.shape in PASS_TOKENS:
+        own["trainer.micro_batch_tokens"] = str(PASS_TOKENS[arguments.shape])
     return own | dict(override.split("=", 1) for override in arguments.overrides)
 
 
