@@ -11,13 +11,13 @@ import pyarrow.dataset as ds
 
 from areal_tasks.store.catalog import Catalog, Region
 from areal_tasks.store.compacted import FORMAT
-from areal_tasks.store.verified_files import CheckedScan, ShardCheck
+from areal_tasks.store.verified_files import CheckedScan, CheckedShards
 from schemas.tables import REPEATED, TABLES
 
 #: Makes the data set that is scanned, given the columns and the filter.
 Build = Callable[[Sequence[str], ds.Expression | None], ds.Dataset]
-#: Raises an error if one of the files at these paths is damaged.
-Check = Callable[[Sequence[str]], None]
+#: The fragments to scan in the place of these, once they are known to be sound.
+Check = Callable[[Sequence[Any]], Sequence[Any]]
 
 _WORD: Final = pa.dictionary(pa.int32(), pa.string())  # a text to DuckDB all the same
 _ITERATION: Final = pa.field("iteration", pa.int32(), nullable=False)
@@ -26,7 +26,7 @@ _ITERATION: Final = pa.field("iteration", pa.int32(), nullable=False)
 class Lazy(ds.InMemoryDataset):  # type: ignore[misc]
     """A data set that is made when DuckDB asks it for a scanner. An error is kept: DuckDB hides where it came from."""
 
-    def __init__(self, schema: pa.Schema, build: Build, check: Check = lambda paths: None) -> None:
+    def __init__(self, schema: pa.Schema, build: Build, check: Check = lambda fragments: fragments) -> None:
         super().__init__(schema.empty_table())
         self.build = build
         self.check = check
@@ -41,9 +41,9 @@ class Lazy(ds.InMemoryDataset):  # type: ignore[misc]
                 return dataset.scanner(columns=columns, filter=filter, **options)
             return CheckedScan(dataset, filter, {"columns": columns, **options}, self._checked)
 
-    def _checked(self, paths: Sequence[str]) -> None:
+    def _checked(self, fragments: Sequence[Any]) -> Sequence[Any]:
         with self.noted():
-            self.check(paths)
+            return self.check(fragments)
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -65,7 +65,7 @@ def table_dataset(catalog: Catalog, table: str) -> Lazy:
     """A table of the run, from compactions where they are believed and from its shards elsewhere."""
     schema = table_schema(table)
     filesystem, root = catalog.run.store.arrow()
-    check = ShardCheck(catalog.run.store, root)
+    check = CheckedShards(catalog.run.store, root)
     plain: dict[int, list[Any]] = {}  # first iteration of a region -> its shards
 
     def shards(region: Region) -> list[Any]:

@@ -1,7 +1,8 @@
 """Shards of which SQL reads parts: what can be said of a file's bytes without reading all of it.
 
-The SHA-256 of a shard vouches for the whole alone. So a small one is read whole and hashed; of a large one the length
-and the footer's own checksum are looked at, and Arrow checks each page that it decodes by the page's checksum.
+The SHA-256 of a shard vouches for the whole alone. So a small one is read whole, in one request, hashed and scanned
+from memory; of a large one the length and the footer's own checksum are looked at, and Arrow checks each page that it
+decodes by the page's checksum.
 """
 
 from __future__ import annotations
@@ -22,18 +23,21 @@ from schemas.manifest import ShardRef
 
 #: Hashing that many bytes takes about as long as opening one Parquet file, half a millisecond.
 WHOLE_BYTES: Final = 1 << 20
-_AT_ONCE: Final = 64  # files that are looked at before the first of them is scanned
+#: So much of a table's small shards stays in memory for the next question of a session.
+KEPT_BYTES: Final = 32 << 20
+_AT_ONCE: Final = 64  # files that are looked at before the first of them is scanned: small ones are in memory
 _THREADS: Final = 32  # they wait for the network
 
 
 @dataclass
-class ShardCheck:
-    """Looks at shards before they are scanned, at each once."""
+class CheckedShards:
+    """The shards of a table as a scan takes them: small ones from memory, once their bytes are verified."""
 
     store: Store
     root: str  # of the store, in the file system that scans it
     known: dict[str, ShardRef] = field(default_factory=dict)
-    sound: set[str] = field(default_factory=set)
+    kept: dict[str, Any] = field(default_factory=dict)  # by path, what to scan: small shards as far as there is room
+    room: int = KEPT_BYTES
 
     def add(self, shard: ShardRef) -> str:
         """The path by which this shard will be scanned."""
@@ -41,11 +45,27 @@ class ShardCheck:
         self.known[path] = shard
         return path
 
-    def __call__(self, paths: Sequence[str]) -> None:
-        """StoreError if one of these is not what its manifest names; what is no known shard is passed over."""
-        new = [path for path in paths if path in self.known and path not in self.sound]
-        parallel(lambda path: check_shard(self.store, self.known[path]), new, _THREADS)
-        self.sound.update(new)
+    def __call__(self, fragments: Sequence[Any]) -> list[Any]:
+        """What is to be scanned in the place of `fragments`; what is no known shard stays as it is.
+
+        Raises:
+            StoreError: one of them is not what its manifest names.
+        """
+        return parallel(self._checked, fragments, _THREADS)
+
+    def _checked(self, fragment: Any) -> Any:
+        path, shard = fragment.path, self.known.get(fragment.path)
+        if shard is None or path in self.kept:
+            return self.kept.get(path, fragment)
+        if shard.bytes > WHOLE_BYTES:
+            check_shard(self.store, shard)
+            return self.kept.setdefault(path, fragment)
+        data = pa.py_buffer(verified(self.store, shard.path, shard.sha256))
+        found = fragment.format.make_fragment(data, partition_expression=fragment.partition_expression)
+        if shard.bytes <= self.room:
+            self.room -= shard.bytes
+            self.kept[path] = found
+        return found
 
 
 def check_shard(store: Store, shard: ShardRef) -> None:
@@ -74,7 +94,7 @@ class CheckedScan:
     dataset: ds.Dataset
     filter: ds.Expression | None
     options: dict[str, Any]
-    check: Callable[[Sequence[str]], None]
+    check: Callable[[Sequence[Any]], Sequence[Any]]
 
     def to_reader(self) -> pa.RecordBatchReader:
         """The batches as a stream. Whoever stops early has looked at few files."""
@@ -83,9 +103,7 @@ class CheckedScan:
     def _batches(self) -> Iterator[pa.RecordBatch]:
         left = list(self.dataset.get_fragments(self.filter))
         for start in range(0, len(left), _AT_ONCE):
-            some = left[start : start + _AT_ONCE]
-            self.check([fragment.path for fragment in some])
-            yield from self._scanner(some).to_reader()
+            yield from self._scanner(self.check(left[start : start + _AT_ONCE])).to_reader()
 
     def _scanner(self, fragments: Sequence[Any]) -> ds.Scanner:
         part = ds.FileSystemDataset(fragments, self.dataset.schema, self.dataset.format, self.dataset.filesystem)

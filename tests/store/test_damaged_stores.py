@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faulty_proxy import EMPTY_LISTING, Faults, faulty_proxy
+from faulty_proxy import EMPTY_LISTING, FLIPPED, SHORT, TORN, Faults, faulty_proxy
 from s3_server import BUCKET, S3Server
 from stage_driver import Digests, digests_of, drive, store_in, tiny
 
@@ -144,3 +144,21 @@ def test_a_listing_that_shows_nothing_changes_no_answer(
         assert (run_sql(stale, "r", QUERY), report.sound, report.root) == (answer, True, root)
         drive(tmp_path, "r", tiny(), store=stale)
         assert digests_of(stale, "r") == expected and audit(stale, "r").iterations == len(expected)
+
+
+@pytest.mark.parametrize("answer", [FLIPPED, SHORT, TORN], ids=["flipped", "short", "torn"])
+def test_a_shard_that_is_damaged_on_its_way_to_sql_is_asked_for_again(
+    s3: S3Server, begun: Path, monkeypatch: pytest.MonkeyPatch, answer: tuple[int, bytes]
+) -> None:
+    whole = uploaded(begun)
+    expected = run_sql(whole, "r", QUERY)
+    faults = Faults(answer=answer, checksums=False, spoils=lambda method, path: method == "GET" and ".parquet" in path)
+    with faulty_proxy(s3.endpoint, faults) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        for times, damaged in ((1, False), (10**6, True)):
+            faults.left = times
+            if damaged:
+                with pytest.raises(UserError, match=r"\.parquet (is damaged|arrives incomplete)"):
+                    run_sql(open_store(whole.url), "r", QUERY)
+            else:
+                assert run_sql(open_store(whole.url), "r", QUERY) == expected and faults.left == 0
