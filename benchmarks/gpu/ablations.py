@@ -25,10 +25,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from areal_tasks.data import batching
 from areal_tasks.data.batching import Layout
-from areal_tasks.engines.trainer import fsdp2, learner, policy
+from areal_tasks.engines.trainer import attention, fsdp2, learner, policy
 from areal_tasks.engines.trainer.backend import Backend
 from areal_tasks.engines.trainer.policy import decoder_layers
 from benchmarks import trainer_core
+from benchmarks.gpu import attention_kernels
 from benchmarks.gpu.results import machine
 from benchmarks.gpu.shapes import SHAPES, mfu
 
@@ -146,6 +147,14 @@ def recompiled(backend: Backend, arguments: argparse.Namespace, **how: Any) -> I
         torch._dynamo.reset()
 
 
+@contextmanager
+def cudnn_attention(backend: Backend, arguments: argparse.Namespace) -> Iterator[None]:
+    """Packed attention by cuDNN, outside of the compiled graphs; on a CPU nothing changes."""
+    kernel = torch.compiler.disable(attention_kernels.cudnn_packed)  # type: ignore[no-untyped-call]
+    with patch.object(attention, "in_one_kernel", kernel), recompiled(backend, arguments, dynamic=True):
+        yield
+
+
 def sized(micro: float = 1.0, chunk: float = 1.0) -> Change:
     """Other sizes of a pass and of a chunk of logits, as multiples of the usual ones."""
 
@@ -196,6 +205,7 @@ CHANGES: Final[dict[str, Change]] = {
     "head chunks 2×": sized(chunk=2.0),
     "static shapes": static_shapes,
     "static, padded": static_padded,
+    "attention by cuDNN": cudnn_attention,
     "static, tuned blocks": tuned,
 }
 
@@ -229,12 +239,12 @@ def timed(backend: Backend, arguments: argparse.Namespace, name: str) -> Row:
 
 
 def measured(backend: Backend, arguments: argparse.Namespace, name: str) -> Row | None:
-    """The row of one change; None where memory did not suffice."""
+    """The row of one change; None where memory did not suffice, or a kernel refused."""
     try:
         with CHANGES[name](backend, arguments):
             return timed(backend, arguments, name)
-    except torch.OutOfMemoryError as error:
-        print(f"{name}: {str(error).splitlines()[0]}", flush=True)
+    except RuntimeError as error:
+        print(f"{name}: not possible here: {str(error).splitlines()[0][:150]}", flush=True)
     gc.collect()
     torch.cuda.empty_cache()
     policy_of(backend).zero_grad(set_to_none=True)

@@ -44,36 +44,32 @@ def varlen(heads: Heads, length: int) -> Tensor:
     return in_one_kernel(*heads, bounds, length, None, None)
 
 
-class CudnnVarlen(torch.autograd.Function):
-    """cuDNN's fused attention over packed samples; torch has no public call for it yet."""
-
-    @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, length: int) -> Tensor:  # type: ignore[no-untyped-def]
-        found = torch.ops.aten._cudnn_attention_forward(
-            query, key, value, None, bounds, bounds, length, length, True, 0.0, True, False
-        )
-        ctx.save_for_backward(query, key, value, found[0], found[1], found[6], found[7], bounds)
-        ctx.length = length
-        return found[0]
-
-    @staticmethod
-    def backward(ctx, of_out: Tensor):  # type: ignore[no-untyped-def]
-        query, key, value, out, lse, seed, offset, bounds = ctx.saved_tensors
-        none = torch.empty(0, device=query.device)
-        lengths = (bounds, bounds, ctx.length, ctx.length, 0.0, True)
-        found = torch.ops.aten._cudnn_attention_backward(
-            of_out.contiguous(), query, key, value, out, lse, seed, offset, none, *lengths
-        )
-        return *found, None, None
-
-
 def cudnn_varlen(heads: Heads, length: int) -> Tensor:
     """The same by cuDNN."""
-    query = heads[0]
-    times = query.shape[1] // heads[1].shape[1]
-    key, value = (tensor.repeat_interleave(times, 1) for tensor in heads[1:])
-    flat = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
-    out: Tensor = CudnnVarlen.apply(*flat, bounds_of(heads, length), length)
+    return cudnn_packed(*heads, bounds_of(heads, length), length, None, None)
+
+
+def cudnn_packed(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scaling: float | None, window: int | None
+) -> Tensor:
+    """The trainer's `in_one_kernel` by cuDNN, through the call that torch's nested tensors use; without windows."""
+    assert window is None
+    times = query.shape[1] // key.shape[1]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    k, v = (x.repeat_interleave(times, 1) for x in (k, v))
+    out: Tensor = torch.ops.aten._cudnn_attention_forward(
+        *(x.contiguous() for x in (q, k, v)),
+        None,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        True,
+        0.0,
+        True,
+        False,
+        scale=scaling,
+    )[0]
     return out.transpose(0, 1)[None]
 
 
