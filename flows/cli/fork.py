@@ -8,8 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from areal_tasks.store.backend import open_store
+from areal_tasks.store.first_start import check_first_start
 from areal_tasks.store.fork import Origin, check_forkable, parent_values
 from areal_tasks.store.keys import digest_json
+from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import load_run
 from flows.cli.inspect import AsJson, StoreUrl
 from flows.cli.local import outcome
@@ -34,6 +36,8 @@ def fork(
     check_forkable(there, at)
     recipe = parse_recipe(apply_overrides(parent_values(there, at), changes), parent)
     name = name or child_name(f"{parent}-at-{at}", changes)
+    if not there.store.exists(run_record(name)):
+        check_first_start(there, Origin(parent, at))  # the flow does too, some seconds later
 
     from flows.cli.in_process import run_here  # Prefect and torch: seconds that no other command should wait for
 
