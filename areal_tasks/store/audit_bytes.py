@@ -77,7 +77,7 @@ class Work:
             self.found.report(manifest, f"the columns of {ref.name} do not have the content digest it names", affects)
 
     def _shard(self, shard: ShardRef, manifest: str, affects: str) -> pa.Table | None:
-        data = self.found.read(shard.path, affects)
+        data = self.found.read(shard.path, affects, shard.sha256)
         if data is None:
             return None
         self._tick(len(data))
@@ -92,6 +92,8 @@ class Work:
     def _file(self, file: FileRef, named_by: str, affects: str) -> None:
         try:
             digest, size = file_digest(self.found.store, file.path, self._tick)
+            if digest != file.sha256:  # it may have been damaged on its way
+                digest, size = file_digest(self.found.store, file.path)
         except Missing:
             self.found.report(file.path, "missing", affects)
         except StoreError as error:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from areal_tasks.store.backend import Missing, Store, StoreError
 from areal_tasks.store.commit import decode
 from areal_tasks.store.search import last_present
-from schemas.manifest import StoredRecord
+from schemas.manifest import StoredRecord, seal_holds
 
 R = TypeVar("R", bound=StoredRecord)
 
@@ -42,7 +42,7 @@ class Findings:
 
     def record(self, path: str, model: type[R], sha256: str = "", named_by: str = "", affects: str = "") -> R | None:
         """The record at `path`; None, and a defect, if it is missing or not to the bit what was written."""
-        data = self.read(path, affects)
+        data = self.read(path, affects, sha256)
         if data is None:
             return None
         if sha256 and hashlib.sha256(data).hexdigest() != sha256:
@@ -50,11 +50,15 @@ class Findings:
             return None
         return self.decode(path, model, data, affects)
 
-    def read(self, path: str, affects: str = "") -> bytes | None:
-        """The bytes at `path`; None, and a defect, if they cannot be read."""
+    def read(self, path: str, affects: str = "", sha256: str = "") -> bytes | None:
+        """The bytes at `path`; None, and a defect, if they cannot be read.
+
+        If they are not what they should be they are read again: they may have been damaged on their way.
+        """
         self.seen.add(path)
         try:
-            return self.store.read(path)
+            data = self.store.read(path)
+            return data if _plausible(path, data, sha256) else self.store.read(path)
         except Missing:
             self.report(path, "missing", affects)
         except StoreError as error:
@@ -100,6 +104,13 @@ class Findings:
                 found.append(path)
                 queue += self.readers.get(path, ())
         return _listed([self.names.get(path, path) for path in found])
+
+
+def _plausible(path: str, data: bytes, sha256: str) -> bool:
+    """Whether `data` has the SHA-256 that is known of it; else, of a record, whether its seal holds."""
+    if sha256:
+        return hashlib.sha256(data).hexdigest() == sha256
+    return seal_holds(data) if path.endswith(".json") else True
 
 
 def _listed(names: Sequence[str], most: int = 6) -> str:

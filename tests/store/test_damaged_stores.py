@@ -162,3 +162,17 @@ def test_a_shard_that_is_damaged_on_its_way_to_sql_is_asked_for_again(
                     run_sql(open_store(whole.url), "r", QUERY)
             else:
                 assert run_sql(open_store(whole.url), "r", QUERY) == expected and faults.left == 0
+
+
+@pytest.mark.parametrize("kind", [".parquet", "commit.json", "model.safetensors"])
+def test_an_audit_takes_no_damage_on_the_way_for_a_defect(
+    s3: S3Server, begun: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    whole = uploaded(begun)
+    expected = audit(whole, "r")
+    faults = Faults(
+        answer=FLIPPED, left=1, checksums=False, spoils=lambda method, path: method == "GET" and kind in path
+    )
+    with faulty_proxy(s3.endpoint, faults) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        assert audit(open_store(whole.url), "r") == expected and expected.sound and faults.left == 0
