@@ -169,8 +169,14 @@ class Matrix:
         wait_for(f"iteration {goal}", lambda: self._has(run, flow_run, goal), HOPELESS_SECONDS)
         return time.monotonic() - began
 
+    def _end_of_processes(self) -> None:
+        try:
+            wait_for("the run's processes to end", lambda: not self.scene.left_over(), ORPHAN_SECONDS)
+        except Failed as failure:
+            raise Failed(f"{failure}; still there: {'; '.join(self.scene.left_over())}") from None
+
     def _judge(self, run: str) -> None:
-        wait_for("the run's processes to end", lambda: not self.scene.left_over(), ORPHAN_SECONDS)
+        self._end_of_processes()
         found = holds(self.scene, run)
         if found != self.reference:
             raise Failed(f"it differs from a run that nothing disturbed: {difference(found, self.reference)}")
