@@ -29,10 +29,11 @@ _MAKE: Final = "make one with `openssl genpkey -algorithm ed25519 -out key.pem`,
 
 @dataclass(frozen=True)
 class Verified:
-    """A signature by a key, and whether it holds for what the store has now."""
+    """A signature, why it does not hold for what the store has now (empty if it does), and whether its key is known."""
 
     signature: Signature
     problem: str = ""
+    known: bool = False
 
 
 def sign(store: Store, name: str, root: str, iterations: int, key_file: Path) -> tuple[Signature, bool]:
@@ -45,7 +46,7 @@ def sign(store: Store, name: str, root: str, iterations: int, key_file: Path) ->
     """
     key, lines = _private_key(key_file), log_length(store, name)
     public = key.public_key().public_bytes_raw().hex()
-    if there := _covering(store, name, root, key.public_key()):
+    if there := _covering(store, name, root, public):
         return there, False
     unsigned = Signature(
         root=root,
@@ -66,11 +67,11 @@ def sign(store: Store, name: str, root: str, iterations: int, key_file: Path) ->
     return there, mine
 
 
-def _covering(store: Store, name: str, root: str, key: Ed25519PublicKey) -> Signature | None:
+def _covering(store: Store, name: str, root: str, public: str) -> Signature | None:
     """A signature of this root that holds, by this key, if nothing worth signing has been added to the log since."""
-    mine = [s for s in read_signatures(store, name) if (s.root, s.public_key) == (root, key.public_bytes_raw().hex())]
+    mine = [s for s in read_signatures(store, name) if (s.root, s.public_key) == (root, public)]
     newest = max(mine, key=lambda s: s.log_records, default=None)
-    covers = newest and not unsigned_lines(store, name, newest) and not _problem(store, name, newest, key)
+    covers = newest and not unsigned_lines(store, name, newest) and not _problem(store, name, newest)
     return newest if covers else None
 
 
@@ -79,19 +80,19 @@ def unsigned_lines(store: Store, name: str, signature: Signature) -> int:
     return sum(line.action != "signed" for line in read_log(store, name, signature.log_records))
 
 
-def verify(store: Store, name: str, key_file: Path) -> list[Verified]:
-    """The signatures of a run by this key, newest last, each checked against what the store has now.
+def verify(store: Store, name: str, key_file: Path | None = None) -> list[Verified]:
+    """The signatures of a run, newest last, each checked by the public key that it names itself.
+
+    Whether that key is anybody's whom one trusts, only `key_file` tells: signatures by the key in it are `known`.
 
     Raises:
         UserError: the file holds no Ed25519 key, or none of the signatures is by it.
     """
-    key = _public_key(key_file)
-    mine = [s for s in read_signatures(store, name) if s.public_key == key.public_bytes_raw().hex()]
-    if not mine:
+    known = _public_key(key_file).public_bytes_raw().hex() if key_file else ""
+    found = sorted(read_signatures(store, name), key=lambda s: (s.iteration, s.log_records))
+    if known and all(s.public_key != known for s in found):
         raise UserError(f"Run {name!r} has no signature by the key in {key_file}: sign it with `audit --sign KEY`.")
-    return [
-        Verified(s, _problem(store, name, s, key)) for s in sorted(mine, key=lambda s: (s.iteration, s.log_records))
-    ]
+    return [Verified(s, _problem(store, name, s), s.public_key == known) for s in found]
 
 
 def read_signatures(store: Store, name: str) -> list[Signature]:
@@ -100,19 +101,32 @@ def read_signatures(store: Store, name: str) -> list[Signature]:
     return [read_record(store, f"{name}/signatures/{child}", Signature) for child in names]
 
 
-def _problem(store: Store, name: str, signature: Signature, key: Ed25519PublicKey) -> str:
+def _problem(store: Store, name: str, signature: Signature) -> str:
     """Why a signature does not hold; empty if it does."""
-    from cryptography.exceptions import InvalidSignature
-
-    try:
-        key.verify(bytes.fromhex(signature.signature), _message(name, signature))
-    except (InvalidSignature, ValueError):
+    if not _is_by_its_key(name, signature):
         return "it was not made with this key, or what it says was altered"
-    if root_hash(load_run(store, name), signature.iteration + 1) != signature.root:
-        return f"the history until iteration {signature.iteration} is not the one that was signed"
+    run, until = load_run(store, name), signature.iteration
+    if until != -1 and not store.exists(run.commit_path(until)):
+        return f"iteration {until} was signed and is gone: the history was cut"
+    if root_hash(run, until + 1) != signature.root:
+        return f"the history until iteration {until} is not the one that was signed"
+    if signature.log_records and not store.exists(paths.log(name, signature.log_records)):
+        return f"line {signature.log_records} of the log was signed and is gone: the log was cut"
     if log_digest(store, name, signature.log_records) != signature.log:
         return f"the first {signature.log_records} lines of the log are not those that were signed"
     return ""
+
+
+def _is_by_its_key(name: str, signature: Signature) -> bool:
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(signature.public_key))
+        key.verify(bytes.fromhex(signature.signature), _message(name, signature))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
 
 
 def _message(name: str, signature: Signature) -> bytes:

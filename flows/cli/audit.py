@@ -15,8 +15,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from areal_tasks.store.audit import Report
 from areal_tasks.store.audit import audit as check
 from areal_tasks.store.backend import Store, open_store
-from areal_tasks.store.signing import Verified, read_signatures, sign, unsigned_lines, verify
+from areal_tasks.store.signing import Verified, sign, unsigned_lines, verify
 from flows.cli.inspect import AsJson, StoreUrl
+from schemas.errors import UserError
 from schemas.manifest import Signature
 
 RunName = Annotated[str, typer.Argument(help="Name of the run.")]
@@ -33,21 +34,33 @@ def audit(
         Path | None, typer.Option("--verify", help="Check the signatures by this key, public or private.")
     ] = None,
 ) -> None:
-    """Check every byte of a run, and print its root hash. Exits 1 if anything is damaged."""
+    """Check every byte of a run and its signatures, and print its root hash. Exits 1 if anything is wrong."""
     place = open_store(store)
     report = _with_progress(place, run)
-    signatures = verify(place, run, verify_with) if verify_with and report.root else []
-    made = sign(place, run, report.root, report.iterations, sign_with) if sign_with and report.sound else None
+    signatures = _signatures(place, report, verify_with)
+    as_signed = not any(found.problem for found in signatures)
+    may_sign = sign_with if report.sound and as_signed else None
+    made = sign(place, run, report.root, report.iterations, may_sign) if may_sign else None
     if made is not None:
-        signatures = [*(found for found in signatures if found.signature != made[0]), Verified(made[0])]
+        signatures = [*(s for s in signatures if s.signature != made[0]), Verified(made[0], known=True)]
     if as_json:
-        typer.echo(json.dumps(_as_json(report, signatures), indent=1))
+        typer.echo(json.dumps(_as_json(place, report, signatures), indent=1))
     else:
-        _print(report, signatures, _coverage(place, report, made))
-    if sign_with and not report.sound:
-        typer.echo("not signed: mend the run first", err=True)
-    if not report.sound or any(found.problem for found in signatures):
+        _print(report, signatures, _coverage(place, report, signatures, made))
+    if sign_with and not may_sign:
+        typer.echo("not signed: mend the run first, or delete the signature that does not hold", err=True)
+    if not (report.sound and as_signed):
         raise typer.Exit(1)
+
+
+def _signatures(store: Store, report: Report, key: Path | None) -> list[Verified]:
+    """The signatures, checked; none where the history has no end, or one of them is damaged, which the report says."""
+    try:
+        return verify(store, report.run, key) if report.root else []
+    except UserError:
+        if report.sound or key:
+            raise
+        return []
 
 
 def _with_progress(store: Store, run: str) -> Report:
@@ -59,7 +72,7 @@ def _with_progress(store: Store, run: str) -> Report:
         return check(store, run, lambda done, total: bar.update(task, completed=done, total=total))
 
 
-def _as_json(report: Report, signatures: list[Verified]) -> dict[str, Any]:
+def _as_json(store: Store, report: Report, signatures: list[Verified]) -> dict[str, Any]:
     return {
         **asdict(report),
         "sound": report.sound,
@@ -68,7 +81,9 @@ def _as_json(report: Report, signatures: list[Verified]) -> dict[str, Any]:
                 **s.signature.model_dump(),
                 "holds": not s.problem,
                 "problem": s.problem,
-                "unsigned_iterations": report.iterations - 1 - s.signature.iteration,
+                "known": s.known,
+                "unsigned_iterations": max(0, report.iterations - 1 - s.signature.iteration),
+                "unsigned_log_lines": unsigned_lines(store, report.run, s.signature) if report.sound else None,
             }
             for s in signatures
         ],
@@ -83,9 +98,8 @@ def _print(report: Report, signatures: list[Verified], coverage: str) -> None:
             f"{removed.path}: files removed by {removed.user} on {removed.time[:19]} ({removed.reason}); no damage"
         )
     for found in signatures:
-        by = f"{found.signature.user}@{found.signature.provenance.host}, key {found.signature.public_key[:16]}…"
-        until = f"signature of {by} until iteration {found.signature.iteration}"
-        typer.echo(f"{until}: {found.problem or 'holds'}")
+        if found.known or found.problem:
+            typer.echo(_verdict(found))
     if coverage:
         typer.echo(coverage)
     if report.unselected_files:
@@ -95,29 +109,43 @@ def _print(report: Report, signatures: list[Verified], coverage: str) -> None:
         )
     if report.old_schema:
         typer.echo("written by schema 1, which had no seals: run.json, owners and the last commit are only parsed")
-    verdict = "sound" if report.sound else f"{len(report.defects)} files damaged"
+    whole = "its files are sound, its signatures are not" if any(s.problem for s in signatures) else "sound"
+    verdict = whole if report.sound else f"{len(report.defects)} files damaged"
     typer.echo(
         f"{report.run}: {verdict} · {report.iterations} iterations, {report.files} files, {report.bytes:,} bytes"
     )
     typer.echo(f"root {report.root or '(none: the chain has no end)'}")
 
 
-def _coverage(store: Store, report: Report, made: tuple[Signature, bool] | None) -> str:
-    """What was signed now, or already; else what the newest of the run's signatures leaves out. Empty for none."""
+def _verdict(found: Verified) -> str:
+    """Who signed until where, and whether that holds."""
+    signed = found.signature
+    by = f"{signed.user}@{signed.provenance.host}, key {signed.public_key[:16]}…"
+    holds = f"does NOT hold: {found.problem}" if found.problem else "holds"
+    return f"signature of {by} until iteration {signed.iteration}: {holds}"
+
+
+def _coverage(store: Store, report: Report, signatures: list[Verified], made: tuple[Signature, bool] | None) -> str:
+    """What was signed now, or already; else what the newest signature that holds leaves out. Empty for none."""
     if made is not None:
         until = f"iteration {made[0].iteration} and line {made[0].log_records} of the log"
         said = "signed until" if made[1] else "not signed again: nothing has come since the signature until"
         return f"{said} {until}"
-    if not report.sound or not (signatures := read_signatures(store, report.run)):
+    asked = any(found.known for found in signatures)
+    holding = [found for found in signatures if not found.problem and found.known == asked]
+    if not report.sound or not holding:
         return ""
-    newest = max(signatures, key=lambda s: (s.iteration, s.log_records))
-    return left_out(report, newest, unsigned_lines(store, report.run, newest))
+    return _left_out(report, holding[-1], unsigned_lines(store, report.run, holding[-1].signature))
 
 
-def left_out(report: Report, newest: Signature, lines: int) -> str:
-    """What the newest signature of a run leaves out: later iterations, and that many lines of its log."""
-    iterations = report.iterations - 1 - newest.iteration
-    told = f"newest signature: key {newest.public_key[:16]}…, until iteration {newest.iteration}"
+def _left_out(report: Report, newest: Verified, lines: int) -> str:
+    """What a signature that holds leaves out: later iterations, and that many lines of the run's log."""
+    iterations = report.iterations - 1 - newest.signature.iteration
+    whose = "" if newest.known else " by a key that was not verified here"
+    told = (
+        f"newest signature that holds: key {newest.signature.public_key[:16]}…{whose}, "
+        f"until iteration {newest.signature.iteration}"
+    )
     left = [f"{n} {what}" for n, what in ((iterations, "later iterations"), (lines, "lines of the log")) if n > 0]
     if not left:
         return f"{told}, which is all"

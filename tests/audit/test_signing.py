@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from areal_tasks.store import paths
 from areal_tasks.store.audit import audit
 from areal_tasks.store.backend import Store
 from areal_tasks.store.inventory import entries
-from areal_tasks.store.journal import append, read_log
+from areal_tasks.store.journal import append, log_length, read_log
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.root import root_hash
 from areal_tasks.store.runs import load_run
@@ -81,7 +82,17 @@ def test_the_command_says_what_a_signature_leaves_out(
         "until iteration 0; NOT signed: 1 later iterations and 1 lines of the log. `arealflow audit small --sign KEY`"
     )
     assert left in said() and left in said("--verify", str(public))
-    assert json.loads(said("--verify", str(public), "--json"))["signatures"][0]["unsigned_iterations"] == 1
+    assert "by a key that was not verified here, until" in said() and "not verified" not in said(
+        "--verify", str(public)
+    )
+    [told] = json.loads(said("--json"))["signatures"]
+    assert (told["holds"], told["known"], told["unsigned_iterations"], told["unsigned_log_lines"]) == (
+        True,
+        False,
+        1,
+        1,
+    )
+    assert json.loads(said("--verify", str(public), "--json"))["signatures"][0]["known"]
     assert "\nsigned until iteration 1 and line 5 of the log\n" in said("--sign", str(private))
     assert "not signed again: nothing has come since the signature until iteration 1" in said("--sign", str(private))
     assert "until iteration 1, which is all" in said("--verify", str(public))
@@ -95,6 +106,57 @@ def test_a_forged_history_is_not_what_was_signed(small: Store, tmp_path: Path) -
     Path(small.uri(path)).write_bytes(record.model_copy(update={"state": {"next_group": 99}}).encode())
     [found] = verify(small, "small", public)
     assert found.problem == "the history until iteration 1 is not the one that was signed"
+
+
+@pytest.mark.parametrize("verifies", [False, True])
+def test_every_audit_checks_the_signatures_of_a_run_whose_history_was_cut(
+    small: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verifies: bool
+) -> None:
+    private, public = key_files(tmp_path)
+    sign(small, "small", root_hash(load_run(small, "small"), 1), 1, private)
+    sign(small, "small", audit(small, "small").root, 2, private)
+    cut_history(small)
+    words = ("audit", "small", "--store", small.url, *(("--verify", str(public)) if verifies else ()))
+    code, out = call(capsys, monkeypatch, *words)
+    assert code == 1 and "does NOT hold: iteration 1 was signed and is gone: the history was cut" in out
+    code, out = call(capsys, monkeypatch, *words, "--json")
+    early, late = json.loads(out)["signatures"]
+    assert code == 1 and not late["holds"] and late["unsigned_iterations"] == 0
+    assert early["problem"] == "line 3 of the log was signed and is gone: the log was cut"
+
+
+def cut_history(store: Store) -> None:
+    """Delete the last commit, and what betrays that: the log's last lines, and the compaction."""
+    Path(store.uri(paths.iteration_commit("small", 1))).unlink()
+    shutil.rmtree(store.uri(paths.compactions("small")))
+    for n in range(3, log_length(store, "small") + 1):
+        Path(store.uri(paths.log("small", n))).unlink()
+    assert audit(store, "small").sound and audit(store, "small").iterations == 1
+
+
+def test_a_history_that_was_exchanged_is_told_without_a_key_and_not_signed(
+    small: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private, _ = key_files(tmp_path)
+    sign(small, "small", audit(small, "small").root, 2, private)
+    path = paths.iteration_commit("small", 1)
+    record = IterationCommit.parse(small.read(path))
+    Path(small.uri(path)).write_bytes(record.model_copy(update={"state": {"next_group": 99}}).encode())
+    Path(small.uri(paths.log("small", 3))).unlink()
+    Path(small.uri(paths.log("small", 4))).unlink()
+    assert audit(small, "small").sound
+    code, out = call(capsys, monkeypatch, "audit", "small", "--store", small.url, "--sign", str(private))
+    assert code == 1 and "does NOT hold: the history until iteration 1 is not the one that was signed" in out
+    assert "its files are sound, its signatures are not" in out and "which is all" not in out
+    assert len(small.children("small/signatures")) == 1
+
+
+def test_what_a_signature_says_cannot_be_altered(small: Store, tmp_path: Path) -> None:
+    private, _ = key_files(tmp_path)
+    made, _ = sign(small, "small", audit(small, "small").root, 2, private)
+    [name] = small.children("small/signatures")
+    Path(small.uri(f"small/signatures/{name}")).write_bytes(made.model_copy(update={"log_records": 0}).encode())
+    assert verify(small, "small")[0].problem == "it was not made with this key, or what it says was altered"
 
 
 def test_lines_of_the_log_that_were_signed_cannot_be_exchanged(small: Store, tmp_path: Path) -> None:
