@@ -65,6 +65,8 @@ class Engines:
         self.transport: Transport = "store"
         self._replayed: list[Replayed] = []
         self._released = False
+        self._unverified = False  # servers may hold files of which nobody knows yet that they are whole
+        self._feeding = threading.RLock()  # stages that run side by side both want the servers
         self._trainer: TrainerClient | None = None
         self._inference: InferenceClient | None = None
         self._verifiers: VerifierPool | None = None
@@ -125,13 +127,18 @@ class Engines:
         return self._verifiers
 
     def inference(self) -> InferenceClient:
-        """The servers, all of them running on the weights in force; those that had ended are started again."""
-        client = self._servers()
-        if client.version != self._serving().version:
-            self._catch_up(client)
-        if self._released:
-            self.call(client.resume_memory())
-            self._released = False
+        """The servers, all of them running on the weights in force; those that had ended are started again.
+
+        Raises:
+            UserError: the weights in force are damaged, as often as this is called.
+        """
+        with self._feeding:
+            client = self._servers()
+            if self._unverified or client.version != self._serving().version:
+                self._catch_up(client)
+            if self._released:
+                self.call(client.resume_memory())
+                self._released = False
         return client
 
     def _servers(self) -> InferenceClient:
@@ -149,9 +156,10 @@ class Engines:
         return self._inference
 
     def _catch_up(self, client: InferenceClient) -> None:
-        """Bring servers that this client does not know yet to the weights in force."""
+        """Bring servers that this client does not know yet, or that may hold damaged files, to the weights in force."""
         ref = self._serving()
-        if ref == self.written and not self.external and self.call(client.meet()) == ref.version:
+        trusted = ref == self.written and not self.external and not self._unverified  # what they say of themselves
+        if trusted and self.call(client.meet()) == ref.version:
             return
         if ref.written:
             self._load_written(client, ref)
@@ -193,15 +201,16 @@ class Engines:
 
         The weights come from `trainer`, which holds them, unless they travel through the store.
         """
-        self.serving = ref
-        if ref.written:
-            self.written = ref
-        if not self.server_names and not self.external:
-            return []
-        client = self._servers()
-        if trainer is None or self.transport == "store":
-            return self._load_written(client, ref)
-        return self._hand_over(client, trainer, ref.version)
+        with self._feeding:
+            self.serving = ref
+            if ref.written:
+                self.written = ref
+            if not self.server_names and not self.external:
+                return []
+            client = self._servers()
+            if trainer is None or self.transport == "store":
+                return self._load_written(client, ref)
+            return self._hand_over(client, trainer, ref.version)
 
     def now_written(self, ref: WeightsRef, loads: list[float]) -> list[float]:
         """The store has what the servers were handed already, in `loads` seconds."""
@@ -209,11 +218,18 @@ class Engines:
         return loads
 
     def _load_written(self, client: InferenceClient, ref: WeightsRef) -> list[float]:
-        """Have the servers read the weights: the embedded ones from the store, SGLang's from a folder."""
+        """Have the servers read the weights: the embedded ones from the store, SGLang's from a folder.
+
+        They say that they hold this version before its files are verified: until then they are not believed.
+        """
+        self._unverified = True
         if self.recipe.inference.engine == "embedded":  # type: ignore[union-attr]
-            return self.call(client.update_weights(self.run.store.uri(ref.path), ref.version))
-        with local_weights(self.run.store, ref) as folder:
-            return self.call(client.update_weights(str(folder), ref.version))
+            loads = self.call(client.update_weights(self.run.store.uri(ref.path), ref.version))
+        else:
+            with local_weights(self.run.store, ref) as folder:
+                loads = self.call(client.update_weights(str(folder), ref.version))
+        self._unverified = False
+        return loads
 
     def _hand_over(self, client: InferenceClient, trainer: TrainerClient, version: int) -> list[float]:
         """Have the trainer send the weights it holds, and every server say that it has them."""
@@ -223,6 +239,7 @@ class Engines:
         with self.watchdog.waiting("weights from the trainer", lambda: self._server_signs(everyone=True)):
             trainer.send(command)
         self.call(client.adopt(version))
+        self._unverified = False
         return [time.monotonic() - started] * len(urls)
 
     def trainer_at(self, version: int) -> TrainerClient:

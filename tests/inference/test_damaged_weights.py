@@ -1,0 +1,122 @@
+"""Servers that have loaded damaged weights are not generated with: not by who asks again, nor by who asks meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from test_client import Fake, serve
+
+from areal_tasks.engines import handover
+from areal_tasks.engines.external import SERVER_TOKEN
+from areal_tasks.engines.session import Engines
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.commit import new_attempt
+from areal_tasks.store.files import commit_weights, read_weights, upload
+from areal_tasks.store.paths import weights_attempt
+from areal_tasks.store.provenance import make_provenance, now
+from areal_tasks.store.runs import Run, open_run
+from schemas.errors import UserError
+from schemas.manifest import WeightsRef
+from schemas.recipe.load import load_recipe
+
+VERSION = 3
+
+
+@pytest.fixture(params=["external", "own"])
+def engines(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
+    """Engines with one SGLang server, which holds version 0 while version 3 is in force."""
+    monkeypatch.setenv(SERVER_TOKEN, "token")
+    recipe = load_recipe("gsm8k")
+    run = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
+    with Engines(run, recipe, tmp_path / "logs") as found:
+        found.initial = found.serving = found.written = weights(run, tmp_path / "model")
+        fake = Fake(version=0)
+        runner = found.call(serve(fake))
+        if request.param == "external":
+            found.external = [fake.url]
+        else:
+            monkeypatch.setattr(found, "supervisor", supervisor(fake.url))
+        yield found
+        found.call(runner.cleanup())
+
+
+def supervisor(url: str) -> SimpleNamespace:
+    """One whose only server is the one at `url`."""
+    nothing = {name: lambda *_: None for name in ("end", "heal", "__exit__")}
+    return SimpleNamespace(
+        **nothing, token="token", wait=lambda _: [url], starting=lambda _: {}, name_at=lambda found: found
+    )
+
+
+def weights(run: Run, folder: Path) -> WeightsRef:
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights" * 1000)
+    attempt = new_attempt()
+    files = upload(run.store, weights_attempt("r", VERSION, attempt), folder)
+    return commit_weights(run.store, "r", VERSION, attempt, "weights", files, make_provenance(1, now()))
+
+
+def flip(engines: Engines) -> None:
+    """Alter a bit of the weights in force, or set it right."""
+    assert engines.serving is not None
+    path = engines.run.store.local(read_weights(engines.run.store, engines.serving).files[0].path)
+    assert path is not None
+    data = bytearray(path.read_bytes())
+    data[500] ^= 1
+    path.write_bytes(data)
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> bool:
+    """Whether it comes to hold in time."""
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds()
+
+
+def test_damaged_weights_are_refused_as_often_as_they_are_asked_for(engines: Engines) -> None:
+    flip(engines)
+    for _ in range(2):  # a task that is retried has the same engines
+        with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
+            engines.inference()
+    flip(engines)
+    assert engines.inference().version == VERSION
+
+
+def test_weights_that_could_not_be_served_are_no_others_to_who_generates(engines: Engines) -> None:
+    flip(engines)
+    assert engines.serving is not None
+    with pytest.raises(UserError, match="damaged"):
+        engines.serve_weights(engines.serving)
+    with pytest.raises(UserError, match="damaged"):
+        engines.inference()
+
+
+def test_who_asks_while_the_files_are_hashed_waits_for_what_is_found(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages of one level run side by side."""
+    go_on, materialise = threading.Event(), handover.materialise
+
+    def slowly(*arguments: object, **options: object) -> object:
+        assert go_on.wait(30)
+        return materialise(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(handover, "materialise", slowly)
+    flip(engines)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(engines.inference)
+        assert within(30, lambda: engines._inference is not None and engines._inference.version == VERSION)
+        second = pool.submit(engines.inference)
+        with pytest.raises(TimeoutError):
+            second.result(0.5)
+        go_on.set()
+        for asked in (first, second):
+            with pytest.raises(UserError, match="damaged"):
+                asked.result(30)
