@@ -1,43 +1,50 @@
-"""S3 keys of a flow run: those of its environment, else those that the Prefect server keeps in `Secret` blocks.
+"""S3 keys of a flow run: those of its environment, else those that the Prefect server keeps in a `Secret` block.
 
 They go into the environment of the flow process, which its services inherit, and nowhere else. Keys that the
-environment has are used as they are: they are never mixed with what Prefect keeps.
+environment has are used as they are: they are never mixed with what Prefect keeps. All that belongs to a pair of keys
+is in one block, so that nobody ever reads the one of old keys and the other of new ones.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
+import httpx
+
+from areal_tasks.store import s3_environment
 from areal_tasks.store.backend import default_url
 from schemas.errors import UserError
 
-if TYPE_CHECKING:
-    from prefect.client.orchestration import SyncPrefectClient
-
-#: Environment variable -> the Secret block that stands for it.
-SECRETS: Final[Mapping[str, str]] = {
-    "AWS_ACCESS_KEY_ID": "areal-s3-access-key-id",
-    "AWS_SECRET_ACCESS_KEY": "areal-s3-secret-access-key",
-    "AWS_SESSION_TOKEN": "areal-s3-session-token",
-}
-#: Environment variable -> the Prefect variable that stands for it: these are no secrets.
-PLACES: Final[Mapping[str, str]] = {"AWS_ENDPOINT_URL": "areal-s3-endpoint-url", "AWS_REGION": "areal-s3-region"}
+#: The Secret block: a JSON object with some of the environment variables SECRETS and PLACES.
+BLOCK: Final = "areal-s3-keys"
 NEEDED: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+SECRETS: Final = (*NEEDED, "AWS_SESSION_TOKEN")
+#: Variables that say where the store is, and what reads them, or others in their stead, from the environment.
+PLACES: Final[Mapping[str, Callable[[], str]]] = {
+    "AWS_ENDPOINT_URL": s3_environment.endpoint,
+    "AWS_REGION": s3_environment.region,
+}
+#: How long a Prefect server that does not answer is asked again.
+AWAY_SECONDS = 60.0
+_LONGEST_PAUSE_SECONDS: Final = 8.0
 
 
 def take_s3_keys(store_url: str) -> bool:
     """Where the store is on S3 and this process has no keys, give it those that Prefect keeps; whether it did.
 
     Raises:
-        UserError: one of the two blocks is there and the other is not.
-        httpx.HTTPError: the Prefect server does not answer.
+        UserError: what Prefect keeps is no pair of keys, or its server has not answered for a minute.
+        httpx.HTTPStatusError: the Prefect server refuses.
     """
     if not on_s3(store_url) or in_environment():
         return False
-    kept = kept_by_prefect()
-    os.environ.update(kept)
+    kept = _kept_patiently()
+    use(kept)
     return bool(kept)
 
 
@@ -51,35 +58,74 @@ def in_environment() -> list[str]:
     return [name for name in NEEDED if os.environ.get(name)]
 
 
+def of_environment() -> dict[str, str]:
+    """The keys of this environment, with the endpoint and the region that a store on S3 would use."""
+    values = {name: os.environ.get(name, "") for name in SECRETS} | {name: read() for name, read in PLACES.items()}
+    return {name: value for name, value in values.items() if value}
+
+
+def use(kept: Mapping[str, str]) -> None:
+    """Put kept keys into the environment, where nothing of other keys stays. Where it says itself goes first."""
+    if not kept:
+        return
+    for name in SECRETS:
+        os.environ.pop(name, None)
+    os.environ.update({name: value for name, value in kept.items() if name not in PLACES or not PLACES[name]()})
+
+
 def kept_by_prefect() -> dict[str, str]:
-    """The keys that the Prefect server keeps, with endpoint and region as set here or there; empty if it has none."""
+    """The keys that the Prefect server keeps, with endpoint and region if it does; empty if it has none.
+
+    Raises:
+        UserError: the block holds something else.
+        httpx.HTTPError: the Prefect server does not answer, or refuses.
+    """
     from prefect.client.orchestration import get_client  # takes a second
-
-    with get_client(sync_client=True) as client:
-        secrets = _there({variable: _secret(client, block) for variable, block in SECRETS.items()})
-        missing = [SECRETS[name] for name in NEEDED if name not in secrets]
-        if missing and secrets:
-            raise UserError(f"The Prefect server keeps S3 keys, but has no Secret block {missing[0]}: make it too.")
-        return {**secrets, **_there({name: _place(client, name) for name in PLACES})} if secrets else {}
-
-
-def _secret(client: SyncPrefectClient, block: str) -> str:
-    """What the block holds; empty if there is none."""
     from prefect.exceptions import ObjectNotFound
 
+    with get_client(sync_client=True) as client:
+        try:
+            return _parsed(client.read_block_document_by_name(BLOCK, "secret").data["value"])
+        except ObjectNotFound:
+            return {}
+
+
+def _kept_patiently() -> dict[str, str]:
+    began, pause = time.monotonic(), 1.0
+    while True:
+        try:
+            return kept_by_prefect()
+        except httpx.TransportError as error:
+            if time.monotonic() - began >= AWAY_SECONDS:
+                raise UserError(
+                    f"The Prefect server does not answer ({error or type(error).__name__}), and this environment has "
+                    f"no {NEEDED[0]}: see that it runs, or export S3 keys before `arealflow up`; then retry the flow run."
+                ) from error
+            _log().warning("The Prefect server, which may keep S3 keys, does not answer: asking again in %g s.", pause)
+            time.sleep(pause)
+            pause = min(_LONGEST_PAUSE_SECONDS, 2.0 * pause)
+
+
+def _log() -> logging.Logger | logging.LoggerAdapter[Any]:
+    """The log of the flow run, if this is one."""
+    from prefect.exceptions import MissingContextError
+    from prefect.logging import get_logger, get_run_logger
+
     try:
-        return str(client.read_block_document_by_name(block, "secret").data["value"])
-    except ObjectNotFound:
-        return ""
+        return get_run_logger()
+    except MissingContextError:
+        return get_logger("s3-keys")
 
 
-def _place(client: SyncPrefectClient, variable: str) -> str:
-    """What the environment says, else the Prefect variable; empty if neither does."""
-    if said := os.environ.get(variable):
-        return said
-    found = client.read_variable_by_name(PLACES[variable])
-    return "" if found is None else str(found.value)
-
-
-def _there(values: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in values.items() if value}
+def _parsed(value: object) -> dict[str, str]:
+    """What the block holds: a JSON object, or the text of one, as the UI's form makes it."""
+    again = "make it again with `arealflow s3-keys` (docs/operating.md)"
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+        raise UserError(f"Prefect's Secret block {BLOCK} is no JSON object of environment variables: {again}.")
+    if missing := [name for name in NEEDED if not found.get(name)]:
+        raise UserError(f"Prefect's Secret block {BLOCK} has no {missing[0]}: {again}.")
+    return {name: found[name] for name in (*SECRETS, *PLACES) if found.get(name)}

@@ -22,6 +22,7 @@ from botocore.exceptions import (
 )
 from pyarrow.fs import FileSystem, S3FileSystem
 
+from areal_tasks.store import s3_environment
 from areal_tasks.store.backend import Exists, Missing, StoreError, Unavailable
 from schemas.errors import UserError
 
@@ -69,7 +70,7 @@ class S3Backend:
 
     def __init__(self, bucket: str, prefix: str) -> None:
         self.root = f"{bucket}/{prefix}".rstrip("/")
-        self.endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        self.endpoint = s3_environment.endpoint() or None
         self.fs = s3fs.S3FileSystem(**_options(self.endpoint))
         self.fs.retries = 1  # botocore retries already
         self.known = False  # it has answered: what fails from then on is more likely to pass than a mistake
@@ -210,9 +211,7 @@ def _options(endpoint: str | None) -> dict[str, Any]:
         "secret": _credential("AWS_SECRET_ACCESS_KEY"),
         "token": os.environ.get("AWS_SESSION_TOKEN"),
         "endpoint_url": endpoint,
-        "client_kwargs": {
-            "region_name": os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-        },
+        "client_kwargs": {"region_name": s3_environment.region() or "us-east-1"},
         "config_kwargs": {
             "connect_timeout": _CONNECT_SECONDS,
             "read_timeout": _READ_SECONDS,

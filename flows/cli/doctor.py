@@ -15,7 +15,7 @@ from areal_tasks.store.backend import open_store
 from areal_tasks.store.commit import new_attempt
 from flows.cli.inspect import AsJson, StoreUrl, show
 from flows.cli.machine import DEFAULT_PORT, free_port, running, ui_url
-from flows.credentials import NEEDED, in_environment, kept_by_prefect, on_s3
+from flows.credentials import NEEDED, in_environment, kept_by_prefect, on_s3, use
 from flows.home import home
 from schemas.errors import UserError
 
@@ -92,8 +92,8 @@ def s3_keys(store: str) -> dict[str, Any]:
     if not kept:
         return _row("S3 keys", "none", "for stores at s3://: export AWS_…, or `arealflow s3-keys` (docs/operating.md)")
     if on_s3(store):
-        os.environ.update(kept)
-    return _row("S3 keys", "ok", "from Prefect's Secret blocks, for flow runs; other commands need AWS_… exported")
+        use(kept)
+    return _row("S3 keys", "ok", "from Prefect's Secret block, for flow runs; other commands need AWS_… exported")
 
 
 def _kept_keys() -> dict[str, str]:

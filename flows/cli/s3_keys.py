@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import os
-from typing import Annotated
+import json
+from typing import Annotated, Final
 
 import httpx
 import typer
 
 from flows.cli.alerts import server
-from flows.credentials import NEEDED, PLACES, SECRETS
+from flows.credentials import BLOCK, NEEDED, of_environment
 from schemas.errors import UserError
+
+_REFUSED: Final = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
 
 
 def s3_keys(
     remove: Annotated[bool, typer.Option("--remove", help="Delete the keys from the server again.")] = False,
 ) -> None:
-    """Keep the S3 keys of this shell's environment in Secret blocks of the Prefect server.
+    """Keep the S3 keys of this shell's environment in a Secret block of the Prefect server.
 
     A flow run whose environment has no keys takes them from there. Keeps AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and,
-    if it is set, AWS_SESSION_TOKEN; AWS_ENDPOINT_URL and AWS_REGION, if they are set, as Prefect variables.
+    if they are set, AWS_SESSION_TOKEN, the endpoint (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL) and the region (AWS_REGION,
+    AWS_DEFAULT_REGION).
     """
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -28,48 +31,41 @@ def s3_keys(
         with temporary_settings({PREFECT_API_URL: api_url}):
             said = remove_keys() if remove else keep_keys()
     except (httpx.HTTPError, RuntimeError) as error:  # Prefect's client raises a RuntimeError as well
-        raise UserError(f"no Prefect server answers at {api_url}: {error or type(error).__name__}") from error
+        raise UserError(why(api_url, error)) from error
     typer.echo(f"{api_url}: {said}")
+
+
+def why(api_url: str, error: Exception) -> str:
+    """What is wrong with the server, as an error of Prefect's client, or what caused that, tells; and what to do."""
+    cause = error if isinstance(error, httpx.HTTPError) else error.__cause__
+    if isinstance(cause, httpx.TransportError):
+        return f"no Prefect server answers at {api_url} ({cause or type(cause).__name__}): see that it runs"
+    if isinstance(cause, httpx.HTTPStatusError):
+        status = cause.response.status_code
+        remedy = "check PREFECT_API_KEY or PREFECT_API_AUTH_STRING" if status in _REFUSED else "its own log says why"
+        return f"the Prefect server at {api_url} answers {status}: {remedy}"
+    return f"Prefect's client cannot use the server at {api_url}: {error}"
 
 
 def keep_keys() -> str:
     """Have the server hold what the environment has, and nothing that it has not. Returns what is to be said of it."""
-    if missing := [name for name in NEEDED if not os.environ.get(name)]:
+    from prefect.blocks.system import Secret
+
+    here = of_environment()
+    if missing := [name for name in NEEDED if name not in here]:
         raise UserError(f"{missing[0]} is not set: export the keys that flow runs are to have, then try again")
-    for variable, name in (*SECRETS.items(), *PLACES.items()):
-        if value := os.environ.get(variable):
-            _put(variable, name, value)
-        else:
-            _delete(variable, name)  # a session token or an endpoint of other keys must not stay
-    kept = [name for variable, name in (*SECRETS.items(), *PLACES.items()) if os.environ.get(variable)]
-    return f"keeps {', '.join(kept)}"
+    Secret(value=json.dumps(here)).save(BLOCK, overwrite=True)
+    return f"keeps {', '.join(here)} in the Secret block {BLOCK}"
 
 
 def remove_keys() -> str:
-    """Delete all of it from the server. Returns what is to be said of it."""
-    gone = [name for variable, name in (*SECRETS.items(), *PLACES.items()) if _delete(variable, name)]
-    return f"deleted {', '.join(gone)}" if gone else "keeps no S3 keys"
+    """Delete them from the server. Returns what is to be said of it."""
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import ObjectNotFound
 
-
-def _put(variable: str, name: str, value: str) -> None:
-    from prefect.blocks.system import Secret
-    from prefect.variables import Variable
-
-    if variable in SECRETS:
-        Secret(value=value).save(name, overwrite=True)
-    else:
-        Variable.set(name, value, overwrite=True)
-
-
-def _delete(variable: str, name: str) -> bool:
-    """Whether it was there."""
-    from prefect.blocks.system import Secret
-    from prefect.variables import Variable
-
-    if variable in PLACES:
-        return bool(Variable.unset(name))
-    try:
-        Secret.delete(name)
-    except ValueError:  # what Prefect raises where there is none
-        return False
-    return True
+    with get_client(sync_client=True) as client:
+        try:
+            client.delete_block_document(client.read_block_document_by_name(BLOCK, "secret").id)
+        except ObjectNotFound:
+            return "keeps no S3 keys"
+    return f"deleted the Secret block {BLOCK}"

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from s3_server import BUCKET, S3Server
 from stage_driver import tiny
 
 from areal_tasks.engines import session
 from areal_tasks.launchers.supervisor import Supervisor
+from areal_tasks.store import s3_environment
 from areal_tasks.store.backend import Store, open_store
+from flows import credentials
+from flows.cli import s3_keys
+from flows.cli.machine import free_port
 from flows.cli.main import main
-from flows.credentials import NEEDED, PLACES, SECRETS, kept_by_prefect, take_s3_keys
+from flows.credentials import BLOCK, NEEDED, PLACES, SECRETS, kept_by_prefect, of_environment, take_s3_keys
 from flows.home import home
 from flows.rlhf import rlhf
 from schemas.errors import UserError
@@ -42,7 +51,7 @@ def arealflow(*words: str) -> int | str | None:
 
 
 def forget_keys(patch: pytest.MonkeyPatch) -> None:
-    for name in (*SECRETS, *PLACES):
+    for name in (*SECRETS, *PLACES, "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION"):
         patch.setenv(name, "to be restored")  # so that what a test sets goes again
         patch.delenv(name)
 
@@ -77,7 +86,7 @@ def test_a_flow_run_without_keys_takes_those_that_prefect_keeps(watched: Watched
 
 def test_neither_keys_nor_tokens_are_in_prefects_database(watched: Watched, s3: S3Server) -> None:
     database = contents(home() / "prefect")
-    assert b"areal-s3-secret-access-key" in database and b"kept-rollout-page" in database, "it has been written down"
+    assert b"areal-s3-keys" in database and b"kept-rollout-page" in database, "it has been written down"
     for secret in (s3.secret_key, s3.access_key, *watched.tokens):
         assert len(secret) >= 16 and secret.encode() not in database
 
@@ -114,7 +123,7 @@ def test_the_doctor_says_where_the_keys_come_from(
     forget_keys(monkeypatch)
     assert arealflow("doctor", "--store", watched.store.url) == 0  # the store is usable with them
     told = said(capsys)
-    assert "from Prefect's Secret blocks, for flow runs" in told
+    assert "from Prefect's Secret block, for flow runs" in told
     assert s3.secret_key not in told and s3.access_key not in told
 
 
@@ -132,8 +141,94 @@ def test_keys_that_are_kept_no_longer_and_half_of_them(
     assert kept_by_prefect() == {}
     with pytest.raises(UserError, match="AWS_ACCESS_KEY_ID is not set"):
         rlhf(tiny(store={"url": watched.store.url}), run="none")
-    Secret(value="12345").save("areal-s3-access-key-id")  # which would pass for a number
-    with pytest.raises(UserError, match="has no Secret block areal-s3-secret-access-key"):
+    Secret(value=json.dumps({NEEDED[0]: "12345"})).save(BLOCK)
+    with pytest.raises(UserError, match=f"Secret block {BLOCK} has no AWS_SECRET_ACCESS_KEY: make it again"):
         take_s3_keys(watched.store.url)
-    Secret(value=s3.secret_key).save("areal-s3-secret-access-key")
-    assert kept_by_prefect() == {"AWS_ACCESS_KEY_ID": "12345", "AWS_SECRET_ACCESS_KEY": s3.secret_key}
+    Secret(value="12345").save(BLOCK, overwrite=True)
+    with pytest.raises(UserError, match=f"Secret block {BLOCK} is no JSON object"):
+        take_s3_keys(watched.store.url)
+    whole = {NEEDED[0]: "12345", NEEDED[1]: s3.secret_key}
+    Secret(value=whole).save(BLOCK, overwrite=True)  # as a person may write it
+    assert kept_by_prefect() == whole
+
+
+# ── what belongs to a pair of keys ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_endpoint_and_region_are_kept_as_a_store_reads_them(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_keys(monkeypatch)
+    wanted = {NEEDED[0]: "id", NEEDED[1]: "secret", "AWS_ENDPOINT_URL": "http://there:1", "AWS_REGION": "there"}
+    given = {**wanted, "AWS_ENDPOINT_URL_S3": "http://there:1", "AWS_ENDPOINT_URL": "http://elsewhere:1"}
+    for name, value in {**given, "AWS_REGION": "", "AWS_DEFAULT_REGION": "there"}.items():
+        monkeypatch.setenv(name, value)
+    assert arealflow("s3-keys") == 0 and kept_by_prefect() == wanted
+    forget_keys(monkeypatch)
+    assert take_s3_keys("s3://bucket/x") and of_environment() == wanted
+    assert (s3_environment.endpoint(), s3_environment.region()) == ("http://there:1", "there")
+
+
+def test_a_session_token_of_other_keys_does_not_stay_beside_kept_ones(
+    api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_keys(monkeypatch)
+    with monkeypatch.context() as keys:
+        for name in NEEDED:
+            keys.setenv(name, "kept")
+        assert arealflow("s3-keys") == 0
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of other keys")
+    assert take_s3_keys("s3://bucket/x") and of_environment() == dict.fromkeys(NEEDED, "kept")
+
+
+# ── a server that is away or refuses ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_server_that_is_away_as_a_flow_run_begins_is_asked_again(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_keys(monkeypatch)
+    with monkeypatch.context() as keys:
+        for name in NEEDED:
+            keys.setenv(name, "kept")
+        assert arealflow("s3-keys") == 0
+    port = free_port(43000)
+    comes = threading.Timer(3.0, lambda: started.append(redirecting(port, api)))  # a client gives up after two
+    started: list[ThreadingHTTPServer] = []
+    with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{port}"}):
+        comes.start()
+        assert take_s3_keys("s3://bucket/x")
+    [server] = started
+    server.shutdown()
+    server.server_close()
+
+
+def redirecting(port: int, api: str) -> ThreadingHTTPServer:
+    """A server that sends whoever asks to the one that knows."""
+
+    class Redirect(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(307)
+            self.send_header("Location", f"{api}{self.path}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    server = ThreadingHTTPServer(("127.0.0.1", port), Redirect)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+def test_a_server_that_stays_away_is_a_mistake_with_a_remedy(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_keys(monkeypatch)
+    monkeypatch.setattr(credentials, "AWAY_SECONDS", 0.0)
+    nowhere = temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{free_port(43000)}"})
+    with nowhere, pytest.raises(UserError, match=r"does not answer \(.*see that it runs, or export S3 keys"):
+        take_s3_keys("s3://bucket/x")
+
+
+def test_what_is_wrong_with_the_server_is_told_apart() -> None:
+    request = httpx.Request("GET", "http://there/api")
+    refused = httpx.HTTPStatusError("no", request=request, response=httpx.Response(401, request=request))
+    unreached = RuntimeError("Failed to reach API")
+    unreached.__cause__ = httpx.ConnectError("refused")
+    assert s3_keys.why("U", refused) == (
+        "the Prefect server at U answers 401: check PREFECT_API_KEY or PREFECT_API_AUTH_STRING"
+    )
+    assert s3_keys.why("U", unreached) == "no Prefect server answers at U (refused): see that it runs"
+    assert s3_keys.why("U", RuntimeError("Found incompatible versions")).endswith(": Found incompatible versions")
