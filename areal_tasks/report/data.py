@@ -15,7 +15,7 @@ from areal_tasks.report.tokens import vocabulary
 from areal_tasks.store.backend import Store
 from areal_tasks.store.catalog import Catalog
 from areal_tasks.store.provenance import now
-from areal_tasks.store.query import connect
+from areal_tasks.store.query import Session
 from areal_tasks.store.runs import load_run
 from schemas.errors import UserError
 
@@ -43,7 +43,8 @@ def make_report(store: Store, names: Sequence[str], samples: int, max_bytes: int
     """The data of a page about these runs of at most `max_bytes`, with up to `samples` samples of each.
 
     Raises:
-        UserError: a run is named twice or does not exist, or not even the curves fit.
+        UserError: a run is named twice or does not exist, a shard that the curves or the choice of samples need is
+            damaged, or not even the curves fit.
     """
     if len(set(names)) < len(names):
         raise UserError(f"Each run once: {', '.join(names)}.")
@@ -61,7 +62,7 @@ def _run(store: Store, catalog: Catalog, points: int, samples: int) -> Payload:
     head = catalog.run.head()
     if head is None:
         return run_facts(catalog.run, None, Makers()) | nothing
-    with connect(store, catalog.run.name) as connection:
+    with Session(store, catalog.run.name) as session, session.explained() as connection:
         facts = run_facts(catalog.run, head, makers_of(connection))
         lines, picked, count = curves(connection, points), pick(connection, samples), available(connection)
     rows, problems = read_samples(catalog, picked)

@@ -8,7 +8,8 @@ on S3 alike.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, Self
 
@@ -32,6 +33,8 @@ _UNREADABLE: Final = re.compile(r"stream registered as '(\w+)' failed")  # DuckD
 class Session:
     """A run open for questions, as it was committed when this was made. A context manager.
 
+    Views: one per table (with the iteration), those of `schemas.views.VIEWS`, `stages`, `commits`, `shards`, `log`,
+    `segments`.
     Many questions in one session share what they have read: the catalog, and what was verified of compacted tables.
     """
 
@@ -64,15 +67,24 @@ class Session:
                 file of the store is damaged.
         """
         check_statement(query)
-        for lazy in self.lazies:
-            lazy.failure = None
         self._define(frozenset())
         self._define(self._spared(query))
+        with self.explained() as connection:
+            answer: pa.Table = connection.sql(query).to_arrow_table()
+        return answer
+
+    @contextmanager
+    def explained(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """The connection, for the program's own questions: what fails inside is the UserError that `sql` would raise.
+
+        It has the views of `sql`, and no access to anything else.
+        """
+        for lazy in self.lazies:
+            lazy.failure = None
         try:
-            answer: pa.Table = self.connection.sql(query).to_arrow_table()
+            yield self.connection
         except duckdb.Error as error:
             raise self._explained(error) from error
-        return answer
 
     def _define(self, spared: Set[str]) -> None:
         for view in self.views:
@@ -115,15 +127,6 @@ class Session:
             return damage
         names = sorted(_META | self.tables | {view.name for view in self.views})
         return UserError(f"{error}\nViews of run {self.catalog.run.name!r}: {', '.join(names)}.")
-
-
-def connect(store: Store, run: str) -> duckdb.DuckDBPyConnection:
-    """A DuckDB connection with all views of the run and no access to anything else.
-
-    Views: one per table (with the iteration), those of `schemas.views.VIEWS`, `stages`, `commits`, `shards`, `log`,
-    `segments`.
-    """
-    return Session(store, run).connection
 
 
 def run_sql(store: Store, run: str, query: str) -> pa.Table:

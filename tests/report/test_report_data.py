@@ -271,6 +271,20 @@ def test_a_damaged_shard_takes_only_its_own_samples(store: Store, tmp_path: Path
     assert len(run["problems"]) == 1 and shard.name in run["problems"][0] and "damaged" in run["problems"][0]
 
 
+@pytest.mark.parametrize("table", ["scalars", "evaluate", "train_steps"])
+@pytest.mark.parametrize("how", ["altered", "gone"])
+def test_damage_to_what_the_curves_are_made_of_is_named(store: Store, tmp_path: Path, table: str, how: str) -> None:
+    make_run(store, "a", [rows(0), rows(1)])
+    shard = next((tmp_path / "store/a").rglob(f"{table}-00000.parquet"))
+    data = bytearray(shard.read_bytes())
+    data[40] ^= 1
+    shard.unlink()
+    if how == "altered":
+        shard.write_bytes(data)
+    with pytest.raises(UserError, match=rf"{shard} (is damaged|does not exist)"):
+        report_of(store, "a")
+
+
 def test_a_replay_that_ends_before_training_is_shown(store: Store) -> None:
     history = [rows(0, parsed="41", kept=False), rows(1)]
     make_run(store, "a", history, evaluate=False)

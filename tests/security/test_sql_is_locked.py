@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_tasks.store.backend import Store, open_store
-from areal_tasks.store.query import connect, run_sql
+from areal_tasks.store.query import Session, run_sql
 from schemas.errors import UserError
 
 RUN = Path(__file__).parents[1] / "fixtures" / "schema-1" / "run.tar.xz"
@@ -70,8 +70,8 @@ def test_a_statement_is_refused_before_it_is_run(store: Store, secret: Path, que
 @pytest.mark.parametrize("query", READS)
 def test_the_connection_itself_reaches_no_file(store: Store, secret: Path, query: str) -> None:
     """Whoever uses the connection from Python has no check of statements before it."""
-    with connect(store, "old") as connection, pytest.raises(Exception, match=r"."):
-        connection.execute(query.format(file=secret / "secret.csv", folder=secret)).fetchall()
+    with Session(store, "old") as session, pytest.raises(Exception, match=r"."):
+        session.connection.execute(query.format(file=secret / "secret.csv", folder=secret)).fetchall()
 
 
 def test_questions_are_answered(store: Store) -> None:

@@ -11,7 +11,7 @@ from store_builders import STAGES, build, commit_stage, iteration_commit, manife
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.query import connect, run_sql
+from areal_tasks.store.query import Session, run_sql
 from areal_tasks.store.runs import Run, open_run
 from schemas.errors import UserError
 from schemas.tables import TABLES
@@ -217,7 +217,7 @@ def test_sql_sees_no_python_variables(local_store: Store) -> None:
 
 def test_a_connection_has_every_view_and_stays_locked(local_store: Store) -> None:
     built(local_store, 1)
-    with connect(local_store, "run") as connection:
+    with Session(local_store, "run") as session, session.explained() as connection:
         names = {row[0] for row in connection.execute("SHOW TABLES").fetchall()}
         assert {"samples", "tokens", "stages", "commits", "rollout", "scalars"} <= names
         assert connection.execute("SELECT count(*) FROM samples JOIN tokens USING (sample_id)").fetchall() == [(64,)]
