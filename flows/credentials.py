@@ -99,7 +99,7 @@ def _kept_patiently() -> dict[str, str]:
             if time.monotonic() - began >= AWAY_SECONDS:
                 raise UserError(
                     f"The Prefect server does not answer ({error or type(error).__name__}), and this environment has "
-                    f"no {NEEDED[0]}: see that it runs, or export S3 keys before `arealflow up`; then retry the flow run."
+                    f"no {NEEDED[0]}: see that it runs, or export S3 keys before `arealflow up`, then retry this run."
                 ) from error
             _log().warning("The Prefect server, which may keep S3 keys, does not answer: asking again in %g s.", pause)
             time.sleep(pause)
