@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, TypeVar
+from uuid import UUID
 
 import httpx
 from prefect import get_run_logger
-from prefect.exceptions import Pause
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound, Pause
 from prefect.runtime import flow_run
-from prefect.settings import PREFECT_API_URL
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import PrefectIds
@@ -40,7 +42,8 @@ R = TypeVar("R", bound=BaseRecipe)
 
 #: What a signal means while the flow run is in a state of this type.
 ENDS: Final = {"CANCELLING": "cancelled", "CANCELLED": "cancelled", "PAUSED": "suspended"}
-ASK_SECONDS: Final = 2.0
+#: In seconds. Prefect's client tries four times to connect; a worker kills 7 s after it has asked a flow to end.
+ASK_TIMEOUT: Final = httpx.Timeout(2.0, connect=1.0)
 
 
 def prepared(recipe: R, overrides: str) -> R:
@@ -163,15 +166,16 @@ def ended_as(error: BaseException, flow_run_id: str) -> str:
 
 def state_type(flow_run_id: str) -> str:
     """The type of the flow run's state, asked once: its process is about to be killed. Empty if nobody answers."""
-    url = PREFECT_API_URL.value()
-    if not url or not flow_run_id:
+    if not PREFECT_API_URL.value() or not flow_run_id:
         return ""
+    briefly = get_client(sync_client=True, httpx_settings={"timeout": ASK_TIMEOUT})  # with the keys that settings name
     try:
-        answer = httpx.get(f"{url}/flow_runs/{flow_run_id}", timeout=ASK_SECONDS).raise_for_status()
-    except httpx.HTTPError as away:
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), briefly as client:
+            state = client.read_flow_run(UUID(flow_run_id)).state_type
+    except (httpx.HTTPError, ObjectNotFound) as away:
         get_run_logger().warning("cannot tell why this flow run ends: %s", away or type(away).__name__)
         return ""
-    return str(answer.json()["state_type"])
+    return state.value if state else ""
 
 
 def standing(run: Run) -> dict[str, int | str]:

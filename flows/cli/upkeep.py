@@ -34,6 +34,8 @@ CRASHES = 5
 TIMEOUT_SECONDS = 10.0
 #: How the message of a state begins by which the automation or the keeper, and no person, runs a flow run again.
 AGAIN = "Crashed; run again"
+#: The server's own name for a flow run that its deployment's concurrency limit has wait.
+WAITS_FOR_SLOT = "AwaitingConcurrencySlot"
 CANCELLED_EARLIER = "It crashed while it was being cancelled."
 
 
@@ -237,7 +239,8 @@ def crashed_while_cancelling(states: Iterable[dict[str, Any]]) -> bool:
 
 def _by_a_person(state: dict[str, Any]) -> bool:
     """Whether somebody has decided upon the flow run: it came to an end, or was told to run again by hand."""
-    retried = state["type"] == "SCHEDULED" and not (state["message"] or "").startswith(AGAIN)
+    told = state["type"] == "SCHEDULED" and state["name"] != WAITS_FOR_SLOT
+    retried = told and not (state["message"] or "").startswith(AGAIN)
     return retried or state["type"] in ("COMPLETED", "FAILED", "CANCELLED", "CANCELLING")
 
 

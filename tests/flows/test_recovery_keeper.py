@@ -350,7 +350,7 @@ def test_a_cancelled_flow_run_that_a_person_retries_runs() -> None:
         stamps = [f"2026-01-01T00:00:0{i}Z" for i in range(len(kinds))]
         messages = [retried if kind == "SCHEDULED" else "" for kind in kinds]
         rows = zip(stamps, kinds, messages, strict=True)
-        return [{"timestamp": at, "type": kind, "message": message} for at, kind, message in rows]
+        return [{"timestamp": at, "type": kind, "name": kind, "message": message} for at, kind, message in rows]
 
     asked = ("RUNNING", "CANCELLING", "CRASHED")
     for later in ((), ("SCHEDULED",), ("SCHEDULED", "PENDING", "RUNNING")):

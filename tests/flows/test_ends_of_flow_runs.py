@@ -1,0 +1,48 @@
+"""Who has decided that a flow run ends or runs again, and how a flow finds out why it ends."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from base64 import b64encode
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+
+from flows.cli import upkeep
+from flows.execute import ended_as
+
+RUN = {"id": str(uuid.uuid4()), "flow_id": str(uuid.uuid4()), "state_type": "CANCELLING"}
+
+
+class Guarded(BaseHTTPRequestHandler):
+    """A Prefect server behind a password, with one flow run."""
+
+    def do_GET(self) -> None:
+        knows = self.headers["Authorization"] == f"Basic {b64encode(b'me:key').decode()}"
+        answer = json.dumps(RUN).encode() if knows and self.path == f"/flow_runs/{RUN['id']}" else b"{}"
+        self.send_response(200 if knows else 401)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+
+def test_who_asks_why_a_flow_run_ends_says_who_they_are() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Guarded) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with temporary_settings({PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: "me:key"}):
+            assert ended_as(KeyboardInterrupt(), RUN["id"]) == "cancelled"
+        server.shutdown()
+
+
+def test_a_cancelled_flow_run_that_waits_for_a_slot_of_its_deployment_was_retried_by_nobody() -> None:
+    def history(waits: str) -> list[dict[str, Any]]:
+        kinds = {"RUNNING": "", "CANCELLING": "", "CRASHED": "", "SCHEDULED": waits, "PENDING": ""}
+        rows = enumerate(kinds.items())
+        return [{"timestamp": str(i), "type": kind, "name": name, "message": None} for i, (kind, name) in rows]
+
+    assert upkeep.crashed_while_cancelling(history("AwaitingConcurrencySlot"))
+    assert not upkeep.crashed_while_cancelling(history("Scheduled"))
