@@ -88,14 +88,25 @@ def encode(table: pa.Table) -> bytes:
 def footer_holds(file: pa.NativeFile, size: int) -> bool:
     """Whether the footer of an open shard of `size` bytes is to the bit what was written, as far as can be told.
 
-    Shards of programs before this had no checksum: nothing is known of theirs.
+    Shards of programs before this had no checksum: nothing is known of theirs, whatever their rows and footers say.
     """
-    tail = file.read_at(min(size, _TAIL_BYTES), max(size - _TAIL_BYTES, 0))
-    long = int.from_bytes(tail[-8:-4], "little") + 8 + _SEAL_BYTES
-    if _MARK not in tail and len(tail) < long <= size:
+    tail: bytes = file.read_at(min(size, _TAIL_BYTES), max(size - _TAIL_BYTES, 0))
+    footer = int.from_bytes(tail[-8:-4], "little") + 8
+    long = footer + _SEAL_BYTES
+    if len(tail) < long <= size:
         tail = file.read_at(long, size - long)
-    _, found, rest = tail.rpartition(_MARK)
-    return not found or hashlib.sha256(rest[_DIGEST_BYTES:]).digest() == rest[:_DIGEST_BYTES]
+    if tail[-long:].startswith(_MARK):
+        return hashlib.sha256(tail[-footer:]).digest() == tail[-long:][len(_MARK) : _SEAL_BYTES]
+    return not _misses_seal(tail)
+
+
+def _misses_seal(tail: bytes) -> bool:
+    """Whether there is a checksum elsewhere, which holds for the footer with the file's last bytes as they should be.
+
+    They are the footer's length, by which its beginning and what stands before that are found.
+    """
+    digest, footer = (rest := tail.rpartition(_MARK)[2])[:_DIGEST_BYTES], rest[_DIGEST_BYTES:-8]
+    return hashlib.sha256(footer + len(footer).to_bytes(4, "little") + b"PAR1").digest() == digest
 
 
 def _options(schema: pa.Schema) -> dict[str, Any]:

@@ -113,6 +113,29 @@ def test_the_footer_of_an_older_shard_is_read_as_it_is(local_store: Store, monke
         assert footer_holds(pa.BufferReader(stored), len(stored)) is holds
 
 
+def test_every_altered_bit_of_a_footers_checksum_length_or_end_is_noticed() -> None:
+    data = encode(table("verify"))
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    for at in (*range(footer - 32, footer), *range(len(data) - 8, len(data))):
+        for bit in range(8):
+            altered = data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1 :]
+            assert not footer_holds(pa.BufferReader(altered), len(altered)), (at - len(data), bit)
+
+
+def test_what_rows_say_is_not_taken_for_a_footers_checksum() -> None:
+    """The word that marks it may stand in the texts of an older shard, and in the statistics of any footer."""
+    rows = table("verify")
+    named = rows.set_column(0, rows.schema.field(0), pa.array(["arealsum"] * len(rows)))
+    newer = encode(named)
+    footer = len(newer) - 8 - int.from_bytes(newer[-8:-4], "little")
+    assert b"arealsum" in newer[footer:]
+    older = newer[: footer - 40] + newer[footer:]
+    texts = newer[: footer - 40] + b"a text that says arealsum, and goes on for a while" + newer[footer:]
+    for stored in (newer, older, texts):
+        assert footer_holds(pa.BufferReader(stored), len(stored))
+        assert pq.read_table(pa.BufferReader(stored)).equals(named)
+
+
 Damage = Callable[[Path], None]
 DAMAGES: dict[str, Damage] = {
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-7]) and None,
