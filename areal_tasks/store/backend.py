@@ -35,6 +35,15 @@ class Missing(StoreError):
         super().__init__(f"{where} does not exist. Is the name right, and is this the right store (--store URL)?")
 
 
+class Newer(StoreError):
+    """A newer program has written this record: nothing is wrong with it."""
+
+    def __init__(self, where: str, version: int, known: int) -> None:
+        super().__init__(
+            f"{where} was written by a newer arealflow (schema {version}; this one reads {known}): upgrade."
+        )
+
+
 class Exists(Exception):
     """Something is there already, so that `create` did nothing."""
 

@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 from pydantic import ValidationError
 
-from areal_tasks.store.backend import Exists, Missing, Store, StoreError
+from areal_tasks.store.backend import Exists, Missing, Newer, Store, StoreError
 from schemas.manifest import SCHEMA_VERSION, Claimed, StoredRecord, is_sealed, seal_holds
 
 R = TypeVar("R", bound=StoredRecord)
@@ -95,25 +95,20 @@ def decode(store: Store, path: str, model: type[R], data: bytes) -> R:
     try:
         record = model.parse(data)
     except ValidationError as error:
-        raise StoreError(_explain(store.uri(path), data, error)) from error
+        if (version := _schema_version(data)) > SCHEMA_VERSION:
+            raise Newer(store.uri(path), version, SCHEMA_VERSION) from error
+        raise StoreError(_explain(store.uri(path), error)) from error
     if record.schema_version > SCHEMA_VERSION:  # its fields may be those of now, and mean something else
-        raise StoreError(_newer(store.uri(path), record.schema_version))
+        raise Newer(store.uri(path), record.schema_version, SCHEMA_VERSION)
     if (is_sealed(data) or record.schema_version > 1) and not seal_holds(data):
         raise StoreError(f"{store.uri(path)} is damaged (its seal does not hold): bytes were altered. {_RESTORE}")
     return record
 
 
-def _explain(where: str, data: bytes, error: ValidationError) -> str:
-    version = _schema_version(data)
-    if version > SCHEMA_VERSION:
-        return _newer(where, version)
+def _explain(where: str, error: ValidationError) -> str:
     first = error.errors()[0]
     cause = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}".lstrip(": ")
     return f"{where} is damaged ({cause}). {_RESTORE}"
-
-
-def _newer(where: str, version: int) -> str:
-    return f"{where} was written by a newer arealflow (schema {version}; this one reads {SCHEMA_VERSION}): upgrade."
 
 
 def _schema_version(data: bytes) -> int:

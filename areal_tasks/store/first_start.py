@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from areal_tasks.store import paths
-from areal_tasks.store.backend import Missing, Store, StoreError, Unavailable
+from areal_tasks.store.backend import Missing, Newer, Store, StoreError, Unavailable
 from areal_tasks.store.files import read_weights, weights_ref
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.parallel import parallel
@@ -28,7 +28,8 @@ def check_first_start(parent: Run, origin: Origin) -> None:
     Of weights and checkpoints, existence and size; of tables, what `check_shard` can tell.
 
     Raises:
-        UserError: a file is missing or damaged, and is named; or weights were removed on purpose, and by whom.
+        UserError: a file is missing or damaged, and is named; or a newer program has written it; or weights were
+            removed on purpose, and by whom.
     """
     try:
         check_loaded_kept(parent, origin)
@@ -37,7 +38,7 @@ def check_first_start(parent: Run, origin: Origin) -> None:
         parallel(lambda file: _check_size(parent.store, file), files)
         if refs:  # an engine will be started
             parallel(lambda shard: check_shard(parent.store, shard), list(_shards(parent, origin.iteration)))
-    except Unavailable:
+    except (Unavailable, Newer):  # nothing has to be restored
         raise
     except StoreError as error:
         what = f"{error.where} does not exist" if isinstance(error, Missing) else str(error).split(". Restore")[0]

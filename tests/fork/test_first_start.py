@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from areal_tasks.store.gc_remove import execute
 from areal_tasks.store.journal import append
 from areal_tasks.store.runs import Run, load_run, open_run
 from schemas.errors import UserError
-from schemas.manifest import IterationCommit
+from schemas.manifest import SCHEMA_VERSION, IterationCommit
 
 LAST = 3
 OFTEN = {"recover_within_seconds": 1e-6}
@@ -70,6 +71,14 @@ def test_a_file_that_a_fork_would_load_is_missed_before_it_begins(
     with pytest.raises(UserError, match=rf"No child of run '{name}' can begin at iteration 2.*{victim}"):
         open_run(store, "child", "rlhf", load(store, name), origin=Origin(name, 2))
     assert store.list("") == before
+
+
+def test_what_a_newer_program_wrote_asks_for_an_upgrade_not_for_a_backup(folder: Path) -> None:
+    manifest = next((folder / "store/often").glob("weights/version=000000/attempt=*.json"))
+    record = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(record | {"schema_version": SCHEMA_VERSION + 1}))
+    with pytest.raises(UserError, match=rf"{manifest} was written by a newer arealflow.*: upgrade\.$"):
+        open_run(store_in(folder), "child", "rlhf", tiny(trainer=OFTEN), origin=Origin("often", 2))
 
 
 def load(store: Store, name: str) -> Any:
