@@ -43,6 +43,9 @@ LIMIT_SECONDS = 60.0
 HOPELESS_SECONDS = 240.0
 START_SECONDS = 180.0
 ORPHAN_SECONDS = 15.0
+#: What a flow process may take for its last log lines: Prefect's client tries again, at growing pauses, while the
+#: server is away or says that its database is busy.
+FAREWELL_SECONDS = 90.0
 
 
 @dataclass
@@ -171,7 +174,8 @@ class Matrix:
 
     def _end_of_processes(self) -> None:
         try:
-            wait_for("the run's processes to end", lambda: not self.scene.left_over(), ORPHAN_SECONDS)
+            wait_for("the run's services to end", lambda: not self.scene.services_left(), ORPHAN_SECONDS)
+            wait_for("the flow process to end", lambda: not self.scene.left_over(), FAREWELL_SECONDS)
         except Failed as failure:
             raise Failed(f"{failure}; still there: {'; '.join(self.scene.left_over())}") from None
 

@@ -21,6 +21,7 @@ from s3_server import BUCKET, PORTS, S3Server, free_ports, start_server
 from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.paths import iteration_commit
 from flows.cli import machine
+from flows.cli.automations import ask
 from flows.cli.upkeep import FLOW_RUN, flow_processes
 
 INJECT = Path(__file__).parent / "inject"
@@ -81,10 +82,10 @@ class Scene:
 
     def submit(self, run: str, overrides: str) -> str:
         """Run the quickstart as a person would; the id of the flow run."""
-        deployment = httpx.get(f"{self.api_url}/deployments/name/rlhf/quickstart", timeout=30).raise_for_status().json()
+        deployment = ask("GET", f"{self.api_url}/deployments/name/rlhf/quickstart").raise_for_status().json()
         values = {"run": run, "overrides": f"store.url={self.store.url} {overrides}"}
         path = f"{self.api_url}/deployments/{deployment['id']}/create_flow_run"
-        created = httpx.post(path, json={"parameters": values}, timeout=30).raise_for_status().json()
+        created = ask("POST", path, {"parameters": values}).raise_for_status().json()
         return str(created["id"])
 
     def state(self, flow_run: str) -> str:
@@ -117,6 +118,10 @@ class Scene:
     def left_over(self) -> list[str]:
         """Processes of flow runs that still run."""
         return [f"{pid} {command(pid)}" for pid in flow_processes()]
+
+    def services_left(self) -> list[str]:
+        """Those of them that are not the flow process itself."""
+        return [process for process in self.left_over() if "prefect.engine" not in process]
 
 
 def command(pid: int) -> str:
