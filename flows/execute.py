@@ -32,6 +32,7 @@ from flows.home import logs_folder
 from flows.messages import hide_tracebacks
 from flows.observe import Observer
 from flows.patience import Patience, patiently
+from flows.pauses import Pauses
 from flows.tasks import StageTasks
 from schemas.errors import UserError
 from schemas.manifest import RunRecord
@@ -131,8 +132,8 @@ def _start(
         services.supervisor.progressed()
         observe(iteration)
 
-    with logged(run, ids.flow_run), Observer(run, recipe) as observe, services as engines:
-        loop_of(run)(run, recipe, engines, StageTasks(), closed, ids)()
+    with logged(run, ids.flow_run), Observer(run, recipe) as observe, Pauses(log) as pauses, services as engines:
+        loop_of(run)(run, recipe, engines, StageTasks(pauses.hold), closed, ids)()
     head = run.head()
     return {"run": name, "store": store.url, "iterations": head.iteration + 1 if head else 0}
 

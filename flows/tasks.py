@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prefect import Task
@@ -38,9 +38,13 @@ SILENT_AT_0 = ("truncated", "unparseable", "timeout", "error", "kl", "skipped_st
 
 
 class StageTasks:
-    """Runs jobs as tasks of their stages. Prefect sees labels and manifest paths, never data."""
+    """Runs jobs as tasks of their stages. Prefect sees labels and manifest paths, never data.
 
-    def __init__(self) -> None:
+    `before` is called before a job begins, or several side by side.
+    """
+
+    def __init__(self, before: Callable[[], None]) -> None:
+        self._before = before
         logging.getLogger("prefect.task_runs").setLevel(logging.WARNING)  # states say it; the log is for what does not
         self._tasks: dict[str, Task[..., Any]] = {}
         self._jobs: dict[str, Job] = {}
@@ -48,6 +52,7 @@ class StageTasks:
 
     def __call__(self, jobs: Sequence[Job]) -> list[Built]:
         """What the jobs built, run side by side if there are several. Raises what a job raised."""
+        self._before()
         self._jobs |= {job.label: job for job in jobs}
         if len(jobs) == 1:
             run_task_sync(self._task(jobs[0].stage), parameters={"label": jobs[0].label, "inputs": _paths(jobs[0])})

@@ -18,6 +18,7 @@ from areal_tasks.store import paths
 from areal_tasks.store.journal import read_log
 from flows.cli import automations, machine, upkeep
 from flows.cli.automations import ask
+from flows.pauses import LOOK_SECONDS
 from flows.rlhf import rlhf
 from schemas.recipe.recipe import RlhfRecipe
 
@@ -165,11 +166,12 @@ def test_a_suspended_flow_run_leaves_no_process_and_is_resumed(scene: Scene) -> 
 
 
 def test_a_paused_flow_run_keeps_its_services_and_goes_on(scene: Scene) -> None:
-    scene.set("PAUSED", "Paused")
-    scene.gate.unlink()
-    time.sleep(2.0)
+    """It is paused in the middle of a stage, which may end; the next one does not begin."""
     there, k = scene.processes(), scene.committed()
-    time.sleep(1.5)
+    scene.set("PAUSED", "Paused")
+    time.sleep(2 * LOOK_SECONDS)
+    scene.gate.unlink()
+    time.sleep(4.0)  # without the pause some iterations would pass
     assert scene.committed() == k < ITERATIONS and scene.processes() == there
     assert len([pid for pid in there if "areal_tasks.engines" in " ".join(psutil.Process(pid).cmdline())]) == 2
     scene.gate.touch()
