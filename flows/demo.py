@@ -47,16 +47,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--store", default="", help="store URL")
     parser.add_argument("--iterations", type=int, default=0, help="fewer iterations than the recipe's")
+    parser.add_argument("--stops", action="store_true", help="the caller stops server and store at the end")
     options = parser.parse_args()
     try:
-        demo(options.store, options.iterations)
+        demo(options.store, options.iterations, options.stops)
     except UserError as error:
         console.print(f"error: {error}", style="red", markup=False)
         sys.exit(1)
 
 
-def demo(store_url: str, iterations: int) -> None:
-    """Start what is needed, run, follow, and ask."""
+def demo(store_url: str, iterations: int, stops: bool) -> None:
+    """Start what is needed, run, follow, and ask; say how to go on, unless the caller then `stops` what is there."""
     began = time.monotonic()
     machine = start()
     store = open_store(store_url)
@@ -67,8 +68,10 @@ def demo(store_url: str, iterations: int) -> None:
     follow(machine, store, run, flow_run, iterations)
     answer(store, run)
     console.print(f"\nParquet: {store.uri(run)}", soft_wrap=True, markup=False)
-    console.print(f"Prefect UI: {ui_url(machine)}")
-    console.print(f'Ask more: .venv/bin/arealflow sql {run} "SHOW TABLES"   ·   stop everything: make down')
+    if not stops:
+        console.print(f"Prefect UI: {ui_url(machine)}")
+        console.print(f'Ask more: .venv/bin/arealflow sql {run} "SHOW TABLES"')
+        console.print("Stop everything: make down")
     console.print(f"{time.monotonic() - began:.0f} s in all")
 
 

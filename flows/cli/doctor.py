@@ -30,7 +30,6 @@ FEATURES = {
     "datasets": ("data sets by Hugging Face name", "pip install 'arealflow[datasets]'"),
     "sglang": ("inference.engine: sglang", "pip install 'arealflow[sglang]'"),
     "deepspeed": ("trainer.backend: deepspeed", "pip install 'arealflow[deepspeed]'"),
-    "ray": ("launching on a Ray cluster", "pip install 'arealflow[ray]'"),
 }
 
 

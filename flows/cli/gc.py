@@ -47,6 +47,8 @@ def gc(
         typer.echo(json.dumps([_row(item, yes and item in done) for item in items], indent=1))
     else:
         _print(items, done, yes)
+        if older_than and not whole:
+            typer.echo(f"(nothing that was written in the last {older_than:g} hours goes: --older-than)")
 
 
 def _found(store: Store, rule: Rule, run: str) -> list[Item]:
