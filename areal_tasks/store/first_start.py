@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from areal_tasks.store import paths
@@ -41,6 +42,8 @@ def check_first_start(parent: Run, origin: Origin) -> None:
     except (Unavailable, Newer):  # nothing has to be restored
         raise
     except StoreError as error:
+        with suppress(StoreError):
+            check_loaded_kept(parent, origin)  # it may have been removed since it was first asked
         what = f"{error.where} does not exist" if isinstance(error, Missing) else str(error).split(". Restore")[0]
         raise UserError(
             f"No child of run {parent.name!r} can begin at iteration {origin.iteration}: it would load what is not "
