@@ -24,6 +24,7 @@ from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.compact import Compactor
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run
+from areal_tasks.store.written import newest_written
 from schemas.manifest import IterationCommit, WeightsRef
 from schemas.recipe.recipe import Recipe
 
@@ -137,15 +138,9 @@ class Loop:
 
     def _start_engines(self, initial: WeightsRef) -> None:
         current = self.head.weights if self.head else initial
-        self.engines.start(initial, current, self._newest_written(initial))
+        written = newest_written(self.run, self.head) if self.head else None
+        self.engines.start(initial, current, written or initial)
         self.restored = restored_weights(self._context(self.first))
-
-    def _newest_written(self, initial: WeightsRef) -> WeightsRef:
-        """The newest weights of committed iterations that are in the store; looks back one interval at most."""
-        commit = self.head
-        while commit is not None and not commit.weights.written:
-            commit = self.run.commit(commit.iteration - 1) if commit.iteration else None
-        return commit.weights if commit else initial
 
     def _iteration(self, k: int, once: Mapping[str, Built]) -> dict[str, Built]:
         started, built = now(), dict(once)

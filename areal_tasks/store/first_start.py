@@ -14,8 +14,9 @@ from areal_tasks.store.parallel import parallel
 from areal_tasks.store.shards import read_table
 from areal_tasks.store.tombstones import check_kept
 from areal_tasks.store.verified_files import check_shard
+from areal_tasks.store.written import newest_written
 from schemas.errors import UserError
-from schemas.manifest import FileRef, IterationCommit, ShardRef, StageManifest, WeightsRef
+from schemas.manifest import FileRef, ShardRef, StageManifest, WeightsRef
 
 if TYPE_CHECKING:
     from areal_tasks.store.runs import Run
@@ -71,7 +72,8 @@ def loaded_weights(parent: Run, origin: Origin) -> list[WeightsRef]:
     found = [initial_weights(parent.store, parent.read_stage(initial))] if initial else []
     if origin.iteration:
         last = parent.commit(origin.iteration - 1)
-        written = None if origin.counterfactual else _newest_written(parent, last)
+        served = parent.record.flow == "rlhf" and not origin.counterfactual
+        written = newest_written(parent, last) if served else None
         found += [ref for ref in (last.weights, written, last.checkpoint) if ref is not None and ref.written]
     return list({ref.path: ref for ref in found}.values())
 
@@ -81,15 +83,6 @@ def initial_weights(store: Store, initialise: StageManifest) -> WeightsRef:
     columns = ("version", "weights_attempt")
     row = read_table(store, initialise.tables["initial_weights"], columns).to_pylist()[0]
     return weights_ref(store, paths.weights(initialise.run, row["version"], row["weights_attempt"]))
-
-
-def _newest_written(run: Run, commit: IterationCommit) -> WeightsRef | None:
-    """What servers begin with; None where that are the initial weights, or where there are no servers."""
-    if run.record.flow != "rlhf":
-        return None
-    while not commit.weights.written and commit.iteration:
-        commit = run.commit(commit.iteration - 1)
-    return commit.weights if commit.weights.written else None
 
 
 def _check_size(store: Store, file: FileRef) -> None:
