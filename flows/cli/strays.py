@@ -20,14 +20,19 @@ def parts() -> dict[int, str]:
     return {pid: part for pid, (part, parent) in marked.items() if part and marked.get(parent, ("", 0))[0] != part}
 
 
-def _part(process: psutil.Process) -> str:
-    """Which part a process is or belongs to; empty for flow processes, for others', and where we may not look."""
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """The environment of a process of this home that still runs; empty for others', and where we may not look."""
     with contextlib.suppress(psutil.Error, OSError):
         if process.status() != psutil.STATUS_ZOMBIE:
             values = process.environ()
-            ours = values.get("AREALFLOW_HOME") == str(home()) and FLOW_RUN not in values
-            return values.get(PART, "") if ours else ""
-    return ""
+            return values if values.get("AREALFLOW_HOME") == str(home()) else {}
+    return {}
+
+
+def _part(process: psutil.Process) -> str:
+    """Which part a process is or belongs to; empty for flow processes."""
+    values = environment_of(process)
+    return "" if FLOW_RUN in values else values.get(PART, "")
 
 
 def _parent(process: psutil.Process) -> int:

@@ -20,7 +20,7 @@ import psutil
 
 from flows.cli.automations import RECOVERY, ask, find
 from flows.cli.machine import POOL
-from flows.cli.strays import FLOW_RUN
+from flows.cli.strays import FLOW_RUN, environment_of
 from flows.home import home
 
 #: Seconds after which a flow run without a process is believed to have lost it: a worker that lives reports it sooner.
@@ -41,16 +41,8 @@ CANCELLED_EARLIER = "It crashed while it was being cancelled."
 
 def flow_processes() -> dict[int, str]:
     """The flow run that each process of our flow runs on this machine belongs to, services included, by process id."""
-    found = ((process.pid, _flow_run_of(process)) for process in psutil.process_iter())
+    found = ((process.pid, environment_of(process).get(FLOW_RUN, "")) for process in psutil.process_iter())
     return {pid: flow_run for pid, flow_run in found if flow_run}
-
-
-def _flow_run_of(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.Error, OSError):
-        if process.status() != psutil.STATUS_ZOMBIE:
-            values = process.environ()
-            return values.get(FLOW_RUN, "") if values.get("AREALFLOW_HOME") == str(home()) else ""
-    return ""
 
 
 def last_look() -> Path:
