@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 CACHE: Final = (
-    "Out of memory: no room was left for the key-value cache beside the model. Raise inference.memory_fraction, split "
+    "Out of memory: no room was left for the key-value cache beside the model: inference.memory_fraction is too small, "
+    "or other processes took memory of the GPU while the server started. Raise inference.memory_fraction, split "
     "the model with inference.tensor_parallel, or give the server a GPU of its own (inference.gpus, trainer.gpus)."
 )
 SERVER: Final = (
@@ -25,21 +26,32 @@ HOST: Final = (
     "more memory."
 )
 
-#: Phrases of SGLang 0.5.17 (pool_configurator, tp_worker, schedule_batch, allocation) and of torch.
+#: Phrases of SGLang 0.5.17 (kv_cache_configurator, pool_configurator, tp_worker, schedule_batch, allocation), of torch
+#: and of CUDA.
 CACHE_PHRASES: Final = (
+    "Loaded weights leave no GPU memory for the KV cache",
     "Not enough memory. Please try to increase --mem-fraction-static",
+    "Not enough GPU memory for hybrid",
+    "state cache is too small to serve any requests",
     "Memory pool size is too small",
     "Out of memory even after retracting all other requests",
+    "Out of memory. Try to lower your batch size",
     "Prefill out of memory. Try to lower your batch size",
     "Decode out of memory. Try to lower your batch size",
+    "alloc_req_slots runs out of memory",
 )
 DEVICE_PHRASES: Final = (
     "OutOfMemoryError",
     "CUDA out of memory",
     "cudaErrorMemoryAllocation",
+    "CUDA_ERROR_OUT_OF_MEMORY",
     "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
 )
-HOST_PHRASES: Final = ("OS OOM killer", "SGLang ended with -9")
+#: One of SGLang's processes, or all of SGLang, was killed. After any failure it kills itself, and says so before.
+PART_KILLED: Final = ("(exit code: -9)", "crashed with exit code -9.", "SGLang ended with -9")
+KILLED_ITSELF: Final = "kill_process_tree called"
 
 
 def advice(service: str, log: str) -> str:
@@ -49,7 +61,12 @@ def advice(service: str, log: str) -> str:
         return CACHE
     if _holds(log, DEVICE_PHRASES):
         return TRAINER if trainer else SERVER
-    return HOST if _holds(log, HOST_PHRASES) else ""
+    return HOST if _killed(log) else ""
+
+
+def _killed(log: str) -> bool:
+    """Whether somebody else killed SGLang or one of its processes: that is said first, its own killing afterwards."""
+    return _holds(log.partition(KILLED_ITSELF)[0], PART_KILLED)
 
 
 def _holds(log: str, phrases: tuple[str, ...]) -> bool:
