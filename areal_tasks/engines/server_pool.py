@@ -28,6 +28,9 @@ T = TypeVar("T")
 
 ATTEMPTS: Final = 4  # servers a request is tried on: one that kills its server must not kill them all
 CONNECT_SECONDS: Final = 10.0
+#: How long an unused connection is kept. Less than uvicorn's 5 s, which SGLang keeps to: a request that is sent while
+#: the server closes the connection fails, and is no reason to evict it.
+IDLE_SECONDS: Final = 2.0
 NO_SERVER_SECONDS: Final = 10.0  # how long a request waits when every server is evicted
 PROBE_SECONDS: Final = (0.1, 5.0)  # first and longest pause between two looks at an evicted server
 LOST_SECONDS: Final = 20.0  # a server that is evicted for longer is worth a restart
@@ -358,7 +361,7 @@ class ServerPool:
     def _session(self, server: Server) -> aiohttp.ClientSession:
         """Connections of their own for each server, so that they can be dropped together."""
         if server not in self._sessions:
-            connector = aiohttp.TCPConnector(limit=0)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
             self._sessions[server] = aiohttp.ClientSession(headers=self._headers, connector=connector)
         return self._sessions[server]
 

@@ -27,6 +27,7 @@ from schemas.manifest import ServiceRecord, WeightsRef
 
 SPEC: Final = "AREAL_SERVICE_SPEC"
 TOKEN: Final = "AREAL_SERVICE_TOKEN"
+KEEP_ALIVE_SECONDS: Final = 120  # for which a service keeps an unused connection: longer than clients do
 STORE_AWAY: Final = 75  # EX_TEMPFAIL: the exit status of a service that cannot start because the store is away
 
 
@@ -91,7 +92,7 @@ def make_server(
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     register(spec, f"http://{host}:{listener.getsockname()[1]}")
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_keep_alive=120, timeout_graceful_shutdown=2
+        app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=2
     )
     return uvicorn.Server(config), listener
 

@@ -66,4 +66,8 @@ def test_the_environment_undoes_what_is_relied_on() -> None:
         "AREAL_SERVICE_SPEC": "{}",
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
     }
-    assert environment(inherited) == {"PATH": "/bin", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    assert environment(inherited) == {
+        "PATH": "/bin",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "120",
+    }

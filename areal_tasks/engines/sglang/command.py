@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from areal_tasks.engines.lifeline import LIFELINE
-from areal_tasks.engines.service import SPEC, ServiceSpec
+from areal_tasks.engines.service import KEEP_ALIVE_SECONDS, SPEC, ServiceSpec
 from schemas.recipe.sections import Inference, Model
 
 #: SGLang keeps a few positions of its context: it takes prompts up to `context - 7` and ends at `context - 2`.
 CONTEXT_MARGIN: Final = 8
 SHARED_FRACTION: Final = 0.85  # of a shared GPU's memory, divided among its users where the recipe does not say
 
+#: A context longer than some models' by a margin that no token reaches; connections kept as our own services keep them.
+SET: Final = {
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_SECONDS),
+}
 #: Settings of the launcher that are not meant for SGLang, and switches that would undo what this service relies on.
 DROPPED: Final = (
     *(SPEC, LIFELINE, "OMP_NUM_THREADS", "OMP_WAIT_POLICY"),
@@ -73,9 +78,9 @@ def flags(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """The child's environment. Its context is longer than some models' by a margin that no token reaches."""
+    """The child's environment: what was inherited, without what is DROPPED, and with what is SET."""
     kept = {name: value for name, value in inherited.items() if name not in DROPPED}
-    return kept | {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    return kept | SET
 
 
 def server_index(name: str) -> int:

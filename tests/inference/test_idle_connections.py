@@ -1,0 +1,75 @@
+"""A server that closes unused connections, while the client is away: no request is sent into a closing one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from areal_tasks.engines import server_pool
+from areal_tasks.engines.client import GenerateRequest, InferenceClient
+from schemas.recipe.sections import Inference
+
+
+async def generate(request: Request) -> JSONResponse:
+    meta = {"finish_reason": {"type": "length"}, "weight_version": "0", "output_token_logprobs": [[-0.5, 7, None]]}
+    prompts = (await request.json())["input_ids"]
+    return JSONResponse([{"text": "", "output_ids": [7], "meta_info": meta} for _ in prompts])
+
+
+async def info(request: Request) -> JSONResponse:
+    return JSONResponse({"weight_version": "0"})
+
+
+@contextmanager
+def serving(**settings: Any) -> Iterator[str]:
+    """A uvicorn, as SGLang has one, in a thread of its own; its address."""
+    routes = [Route("/generate", generate, methods=["POST"])]
+    routes += [Route(path, info) for path in ("/model_info", "/health", "/health_generate")]
+    server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), port=0, log_level="warning", **settings))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def test_a_connection_that_the_server_has_closed_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server_pool, "IDLE_SECONDS", 0.5)
+
+    async def work(url: str) -> list[list[int]]:
+        client = InferenceClient([url], "", Inference())
+        try:
+            outputs = []
+            for _ in range(3):
+                [result] = await client.generate([GenerateRequest([1, 2], 1)])
+                outputs.append(result.output_ids)
+                time.sleep(1.5)  # a training step: this loop does not see that the server closes
+            return outputs
+        finally:
+            await client.close()
+
+    with caplog.at_level(logging.WARNING, logger=server_pool.__name__), serving(timeout_keep_alive=1) as url:
+        assert asyncio.run(work(url)) == [[7]] * 3
+    assert not caplog.messages, "it was evicted"
+
+
+def test_connections_are_given_up_before_any_server_closes_them() -> None:
+    assert uvicorn.Config("app").timeout_keep_alive > server_pool.IDLE_SECONDS
