@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 
+from areal_tasks.engines.embedded.api import Limits
+from areal_tasks.engines.embedded.app import Server
+from areal_tasks.engines.embedded.engine import Engine
 from areal_tasks.engines.embedded.process import main
 from areal_tasks.engines.lifeline import LIFELINE
 from areal_tasks.engines.service import SPEC, TOKEN, ServiceSpec
@@ -265,6 +272,18 @@ def test_it_tells_what_it_is(server: Process) -> None:
     assert info["context_length"] == MAX_LENGTH
     assert server.http.get("/health").json()["status"] == "ok"
     assert server.http.get("/health_generate").status_code == 200
+
+
+def test_its_version_is_that_of_the_code_even_where_no_package_is_installed(
+    engine_of: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(Distribution, "from_name", missing)
+    server = Server(engine_of(), Limits(10, 20, frozenset(), False), open_store(tmp_path.as_uri()), "m")
+    info = json.loads(bytes(asyncio.run(server.server_info(Request({"type": "http"}))).body))
+    assert info["version"] == server.version != ""
 
 
 def test_without_weights_it_says_so(server: Process, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,20 @@ def test_it_serves_behind_the_token_with_the_recipes_flags(begin: Begin, tmp_pat
     assert not [text for text in everywhere if supervisor.token in text]
 
 
+def test_prompts_that_would_end_the_server_are_refused(begin: Begin) -> None:
+    supervisor = begin()
+    [url] = supervisor.wait([NAME])
+
+    def generate(prompt: list[int]) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {supervisor.token}"}
+        return httpx.post(f"{url}/generate", json={"input_ids": [[0, 9], prompt]}, headers=headers)
+
+    assert generate([1, 2]).status_code == 200
+    for prompt, reason in (([3, 10], "token id 10; the vocabulary ends at 9"), ([-1], "id -1;"), ([1] * 5, "longer")):
+        answer = generate(prompt)
+        assert answer.status_code == 400 and reason in answer.json()["error"]["message"]
+
+
 def test_stopping_ends_even_those_that_left_the_session_and_their_parent(begin: Begin) -> None:
     supervisor = begin()
     supervisor.wait([NAME])

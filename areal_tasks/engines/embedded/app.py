@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from importlib.metadata import version as package_version
 from typing import Any, Final
 
 import orjson
@@ -32,6 +31,7 @@ from areal_tasks.engines.embedded.runner import read_weights_folder
 from areal_tasks.engines.embedded.sequence import Job, SamplingParams, Sequence, make_sequences
 from areal_tasks.engines.embedded.weights import weights_folder
 from areal_tasks.store.backend import Store, Unavailable
+from areal_tasks.store.provenance import code_version
 from schemas.errors import UserError
 
 HEALTH_SECONDS: Final = 20.0
@@ -47,6 +47,7 @@ class Server:
         self.limits = limits
         self.store = store
         self.model_path = model_path
+        self.version = code_version()
         self.updating = asyncio.Lock()
 
     def app(self) -> Starlette:
@@ -162,7 +163,7 @@ class Server:
         shapes = self.engine.runner.shapes
         return _json(
             {
-                "version": package_version("arealflow"),
+                "version": self.version,
                 "engine": "embedded",
                 "deterministic": self.engine.deterministic,
                 "slots": self.engine.usable_slots,

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import wraps
+from typing import Any
 
 GUARD = "AREAL_GUARD_PID"
 
@@ -27,9 +29,32 @@ def main() -> None:
     load_plugins()
     settings = prepare_server_args(sys.argv[1:])
     from sglang.srt.entrypoints.http_server import app  # type: ignore[import-not-found,unused-ignore]
+    from sglang.srt.managers.tokenizer_manager import (  # type: ignore[import-not-found,unused-ignore]
+        TokenizerManager,
+    )
 
+    refuse_unknown_tokens(TokenizerManager)
     app.add_middleware(BearerAuth, token=token)
     run_server(settings)
+
+
+def refuse_unknown_tokens(manager: Any) -> None:
+    """Have the class TokenizerManager refuse prompts with tokens that the model does not know (HTTP 400).
+
+    SGLang 0.5.17 takes them (its `_validate_input_ids_in_vocab` is never called): reading their embeddings fails on the
+    GPU, which ends the server, and then each of the others that the request is tried on.
+    """
+    validate = manager._validate_one_request
+
+    @wraps(validate)
+    def checked(self: Any, request: Any, input_ids: list[int] | None) -> None:
+        known = self.model_config.vocab_size
+        if input_ids and not 0 <= min(input_ids) <= max(input_ids) < known:
+            unknown = next(token for token in input_ids if not 0 <= token < known)
+            raise ValueError(f"the prompt has token id {unknown}; the vocabulary ends at {known - 1}")
+        validate(self, request, input_ids)
+
+    manager._validate_one_request = checked
 
 
 if __name__ == "__main__":
