@@ -103,13 +103,18 @@ def tokenizer_of(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def reference(folder: Path, prompt: list[int], output: list[int], temperature: float) -> list[float]:
-    """Log-softmax(logits / temperature) of `output`, by one forward pass in float32."""
+def scores_of(folder: Path, prompt: list[int], output: list[int], temperature: float) -> torch.Tensor:
+    """Log-softmax(logits / temperature) before each token of `output`, by one forward pass in float32."""
     ids = torch.tensor([[*prompt, *output]])
     with torch.inference_mode():
         logits = model_of(folder)(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    scores = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
-    return list(scores.gather(1, ids[0, len(prompt) :, None])[:, 0].tolist())
+    return torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+
+
+def reference(folder: Path, prompt: list[int], output: list[int], temperature: float) -> list[float]:
+    """The logprobs of `output` itself."""
+    scores = scores_of(folder, prompt, output, temperature)
+    return list(scores.gather(1, torch.tensor(output)[:, None])[:, 0].tolist())
 
 
 def logprobs_of(answer: Json) -> list[float]:
@@ -174,10 +179,16 @@ def a_mixed_batch_keeps_its_parameters_apart(t: Target) -> None:
 
 
 def greedy_is_greedy(t: Target) -> None:
-    prompt = t.prompt(30)
-    [first], [second] = (t.generate([prompt], max_new_tokens=8, temperature=0.0) for _ in range(2))
-    assert first["output_ids"] == second["output_ids"]
-    t.assert_logprobs(prompt, first["output_ids"], logprobs_of(first), 1.0)
+    """Each token is the likeliest, up to rounding.
+
+    Whether a near tie falls the same way twice, only a deterministic server promises: SGLang computes a prompt that it
+    has in its cache by other kernels, which round differently. A sampled token is whole nats from the likeliest.
+    """
+    prompts = [t.prompt(30 + i) for i in range(4)]
+    for prompt, answer in zip(prompts, t.generate(prompts, max_new_tokens=8, temperature=0.0), strict=True):
+        best = scores_of(t.folder, prompt, answer["output_ids"], 1.0).amax(-1)
+        t.assert_logprobs(prompt, answer["output_ids"], best.tolist(), 1.0)
+        t.assert_logprobs(prompt, answer["output_ids"], logprobs_of(answer), 1.0)
 
 
 def samples_of_a_group_differ(t: Target) -> None:
@@ -186,11 +197,12 @@ def samples_of_a_group_differ(t: Target) -> None:
     assert len({tuple(a["output_ids"]) for a in answers}) > 4
 
 
-def a_seed_repeats_its_sample_where_the_server_promises_it(t: Target) -> None:
+def what_is_deterministic_repeats_itself_where_the_server_promises_it(t: Target) -> None:
     info = t.get("/server_info")
     promised = info.get("deterministic", info.get("enable_deterministic_inference"))
-    [first], [second] = (t.generate([t.prompt(32)], {"sampling_seed": 7}, max_new_tokens=16) for _ in range(2))
-    assert not promised or first["output_ids"] == second["output_ids"]
+    for params in ({"sampling_seed": 7}, {"temperature": 0.0}):
+        [first], [second] = (t.generate([t.prompt(32)], params, max_new_tokens=16) for _ in range(2))
+        assert not promised or first["output_ids"] == second["output_ids"]
 
 
 def the_end_token_ends_and_is_kept(t: Target) -> None:
@@ -203,27 +215,51 @@ def the_end_token_ends_and_is_kept(t: Target) -> None:
 
 
 def a_stop_token_ends_and_is_kept(t: Target) -> None:
-    prompt = t.prompt(50)
-    [free] = t.generate([prompt], max_new_tokens=12, temperature=0.0, ignore_eos=True)
-    stop = free["output_ids"][5]
-    until = free["output_ids"][: free["output_ids"].index(stop) + 1]
-    [answer] = t.generate([prompt], max_new_tokens=12, temperature=0.0, stop_token_ids=[stop])
-    assert answer["output_ids"] == until and answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
-    [ignoring] = t.generate([prompt], max_new_tokens=12, temperature=0.0, stop_token_ids=[stop], ignore_eos=True)
-    assert ignoring["output_ids"] == free["output_ids"], "ignore_eos ignores stop tokens too"
+    prompts = [t.prompt(50 + i) for i in range(8)]
+    free = t.generate(prompts, max_new_tokens=12, temperature=0.0, ignore_eos=True)
+    stops = [answer["output_ids"][5] for answer in free]
+    params = [{"stop_token_ids": [stop]} for stop in stops]
+    ended = 0
+    for stop, answer in zip(stops, t.generate(prompts, *params, max_new_tokens=12, temperature=0.0), strict=True):
+        output = answer["output_ids"]
+        assert stop not in output[:-1]
+        if output[-1] == stop and len(output) < 12:
+            assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+            ended += 1
+    assert ended >= 4, "greedy again, most meet the token that they met before"
+    ignoring = t.generate(prompts, *params, max_new_tokens=12, temperature=0.0, ignore_eos=True)
+    assert [len(answer["output_ids"]) for answer in ignoring] == [12] * 8, "ignore_eos ignores stop tokens too"
+    assert sum(stop in answer["output_ids"][:-1] for stop, answer in zip(stops, ignoring, strict=True)) >= 4
 
 
 def a_stop_string_ends_and_is_kept(t: Target) -> None:
-    prompt, tokenizer = t.prompt(51), tokenizer_of(t.folder)
-    [free] = t.generate([prompt], max_new_tokens=24, temperature=0.0, ignore_eos=True)
-    words = (tokenizer.decode(free["output_ids"][i : i + 1]) for i in range(6, 20))
-    stop = next(word for word in words if word.strip() and word.isprintable() and "�" not in word)
-    [answer] = t.generate([prompt], max_new_tokens=24, temperature=0.0, stop=[stop], ignore_eos=True)
-    output = answer["output_ids"]
-    assert output == free["output_ids"][: len(output)] and len(output) < 24
-    assert stop in tokenizer.decode(output) and stop not in tokenizer.decode(output[:-1])
-    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
-    assert answer["text"].endswith(stop) and len(logprobs_of(answer)) == len(output)
+    prompts, tokenizer = [t.prompt(51 + i) for i in range(8)], tokenizer_of(t.folder)
+    free = t.generate(prompts, max_new_tokens=24, temperature=0.0, ignore_eos=True)
+    words = [_word(tokenizer, answer["output_ids"]) for answer in free]
+    asked = [(prompt, {"stop": [word]}) for prompt, word in zip(prompts, words, strict=True) if word]
+    answers = t.generate(
+        [prompt for prompt, _ in asked],
+        *(stop for _, stop in asked),
+        max_new_tokens=24,
+        temperature=0.0,
+        ignore_eos=True,
+    )
+    ended = 0
+    for stop, answer in zip(filter(None, words), answers, strict=True):
+        output = answer["output_ids"]
+        assert stop not in tokenizer.decode(output[:-1]) and len(logprobs_of(answer)) == len(output)
+        if len(output) < 24:
+            assert stop in tokenizer.decode(output) and stop in answer["text"]
+            assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+            ended += 1
+    assert ended >= 4, "greedy again, most meet the word that they met before"
+
+
+def _word(tokenizer: Any, output: list[int]) -> str:
+    """The text of a token in the middle of `output` that is whole characters and not special; empty if none is."""
+    ids = (i for i in output[6:20] if i not in tokenizer.all_special_ids)
+    words = (tokenizer.decode([i]) for i in ids)
+    return next((word for word in words if word.strip() and word.isprintable() and "�" not in word), "")
 
 
 def a_sample_may_fill_the_models_length(t: Target) -> None:
@@ -251,8 +287,10 @@ def a_prompt_that_is_too_long_is_refused_with_the_reason(t: Target) -> None:
 
 
 def an_unknown_token_is_refused(t: Target) -> None:
-    body = {"input_ids": [[3, t.vocabulary + 7]], "sampling_params": {"max_new_tokens": 4}}
-    assert t.post("/generate", body).status_code == 400
+    for unknown in (t.vocabulary, t.vocabulary + 7, -1):
+        body = {"input_ids": [[3, unknown]], "sampling_params": {"max_new_tokens": 4}}
+        assert t.post("/generate", body).status_code == 400, unknown
+    assert t.generate([[3, t.vocabulary - 1]], max_new_tokens=4, ignore_eos=True), "it goes on serving"
 
 
 def sixty_four_requests_at_once(t: Target) -> None:
@@ -302,10 +340,11 @@ def new_weights_have_their_version_and_their_logprobs(t: Target) -> None:
 
 
 def weights_that_are_not_there_change_nothing(t: Target) -> None:
-    before, [first] = t.version, t.generate([t.prompt(91)], max_new_tokens=8, temperature=0.0)
+    before = t.version
     assert t.update(t.folder / "nothing", int(before) + 5).status_code >= 400
     assert t.version == before
-    assert t.generate([t.prompt(91)], max_new_tokens=8, temperature=0.0)[0]["output_ids"] == first["output_ids"]
+    [answer] = t.generate([t.prompt(91)], max_new_tokens=8, temperature=0.0)
+    t.assert_logprobs(t.prompt(91), answer["output_ids"], logprobs_of(answer), 0.0)
 
 
 def an_update_interrupts_and_the_client_goes_on_with_the_new_weights(t: Target) -> None:
@@ -377,7 +416,7 @@ CASES = (
     a_mixed_batch_keeps_its_parameters_apart,
     greedy_is_greedy,
     samples_of_a_group_differ,
-    a_seed_repeats_its_sample_where_the_server_promises_it,
+    what_is_deterministic_repeats_itself_where_the_server_promises_it,
     the_end_token_ends_and_is_kept,
     a_stop_token_ends_and_is_kept,
     a_stop_string_ends_and_is_kept,

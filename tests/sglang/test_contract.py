@@ -2,7 +2,9 @@
 
     AREAL_TEST_SGLANG_MODEL=/path/to/model python3 -m pytest -o addopts= tests/sglang/test_contract.py -q
 
-`AREAL_TEST_SGLANG_DTYPE` (bfloat16) and `AREAL_TEST_SGLANG_FLAGS` (JSON, as `inference.flags`) can be set.
+`AREAL_TEST_SGLANG_DTYPE` (bfloat16) and `AREAL_TEST_SGLANG_FLAGS` (JSON, as `inference.flags`) can be set. Where time
+is limited, `-v -o timeout=240 --session-timeout=300` ends a case that hangs, then the run, and the failures are printed;
+a `timeout` around it would leave nothing of them.
 """
 
 from __future__ import annotations
@@ -78,14 +80,14 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     root = tmp_path_factory.mktemp(request.param)
     if request.param == "embedded":
         folder = make_model(root / "model", seed=0, max_position_embeddings=256)
-        model, inference = {"max_length": 256, "dtype": "float32"}, {"slots": 32, "threads": 1}
-        yield from start(root, "embedded", folder, model, inference)
+        model = {"max_length": 256, "dtype": "float32"}
+        yield from start(root, "embedded", folder, model, {"slots": 32, "threads": 1})
         return
     if not MODEL or not installed():
         pytest.skip("AREAL_TEST_SGLANG_MODEL is not set, or SGLang is not installed")
     flags = json.loads(os.environ.get("AREAL_TEST_SGLANG_FLAGS", TRIMMED))
-    inference = {"flags": flags, "memory_fraction": 0.5}
-    yield from start(root, "sglang", Path(MODEL).resolve(), {"max_length": 1024, "dtype": DTYPE}, inference)
+    model = {"max_length": 1024, "dtype": DTYPE}
+    yield from start(root, "sglang", Path(MODEL).resolve(), model, {"flags": flags, "memory_fraction": 0.5})
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
