@@ -3,8 +3,8 @@
     AREAL_TEST_SGLANG_MODEL=/path/to/model python3 -m pytest -o addopts= tests/sglang/test_contract.py -q
 
 `AREAL_TEST_SGLANG_DTYPE` (bfloat16) and `AREAL_TEST_SGLANG_FLAGS` (JSON, as `inference.flags`) can be set. Where time
-is limited, `-v -o timeout=240 --session-timeout=300` ends a case that hangs, then the run, and the failures are printed;
-a `timeout` around it would leave nothing of them.
+is limited, `-v -o timeout=240 --session-timeout=300` ends a case that hangs, then the run, and prints the failures; a
+`timeout` around it would leave nothing of them.
 """
 
 from __future__ import annotations
