@@ -30,7 +30,8 @@ from areal_tasks.store.paths import weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.recipe.sections import Launcher
 from tests.inference.conftest import make_model
-from tests.sglang.contract import CASES, Target
+from tests.sglang.contract import CASES
+from tests.sglang.contract_target import Target
 
 MODEL = os.environ.get("AREAL_TEST_SGLANG_MODEL", "")
 DTYPE = os.environ.get("AREAL_TEST_SGLANG_DTYPE", "bfloat16")

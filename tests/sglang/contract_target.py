@@ -1,0 +1,112 @@
+"""A running server for the contract: how to ask it, and the plain forward pass that its logprobs are compared with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from areal_tasks.engines.client import InferenceClient
+from schemas.recipe.sections import Inference
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A running server, the folder of its weights, another folder of the same shape, and how exact it computes."""
+
+    url: str
+    token: str
+    folder: Path
+    other: Path
+    max_length: int
+    mean_gap: float  # |Δ logprob| to the reference, in nats
+    largest_gap: float
+
+    @cached_property
+    def vocabulary(self) -> int:
+        return int(json.loads((self.folder / "config.json").read_text())["vocab_size"])
+
+    def prompt(self, seed: int, length: int = 12) -> list[int]:
+        """Token ids without special ones at the start of the vocabulary."""
+        source = random.Random(seed)
+        return [source.randrange(3, self.vocabulary) for _ in range(length)]
+
+    def post(self, path: str, body: Json | None = None, token: str | None = None) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.token if token is None else token}"}
+        return httpx.post(f"{self.url}{path}", json=body or {}, headers=headers, timeout=120)
+
+    def get(self, path: str) -> Json:
+        headers = {"Authorization": f"Bearer {self.token}"}
+        answer: Json = httpx.get(f"{self.url}{path}", headers=headers, timeout=120).raise_for_status().json()
+        return answer
+
+    def generate(self, prompts: list[list[int]], *params: Json, **common: Any) -> list[Json]:
+        """One batched request with logprobs, as the client sends it."""
+        each = [{"no_stop_trim": True, **common, **p} for p in params or ({},) * len(prompts)]
+        body = {"input_ids": prompts, "sampling_params": each, "return_logprob": True}
+        answers: list[Json] = self.post("/generate", body).raise_for_status().json()
+        return answers
+
+    @property
+    def version(self) -> str:
+        return str(self.get("/model_info")["weight_version"])
+
+    def update(self, folder: Path, version: int, **more: Any) -> httpx.Response:
+        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True, **more}
+        return self.post("/update_weights_from_disk", body)
+
+    @contextmanager
+    def client(self) -> Iterator[Callable[[Callable[[InferenceClient], Any]], Any]]:
+        """Runs a coroutine function of the product's own client."""
+
+        async def call(work: Callable[[InferenceClient], Any]) -> Any:
+            client = InferenceClient([self.url], self.token, Inference(max_concurrent_requests=256))
+            try:
+                return await asyncio.wait_for(work(client), 300)
+            finally:
+                await client.close()
+
+        yield lambda work: asyncio.run(call(work))
+
+    def assert_logprobs(self, prompt: list[int], output: list[int], found: list[float], temperature: float) -> None:
+        self.assert_close(found, reference(self.folder, prompt, output, temperature))
+
+    def assert_close(self, found: list[float], expected: list[float]) -> None:
+        gaps = [abs(a - b) for a, b in zip(found, expected, strict=True)]
+        assert sum(gaps) / len(gaps) <= self.mean_gap and max(gaps) <= self.largest_gap, (found, expected)
+
+
+@cache
+def model_of(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@cache
+def tokenizer_of(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def scores_of(folder: Path, prompt: list[int], output: list[int], temperature: float) -> torch.Tensor:
+    """Log-softmax(logits / temperature) before each token of `output`, by one forward pass in float32."""
+    ids = torch.tensor([[*prompt, *output]])
+    with torch.inference_mode():
+        logits = model_of(folder)(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    return torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+
+
+def reference(folder: Path, prompt: list[int], output: list[int], temperature: float) -> list[float]:
+    """The logprobs of `output` itself."""
+    scores = scores_of(folder, prompt, output, temperature)
+    return list(scores.gather(1, torch.tensor(output)[:, None])[:, 0].tolist())
