@@ -25,11 +25,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from areal_tasks.data import batching
 from areal_tasks.data.batching import Layout
-from areal_tasks.engines.trainer import attention, fsdp2, learner, policy
+from areal_tasks.engines.trainer import fsdp2, learner, policy
 from areal_tasks.engines.trainer.backend import Backend
 from areal_tasks.engines.trainer.policy import decoder_layers
 from benchmarks import trainer_core
-from benchmarks.gpu import attention_kernels
 from benchmarks.gpu.results import machine
 from benchmarks.gpu.shapes import SHAPES, mfu
 
@@ -107,7 +106,14 @@ def before(backend: Backend, arguments: argparse.Namespace) -> Iterator[None]:
 @contextmanager
 def static_shapes(backend: Backend, arguments: argparse.Namespace) -> Iterator[None]:
     """Layers are compiled for one number of tokens: kernels know all sizes."""
-    with recompiled(backend, arguments, dynamic=False):
+    with torch._dynamo.config.patch(specialize_int=True), recompiled(backend, arguments, dynamic=False):
+        yield
+
+
+@contextmanager
+def open_sizes(backend: Backend, arguments: argparse.Namespace) -> Iterator[None]:
+    """Layers are compiled for any sizes, the width of a head included, as they were before the compiler was told."""
+    with recompiled(backend, arguments, dynamic=True):
         yield
 
 
@@ -117,6 +123,7 @@ def static_padded(backend: Backend, arguments: argparse.Namespace) -> Iterator[N
     unit = (arguments.micro_batch_tokens or trainer_core.SIZES[arguments.shape][0]) // 8
     with (
         patch.object(learner, "lay_out", lambda *a: widened(batching.lay_out(*a), unit)),
+        torch._dynamo.config.patch(specialize_int=True),
         recompiled(backend, arguments, dynamic=False),
     ):
         yield
@@ -145,14 +152,6 @@ def recompiled(backend: Backend, arguments: argparse.Namespace, **how: Any) -> I
         for module, forward in zip(modules, before, strict=True):
             module.forward = forward
         torch._dynamo.reset()
-
-
-@contextmanager
-def cudnn_attention(backend: Backend, arguments: argparse.Namespace) -> Iterator[None]:
-    """Packed attention by cuDNN, outside of the compiled graphs; on a CPU nothing changes."""
-    kernel = torch.compiler.disable(attention_kernels.cudnn_packed)  # type: ignore[no-untyped-call]
-    with patch.object(attention, "in_one_kernel", kernel), recompiled(backend, arguments, dynamic=True):
-        yield
 
 
 def sized(micro: float = 1.0, chunk: float = 1.0) -> Change:
@@ -203,9 +202,9 @@ CHANGES: Final[dict[str, Change]] = {
     "passes 2×": sized(micro=2.0),
     "head chunks ½": sized(chunk=0.5),
     "head chunks 2×": sized(chunk=2.0),
+    "sizes left open": open_sizes,
     "static shapes": static_shapes,
     "static, padded": static_padded,
-    "attention by cuDNN": cudnn_attention,
     "static, tuned blocks": tuned,
 }
 

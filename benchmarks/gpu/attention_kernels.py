@@ -2,9 +2,10 @@
 
     python -m benchmarks.gpu.attention_kernels [135m 0.5b 1.5b] [--tokens 32768] [--length 1024]
 
-`varlen` is what the trainer uses (FlashAttention-2 in torch); `cudnn varlen` gives cuDNN the same bounds, with keys and
-values repeated for every head; `sdpa flash` and `sdpa cudnn` take the samples as rows of a batch, which only samples
-of one length can be. The difference is to `varlen`. On a CPU: `sdpa math` alone, to see that it runs.
+`varlen` is what the trainer uses (FlashAttention-2 in torch); `sdpa flash` and `sdpa cudnn` take the samples as rows of
+a batch, which only samples of one length can be. (cuDNN takes bounds too, through torch's private call for nested
+tensors: its gradients were NaN, 50 times slower.) The difference is to `varlen`. On a CPU: `sdpa math` alone, to see
+that it runs. Times are by the clock: at small shapes the host's part of a call shows in them.
 """
 
 from __future__ import annotations
@@ -42,35 +43,6 @@ def varlen(heads: Heads, length: int) -> Tensor:
     """The trainer's kernel."""
     bounds = bounds_of(heads, length)
     return in_one_kernel(*heads, bounds, length, None, None)
-
-
-def cudnn_varlen(heads: Heads, length: int) -> Tensor:
-    """The same by cuDNN."""
-    return cudnn_packed(*heads, bounds_of(heads, length), length, None, None)
-
-
-def cudnn_packed(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scaling: float | None, window: int | None
-) -> Tensor:
-    """The trainer's `in_one_kernel` by cuDNN, through the call that torch's nested tensors use; without windows."""
-    assert window is None
-    times = query.shape[1] // key.shape[1]
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    k, v = (x.repeat_interleave(times, 1) for x in (k, v))
-    out: Tensor = torch.ops.aten._cudnn_attention_forward(
-        *(x.contiguous() for x in (q, k, v)),
-        None,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        True,
-        0.0,
-        True,
-        False,
-        scale=scaling,
-    )[0]
-    return out.transpose(0, 1)[None]
 
 
 def batched(backend: SDPBackend) -> Callable[[Heads, int], Tensor]:
@@ -132,7 +104,7 @@ def main() -> None:
     kernels: dict[str, Callable[[Heads, int], Tensor]] = {"sdpa math": batched(SDPBackend.MATH)}
     if device == "cuda":
         flash, cudnn = batched(SDPBackend.FLASH_ATTENTION), batched(SDPBackend.CUDNN_ATTENTION)
-        kernels = {"varlen": varlen, "cudnn varlen": cudnn_varlen, "sdpa flash": flash, "sdpa cudnn": cudnn}
+        kernels = {"varlen": varlen, "sdpa flash": flash, "sdpa cudnn": cudnn}
     for name in arguments.shapes or ["135m", "1.5b"]:
         compare(name, kernels, arguments, device)
 

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -136,9 +137,22 @@ def prepare(policy: Policy, settings: Trainer) -> Policy:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` compiled at its first call, for any number of tokens; layers share one compiled graph."""
-    found: Callable[..., Any] = torch.compile(function, dynamic=True)
-    return found
+    """`function` compiled at its first call, for any number of tokens; layers share one compiled graph.
+
+    Which sizes vary is said of each tensor. Were it left to `dynamic=True`, the integers that a sharded module holds
+    would vary too (dynamo takes only those of other modules for constants), such as the width of its heads: kernels
+    that find their place by dividing by it need up to nine times as long.
+    """
+    found = torch.compile(function)
+
+    def call(*args: Any, **options: Any) -> Any:
+        for leaf in tree_leaves((args, options)):
+            if isinstance(leaf, Tensor):
+                for dimension in range(min(leaf.ndim, 2)):  # rows and positions, or bounds
+                    torch._dynamo.maybe_mark_dynamic(leaf, dimension)
+        return found(*args, **options)
+
+    return call
 
 
 def decoder_layers(policy: Policy) -> list[nn.Module]:
