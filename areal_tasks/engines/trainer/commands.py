@@ -55,6 +55,16 @@ class Write(Command):
     """Write the weights (/publish) or the whole training state (/checkpoint) below `prefix`."""
 
     prefix: str
+    beside: bool = Field(False, description="answer once a copy is in memory; /settle tells when it is in the store")
+
+
+class Settle(Command):
+    """Ask what has come of the last write beside other work, and with `wait`, not before it has ended.
+
+    `version` is that of the weights or the checkpoint, whatever the trainer holds by now.
+    """
+
+    wait: bool
 
 
 class Compare(Command):
@@ -106,10 +116,18 @@ class Tables(Message):
 
 
 class Written(Message):
-    """Answer to /publish and /checkpoint."""
+    """Answer to /publish and /checkpoint; without files where they follow."""
 
     files: tuple[FileRef, ...]
     seconds: float
+
+
+class Settled(Message):
+    """Answer to /settle: whether anything is still being written, or what is now in the store, told once."""
+
+    busy: bool = False
+    prefix: str = ""
+    files: tuple[FileRef, ...] = ()
 
 
 class Compared(Message):
