@@ -194,7 +194,7 @@ class IterationCommit(StoredRecord):
     stored: tuple[WeightsRef, ...] = Field(
         default=(),
         exclude_if=lambda stored: not stored,
-        description="weights of versions up to K that an earlier commit names as not written, and that are by now",
+        description="weights of versions up to K+1 that their own iteration's commit names as not written",
     )
     provenance: Provenance
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.durable import DurableWrites
 from areal_tasks.engines.external import external_servers, external_token
 from areal_tasks.engines.handover import Transport, choose_transport, local_weights, send_command
 from areal_tasks.engines.models import load_tokenizer
@@ -63,6 +64,7 @@ class Engines:
         self.serving: WeightsRef | None = None
         self.written: WeightsRef | None = None  # what a server that starts can load
         self.transport: Transport = "store"
+        self.durable = DurableWrites(run)
         self._replayed: list[Replayed] = []
         self._released = False
         self._unverified = False  # servers may hold files of which nobody knows yet that they are whole
@@ -241,6 +243,19 @@ class Engines:
         self.call(client.adopt(version))
         self._unverified = False
         return [time.monotonic() - started] * len(urls)
+
+    @property
+    def store_follows(self) -> bool:
+        """Whether new weights may reach the store after the commit that names them: nobody loads them from there."""
+        return isinstance(self.recipe, SftRecipe) or (self.generates and self.transport != "store")
+
+    def settle(self, wait: bool) -> None:
+        """See what has come of the write that was begun, if one was. Raises what it failed with."""
+        if self.durable.begun is None:
+            return
+        kind, ref = self.durable.begun.kind, self.durable.settle(self._connected(), wait)
+        if ref is not None and kind == "weights" and ref.version > (self.written.version if self.written else -1):
+            self.written = ref
 
     def trainer_at(self, version: int) -> TrainerClient:
         """The trainer, holding the policy of `version`: as it stands, or restored if it does not."""

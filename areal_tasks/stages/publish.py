@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from areal_tasks.engines.trainer.commands import Write
+from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from areal_tasks.store.backend import Store
@@ -43,7 +44,9 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     row = _row(ref, engines.transport)
     direct = engines.transport != "store"
     loads = engines.serve_weights(ref, trainer) if direct else []
-    if is_written(context.recipe, ref.version):
+    if follows(context, ref.version):
+        engines.durable.begin(trainer, "weights", ref.version)
+    elif is_written(context.recipe, ref.version):
         began = time.monotonic()
         ref, files = write_weights(context, train, ref.version)
         row = publish_row(context.store, ref, files, engines.transport) | {"write_seconds": time.monotonic() - began}
@@ -59,6 +62,14 @@ def is_written(recipe: Recipe, version: int) -> bool:
     due = version % recipe.trainer.weights_every == 0 or version == recipe.schedule.iterations
     every = recipe.evaluation.every if isinstance(recipe, RlhfRecipe) else 0
     return due or (every > 0 and version % every == 0)
+
+
+def follows(context: Context, version: int) -> bool:
+    """Whether this version is to be written while the run goes on; the last one is waited for."""
+    recipe = context.recipe
+    if isinstance(recipe, EvaluateRecipe) or not context.engines.store_follows:
+        return False
+    return is_written(recipe, version) and version < recipe.schedule.iterations
 
 
 def unwritten(train: StageManifest) -> WeightsRef:
@@ -93,6 +104,7 @@ def publish_row(store: Store, ref: WeightsRef, files: Sequence[FileRef], transpo
 
 def write_weights(context: Context, train: StageManifest, version: int) -> tuple[WeightsRef, tuple[FileRef, ...]]:
     """Have the trainer write the weights it holds under a fresh attempt, and commit them."""
+    context.engines.settle(wait=True)
     attempt, started, run = new_attempt(), now(), context.run
     command = Write(owner=run.owner, version=version, prefix=weights_attempt(run.name, version, attempt))
     files = context.engines.trainer_after(train).publish(command).files
@@ -105,6 +117,15 @@ def reload(context: Context, inputs: Inputs, manifest: StageManifest) -> None:
     ref = published_weights(context.store, manifest, "publish")
     trainer = None if ref.written else context.engines.trainer_after(inputs.manifests["train"])
     context.engines.serve_weights(ref, trainer)
+    if trainer is not None and manifest.run == context.run.name:
+        write_missing(context, ref, trainer)
+
+
+def write_missing(context: Context, ref: WeightsRef, trainer: TrainerClient) -> None:
+    """Begin to write weights that `trainer` holds, if a start or a trainer before could not finish."""
+    missing = not ref.written and ref.version > context.engines.durable.newest and follows(context, ref.version)
+    if missing and trainer.health().version == ref.version:
+        context.engines.durable.begin(trainer, "weights", ref.version)
 
 
 def published_weights(store: Store, manifest: StageManifest, table: str) -> WeightsRef:

@@ -6,6 +6,7 @@ from areal_tasks.engines.trainer.commands import Train
 from areal_tasks.engines.trainer.rows import COLUMNS
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.progress import reported
+from areal_tasks.stages.publish import write_missing
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from schemas.manifest import StageManifest
 from schemas.recipe.agreement import needs_proximal
@@ -42,6 +43,8 @@ def _tables(recipe: RlhfRecipe | SftRecipe) -> tuple[str, ...]:
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     """Steps the policy from version `iteration` to the next. A retry never steps twice: the digest is known."""
     trainer = context.engines.trainer_to_step(context.iteration)
+    if context.recorded is None:  # else it is the replayed run that has them
+        write_missing(context, context.weights, trainer)
     with reported(f"train {context.iteration}", "samples", trainer.work):
         done = trainer.train(_command(context, inputs, prefix))
     return Output(done.tables, done.metrics)

@@ -59,11 +59,12 @@ class Write(Command):
 
 
 class Settle(Command):
-    """Ask what has come of the last write beside other work, and with `wait`, not before it has ended.
+    """Ask what has come of the last write beside other work, which was to go below `prefix`; `wait` for its end.
 
     `version` is that of the weights or the checkpoint, whatever the trainer holds by now.
     """
 
+    prefix: str
     wait: bool
 
 
@@ -123,10 +124,9 @@ class Written(Message):
 
 
 class Settled(Message):
-    """Answer to /settle: whether anything is still being written, or what is now in the store, told once."""
+    """Answer to /settle: it is still being written, or its files; none where this trainer knows nothing of it."""
 
     busy: bool = False
-    prefix: str = ""
     files: tuple[FileRef, ...] = ()
 
 

@@ -190,9 +190,9 @@ class Trainer:
         """What has come of the last write beside other work."""
         self.fence.admit(command.owner)
         stored = self.writer.settle(command.wait)
-        if stored is None:
-            return Settled(busy=self.writer.task is not None)
-        return Settled(prefix=stored.prefix, files=stored.files)
+        if stored is not None and stored.prefix == command.prefix:
+            return Settled(files=stored.files)
+        return Settled(busy=self.writer.task is not None)
 
     @names_memory_knobs
     def compare(self, command: Compare) -> Compared:

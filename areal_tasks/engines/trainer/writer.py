@@ -69,6 +69,7 @@ class Writer:
         self.first = first  # this is rank 0
         self.task: Task | None = None
         self._done: Future[Done] = Future()
+        self._last: Stored | None = None  # for whoever has not got the answer
 
     def begin(self, task: Task) -> None:
         """Write `task`; returns when that is done, or at once if it is `beside` other work. `free` comes first."""
@@ -79,14 +80,14 @@ class Writer:
         self._start(task)
 
     def settle(self, wait: bool) -> Stored | None:
-        """What is now in the store, and is forgotten here; None if it is not yet, or if nothing was begun.
+        """What came into the store last; None while something is being written, or if nothing has been.
 
         Raises:
             UserError: a rank could not write. What is written beside other work is being written again.
         """
         task = self.task
         if task is None:
-            return None
+            return self._last
         try:
             parts = _agreed(self._done.result() if wait or self._done.done() else _BUSY)
             if any(part.busy for part in parts):
@@ -97,7 +98,8 @@ class Writer:
             raise
         self._forget(task)
         files = [file for part in (*parts, *rest) for file in part.files]
-        return Stored(task.prefix, tuple(sorted(files, key=lambda file: file.path)))
+        self._last = Stored(task.prefix, tuple(sorted(files, key=lambda file: file.path)))
+        return self._last
 
     def free(self) -> None:
         """Wait for what is being written, and forget it: nobody has asked. Raises what nobody has been told."""
