@@ -121,10 +121,14 @@ def reload(context: Context, inputs: Inputs, manifest: StageManifest) -> None:
         write_missing(context, ref, trainer)
 
 
+def is_missing(context: Context, ref: WeightsRef) -> bool:
+    """Whether these weights should be on their way to the store and are not: who began to write them did not finish."""
+    return not ref.written and ref.version > context.engines.durable.newest and follows(context, ref.version)
+
+
 def write_missing(context: Context, ref: WeightsRef, trainer: TrainerClient) -> None:
-    """Begin to write weights that `trainer` holds, if a start or a trainer before could not finish."""
-    missing = not ref.written and ref.version > context.engines.durable.newest and follows(context, ref.version)
-    if missing and trainer.health().version == ref.version:
+    """Begin to write weights that are missing, if `trainer` holds them."""
+    if is_missing(context, ref) and trainer.health().version == ref.version:
         context.engines.durable.begin(trainer, "weights", ref.version)
 
 

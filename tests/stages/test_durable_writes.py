@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage_driver import ITERATIONS, digests, drive, start_driver, store_in, tiny_sft
+from stage_driver import digests, drive, start_driver, store_in, tiny_sft
 
-from areal_tasks.engines.models import run_weights
 from areal_tasks.engines.session import Engines
 from areal_tasks.store.audit import audit
 from areal_tasks.store.files import read_weights
-from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.weights import find_weights, list_weights
 from schemas.recipe.recipe import Recipe
