@@ -30,8 +30,8 @@ def next_checkpoint(context: Context, built: Mapping[str, Built]) -> tuple[Weigh
     if isinstance(recipe, EvaluateRecipe):
         return held, since
     since += built["train"].manifest.metrics["train_seconds"]
-    if (found := durable.take_checkpoint()) is not None:
-        held, since = found.ref, max(since - found.trained, 0.0)
+    if (found := durable.take_checkpoint()) is not None:  # which this commit names: not another one beside it
+        return found.ref, max(since - found.trained, 0.0)
     under_way = durable.begun is not None and durable.begun.kind == "checkpoint"
     if under_way or since < recipe.trainer.recover_within_seconds:
         return held, since
