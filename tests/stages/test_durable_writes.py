@@ -10,20 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage_driver import digests, drive, start_driver, store_in, tiny_sft
+from stage_driver import digests, drive, start_driver, store_in, tiny, tiny_sft
 
+from areal_tasks.engines import session
+from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.models import run_weights
 from areal_tasks.engines.session import Engines
+from areal_tasks.engines.trainer.commands import Write
+from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
 from areal_tasks.store.audit import audit
 from areal_tasks.store.backend import Unavailable
+from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.files import commit_weights, read_weights
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.gc import Rule, plan
 from areal_tasks.store.gc_remove import execute
 from areal_tasks.store.journal import append
 from areal_tasks.store.local import LocalBackend
+from areal_tasks.store.paths import weights_attempt
+from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.weights import find_weights, list_weights
@@ -223,3 +230,73 @@ def test_a_replay_names_what_the_original_has_written(tmp_path: Path) -> None:
     child = drive(tmp_path, "child", longer[0][1], origin=origin, segments=longer)
     assert [v.state for v in list_weights(child)] == ["written"] * 4
     assert audit(child.store, "child").sound
+
+
+# ── weights that servers get from the trainer ───────────────────────────────────────────────────────────────────────
+
+
+def straight(engines: Engines, client: InferenceClient, trainer: TrainerClient, version: int) -> list[float]:
+    """Stands for the transports between GPUs: the servers get the weights, and no record of the run tells how."""
+    engines.settle(wait=True)
+    attempt = new_attempt()
+    command = Write(owner=engines.run.owner, version=version, prefix=weights_attempt("elsewhere", version, attempt))
+    files = trainer.publish(command).files
+    made = make_provenance(engines.run.owner, now())
+    ref = commit_weights(engines.run.store, "elsewhere", version, attempt, "weights", files, made)
+    return engines.call(client.update_weights(engines.run.store.uri(ref.path), version))
+
+
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "choose_transport", lambda *given: "tensor")
+    monkeypatch.setattr(Engines, "_hand_over", straight)
+
+
+def test_what_servers_get_from_the_trainer_is_evaluated_and_written_meanwhile(tmp_path: Path, direct: None) -> None:
+    run = drive(tmp_path, "r", tiny(trainer=OFTEN, schedule={"iterations": 5}))
+    commits = [run.commit(k) for k in range(5)]
+    assert [c.weights.written for c in commits] == [False] * 4 + [True]
+    assert [ref.version for c in commits for ref in c.stored] == [1, 2, 3, 4]
+    [loads] = run_sql(run.store, "r", "SELECT min(len(load_seconds)) AS least FROM publish").to_pylist()
+    assert loads["least"] == 1
+    assert audit(run.store, "r").sound
+
+
+def test_servers_that_get_weights_from_the_trainer_generate_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive(tmp_path, "through-the-store", tiny())
+    monkeypatch.setattr(session, "choose_transport", lambda *given: "tensor")
+    monkeypatch.setattr(Engines, "_hand_over", straight)
+
+    def mortal(jobs: Sequence[Job]) -> list[Built]:
+        if jobs[0].label == "rollout 2":  # one that starts again loads what was written last, and gets the rest
+            jobs[0].context.engines.supervisor.services["inference-0"].handle.stop()
+        return run_directly(jobs)
+
+    drive(tmp_path, "straight", tiny(), mortal)
+    content = [
+        [p for p in iteration if p[0] not in ("publish", "weights")] for iteration in digests(tmp_path, "straight")
+    ]
+    assert content == [
+        [p for p in iteration if p[0] not in ("publish", "weights")]
+        for iteration in digests(tmp_path, "through-the-store")
+    ]
+
+
+# ── several ranks ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_two_ranks_write_meanwhile_and_are_killed(tmp_path: Path) -> None:
+    """Each rank its share; whoever restarts re-trains from what one of them was not in time to write."""
+    two = recipe(4, backend="fsdp2", ranks=2, layout="packed")
+    two = two.model_copy(update={"launcher": two.launcher.model_copy(update={"type": "local"})})
+    drive(tmp_path, "whole", two)
+    process = start_driver(tmp_path, "r", two, instant := random.randint(20, 40))
+    process.join(120)
+    run = drive(tmp_path, "r", two)
+    assert digests(tmp_path, "r") == digests(tmp_path, "whole"), f"killed at the write {instant}"
+    assert stored(run).items() <= stored(load_run(run.store, "whole")).items() and 4 in stored(run)
+    assert audit(run.store, "r").sound and audit(run.store, "whole").sound
+    checkpoint = load_run(run.store, "whole").commit(3).checkpoint
+    assert checkpoint is not None and len(read_weights(run.store, checkpoint).files) == 3
