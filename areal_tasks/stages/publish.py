@@ -1,9 +1,9 @@
-"""publish: writes the new weights to the store and makes every server generate with them."""
+"""publish: makes every server generate with the new weights, and writes them to the store, or begins to."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pyarrow as pa
 
@@ -23,7 +23,7 @@ from schemas.tables import PUBLISH
 
 
 def publish(recipe: RlhfRecipe | SftRecipe) -> Stage:
-    """One row: where the weights lie, how large they are, how long writing and loading took."""
+    """One row: where the weights lie if they are written by now, their size, how long writing and loading took."""
     return Stage(
         name="publish",
         kind=Kind.WEIGHTS,
@@ -118,18 +118,21 @@ def reload(context: Context, inputs: Inputs, manifest: StageManifest) -> None:
     trainer = None if ref.written else context.engines.trainer_after(inputs.manifests["train"])
     context.engines.serve_weights(ref, trainer)
     if trainer is not None and manifest.run == context.run.name:
-        write_missing(context, ref, trainer)
+        write_missing(context, ref, lambda: trainer)
 
 
-def is_missing(context: Context, ref: WeightsRef) -> bool:
-    """Whether these weights should be on their way to the store and are not: who began to write them did not finish."""
-    return not ref.written and ref.version > context.engines.durable.newest and follows(context, ref.version)
+def write_missing(context: Context, ref: WeightsRef, holder: Callable[[], TrainerClient]) -> None:
+    """Begin to write weights that should be on their way to the store and are not: who began has not finished.
 
-
-def write_missing(context: Context, ref: WeightsRef, trainer: TrainerClient) -> None:
-    """Begin to write weights that are missing, if `trainer` holds them."""
-    if is_missing(context, ref) and trainer.health().version == ref.version:
-        context.engines.durable.begin(trainer, "weights", ref.version)
+    `holder` gives a trainer; nothing is done if it holds another version.
+    """
+    engines = context.engines
+    engines.settle(wait=False)  # a trainer that is new knows nothing of what the last one began
+    if ref.written or ref.version <= engines.durable.newest or not follows(context, ref.version):
+        return
+    trainer = holder()
+    if trainer.health().version == ref.version:
+        engines.durable.begin(trainer, "weights", ref.version)
 
 
 def published_weights(store: Store, manifest: StageManifest, table: str) -> WeightsRef:

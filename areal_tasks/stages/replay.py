@@ -163,7 +163,7 @@ class Replay(Loop):
         theirs = context.recorded.commit.stored if context.recorded else ()
         originals = {ref.version: self.original.commit(ref.version - 1).weights for ref in theirs}
         shared = [ref for ref in theirs if mine(ref.version).digest == originals[ref.version].digest]
-        return (*shared, *super()._stored(context, weights))
+        return tuple(sorted((*shared, *super()._stored(context, weights)), key=lambda ref: ref.version))
 
     def _checkpoint(self, context: Context, built: Mapping[str, Built]) -> tuple[WeightsRef | None, float]:
         """Where nothing was trained anew, what the original had: its policy is the child's."""

@@ -36,7 +36,7 @@ from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.weights import find_weights, list_weights
 from areal_tasks.store.written import newest_written, written_version
 from schemas.errors import UserError
-from schemas.manifest import FileRef
+from schemas.manifest import FileRef, IterationCommit
 from schemas.recipe.recipe import Recipe
 
 OFTEN = {"recover_within_seconds": 1e-6}
@@ -91,6 +91,18 @@ def test_a_version_is_named_by_a_later_commit_and_the_last_is_waited_for(whole: 
     assert audit(run.store, "whole").sound
 
 
+def test_only_a_commit_that_names_such_a_version_is_closed_to_older_programs(whole: Path) -> None:
+    run = load_run(store_in(whole), "whole")
+    commit = next(c for c in (run.commit(k) for k in range(6)) if c.stored)
+    plain = IterationCommit(**{name: value for name, value in commit if name not in ("stored", "schema_version")})
+    assert b'"schema_version": 2' in plain.encode() and b'"stored"' not in plain.encode()
+    assert (
+        b'"schema_version": 3' in commit.encode()
+        and run.store.read(run.commit_path(commit.iteration)) == commit.encode()
+    )
+    assert IterationCommit.parse(plain.encode()) == plain and IterationCommit.parse(commit.encode()) == commit
+
+
 @pytest.mark.parametrize("attempt", range(2))
 def test_killed_at_random_writes_it_ends_with_the_same_bits(tmp_path: Path, whole: Path, attempt: int) -> None:
     instants: list[int] = []
@@ -105,7 +117,6 @@ def test_killed_at_random_writes_it_ends_with_the_same_bits(tmp_path: Path, whol
     mine, theirs = stored(run), stored(load_run(store_in(whole), "whole"))
     assert mine.items() <= theirs.items() and {0, 6} <= mine.keys(), f"killed at the writes {instants}"
     assert audit(run.store, "r").sound
-    print(instants, sorted(mine))
 
 
 def test_a_version_whose_write_failed_stops_the_run_and_is_written_by_the_next_start(

@@ -291,7 +291,11 @@ class Trainer:
         started = time.perf_counter()
         self.writer.free()
         folder = self._folder(command.prefix)
-        self.writer.begin(Task(make(folder), command.prefix, folder, command.beside))
+        try:
+            draft = make(folder)
+        except OSError as error:
+            raise unusable(error.filename or self.store.uri(command.prefix), error) from error
+        self.writer.begin(Task(draft, command.prefix, folder, command.beside))
         stored = None if command.beside else self.writer.settle(wait=True)
         return Written(files=stored.files if stored else (), seconds=time.perf_counter() - started)
 
