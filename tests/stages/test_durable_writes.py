@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import hashlib
 import random
+import re
+import tempfile
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stage_driver import digests, drive, start_driver, store_in, tiny, tiny_sft
+from s3_server import BUCKET, S3Server
+from stage_driver import digests, digests_of, drive, start_driver, store_in, tiny, tiny_sft
 
 from areal_tasks.engines import session
 from areal_tasks.engines.client import InferenceClient
@@ -21,7 +25,7 @@ from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
 from areal_tasks.store.audit import audit
-from areal_tasks.store.backend import Unavailable
+from areal_tasks.store.backend import Unavailable, open_store
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.files import commit_weights, read_weights
 from areal_tasks.store.fork import Origin
@@ -177,6 +181,25 @@ def test_a_trainer_that_dies_while_it_writes_loses_nothing_that_was_committed(tm
     assert audit(run.store, "r").sound
 
 
+def test_a_run_that_is_made_longer_goes_on_with_its_writes(tmp_path: Path, whole: Path) -> None:
+    drive(tmp_path, "r", recipe(3))
+    run = drive(tmp_path, "r", recipe(6))
+    assert tables(tmp_path, "r") == tables(whole, "whole")
+    assert stored(run) == stored(load_run(store_in(whole), "whole"))
+
+
+def test_on_s3_the_same_is_written(tmp_path: Path, whole: Path, s3: S3Server) -> None:
+    """There each rank's files go by way of a folder of their own, of which nothing is left."""
+    store = open_store(f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}")
+    before = set(Path(tempfile.gettempdir()).glob("areal-trainer-*/*"))
+    run = drive(tmp_path, "whole", recipe(), store=store)
+    assert digests_of(store, "whole") == digests(whole, "whole")
+    assert stored(run) == stored(load_run(store_in(whole), "whole"))
+    assert audit(store, "whole").sound
+    left = set(Path(tempfile.gettempdir()).glob("areal-trainer-*/*")) - before
+    assert not [folder for folder in left if not re.search(r"/[0-9a-f]{16}-\d+$", str(folder))], "but what was fetched"
+
+
 def test_readers_find_the_versions(whole: Path) -> None:
     store = store_in(whole)
     run = load_run(store, "whole")
@@ -300,14 +323,14 @@ def test_servers_that_get_weights_from_the_trainer_generate_the_same(
 
 def test_two_ranks_write_meanwhile_and_are_killed(tmp_path: Path) -> None:
     """Each rank its share; whoever restarts re-trains from what one of them was not in time to write."""
-    two = recipe(4, backend="fsdp2", ranks=2, layout="packed")
+    two = recipe(3, backend="fsdp2", ranks=2, layout="packed")
     two = two.model_copy(update={"launcher": two.launcher.model_copy(update={"type": "local"})})
     drive(tmp_path, "whole", two)
-    process = start_driver(tmp_path, "r", two, instant := random.randint(20, 40))
+    process = start_driver(tmp_path, "r", two, instant := random.randint(15, 30))
     process.join(120)
     run = drive(tmp_path, "r", two)
     assert digests(tmp_path, "r") == digests(tmp_path, "whole"), f"killed at the write {instant}"
-    assert stored(run).items() <= stored(load_run(run.store, "whole")).items() and 4 in stored(run)
+    assert stored(run).items() <= stored(load_run(run.store, "whole")).items() and 3 in stored(run)
     assert audit(run.store, "r").sound and audit(run.store, "whole").sound
-    checkpoint = load_run(run.store, "whole").commit(3).checkpoint
+    checkpoint = load_run(run.store, "whole").commit(2).checkpoint
     assert checkpoint is not None and len(read_weights(run.store, checkpoint).files) == 3

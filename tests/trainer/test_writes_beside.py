@@ -152,3 +152,15 @@ def test_a_failure_that_nobody_has_asked_for_is_told_to_the_next(world: World, m
         with pytest.raises(StoreError, match="disk is full"):
             write(world, trainer, "weights", "two")
     assert write(world, trainer, "weights", "three", beside=False)
+
+
+def test_a_mistake_is_told_once_and_the_trainer_goes_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = world.trainer()
+    train(world, trainer)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalBackend, "put_file", lambda *given: 1 // 0)
+        write(world, trainer, "weights", "one")
+        with pytest.raises(ZeroDivisionError):
+            settle(world, trainer, "weights", 1, "one")
+    assert settle(world, trainer, "weights", 1, "one") == Settled()
+    assert write(world, trainer, "weights", "two", beside=False)

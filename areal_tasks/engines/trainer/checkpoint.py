@@ -92,10 +92,10 @@ class Saving:
 
     def hold(self) -> None:
         """Copy what this rank is to write into host memory: from here on the model may change."""
-        copies = {item.index: _host_copy(self.planner.resolve_data(item)) for item in self.plan.items}
-        if torch.cuda.is_available():
+        originals = {item.index: self.planner.resolve_data(item) for item in self.plan.items}
+        self.planner = _Held({index: _host_copy(tensor) for index, tensor in originals.items()})
+        if any(tensor.is_cuda for tensor in originals.values()):
             torch.cuda.synchronize()
-        self.planner = _Held(copies)
         self.writer.per_thread_copy_ahead = 0  # nothing is left on a device
 
     def write(self) -> list[WriteResult]:

@@ -96,6 +96,9 @@ class Writer:
         except UserError:
             self._failed(task)
             raise
+        except Exception:  # a mistake of this program, which would come again
+            self._forget(task)
+            raise
         self._forget(task)
         files = [file for part in (*parts, *rest) for file in part.files]
         self._last = Stored(task.prefix, tuple(sorted(files, key=lambda file: file.path)))
