@@ -40,6 +40,7 @@ def publish(recipe: RlhfRecipe | SftRecipe) -> Stage:
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     """The servers get the weights first where the trainer can hand them over; else they read what was written."""
     train, engines, started = inputs.manifests["train"], context.engines, time.monotonic()
+    write_missed(context)
     trainer, ref = engines.trainer_after(train), unwritten(train)
     row = _row(ref, engines.transport)
     direct = engines.transport != "store"
@@ -119,6 +120,12 @@ def reload(context: Context, inputs: Inputs, manifest: StageManifest) -> None:
     context.engines.serve_weights(ref, trainer)
     if trainer is not None and manifest.run == context.run.name:
         write_missing(context, ref, lambda: trainer)
+
+
+def write_missed(context: Context, trainer: TrainerClient | None = None) -> None:
+    """As `write_missing`, of the weights that the iteration began with; without a `trainer`, one is brought to them."""
+    if context.recorded is None:  # else it is the run that is replayed that has them
+        write_missing(context, context.weights, lambda: trainer or context.engines.trainer_at(context.iteration))
 
 
 def write_missing(context: Context, ref: WeightsRef, holder: Callable[[], TrainerClient]) -> None:

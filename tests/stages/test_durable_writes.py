@@ -118,8 +118,7 @@ def test_killed_at_random_writes_it_ends_with_the_same_bits(tmp_path: Path, whol
             break
     run = drive(tmp_path, "r", recipe())
     assert digests(tmp_path, "r") == digests(whole, "whole"), f"killed at the writes {instants}"
-    mine, theirs = stored(run), stored(load_run(store_in(whole), "whole"))
-    assert mine.items() <= theirs.items() and {0, 6} <= mine.keys(), f"killed at the writes {instants}"
+    assert stored(run) == stored(load_run(store_in(whole), "whole")), f"killed at the writes {instants}"
     assert audit(run.store, "r").sound
 
 
@@ -176,8 +175,7 @@ def test_a_trainer_that_dies_while_it_writes_loses_nothing_that_was_committed(tm
 
     run = drive(tmp_path, "r", recipe(), mortal)
     assert digests(tmp_path, "r") == digests(whole, "whole")
-    mine, theirs = stored(run), stored(load_run(store_in(whole), "whole"))
-    assert mine.items() <= theirs.items() and {0, 1, 2, 3, 5, 6} <= mine.keys()
+    assert stored(run) == stored(load_run(store_in(whole), "whole"))
     assert audit(run.store, "r").sound
 
 
