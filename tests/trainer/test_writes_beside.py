@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 from trainer_builders import World, demonstrations
 
+from areal_tasks.engines.trainer import writer
 from areal_tasks.engines.trainer.commands import Load, Settle, Settled, Train, Write
+from areal_tasks.engines.trainer.drafts import CheckpointDraft, WeightsDraft
+from areal_tasks.engines.trainer.memory import host_room
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.store.backend import StoreError, Unavailable
 from areal_tasks.store.local import LocalBackend
@@ -91,6 +94,44 @@ def test_training_goes_on_from_a_checkpoint_that_was_written_meanwhile(world: Wo
     restored = world.trainer()
     restored.load(Load(owner=1, version=2, weights=world.initial, checkpoint=ref))
     assert bytes_of(write(world, restored, "weights", "restored", beside=False)) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scarce", ["none left", "none given"])
+def test_without_host_memory_for_a_copy_it_is_written_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, scarce: str
+) -> None:
+    trainer = world.trainer()
+    train(world, trainer)
+    waited = write(world, trainer, kind, "waited", beside=False)
+
+    def refused(held: object) -> None:
+        raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
+
+    with monkeypatch.context() as patch:
+        if scarce == "none left":
+            patch.setattr(writer, "host_room", lambda: 0)
+        else:
+            patch.setattr(WeightsDraft, "hold", refused)
+            patch.setattr(CheckpointDraft, "hold", refused)
+        written = write(world, trainer, kind, "beside")
+    assert bytes_of(written) == bytes_of(waited) and trainer.writer.task is None
+    assert "is written while the run waits" in caplog.text and "more memory" in caplog.text
+    assert settle(world, trainer, kind, 1, "beside").files == written
+    assert write(world, trainer, kind, "again") == ()
+
+
+def test_the_room_is_that_of_the_machine_or_of_the_smallest_group_above(tmp_path: Path) -> None:
+    inner, own = tmp_path / "groups/job/step", tmp_path / "own"
+    inner.mkdir(parents=True)
+    own.write_text("0::/job/step\n")
+    machine = host_room(own, tmp_path / "groups")
+    for folder, most in ((inner, "max"), (inner.parent, "5000000")):
+        (folder / "memory.max").write_text(f"{most}\n")
+        (folder / "memory.current").write_text("3000000\n")
+        (folder / "memory.stat").write_text("anon 7\nactive_file 1000\ninactive_file 100\n")
+    assert host_room(own, tmp_path / "groups") == 2001100 < machine
+    assert host_room(tmp_path / "nowhere", tmp_path / "groups") > 2001100
 
 
 def test_only_one_copy_is_held(world: World, gate: threading.Event) -> None:

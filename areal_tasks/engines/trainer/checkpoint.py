@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.storage import WriteResult
 
 from areal_tasks.engines.trainer.backend import Progress
+from areal_tasks.engines.trainer.memory import copy_bytes
 from areal_tasks.engines.trainer.optimizer import here, prepare_state
 from areal_tasks.engines.trainer.process_group import gather_objects
 from schemas.errors import UserError
@@ -44,19 +45,8 @@ _NAMES: Final = frozenset(
 )  # fmt: skip
 
 
-def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-    """Write model, optimizer, RNG and progress into `folder`, which must be fresh. Every rank takes part.
-
-    OSError where the disk refuses.
-    """
-    saving = Saving(folder, held_parameters(model, optimizer), progress)
-    written = gather_objects(saving.write())
-    if _rank() == 0:
-        saving.finish(written)
-
-
 def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Put back into `model` and `optimizer`, in place, what `save_state` wrote; every bit of it.
+    """Put back into `model` and `optimizer`, in place, what a `Saving` wrote; every bit of it.
 
     Raises:
         UserError: the checkpoint is of another model, damaged, or holds more than tensors.
@@ -73,7 +63,9 @@ def held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Param
 
 
 class Saving:
-    """A checkpoint on its way into `folder`, which must be fresh. Every rank makes one, writes its part, and finishes.
+    """Model, optimizer, RNG and progress on their way into `folder`, which must be fresh.
+
+    Every rank makes one and writes its part; rank 0 finishes.
 
     DCP's own steps of a save, taken apart: only making it exchanges anything (what each rank holds), and what all
     ranks have written is for the caller to bring together. So a thread may write while the ranks train on.
@@ -92,11 +84,20 @@ class Saving:
 
     def hold(self) -> None:
         """Copy what this rank is to write into host memory: from here on the model may change."""
-        originals = {item.index: self.planner.resolve_data(item) for item in self.plan.items}
-        self.planner = _Held({index: _host_copy(tensor) for index, tensor in originals.items()})
+        originals = self._originals()
+        copies = {index: _host_copy(tensor) for index, tensor in originals.items()}
         if any(tensor.is_cuda for tensor in originals.values()):
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # the next step changes the originals in place
+        self.planner = _Held(copies)
         self.writer.per_thread_copy_ahead = 0  # nothing is left on a device
+
+    def host_bytes(self) -> int:
+        """Host memory that `hold` takes."""
+        return copy_bytes(self._originals().values())
+
+    def _originals(self) -> dict[Any, Tensor]:
+        """What this rank is to write, where it is now."""
+        return {item.index: self.planner.resolve_data(item) for item in self.plan.items}
 
     def write(self) -> list[WriteResult]:
         """Write this rank's part. OSError where the disk refuses."""

@@ -55,7 +55,9 @@ class Write(Command):
     """Write the weights (/publish) or the whole training state (/checkpoint) below `prefix`."""
 
     prefix: str
-    beside: bool = Field(False, description="answer once a copy is in memory; /settle tells when it is in the store")
+    beside: bool = Field(
+        False, description="answer once a copy is in memory, if there is room; /settle tells when it is in the store"
+    )
 
 
 class Settle(Command):

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 from torch.distributed.checkpoint.storage import WriteResult
 
 from areal_tasks.engines.trainer.checkpoint import Saving
+from areal_tasks.engines.trainer.memory import copy_bytes
 from areal_tasks.engines.trainer.snapshot import Named, Snapshot, hand_on, save_tensors
 
 
@@ -25,6 +26,10 @@ class Part:
 @runtime_checkable
 class Draft(Protocol):
     """Something to be written, the same on every rank. OSError where the disk refuses."""
+
+    def host_bytes(self) -> int:
+        """Host memory that `hold` takes on this rank."""
+        ...
 
     def hold(self) -> None:
         """Copy into host memory what this rank writes: from here on the model may change."""
@@ -47,6 +52,9 @@ class WeightsDraft:
         self.source = source  # none on other ranks
         self.held: Named | None = None
 
+    def host_bytes(self) -> int:
+        return 0 if self.source is None else copy_bytes(self.snapshot.tensors.values())
+
     def hold(self) -> None:
         if self.source is not None:
             self.held = self.snapshot.give()
@@ -67,6 +75,9 @@ class CheckpointDraft:
 
     def __init__(self, saving: Saving) -> None:
         self.saving = saving
+
+    def host_bytes(self) -> int:
+        return self.saving.host_bytes()
 
     def hold(self) -> None:
         self.saving.hold()

@@ -162,6 +162,7 @@ class Trainer:
             return Tables(tables={})
         return Tables(tables={name: write_table(self.store, command.prefix, name, scored)})
 
+    @names_memory_knobs
     def publish(self, command: Write) -> Written:
         """Write the policy as a Hugging Face folder, with the tokenizer it was loaded with."""
         return self._written(command, lambda folder: WeightsDraft(self._snapshot(), self._tokenizer()))
@@ -180,12 +181,14 @@ class Trainer:
         )
         return Sent(seconds=ended - started)
 
+    @names_memory_knobs
     def checkpoint(self, command: Write) -> Written:
         """Write everything that training goes on from. Nothing is visible until the caller commits the files."""
         return self._written(
             command, lambda folder: CheckpointDraft(self.backend.plan_checkpoint(folder, self.progress))
         )
 
+    @names_memory_knobs
     def settle(self, command: Settle) -> Settled:
         """What has come of the last write beside other work."""
         self.fence.admit(command.owner)
@@ -295,8 +298,8 @@ class Trainer:
             draft = make(folder)
         except OSError as error:
             raise unusable(error.filename or self.store.uri(command.prefix), error) from error
-        self.writer.begin(Task(draft, command.prefix, folder, command.beside))
-        stored = None if command.beside else self.writer.settle(wait=True)
+        beside = self.writer.begin(Task(draft, command.prefix, folder, command.beside))
+        stored = None if beside else self.writer.settle(wait=True)
         return Written(files=stored.files if stored else (), seconds=time.perf_counter() - started)
 
     def _folder(self, prefix: str) -> Path:

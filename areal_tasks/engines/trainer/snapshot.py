@@ -52,10 +52,6 @@ class Snapshot:
                 _copy_into(self.tensors, name, tensor.detach().to(self.dtype), tensor.device)
         self.version = version
 
-    def save(self, folder: Path) -> dict[str, str]:
-        """As `save_tensors`, of these."""
-        return save_tensors(self.host(), folder)
-
     def host(self) -> Named:
         """The tensors in host memory."""
         if all(t.device.type == "cpu" for t in self.tensors.values()):

@@ -2,7 +2,8 @@
 
 Beside other work a draft first copies what it writes into host memory. Then each rank writes its own part in a thread
 that takes no part in any collective; what all ranks have written is brought together when somebody asks for it, in the
-thread of the commands. The copy is kept, and written again if need be, until that has succeeded.
+thread of the commands. The copy is kept, and written again if need be, until that has succeeded. Where host memory is
+short of one, the draft is written at once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Final
 from torch.distributed.checkpoint.storage import WriteResult
 
 from areal_tasks.engines.trainer.drafts import Draft, Part
+from areal_tasks.engines.trainer.memory import host_room, ran_out
 from areal_tasks.engines.trainer.process_group import gather_objects
 from areal_tasks.store.backend import Store, StoreError, Unavailable
 from areal_tasks.store.files import upload
@@ -27,6 +29,9 @@ from schemas.errors import UserError
 from schemas.manifest import FileRef
 
 log = logging.getLogger(__name__)
+#: The most of the host memory that is left which a copy may take: what else grows meanwhile would be killed for it.
+ROOM: Final = 0.8
+REMEDY: Final = "give the machine or the job more memory, or keep less in it: fewer servers, no store in /dev/shm"
 
 
 @dataclass(frozen=True)
@@ -67,17 +72,17 @@ class Writer:
     def __init__(self, store: Store, first: bool) -> None:
         self.store = store
         self.first = first  # this is rank 0
+        self._had: dict[type[Draft], int] = {}  # host memory that drafts have had, which torch keeps for the next
         self.task: Task | None = None
         self._done: Future[Done] = Future()
         self._last: Stored | None = None  # for whoever has not got the answer
 
-    def begin(self, task: Task) -> None:
-        """Write `task`; returns when that is done, or at once if it is `beside` other work. `free` comes first."""
+    def begin(self, task: Task) -> bool:
+        """Write `task`; returns when that is done, or at once (True) if it can be `beside` other work. `free` first."""
         assert self.task is None, "one at a time"
-        if task.beside:
-            task.draft.hold()
-        self.task = task
-        self._start(task)
+        self.task = replace(task, beside=task.beside and self._fits(task) and self._holds(task))
+        self._start(self.task)
+        return self.task.beside
 
     def settle(self, wait: bool) -> Stored | None:
         """What came into the store last; None while something is being written, or if nothing has been.
@@ -109,6 +114,31 @@ class Writer:
         if self.task is not None:
             self.task = replace(self.task, beside=False)
             self.settle(wait=True)
+
+    def _fits(self, task: Task) -> bool:
+        """Whether the machine has room for the copies of all ranks; they agree."""
+        mine = task.draft.host_bytes()
+        asked = 0 if mine <= self._had.get(type(task.draft), 0) else mine
+        found = gather_objects((asked, host_room()))
+        wanted, room = sum(bytes_ for bytes_, _ in found), min(left for _, left in found)
+        if wanted <= ROOM * room:
+            return True
+        sizes = f"a copy would take {wanted / 2**30:.1f} GiB of host memory, and {room / 2**30:.1f} GiB are left"
+        log.warning("%s is written while the run waits: %s; %s", task.prefix, sizes, REMEDY)
+        return False
+
+    def _holds(self, task: Task) -> bool:
+        """Copy into host memory, if all ranks can."""
+        refused, mine = "", task.draft.host_bytes()
+        try:
+            task.draft.hold()
+            self._had[type(task.draft)] = mine
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):
+                raise
+            refused = str(error)
+            log.warning("%s is written while the run waits: no copy of it: %s; %s", task.prefix, refused, REMEDY)
+        return not any(gather_objects(refused))
 
     def _start(self, task: Task) -> None:
         self._done = Future()
