@@ -7,6 +7,7 @@ was writing is lost, and is begun again only while the version can still be had.
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -45,34 +46,45 @@ class Checkpoint:
 
 
 class DurableWrites:
-    """The writes of one start of a run's flow that it does not wait for."""
+    """The writes of one start of a run's flow that it does not wait for. Stages that run side by side may ask."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.begun: Begun | None = None
-        self.newest = 0  # version of the last weights that are in the store, or on their way
+        self._lock = threading.RLock()
+        self._in_store = 0  # version of the last weights that are
         self._weights: list[WeightsRef] = []
         self._checkpoint: Checkpoint | None = None
 
+    @property
+    def newest(self) -> int:
+        """Version of the last weights that are in the store, or on their way."""
+        begun = self.begun
+        return begun.version if begun is not None and begun.kind == "weights" else self._in_store
+
     def begin(self, trainer: TrainerClient, kind: Kind, version: int, trained: float = 0.0) -> None:
-        """Have `trainer`, which holds `version`, write it; waits for what is being written, and for a copy in memory.
+        """Have `trainer`, which holds `version`, write it; waits for a copy in memory. What was begun is settled first.
 
         `trained` is what `take_checkpoint` is to say: seconds of training since the checkpoint before.
-
-        Raises:
-            UserError: what was being written could not be; the trainer tries again.
         """
-        self.settle(trainer, wait=True)
-        attempt, started = new_attempt(), now()
-        prefix = (weights_attempt if kind == "weights" else checkpoint_attempt)(self.run.name, version, attempt)
-        write = trainer.publish if kind == "weights" else trainer.checkpoint
-        write(Write(owner=self.run.owner, version=version, prefix=prefix, beside=True))
-        self.begun = Begun(kind, version, attempt, prefix, started, trained)
-        if kind == "weights":
-            self.newest = version
+        with self._lock:
+            assert self.begun is None, "one at a time"
+            attempt, started = new_attempt(), now()
+            prefix = (weights_attempt if kind == "weights" else checkpoint_attempt)(self.run.name, version, attempt)
+            write = trainer.publish if kind == "weights" else trainer.checkpoint
+            done = write(Write(owner=self.run.owner, version=version, prefix=prefix, beside=True))
+            self.begun = Begun(kind, version, attempt, prefix, started, trained, done.files)
 
     def settle(self, trainer: TrainerClient, wait: bool) -> WeightsRef | None:
-        """Give what has been written its manifest; None if nothing has. Raises as `begin`."""
+        """Give what has been written its manifest; the weights that were, if any.
+
+        Raises:
+            UserError: it could not be written; the trainer tries again.
+        """
+        with self._lock:
+            return self._settle(trainer, wait)
+
+    def _settle(self, trainer: TrainerClient, wait: bool) -> WeightsRef | None:
         begun = self._looked_at(trainer, wait)
         if begun is None:
             return None
@@ -81,10 +93,11 @@ class DurableWrites:
             self.run.store, self.run.name, begun.version, begun.attempt, begun.kind, begun.files, provenance
         )
         self.begun = None
-        if begun.kind == "weights":
-            self._weights.append(ref)
-        else:
+        if begun.kind == "checkpoint":
             self._checkpoint = Checkpoint(ref, begun.trained)
+            return None
+        self._weights.append(ref)
+        self._in_store = ref.version
         return ref
 
     def take_weights(self) -> tuple[WeightsRef, ...]:
@@ -109,5 +122,4 @@ class DurableWrites:
         self.begun = replace(begun, files=answer.files) if answer.files else None
         if self.begun is None:
             log.warning("the %s of version %d went with the trainer that was writing it", begun.kind, begun.version)
-            self.newest = 0 if begun.kind == "weights" else self.newest
         return self.begun

@@ -39,7 +39,7 @@ def next_checkpoint(context: Context, built: Mapping[str, Built]) -> tuple[Weigh
     try:
         if not context.engines.store_follows or train.iteration + 1 == recipe.schedule.iterations:
             return write_checkpoint(context, train), 0.0
-        durable.begin(context.engines.trainer_after(train), "checkpoint", train.iteration + 1, since)
+        context.engines.begin_write(context.engines.trainer_after(train), "checkpoint", train.iteration + 1, since)
         return held, since
     except (TrainerDown, StoreError) as error:  # the tables are the log: a checkpoint may come an iteration later
         log.warning("no checkpoint of version %d: %s", context.iteration + 1, error)

@@ -46,7 +46,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     direct = engines.transport != "store"
     loads = engines.serve_weights(ref, trainer) if direct else []
     if follows(context, ref.version):
-        engines.durable.begin(trainer, "weights", ref.version)
+        engines.begin_write(trainer, "weights", ref.version)
     elif is_written(context.recipe, ref.version):
         began = time.monotonic()
         ref, files = write_weights(context, train, ref.version)
@@ -139,7 +139,7 @@ def write_missing(context: Context, ref: WeightsRef, holder: Callable[[], Traine
         return
     trainer = holder()
     if trainer.health().version == ref.version:
-        engines.durable.begin(trainer, "weights", ref.version)
+        engines.begin_write(trainer, "weights", ref.version)
 
 
 def published_weights(store: Store, manifest: StageManifest, table: str) -> WeightsRef:

@@ -20,6 +20,7 @@ from areal_tasks.engines import session
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.models import run_weights
 from areal_tasks.engines.session import Engines
+from areal_tasks.engines.trainer import writer
 from areal_tasks.engines.trainer.commands import Write
 from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.stages.build import Built
@@ -176,6 +177,18 @@ def test_a_trainer_that_dies_while_it_writes_loses_nothing_that_was_committed(tm
     run = drive(tmp_path, "r", recipe(), mortal)
     assert digests(tmp_path, "r") == digests(whole, "whole")
     assert stored(run) == stored(load_run(store_in(whole), "whole"))
+    assert [ref.version for k in range(6) for ref in run.commit(k).stored] == [1, 2, 3, 4, 5], "none of them twice"
+    assert audit(run.store, "r").sound
+
+
+def test_without_memory_for_a_copy_the_run_waits_and_its_records_say_the_same(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "host_room", lambda: 0)
+    run = drive(tmp_path, "r", recipe())
+    assert digests(tmp_path, "r") == digests(whole, "whole")
+    assert stored(run) == stored(load_run(store_in(whole), "whole"))
+    assert [[ref.version for ref in run.commit(k).stored] for k in range(6)] == [[1], [2], [3], [4], [5], []]
     assert audit(run.store, "r").sound
 
 
@@ -298,15 +311,23 @@ def test_servers_that_get_weights_from_the_trainer_generate_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drive(tmp_path, "through-the-store", tiny())
+    handed: list[int] = []
+
+    def counted(engines: Engines, client: InferenceClient, trainer: TrainerClient, version: int) -> list[float]:
+        handed.append(version)
+        return straight(engines, client, trainer, version)
+
     monkeypatch.setattr(session, "choose_transport", lambda *given: "tensor")
-    monkeypatch.setattr(Engines, "_hand_over", straight)
+    monkeypatch.setattr(Engines, "_hand_over", counted)
 
     def mortal(jobs: Sequence[Job]) -> list[Built]:
-        if jobs[0].label == "rollout 2":  # one that starts again loads what was written last, and gets the rest
+        if jobs[0].label == "rollout 2":  # one that starts again loads what was written, or is about to be
             jobs[0].context.engines.supervisor.services["inference-0"].handle.stop()
         return run_directly(jobs)
 
-    drive(tmp_path, "straight", tiny(), mortal)
+    run = drive(tmp_path, "straight", tiny(), mortal)
+    assert handed == list(range(1, len(digests(tmp_path, "straight")) + 1)), "once each, by the trainer that made it"
+    assert audit(run.store, "straight").sound
     content = [
         [p for p in iteration if p[0] not in ("publish", "weights")] for iteration in digests(tmp_path, "straight")
     ]
