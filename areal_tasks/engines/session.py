@@ -319,8 +319,8 @@ class Engines:
         return load_tokenizer(materialise(self.run.store, small, Path(self._scratch.name) / "tokenizer", verify=True))
 
     def _connected(self) -> TrainerClient:
-        self._make_room()
         self.supervisor.heal(self.written)
+        self._make_room()
         urls = self._ready([TRAINER])
         if self._trainer is None or self._addresses[TRAINER] != urls:
             if self._trainer is not None:
@@ -339,12 +339,19 @@ class Engines:
             return self.supervisor.wait(names)
 
     def _make_room(self) -> None:
-        """Where the recipe asks for it, have the servers give their cache's memory to the trainer on the same GPU."""
-        inference = getattr(self.recipe, "inference", None)
-        if inference is None or not inference.release_memory or self._released or self._inference is None:
+        """Before the trainer takes memory of a GPU that servers share: let those start that are starting.
+
+        They measure what is free there, and would take the trainer's growth for their own. Where the recipe asks for
+        it, they give their cache's memory to the trainer then.
+        """
+        sharing = [name for i, name in enumerate(self.server_names) if self.placement.shared(i)]
+        if sharing:
+            self._ready(sharing)
+        if not sharing or self._released or not self.recipe.inference.release_memory:  # type: ignore[union-attr]
             return
-        self.call(self._inference.release_memory())
-        self._released = True
+        with self._feeding:
+            self.call(self._servers().release_memory())
+            self._released = True
 
     def _serving(self) -> WeightsRef:
         assert self.serving is not None, "start() comes first"

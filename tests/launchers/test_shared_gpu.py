@@ -1,0 +1,65 @@
+"""A trainer that shares a server's GPU takes its memory when the server has measured its own, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from stage_driver import store_in, tiny
+
+from areal_tasks.engines import session
+from areal_tasks.engines.session import TRAINER, Engines
+from areal_tasks.launchers.gpus import Placement
+from areal_tasks.store.runs import open_run
+from schemas.recipe.sections import Inference
+
+
+@pytest.fixture
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
+    """Engines whose services are said to be there: what is waited for, and asked of servers, is noted in `log`."""
+    recipe = tiny()
+    run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
+    monkeypatch.setattr(session, "TrainerClient", lambda *_a, **_o: SimpleNamespace(close=lambda: None))
+    with Engines(run, recipe, tmp_path / "logs") as found:
+        log: list[str] = []
+
+        def wait(names: Sequence[str]) -> list[str]:
+            log.extend(names)
+            return [f"http://{name}" for name in names]
+
+        monkeypatch.setattr(found.supervisor, "heal", lambda _weights: log.append("heal"))
+        monkeypatch.setattr(found.supervisor, "wait", wait)
+        found.log = log  # type: ignore[attr-defined]
+        yield found
+
+
+def placed(engines: Engines, server: str) -> list[str]:
+    engines.placement = Placement(("0",), ((server,),))
+    engines._connected()
+    return list(engines.log)  # type: ignore[attr-defined]
+
+
+def test_the_trainer_waits_for_a_server_that_starts_on_its_gpu(engines: Engines) -> None:
+    assert placed(engines, "0") == ["heal", "inference-0", TRAINER]
+
+
+def test_it_does_not_wait_for_one_with_a_gpu_of_its_own(engines: Engines) -> None:
+    assert placed(engines, "1") == ["heal", TRAINER]
+
+
+def test_a_server_that_has_only_just_started_gives_its_memory_too(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a restart whose rollout is there already: nobody has asked for the servers yet."""
+    inference = Inference(engine="sglang", release_memory=True)
+    engines.recipe = engines.recipe.model_copy(update={"inference": inference})
+
+    async def release(_client: object) -> None:
+        engines.log.append("release")  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(session.InferenceClient, "release_memory", release)
+    assert placed(engines, "0") == ["heal", "inference-0", "heal", "inference-0", "release", TRAINER]
+    engines._connected()
+    assert engines.log.count("release") == 1  # type: ignore[attr-defined]
