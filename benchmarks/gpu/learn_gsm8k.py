@@ -35,6 +35,8 @@ STEPS: Final = {
     "eval-grpo": EVALUATE,
 }
 AFTER: Final = {"eval-sft": "sft", "grpo": "sft", "eval-grpo": "grpo"}  # whose weights a step starts from
+SETTLED: Final = 2  # iterations after which nothing of GRPO starts any more
+LOOK_SECONDS: Final = 15.0
 EXPORT_SECONDS: Final = 25.0
 
 
@@ -88,7 +90,8 @@ def work(
         left = missing(store, arguments)
         if not left:
             return True
-        for step in ready(left):
+        settled = committed(store, names(arguments.name)["grpo"]) >= SETTLED
+        for step in ready(left, settled):
             if step not in going:
                 going[step] = submit(machine, arguments, step)
         ended = wait_for_one(machine, store, arguments, going, deadline)
@@ -114,9 +117,12 @@ def planned(step: str, arguments: argparse.Namespace) -> int:
     return recipe.schedule.iterations  # type: ignore[union-attr]
 
 
-def ready(left: Sequence[str]) -> list[str]:
-    """Steps that can run now: those whose weights are there."""
-    return [step for step in left if AFTER.get(step) not in left]
+def ready(left: Sequence[str], settled: bool) -> list[str]:
+    """Steps that can run now: those whose weights are there, and on one GPU no two servers start at the same time.
+
+    `settled`: GRPO's server and trainer have taken their memory.
+    """
+    return [s for s in left if AFTER.get(s) not in left and (settled or s != "eval-sft")]
 
 
 def overrides(step: str, arguments: argparse.Namespace) -> dict[str, str]:
@@ -147,13 +153,13 @@ def submit(machine: Machine, arguments: argparse.Namespace, step: str) -> str:
 def wait_for_one(
     machine: Machine, store: Store, arguments: argparse.Namespace, going: Mapping[str, str], deadline: float
 ) -> dict[str, str]:
-    """Steps that have ended, with their states, as soon as there is one; none at the deadline."""
+    """Steps that have ended, with their states, as soon as there is one; none after `LOOK_SECONDS`, or the deadline."""
     run = names(arguments.name)
 
     def tell() -> str:
         return ", ".join(f"{s} {committed(store, run[s])}/{planned(s, arguments)}" for s in going)
 
-    states = follow(machine, going, deadline, tell, first=True)
+    states = follow(machine, going, min(deadline, time.monotonic() + LOOK_SECONDS), tell, first=True)
     return {step: how for step, how in states.items() if how in ENDED}
 
 
