@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from areal_tasks.data import batching
 from areal_tasks.data.batching import Layout
-from areal_tasks.engines.trainer import fsdp2, learner, policy
+from areal_tasks.engines.trainer import ahead, fsdp2, learner, policy
 from areal_tasks.engines.trainer.backend import Backend
 from areal_tasks.engines.trainer.policy import decoder_layers
 from benchmarks import trainer_core
@@ -72,7 +72,7 @@ def dtensor_step(backend: Backend, _: argparse.Namespace) -> Iterator[None]:
 @contextmanager
 def late_host(backend: Backend, _: argparse.Namespace) -> Iterator[None]:
     """Statistics and layouts are made while the device waits for the next step."""
-    with patch.object(learner, "begun", lambda layouts: layouts), patch.object(learner, "fetch", lambda t: t.cpu()):
+    with patch.object(ahead.Ahead, "prepare", lambda _: None), patch.object(learner, "fetch", lambda t: t.cpu()):
         yield
 
 

@@ -76,8 +76,8 @@ class Backend(Protocol):
     ) -> Float[Tensor, "K T"]:
         """One forward and backward pass: adds the gradient of Σ_t weights[t] · loss(…)[0, t] to what has accumulated.
 
-        `last` marks the minibatch's last pass on this rank: sharded backends reduce gradients with it. Returns the rows
-        of `loss`, without gradient and without waiting for the device they are on, which is `device`.
+        `last` marks the minibatch's last pass on this rank: sharded backends reduce gradients with it. `weights` may
+        be on the host or on `device`. Returns the rows of `loss`, on `device`, without gradient and without waiting.
         """
         ...
 

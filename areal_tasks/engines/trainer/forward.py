@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -36,9 +37,26 @@ def to_device(layout: Layout, device: torch.device) -> DeviceLayout:
     )
 
 
+def staged(layout: Layout, device: torch.device) -> Layout:
+    """`layout` with what goes to `device` in memory that it is copied from without waiting."""
+    if device.type != "cuda":
+        return layout
+    moved = ("input_ids", "position_ids", "predictors", "targets", "bounds", "where")
+    held = ((name, getattr(layout, name)) for name in moved)
+    changes: dict[str, Any] = {name: pinned(tensor, device) for name, tensor in held if tensor is not None}
+    return replace(layout, **changes)
+
+
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor in memory that a copy to `device` need not wait for; itself where it lies in such."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
 def move(tensor: Tensor, device: torch.device) -> Tensor:
     """A host tensor on `device`. From ordinary memory the copy would wait for all that is queued there, so pin it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if tensor.device.type == device.type:
+        return tensor
+    return pinned(tensor, device).to(device, non_blocking=device.type == "cuda")
 
 
 def fetch(tensor: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import Any
 
 import pyarrow as pa
@@ -24,8 +23,9 @@ from areal_tasks.data.batching import (
     minibatches,
 )
 from areal_tasks.engines.trainer.agreement import EnginesDisagree, agreement, check_agreement, gaps, outside
+from areal_tasks.engines.trainer.ahead import Ahead, aside
 from areal_tasks.engines.trainer.backend import Backend, Progress, TokenLoss, TokenStats
-from areal_tasks.engines.trainer.forward import fetch, move
+from areal_tasks.engines.trainer.forward import fetch, move, pinned, staged
 from areal_tasks.engines.trainer.metrics import SampleMeans, over_ranks, step_statistics, steps_table, summary, totals
 from areal_tasks.engines.trainer.objective import STATS, Objective, grpo_objective, sft_objective
 from areal_tasks.engines.trainer.optimizer import learning_rate
@@ -68,7 +68,14 @@ class Minibatch:
     weights: Float[Tensor, " B"]
     passes: int  # of all ranks
     mine: list[Rows]
-    layouts: Iterator[Layout]  # of `mine`; the first is ready
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward and backward pass to come: where its tokens lie, and what each weighs. On its way to the device."""
+
+    layout: Layout
+    weights: Float[Tensor, " T"]
 
 
 @dataclass(frozen=True)
@@ -150,30 +157,43 @@ class Learner:
         """
         self._check_table()
         self.backend.use(self.settings.trainer)
+        minibatches = [self._minibatch(number) for number in range(self.settings.minibatches)]
+        with aside(self.backend.device) as thread:
+            return self._learn(version, progress, minibatches, Ahead(self._passes(minibatches), thread))
+
+    def _learn(self, version: int, progress: Progress, minibatches: list[Minibatch], passes: Ahead[Pass]) -> Learned:
         steps: list[dict[str, Any]] = []
         samples = SampleMeans(len(self.counts))
         done: list[tuple[TokenStats, bool]] = []
-        following = self._begin(0)
-        for number in range(self.settings.minibatches):
-            started, minibatch = time.perf_counter(), following
-            computed = self._accumulate(minibatch)
+        for minibatch in minibatches:
+            started = time.perf_counter()
+            computed = self._accumulate(minibatch, passes)
             self._describe(done, samples)
-            following = self._begin(number + 1)
+            passes.prepare()
             row = self._step(minibatch, computed, progress.step)
             row["step_seconds"] = time.perf_counter() - started
-            done.append((computed.stats, self._measures(number)))
+            done.append((computed.stats, self._measures(minibatch.number)))
             progress = Progress(progress.step + 1, progress.skipped_in_row + 1 if row["skipped"] else 0)
-            steps.append({"version": version + 1, "step": progress.step, "minibatch": number, **row})
+            steps.append({"version": version + 1, "step": progress.step, "minibatch": minibatch.number, **row})
             self._check_skipped(progress, row)
         self._describe(done, samples)
         return Learned(steps_table(steps), self._samples_table(samples), summary(steps), progress)
 
-    def _begin(self, number: int) -> Minibatch:
-        """Minibatch `number`, empty after the last one; its first pass is laid out."""
+    def _minibatch(self, number: int) -> Minibatch:
+        """Minibatch `number` of the plan."""
         rows = torch.nonzero(self.plan.minibatch == number)[:, 0]
-        passes = self._passes(rows)
+        micro = self.plan.micro_batch[rows]
+        passes = [rows[micro == number] for number in torch.unique(micro).tolist()]
         mine = shared_out(passes, self.backend.rank, self.backend.world)
-        return Minibatch(number, rows, self._sample_weights(rows), len(passes), mine, begun(self._layouts(mine)))
+        return Minibatch(number, rows, self._sample_weights(rows), len(passes), mine)
+
+    def _passes(self, minibatches: list[Minibatch]) -> Iterator[Pass]:
+        """This rank's passes through all of them, one after the other."""
+        device, kind = self.backend.device, self.settings.trainer.layout
+        for minibatch in minibatches:
+            for rows in minibatch.mine:
+                layout = staged(lay_out(self.batch.sequences, rows, kind), device)
+                yield Pass(layout, pinned(minibatch.weights[layout.samples], device))
 
     def _step(self, minibatch: Minibatch, computed: Computed, step: int) -> dict[str, Any]:
         """The optimizer step and its row of `train_steps`. A minibatch without tokens makes none."""
@@ -214,35 +234,28 @@ class Learner:
     def _sample_weights(self, rows: Int[Tensor, " n"]) -> Float[Tensor, " B"]:
         """The weight of every token of each sample, such that all tokens of the minibatch together weigh 1."""
         counts = self.counts[rows]
+        counted = counts > 0
+        first = (counts.cumsum(0) - counts)[counted]
         weights = torch.zeros(len(self.counts))
-        tokens = rows.repeat_interleave(counts)
-        weights[tokens] = token_weights(counts, self.settings.mean)  # the tokens of a sample weigh alike
+        weights[rows[counted]] = token_weights(counts, self.settings.mean)[first]  # the tokens of a sample weigh alike
         return weights
 
-    def _passes(self, rows: Rows) -> list[Rows]:
-        micro = self.plan.micro_batch[rows]
-        return [rows[micro == number] for number in torch.unique(micro).tolist()]
+    def _accumulate(self, minibatch: Minibatch, passes: Ahead[Pass]) -> Computed:
+        """Forward and backward through this rank's passes; the gradients add up in the backend.
 
-    def _layouts(self, passes: list[Rows]) -> Iterator[Layout]:
-        return (lay_out(self.batch.sequences, rows, self.settings.trainer.layout) for rows in passes)
-
-    def _accumulate(self, minibatch: Minibatch) -> Computed:
-        """Forward and backward through the passes; the gradients add up in the backend.
-
-        Lays a pass out while the device computes the one before; never waits for it.
+        Never waits for the device.
         """
-        values = [torch.zeros(len(STATS), 0, device=self.backend.device)]
+        device = self.backend.device
+        values, weights = [torch.zeros(len(STATS), 0, device=device)], [torch.zeros(0, device=device)]
         samples = [torch.zeros(0, dtype=torch.int64)]
-        passes = zip(minibatch.mine, minibatch.layouts, strict=True)
-        for number, (rows, layout) in enumerate(passes, 1):
-            loss, share = self._token_loss(layout), minibatch.weights[layout.samples]
-            last = number == len(minibatch.mine)
-            values.append(self.backend.learn(layout, share, loss, self.settings.temperature, last))
-            samples.append(layout.samples)
+        for number, (rows, taken) in enumerate(zip(minibatch.mine, passes, strict=False), 1):
+            loss, last = self._token_loss(taken.layout), number == len(minibatch.mine)
+            weights.append(move(taken.weights, device))
+            values.append(self.backend.learn(taken.layout, weights[-1], loss, self.settings.temperature, last))
+            samples.append(taken.layout.samples)
             self.work.add(len(rows) * self.backend.world)
-        found, owners = torch.cat(values, 1), torch.cat(samples)
-        stats = TokenStats(fetch(found), owners)
-        return Computed(totals(found, move(minibatch.weights[owners], self.backend.device)), stats)
+        found = torch.cat(values, 1)
+        return Computed(totals(found, torch.cat(weights)), TokenStats(fetch(found), torch.cat(samples)))
 
     def _token_loss(self, layout: Layout) -> TokenLoss:
         where = move(layout.where, self.backend.device)
@@ -282,9 +295,3 @@ class Learner:
                 **samples.columns(),
             },
         )
-
-
-def begun(layouts: Iterator[Layout]) -> Iterator[Layout]:
-    """The same layouts, the first one made now."""
-    first = list(islice(layouts, 1))
-    return chain(first, layouts)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from areal_tasks.data.batching import Sequences, lay_out, micro_batches
 from areal_tasks.engines.service import ServiceSpec
+from areal_tasks.engines.trainer.ahead import Ahead, aside
 from areal_tasks.engines.trainer.backend import Backend, Progress, TokenStats, Which
 from areal_tasks.engines.trainer.commands import (
     Compare,
@@ -38,6 +39,7 @@ from areal_tasks.engines.trainer.commands import (
 )
 from areal_tasks.engines.trainer.drafts import CheckpointDraft, Draft, WeightsDraft
 from areal_tasks.engines.trainer.fencing import Fence, Refused
+from areal_tasks.engines.trainer.forward import staged
 from areal_tasks.engines.trainer.fsdp2 import Fsdp2Backend
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.learner import Learned, Learner, Work, make_plan, recorded_plan, shared_out
@@ -263,12 +265,13 @@ class Trainer:
         scores, places = [torch.zeros(0, device=self.backend.device)], [_NONE]
         self.work = Work(len(sequences.lengths))
         mine = shared_out(passes, self.backend.rank, world)
-        for number, rows in enumerate(mine, 1):
-            layout = lay_out(sequences, rows, kind)  # while the device computes the pass before
-            found = self.backend.score(layout, self.settings.temperature, which, number == len(mine))
-            scores.append(found.logprobs)
-            places.append(layout.where)
-            self.work.add(len(rows) * world)
+        layouts = (staged(lay_out(sequences, rows, kind), self.backend.device) for rows in mine)
+        with aside(self.backend.device) as thread:
+            for number, (rows, layout) in enumerate(zip(mine, Ahead(layouts, thread), strict=False), 1):
+                found = self.backend.score(layout, self.settings.temperature, which, number == len(mine))
+                scores.append(found.logprobs)
+                places.append(layout.where)
+                self.work.add(len(rows) * world)
         whole = self.backend.gather(TokenStats(torch.cat(scores).cpu()[None], torch.cat(places)))
         self._make_room()
         flat = torch.zeros(len(sequences.input_ids))

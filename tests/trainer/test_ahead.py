@@ -1,0 +1,125 @@
+"""What is prepared in a thread is the same, comes in time, fails where it is used, and leaves no thread behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from trainer_builders import advantage, rlhf_recipe, rollout
+
+from areal_tasks.data.batching import Layout, lay_out
+from areal_tasks.engines.trainer import ahead
+from areal_tasks.engines.trainer import learner as learner_module
+from areal_tasks.engines.trainer.ahead import Ahead, aside
+from areal_tasks.engines.trainer.backend import Progress
+from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan
+from areal_tasks.engines.trainer.local import LocalBackend
+from areal_tasks.engines.trainer.rows import grpo_batch
+from areal_tasks.engines.trainer.settings import read_settings
+
+CPU = torch.device("cpu")
+LENGTHS = [9, 4, 13, 6, 11, 3, 8, 2, 10, 7, 12, 5]
+SECONDS = 30.0  # to wait for what must happen
+
+
+@pytest.fixture
+def threaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The learner as on a GPU; its thread must be gone afterwards."""
+    monkeypatch.setattr(learner_module, "aside", ahead._thread)
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
+def _learn(model: Path, layout: str = "packed") -> tuple[Learned, list[torch.Tensor]]:
+    settings = read_settings(rlhf_recipe(trainer={"layout": layout, "micro_batch_tokens": 16}))
+    backend = LocalBackend(settings.trainer, settings.model)
+    backend.load(model, 0)
+    table = rollout(LENGTHS)
+    batch = grpo_batch({"rollout": table, "advantage": advantage(table)}, 0)
+    learned = Learner(backend, settings, batch, make_plan(batch, settings, 0)).learn(0, Progress())
+    return learned, [tensor.clone() for _, tensor in backend.named_weights()]
+
+
+def _numbers(table: pa.Table) -> dict[str, str]:
+    """All but the time it took; as text, in which NaN is NaN and no digit is lost."""
+    return {name: repr(table[name].to_pylist()) for name in table.column_names if name != "step_seconds"}
+
+
+def test_on_a_cpu_there_is_no_thread() -> None:
+    with aside(CPU) as thread:
+        assert thread is None
+
+
+def test_an_item_is_made_when_it_is_asked_for_or_prepared() -> None:
+    made: list[int] = []
+    items = Ahead((made.append(n) or n for n in range(3)), None)  # type: ignore[func-returns-value]
+    assert made == []
+    assert (next(items), made) == (0, [0])
+    items.prepare()
+    items.prepare()
+    assert made == [0, 1]
+    assert list(items) == [1, 2]
+    items.prepare()  # nothing is left
+
+
+def test_a_thread_makes_an_item_while_the_one_before_is_used() -> None:
+    made = [threading.Event() for _ in range(3)]
+
+    def source() -> Iterator[tuple[int, str, int]]:
+        for number, event in enumerate(made):
+            event.set()
+            yield number, threading.current_thread().name, torch.get_num_threads()
+
+    with ahead._thread(CPU) as thread:
+        items = Ahead(source(), thread)
+        number, name, threads = next(items)
+        assert (number, threads) == (0, 1) and name != threading.current_thread().name
+        assert made[1].wait(SECONDS)
+        assert not made[2].is_set()  # one ahead, not more: items take memory
+        assert [number for number, *_ in items] == [1, 2]
+
+
+def test_later_threads_begin_with_the_cores_of_the_process() -> None:
+    found: list[int] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with ahead._thread(CPU):
+            other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+            other.start()
+            other.join()
+        assert found == [torch.get_num_threads()] == [3]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_a_thread_changes_no_bit(tiny: Path, layout: str, request: pytest.FixtureRequest) -> None:
+    expected, weights = _learn(tiny, layout)
+    request.getfixturevalue("threaded")
+    found, same = _learn(tiny, layout)
+    assert _numbers(found.train_samples) == _numbers(expected.train_samples)
+    assert _numbers(found.train_steps) == _numbers(expected.train_steps)
+    assert all(map(torch.equal, same, weights))
+
+
+@pytest.mark.usefixtures("threaded")
+def test_a_layout_that_fails_fails_the_iteration(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def second_fails(*arguments: Any) -> Layout:
+        names.append(threading.current_thread().name)
+        if len(names) == 2:
+            raise ValueError("no such layout")
+        return lay_out(*arguments)
+
+    monkeypatch.setattr(learner_module, "lay_out", second_fails)
+    with pytest.raises(ValueError, match="no such layout"):
+        _learn(tiny)
+    assert len(set(names)) == 1 and threading.current_thread().name not in names
