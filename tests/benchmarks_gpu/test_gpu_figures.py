@@ -184,12 +184,16 @@ def test_figures_take_our_best_and_the_best_baseline() -> None:
     assert found["trainer MFU"].reached is False
 
 
+WAYS = (("tensor", "memory"), ("store", "memory"), ("store", "S3"))
+
+
 def test_an_iteration_is_compared_with_the_bare_parts_for_its_tokens() -> None:
     rows = [
         our_run(),
         row("raw_sglang", tokens_per_second=80.0, new_tokens=100, requests=4),
         row("raw_sglang", tokens_per_second=800.0, new_tokens=100, requests=64),
         row("plain_step", tokens_per_second=120.0, variant="layers", length=120),
+        *(row("weights", transport=t, through=on, answered_seconds=0.5, answered=[0.5]) for t, on in WAYS),
     ]
     results = Results(rows)
     assert bare_seconds(results, rows[0]) == pytest.approx((5.0, 4.0))
@@ -197,7 +201,9 @@ def test_an_iteration_is_compared_with_the_bare_parts_for_its_tokens() -> None:
     assert found["iteration ÷ bare parts"].value == pytest.approx(10 / 9, abs=1e-4)
     assert found["iteration ÷ bare parts"].reached is False
     assert found["rollout stage ÷ raw SGLang"].value == pytest.approx(400 / 6.2 / 80, abs=1e-4)
-    assert found["new weights answer, tensor, s"].reached
+    assert found["new weights answer, tensor, s"].reached is False
+    assert found["new weights answer, store through memory, s"].reached
+    assert found["new weights answer, store through S3, s"].target == "≤ 3"
     assert "**missed**" in markdown(list(found.values()), rows) and "(flow run f)" in markdown([], rows)
 
 

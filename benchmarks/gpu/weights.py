@@ -1,0 +1,152 @@
+"""New weights on the servers, by each way: seconds from the end of a training step to an answer under its version.
+
+    python -m benchmarks.gpu.weights 1.5b [--transports tensor,store] [--store file:///dev/shm/… | s3://bucket/…]
+
+The services and stages of a run (benchmarks/gpu/iteration.yaml, with very small rollouts), driven in one process
+without Prefect. One start of the services measures all transports that one store and placement allow; S3 is a second
+call. The first iteration of each transport is left out: it opens connections and page-locks memory. With `tensor` and
+`nccl` the store gets the weights meanwhile (`weights_every: 1`), with `store` the servers read them there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, cast
+
+from areal_tasks.engines.client import GenerateRequest
+from areal_tasks.engines.handover import Transport
+from areal_tasks.engines.session import Engines
+from areal_tasks.stages.build import Built
+from areal_tasks.stages.loop import Closed, Job, Loop, run_directly
+from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.runs import open_run
+from areal_tasks.store.shards import read_table
+from benchmarks.gpu.baseline_sglang import RECIPE
+from benchmarks.gpu.prompts import make_prompts
+from benchmarks.gpu.results import add_results_option, record
+from benchmarks.gpu.shapes import SHAPES, make_shape
+from schemas.recipe.load import load_recipe
+from schemas.recipe.recipe import RlhfRecipe
+
+SMALL: Final = {
+    "rollout.groups": "4",
+    "rollout.group_size": "4",
+    "rollout.max_new_tokens": "16",
+    "trainer.weights_every": "1",
+    "trainer.recover_within_seconds": "86400",
+    "trainer.compile": "false",
+}
+
+
+class Stopwatch:
+    """Runs the stages of a run; of `publish`, how long it was until a server answered under the new version."""
+
+    def __init__(self, engines: Engines, transports: Sequence[str], repeats: int) -> None:
+        self.engines = engines
+        self.transports = transports
+        self.repeats = repeats
+        self.rows: list[dict[str, Any]] = []
+
+    def execute(self, jobs: Sequence[Job]) -> list[Built]:
+        """As the flow runs them, but for the clock."""
+        if [job.stage.name for job in jobs] != ["publish"]:
+            return run_directly(jobs)
+        [job] = jobs
+        used = self.transports[job.context.iteration // self.repeats]
+        self.engines.transport = cast(Transport, used)
+        started = time.perf_counter()
+        built = run_directly(jobs)
+        published = time.perf_counter() - started
+        self._ask(job.context.iteration + 1)
+        answered = time.perf_counter() - started
+        [row] = read_table(job.context.store, built[0].manifest.tables["publish"]).to_pylist()
+        self.rows.append(row | {"used": used, "published": published, "answered": answered})
+        return built
+
+    def _ask(self, version: int) -> None:
+        client = self.engines.inference()
+        [answer] = self.engines.call(client.generate([GenerateRequest([5, 6, 7], 1)]))
+        if answer.versions != [version]:
+            raise SystemExit(f"the server answered with weights {answer.versions}, not {version}")
+
+    def tell(self, closed: Closed) -> None:
+        """A line for each iteration."""
+        row = self.rows[closed.iteration]
+        loads = ", ".join(f"{seconds:.3f}" for seconds in row["load_seconds"])
+        print(
+            f"{row['used']:7} answered {row['answered']:.3f} s, published {row['published']:.3f}, written "
+            f"{row['write_seconds']:.3f}, loaded {loads}",
+            flush=True,
+        )
+
+
+def recipe_of(arguments: argparse.Namespace, transports: Sequence[str]) -> RlhfRecipe:
+    """The benchmark's recipe for so many iterations."""
+    folder = arguments.folder.resolve()
+    model = make_shape(arguments.shape, folder / arguments.shape)
+    prompts = folder / f"prompts-{arguments.shape}-64.jsonl"
+    make_prompts(model, prompts, 512, 64)
+    own = SMALL | {
+        "model.path": str(model),
+        "data.source": str(prompts),
+        "store.url": arguments.store or (folder / "store").as_uri(),
+        "schedule.iterations": str(len(transports) * arguments.repeats + 1),  # the last one waits for all writes
+        "launcher.type": "local",
+    }
+    words = own | dict(override.split("=", 1) for override in arguments.overrides)
+    found = load_recipe(RECIPE, [f"{key}={value}" for key, value in words.items()])
+    assert isinstance(found, RlhfRecipe)
+    return found
+
+
+def timed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each publication."""
+    transports = arguments.transports.split(",")
+    recipe = recipe_of(arguments, transports)
+    store: Store = open_store(recipe.store.url)
+    run = open_run(store, f"weights-{datetime.now(UTC):%m%d-%H%M%S}", recipe.flow, recipe)
+    logs = Path(os.environ.get("AREALFLOW_HOME", "/tmp/gpu-bench/home")) / "logs" / run.name
+    with Engines(run, recipe, logs) as engines:
+        watch = Stopwatch(engines, [*transports, transports[-1]], arguments.repeats)
+        Loop(run, recipe, engines, watch.execute, watch.tell)()
+    return watch.rows[:-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("overrides", nargs="*", help="of the recipe, as section.field=value")
+    parser.add_argument("--transports", default="tensor,store", help="of tensor, nccl, store, in the order tried")
+    parser.add_argument("--store", default="", help="URL; the folder's own otherwise, which is memory-backed")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/gpu-bench"), help="models, prompts, store")
+    parser.add_argument("--repeats", type=int, default=4, help="versions by each transport, the first left out")
+    add_results_option(parser)
+    arguments = parser.parse_intermixed_args()
+    if arguments.repeats < 2:
+        parser.error("--repeats: at least 2, since the first of each transport is left out")
+    rows = timed(arguments)
+    for transport in dict.fromkeys(row["used"] for row in rows):
+        steady = [row for row in rows if row["used"] == transport][1:]
+        record(
+            arguments.results,
+            "weights",
+            shape=arguments.shape,
+            transport=transport,
+            through="S3" if arguments.store.startswith("s3://") else "memory",
+            answered_seconds=round(statistics.median(row["answered"] for row in steady), 4),
+            answered=[round(row["answered"], 4) for row in steady],
+            published=[round(row["published"], 4) for row in steady],
+            written=[round(row["write_seconds"], 4) for row in steady],
+            loaded=[round(max(row["load_seconds"]), 4) for row in steady],
+            bytes=max(row["bytes"] for row in rows),
+        )
+
+
+if __name__ == "__main__":
+    main()
