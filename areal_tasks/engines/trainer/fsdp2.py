@@ -24,6 +24,8 @@ from schemas.recipe.sections import Model, Trainer
 
 #: Whole weights and gradients may stay on a GPU between the passes of a minibatch while they need less than this of it.
 ROOMY: Final = 0.2
+#: A lone rank gathers and reduces all at once while whole weights, gradients and two buffers of those need less.
+SMALL: Final = 0.1
 
 
 class Fsdp2Backend:
@@ -38,13 +40,15 @@ class Fsdp2Backend:
         self.models: dict[Which, Policy] = {}
         self.optimizer: torch.optim.AdamW
         self.roomy = False
+        self.parts: list[FSDPModule] = []  # of the policy, what is gathered and reduced at once
 
     def load(self, weights: Path, seed: int) -> None:
         torch.manual_seed(seed)
         self._forget()
         policy = load_policy(weights, self.settings, self.model_settings, self.device)
-        self.roomy = self._is_roomy(policy)
+        self.roomy = self._has_room(policy, 6, ROOMY)  # bytes: bf16 and fp32
         self.models["policy"] = self._sharded(policy)
+        self.parts = _parts(self.models["policy"])
         self.optimizer = make_optimizer(self.models["policy"].parameters(), self.settings)
 
     def load_reference(self, weights: Path) -> None:
@@ -94,7 +98,11 @@ class Fsdp2Backend:
         return checkpoint.load_state(folder, self.models["policy"].model, self.optimizer)
 
     def _sharded(self, policy: Policy) -> Policy:
-        """Split each decoder layer, then what is left: embeddings, norm and head, which stay whole in a pass."""
+        """Split each decoder layer, then what is left: embeddings, norm and head, which stay whole in a pass.
+
+        A lone rank takes a small model at once. No other waits for its layers, and what is done at each of them is a
+        quarter of the host's time in a pass, which small kernels do not hide; nor do they hide copies.
+        """
         compute = torch.bfloat16 if self.model_settings.dtype == "bfloat16" else None
         options: dict[str, Any] = {
             "mesh": self.mesh,
@@ -102,7 +110,8 @@ class Fsdp2Backend:
             "mp_policy": MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False),
             "offload_policy": self._offload(),
         }
-        for layer in decoder_layers(policy):
+        at_once = self.world == 1 and self._has_room(policy, 14, SMALL)  # bytes: bf16, and fp32 three times
+        for layer in [] if at_once else decoder_layers(policy):
             fully_shard(layer, **options)
         fully_shard(policy, **options)
         for module in _parts(policy):
@@ -114,6 +123,7 @@ class Fsdp2Backend:
         """Free what a load replaces before it takes memory of its own."""
         if "policy" in self.models:
             del self.models["policy"], self.optimizer
+            self.parts = []
 
     def _offload(self) -> OffloadPolicy:
         if self.settings.cpu_offload and self.device.type == "cuda":
@@ -122,15 +132,16 @@ class Fsdp2Backend:
 
     def _between_passes(self, last: bool) -> None:
         """Where there is room, gradients are summed over ranks (and weights split again) in the last pass only."""
-        policy = cast(FSDPModule, self.models["policy"])
-        policy.set_requires_gradient_sync(last or not self.roomy)
-        policy.set_reshard_after_backward(last or not self.roomy)
+        for part in self.parts:  # one by one: to look for them in the model takes a pass longer
+            part.set_requires_gradient_sync(last or not self.roomy, recurse=False)
+            part.set_reshard_after_backward(last or not self.roomy, recurse=False)
 
-    def _is_roomy(self, policy: Policy) -> bool:
+    def _has_room(self, policy: Policy, bytes_each: int, share: float) -> bool:
+        """Whether so many bytes for each parameter are less than this share of the GPU's memory."""
         if self.device.type == "cpu" or self.settings.cpu_offload:
             return self.device.type == "cpu"
-        held = sum(p.numel() * 6 for p in policy.parameters())  # gradients in fp32, weights in bf16
-        return held < ROOMY * torch.cuda.get_device_properties(self.device).total_memory
+        held = sum(p.numel() * bytes_each for p in policy.parameters())
+        return held < share * torch.cuda.get_device_properties(self.device).total_memory
 
 
 def whole(tensor: Tensor) -> Tensor:
