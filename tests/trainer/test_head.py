@@ -19,7 +19,7 @@ from areal_tasks.data.batching import Layout, Sequences, lay_out, make_layout, m
 from areal_tasks.engines.trainer.attention import NAME, causal, one_by_one
 from areal_tasks.engines.trainer.forward import to_device
 from areal_tasks.engines.trainer.head import HeadTask, TokenHead, accumulate, kernels, score_chunks
-from areal_tasks.engines.trainer.policy import PLAIN_HEADS, Policy, has_plain_head, prepare
+from areal_tasks.engines.trainer.policy import PLAIN_HEADS, Policy, compiled, has_plain_head, prepare
 from schemas.errors import UserError
 from schemas.recipe.sections import Trainer
 
@@ -298,6 +298,18 @@ def test_the_compiler_takes_the_width_of_a_sharded_models_heads_for_a_constant()
     left_open = printed("compiled_sharded")
     assert {36, 47} <= set(left_open)  # positions of two of the passes
     assert 8 not in left_open
+
+
+def test_the_compiler_is_told_once_of_a_tensor_that_all_layers_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, list[int]]] = []
+    monkeypatch.setattr(torch._dynamo, "maybe_mark_dynamic", lambda t, dims: told.append((t.ndim, dims)))
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    layer = compiled(lambda hidden, position_embeddings, bounds: hidden + position_embeddings[0])
+    hidden, angles, bounds = torch.zeros(1, 4, 3), (torch.ones(1, 4, 1), torch.ones(1, 4, 1)), torch.tensor([0, 4])
+    for _ in range(3):
+        hidden = layer(hidden, position_embeddings=angles, bounds=bounds)
+    assert told == [(3, [0, 1]), (3, [0, 1]), (3, [0, 1]), (1, [0]), (3, [0, 1]), (3, [0, 1])]
+    assert hidden.sum() == 36
 
 
 def printed(script: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -32,6 +31,7 @@ PLAIN_HEADS: Final = frozenset(
         "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2",
     }
 )  # fmt: skip
+_MARKED: Final = "_arealflow_sizes_vary"  # an attribute of tensors of which the compiler was told so
 log = logging.getLogger(__name__)
 
 
@@ -146,13 +146,22 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     found = torch.compile(function)
 
     def call(*args: Any, **options: Any) -> Any:
-        for leaf in tree_leaves((args, options)):
-            if isinstance(leaf, Tensor):
-                for dimension in range(min(leaf.ndim, 2)):  # rows and positions, or bounds
-                    torch._dynamo.maybe_mark_dynamic(leaf, dimension)
+        for tensor in _tensors((*args, *options.values())):
+            if not hasattr(tensor, _MARKED):  # most are the same for every layer
+                torch._dynamo.maybe_mark_dynamic(tensor, [0, 1][: tensor.ndim])  # rows and positions, or bounds
+                setattr(tensor, _MARKED, True)
         return found(*args, **options)
 
     return call
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among the arguments of a layer and in their tuples: torch's own walk takes as long as its guards."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors(value)
 
 
 def decoder_layers(policy: Policy) -> list[nn.Module]:
