@@ -1,8 +1,7 @@
 """The JSON records of the store: whatever exists under these names is a commit (DESIGN §4).
 
 Schema 2 adds a seal to every file, the log, references of children, tags, tombstones and signatures. Files of schema 1
-are read as they are: every field that they lack has a default. Schema 3 is that of commits which name weights that were
-written after their own iteration's commit; every other file is of schema 2 still, so that older programs read it.
+are read as they are: every field that they lack has a default.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ import hashlib
 import re
 from typing import Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-SCHEMA_VERSION: Final = 3  # the newest that is read
-_USUAL: Final = 2
+SCHEMA_VERSION: Final = 2
 _SEAL: Final = re.compile(rb'\A\{\n "seal": "([0-9a-f]{64})",\n')
 
 
@@ -27,7 +25,7 @@ class Record(BaseModel):
 class StoredRecord(Record):
     """A JSON file of the store, written once. Its seal betrays any altered byte, also where no other file vouches."""
 
-    schema_version: int = _USUAL
+    schema_version: int = SCHEMA_VERSION
 
     def encode(self) -> bytes:
         """The bytes that are stored (and hashed): of schema 1 as that program wrote them, later ones sealed."""
@@ -160,8 +158,8 @@ class WeightsManifest(StoredRecord):
 class WeightsRef(Record):
     """A weights or checkpoint manifest as another record names it.
 
-    Weights that were not written when they were named have no path; `digest` is then that of the train stage that made
-    them, from whose inputs they can be made again. A later commit may name them as `stored`.
+    Weights that were handed to the servers and not written have no path; `digest` is then that of the train stage
+    that made them, from whose inputs they can be made again.
     """
 
     version: int
@@ -191,30 +189,7 @@ class IterationCommit(StoredRecord):
     restored: WeightsRef | None = Field(
         default=None, description="weights of version K published anew by a restored trainer, which this one began with"
     )
-    stored: tuple[WeightsRef, ...] = Field(
-        default=(),
-        exclude_if=lambda stored: not stored,
-        description="weights of versions up to K+1 that their own iteration's commit names as not written",
-    )
     provenance: Provenance
-
-    @model_validator(mode="after")
-    def _schema(self) -> Self:
-        """Whoever does not know `stored` is to say that the file is newer, not that it is damaged."""
-        if self.stored and self.schema_version < SCHEMA_VERSION:
-            object.__setattr__(self, "schema_version", SCHEMA_VERSION)
-        return self
-
-    @property
-    def written_weights(self) -> tuple[WeightsRef, ...]:
-        """The weights in the store that this commit is the first to name, the oldest version first."""
-        return (*self.stored, *([self.weights] if self.weights.written else []))
-
-    @property
-    def named(self) -> tuple[WeightsRef, ...]:
-        """All weights and checkpoints in the store that this commit names."""
-        others = (self.weights, self.restored, self.checkpoint)
-        return (*self.stored, *(ref for ref in others if ref is not None and ref.written))
 
 
 class RunRecord(StoredRecord):

@@ -42,8 +42,7 @@ COMMITS: Final = pa.schema(  # one row per iteration
         ("attempt", pa.string()),
         ("run", pa.string()),
         ("version", pa.int32()),  # of the weights this iteration made
-        ("weights", pa.string()),  # their manifest; empty: not written yet
-        ("stored", pa.list_(pa.string())),  # manifests of weights of earlier iterations, written since
+        ("weights", pa.string()),
         ("checkpoint_version", pa.int32()),  # null before the first checkpoint
         ("segment", pa.int32()),
         ("stages", pa.list_(pa.string())),

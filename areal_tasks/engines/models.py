@@ -17,7 +17,6 @@ from areal_tasks.store.fork import find_reference, leave_reference
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.tombstones import check_kept, check_run_kept
-from areal_tasks.store.written import newest_written, written_version
 from schemas.errors import UserError
 from schemas.manifest import FileRef, IterationCommit, WeightsRef
 from schemas.recipe.sections import Model
@@ -53,8 +52,6 @@ def initial_weights(
 def run_weights(store: Store, path: str, reader: str = "") -> tuple[FileRef, ...]:
     """The files of the newest (`run://NAME`) or of one version (`run://NAME@VERSION`, from 1) of a run's weights.
 
-    The newest is the newest that was written.
-
     The run `reader`, which begins with them, first leaves a reference there: what it has left before says which
     version it began with.
     """
@@ -62,31 +59,29 @@ def run_weights(store: Store, path: str, reader: str = "") -> tuple[FileRef, ...
     if not store.exists(run_record(name)):
         raise UserError(f"model.path: there is no run '{name}' in {store.url}")
     run, left = load_run(store, name), find_reference(store, name, reader) if reader else None
-    ref = _weights_of(run, path, int(version) if version else left.iteration if left else None)
+    commit = _commit_of(run, int(version) if version else left.iteration if left else _versions(run))
     if reader:
-        leave_reference(store, name, reader, ref.version, "weights")
+        leave_reference(store, name, reader, commit.iteration + 1, "weights")
+    ref = _written(path, commit)
     for run_needed in {name, ref.path.split("/")[0]}:  # their files may be those of the run that it was forked from
         check_run_kept(store, run_needed)
     check_kept(store, ref)
     return read_weights(store, ref).files
 
 
-def _weights_of(run: Run, path: str, version: int | None) -> WeightsRef:
-    """The weights of a version of the run, or the newest, as the store has them."""
-    head = _head(run, version)
-    found = newest_written(run, head) if version is None else written_version(run, version, head)
-    if found is None:
+def _written(path: str, commit: IterationCommit) -> WeightsRef:
+    if not commit.weights.written:
         raise UserError(
-            f"model.path: '{path}' is version {version or head.iteration + 1}, which is not in the store; name one "
-            "that trainer.weights_every divides, or the last of a run that is complete"
+            f"model.path: '{path}' is version {commit.weights.version}, which was handed to the servers and not "
+            "written; name one that trainer.weights_every divides, or the last of a run that is complete"
         )
-    return found
+    return commit.weights
 
 
-def _head(run: Run, version: int | None) -> IterationCommit:
-    """The run's last commit, if it has the version."""
-    head = run.head()
-    if head is None:
+def _commit_of(run: Run, version: int) -> IterationCommit:
+    """The commit that made a version of the run's weights: its parent's, where the run was forked later."""
+    newest = _versions(run)
+    if newest == 0:
         raise UserError(
             f"model.path: run '{run.name}' has committed no iteration yet, so it has no weights to start from"
         )
@@ -94,10 +89,15 @@ def _head(run: Run, version: int | None) -> IterationCommit:
         raise UserError(
             f"model.path: version 0 of run '{run.name}' is what that run began with; name its own model instead"
         )
-    newest = head.iteration + 1
-    if version is not None and version > newest:
+    if version > newest:
         raise UserError(f"model.path: run '{run.name}' has no version {version}; its newest is {newest}")
-    return head
+    return run.commit(version - 1)
+
+
+def _versions(run: Run) -> int:
+    """How many iterations are committed."""
+    head = run.head()
+    return 0 if head is None else head.iteration + 1
 
 
 # ── folders and names ───────────────────────────────────────────────────────────────────────────────────────────────

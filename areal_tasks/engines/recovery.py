@@ -125,8 +125,8 @@ def _apart(one: float | None, other: float | None) -> float:
 
 def weights_difference(run: Run, trainer: TrainerClient, version: int) -> float | None:
     """How far the trainer's policy is from the weights committed for `version`; none where the store has none."""
-    ref = next((ref for ref in run.commit(version - 1).written_weights if ref.version == version), None)
-    if ref is None:
+    ref = run.commit(version - 1).weights
+    if not ref.written:
         return None
     return trainer.compare(Compare(owner=run.owner, version=version, weights=ref)).difference
 

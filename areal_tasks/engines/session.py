@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from areal_tasks.engines.client import InferenceClient
-from areal_tasks.engines.durable import DurableWrites, Kind
 from areal_tasks.engines.external import external_servers, external_token
 from areal_tasks.engines.handover import Transport, choose_transport, local_weights, send_command
 from areal_tasks.engines.models import load_tokenizer
@@ -64,7 +63,6 @@ class Engines:
         self.serving: WeightsRef | None = None
         self.written: WeightsRef | None = None  # what a server that starts can load
         self.transport: Transport = "store"
-        self.durable = DurableWrites(run)
         self._replayed: list[Replayed] = []
         self._released = False
         self._unverified = False  # servers may hold files of which nobody knows yet that they are whole
@@ -159,8 +157,6 @@ class Engines:
 
     def _catch_up(self, client: InferenceClient) -> None:
         """Bring servers that this client does not know yet, or that may hold damaged files, to the weights in force."""
-        if not self._serving().written and self.durable.newest == self._serving().version:
-            self.settle(wait=True)  # better than to have the trainer hand them over, which may be a step ahead by now
         ref = self._serving()
         trusted = ref == self.written and not self.external and not self._unverified  # what they say of themselves
         if trusted and self.call(client.meet()) == ref.version:
@@ -245,26 +241,6 @@ class Engines:
         self.call(client.adopt(version))
         self._unverified = False
         return [time.monotonic() - started] * len(urls)
-
-    @property
-    def store_follows(self) -> bool:
-        """Whether new weights may reach the store after the commit that names them: nobody loads them from there."""
-        return isinstance(self.recipe, SftRecipe) or (self.generates and self.transport != "store")
-
-    def begin_write(self, trainer: TrainerClient, kind: Kind, version: int, trained: float = 0.0) -> None:
-        """As `DurableWrites.begin`, once what was begun before is written. Raises what that failed with."""
-        self.settle(wait=True)
-        self.durable.begin(trainer, kind, version, trained)
-
-    def settle(self, wait: bool) -> None:
-        """See what has come of the write that was begun, if one was. Raises what it failed with."""
-        ref = None if self.durable.begun is None else self.durable.settle(self._connected(), wait)
-        if ref is None:
-            return
-        if ref.version > (self.written.version if self.written else -1):
-            self.written = ref
-        if ref.version == self._serving().version:  # the same weights: servers that start can read them now
-            self.serving = ref
 
     def trainer_at(self, version: int) -> TrainerClient:
         """The trainer, holding the policy of `version`: as it stands, or restored if it does not."""

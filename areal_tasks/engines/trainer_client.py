@@ -17,8 +17,6 @@ from areal_tasks.engines.trainer.commands import (
     Message,
     Send,
     Sent,
-    Settle,
-    Settled,
     Tables,
     Train,
     Trained,
@@ -68,9 +66,6 @@ class TrainerClient:
 
     def checkpoint(self, command: Write) -> Written:
         return self._ask("POST", "/checkpoint", Written, command)
-
-    def settle(self, command: Settle) -> Settled:
-        return self._ask("POST", "/settle", Settled, command)
 
     def compare(self, command: Compare) -> Compared:
         return self._ask("POST", "/compare", Compared, command)

@@ -21,26 +21,16 @@ log = logging.getLogger(__name__)
 
 
 def next_checkpoint(context: Context, built: Mapping[str, Built]) -> tuple[WeightsRef | None, float]:
-    """The newest checkpoint after this iteration, and the seconds of training since. One that is due is written now.
-
-    Or it is begun, where the store may follow: then a later iteration finds it.
-    """
+    """The newest checkpoint after this iteration, written now if it is due; and the seconds of training since."""
     held, since = (context.previous.checkpoint, since_checkpoint(context.previous)) if context.previous else (None, 0.0)
-    recipe, durable = context.recipe, context.engines.durable
+    recipe = context.recipe
     if isinstance(recipe, EvaluateRecipe):
         return held, since
     since += built["train"].manifest.metrics["train_seconds"]
-    if (found := durable.take_checkpoint()) is not None:  # which this commit names: not another one beside it
-        return found.ref, max(since - found.trained, 0.0)
-    under_way = durable.begun is not None and durable.begun.kind == "checkpoint"
-    if under_way or since < recipe.trainer.recover_within_seconds:
+    if since < recipe.trainer.recover_within_seconds:
         return held, since
-    train = built["train"].manifest
     try:
-        if not context.engines.store_follows or train.iteration + 1 == recipe.schedule.iterations:
-            return write_checkpoint(context, train), 0.0
-        context.engines.begin_write(context.engines.trainer_after(train), "checkpoint", train.iteration + 1, since)
-        return held, since
+        return write_checkpoint(context, built["train"].manifest), 0.0
     except (TrainerDown, StoreError) as error:  # the tables are the log: a checkpoint may come an iteration later
         log.warning("no checkpoint of version %d: %s", context.iteration + 1, error)
         return held, since
@@ -56,7 +46,6 @@ def write_checkpoint(context: Context, train: StageManifest) -> WeightsRef:
     run, version, attempt, started = context.run, train.iteration + 1, new_attempt(), now()
     prefix = paths.checkpoint_attempt(run.name, version, attempt)
     command = Write(owner=run.owner, version=version, prefix=prefix)
-    context.engines.settle(wait=True)
     files = context.engines.trainer_after(train).checkpoint(command).files
     provenance = make_provenance(run.owner, started)
     return commit_weights(context.store, run.name, version, attempt, "checkpoint", files, provenance)

@@ -6,14 +6,12 @@ The flows run them as Prefect tasks; `run_directly` just calls them.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areal_tasks.engines.session import Engines
-from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.stages.build import Built, PrefectIds, build, carried, find_built
 from areal_tasks.stages.checkpoint import next_checkpoint
 from areal_tasks.stages.context import Context
@@ -22,7 +20,6 @@ from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.publish import published_weights
 from areal_tasks.stages.restored import restored_weights
 from areal_tasks.stages.stage import Stage
-from areal_tasks.store.backend import StoreError
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.compact import Compactor
 from areal_tasks.store.provenance import make_provenance, now
@@ -30,8 +27,6 @@ from areal_tasks.store.runs import Run
 from areal_tasks.store.written import newest_written
 from schemas.manifest import IterationCommit, WeightsRef
 from schemas.recipe.recipe import Recipe
-
-log = logging.getLogger(__name__)
 
 UNTRACKED = ("scalars",)  # part of the commit: a task run would cost more than the stage does
 
@@ -185,7 +180,6 @@ class Loop:
     def _commit(self, context: Context, built: Mapping[str, Built], started: str) -> None:
         """Close the iteration: from here on it is part of the run's history."""
         weights = self._new_weights(context, built)
-        self._settle(wait=context.iteration == self.last - 1)
         checkpoint, seconds = self._checkpoint(context, built)
         segment = self.run.segment_at(context.iteration).n
         commit = IterationCommit(
@@ -199,21 +193,9 @@ class Loop:
             checkpoint=checkpoint,
             state={"next_group": context.group_after, "train_seconds_since_checkpoint": seconds} | self._replayed(),
             restored=self.restored,
-            stored=self._stored(context, weights),
             provenance=make_provenance(self.run.owner, started, prefect_flow_run_id=self.ids.flow_run),
         )
         self.head, self.restored = self.run.commit_iteration(commit), None
-
-    def _settle(self, wait: bool) -> None:
-        """See what has been written meanwhile; what was not, for want of trainer or store, is a later iteration's."""
-        try:
-            self.engines.settle(wait)
-        except (TrainerDown, StoreError) as error:
-            log.warning("%s", error)
-
-    def _stored(self, context: Context, weights: WeightsRef) -> tuple[WeightsRef, ...]:
-        """Of `weights`, which the iteration made, and of earlier ones: those that were written meanwhile."""
-        return self.engines.durable.take_weights()
 
     def _replayed(self) -> dict[str, Any]:
         """How what was re-trained during the iteration compares with what was committed."""

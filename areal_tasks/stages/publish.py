@@ -1,14 +1,13 @@
-"""publish: makes every server generate with the new weights, and writes them to the store, or begins to."""
+"""publish: writes the new weights to the store and makes every server generate with them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pyarrow as pa
 
 from areal_tasks.engines.trainer.commands import Write
-from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from areal_tasks.store.backend import Store
@@ -23,7 +22,7 @@ from schemas.tables import PUBLISH
 
 
 def publish(recipe: RlhfRecipe | SftRecipe) -> Stage:
-    """One row: where the weights lie if they are written by now, their size, how long writing and loading took."""
+    """One row: where the weights lie, how large they are, how long writing and loading took."""
     return Stage(
         name="publish",
         kind=Kind.WEIGHTS,
@@ -40,14 +39,11 @@ def publish(recipe: RlhfRecipe | SftRecipe) -> Stage:
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     """The servers get the weights first where the trainer can hand them over; else they read what was written."""
     train, engines, started = inputs.manifests["train"], context.engines, time.monotonic()
-    write_missed(context)
     trainer, ref = engines.trainer_after(train), unwritten(train)
     row = _row(ref, engines.transport)
     direct = engines.transport != "store"
     loads = engines.serve_weights(ref, trainer) if direct else []
-    if follows(context, ref.version):
-        engines.begin_write(trainer, "weights", ref.version)
-    elif is_written(context.recipe, ref.version):
+    if is_written(context.recipe, ref.version):
         began = time.monotonic()
         ref, files = write_weights(context, train, ref.version)
         row = publish_row(context.store, ref, files, engines.transport) | {"write_seconds": time.monotonic() - began}
@@ -63,14 +59,6 @@ def is_written(recipe: Recipe, version: int) -> bool:
     due = version % recipe.trainer.weights_every == 0 or version == recipe.schedule.iterations
     every = recipe.evaluation.every if isinstance(recipe, RlhfRecipe) else 0
     return due or (every > 0 and version % every == 0)
-
-
-def follows(context: Context, version: int) -> bool:
-    """Whether this version is to be written while the run goes on; the last one is waited for."""
-    recipe = context.recipe
-    if isinstance(recipe, EvaluateRecipe) or not context.engines.store_follows:
-        return False
-    return is_written(recipe, version) and version < recipe.schedule.iterations
 
 
 def unwritten(train: StageManifest) -> WeightsRef:
@@ -105,7 +93,6 @@ def publish_row(store: Store, ref: WeightsRef, files: Sequence[FileRef], transpo
 
 def write_weights(context: Context, train: StageManifest, version: int) -> tuple[WeightsRef, tuple[FileRef, ...]]:
     """Have the trainer write the weights it holds under a fresh attempt, and commit them."""
-    context.engines.settle(wait=True)
     attempt, started, run = new_attempt(), now(), context.run
     command = Write(owner=run.owner, version=version, prefix=weights_attempt(run.name, version, attempt))
     files = context.engines.trainer_after(train).publish(command).files
@@ -118,28 +105,6 @@ def reload(context: Context, inputs: Inputs, manifest: StageManifest) -> None:
     ref = published_weights(context.store, manifest, "publish")
     trainer = None if ref.written else context.engines.trainer_after(inputs.manifests["train"])
     context.engines.serve_weights(ref, trainer)
-    if trainer is not None and manifest.run == context.run.name:
-        write_missing(context, ref, lambda: trainer)
-
-
-def write_missed(context: Context, trainer: TrainerClient | None = None) -> None:
-    """As `write_missing`, of the weights that the iteration began with; without a `trainer`, one is brought to them."""
-    if context.recorded is None:  # else it is the run that is replayed that has them
-        write_missing(context, context.weights, lambda: trainer or context.engines.trainer_at(context.iteration))
-
-
-def write_missing(context: Context, ref: WeightsRef, holder: Callable[[], TrainerClient]) -> None:
-    """Begin to write weights that should be on their way to the store and are not: who began has not finished.
-
-    `holder` gives a trainer; nothing is done if it holds another version.
-    """
-    engines = context.engines
-    engines.settle(wait=False)  # a trainer that is new knows nothing of what the last one began
-    if ref.written or ref.version <= engines.durable.newest or not follows(context, ref.version):
-        return
-    trainer = holder()
-    if trainer.health().version == ref.version:
-        engines.begin_write(trainer, "weights", ref.version)
 
 
 def published_weights(store: Store, manifest: StageManifest, table: str) -> WeightsRef:

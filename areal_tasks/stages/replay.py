@@ -154,17 +154,6 @@ class Replay(Loop):
             return context.recorded.commit.weights
         return super()._new_weights(context, built)
 
-    def _stored(self, context: Context, weights: WeightsRef) -> tuple[WeightsRef, ...]:
-        """Also those of the original, as long as its policy is the child's."""
-
-        def mine(version: int) -> WeightsRef:
-            return weights if version == weights.version else self.run.commit(version - 1).weights
-
-        theirs = context.recorded.commit.stored if context.recorded else ()
-        originals = {ref.version: self.original.commit(ref.version - 1).weights for ref in theirs}
-        shared = [ref for ref in theirs if mine(ref.version).digest == originals[ref.version].digest]
-        return tuple(sorted((*shared, *super()._stored(context, weights)), key=lambda ref: ref.version))
-
     def _checkpoint(self, context: Context, built: Mapping[str, Built]) -> tuple[WeightsRef | None, float]:
         """Where nothing was trained anew, what the original had: its policy is the child's."""
         train = built.get("train")

@@ -6,7 +6,6 @@ from areal_tasks.engines.trainer.commands import Train
 from areal_tasks.engines.trainer.rows import COLUMNS
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.progress import reported
-from areal_tasks.stages.publish import write_missed
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from schemas.manifest import StageManifest
 from schemas.recipe.agreement import needs_proximal
@@ -43,7 +42,6 @@ def _tables(recipe: RlhfRecipe | SftRecipe) -> tuple[str, ...]:
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     """Steps the policy from version `iteration` to the next. A retry never steps twice: the digest is known."""
     trainer = context.engines.trainer_to_step(context.iteration)
-    write_missed(context, trainer)
     with reported(f"train {context.iteration}", "samples", trainer.work):
         done = trainer.train(_command(context, inputs, prefix))
     return Output(done.tables, done.metrics)
@@ -51,7 +49,6 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
 
 def replay(context: Context, inputs: Inputs, manifest: StageManifest) -> None:
     """The steps are committed, but the engine that made them is gone: bring the policy to the version they made."""
-    write_missed(context)
     context.engines.trainer_after(manifest)
 
 

@@ -263,7 +263,6 @@ def _commit_row(commit: IterationCommit) -> dict[str, Any]:
         "run": commit.run,
         "version": commit.weights.version,
         "weights": commit.weights.path,
-        "stored": [ref.path for ref in commit.stored],
         "checkpoint_version": commit.checkpoint.version if commit.checkpoint else None,
         "segment": commit.segment,
         "stages": [ref.stage for ref in commit.stages],

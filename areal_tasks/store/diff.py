@@ -179,8 +179,7 @@ def first_difference(
         for left, right in _pairs(x, y):
             if left.digest != right.digest:
                 return _explained(a, b, x.iteration, left, right)
-        comparable = x.weights.written == y.weights.written  # the digest is that of files, or of the train stage
-        if comparable and x.weights.digest != y.weights.digest:
+        if x.weights.digest != y.weights.digest:
             return FirstDifference(
                 x.iteration, WEIGHTS, "otherwise", "the same", _code(x, y), (x.weights.path, y.weights.path)
             )

@@ -19,16 +19,13 @@ _NONE: Final[Mapping[str, str]] = {}
 _PATHS: Final = {"weights": weights, "checkpoint": checkpoint}
 
 
-def upload(
-    store: Store, prefix: str, folder: Path, known: Mapping[str, str] = _NONE, names: Sequence[str] | None = None
-) -> tuple[FileRef, ...]:
-    """Put every file below `folder` (or only these) under `prefix` (a fresh attempt), by name; hashed in parallel.
+def upload(store: Store, prefix: str, folder: Path, known: Mapping[str, str] = _NONE) -> tuple[FileRef, ...]:
+    """Put every file below `folder` under `prefix` (a fresh attempt), sorted by name; hashed in parallel.
 
     `known`: the SHA-256 of files whose bytes were hashed when they were made. A folder that is `store.local(prefix)`
     itself is not copied, only made durable.
     """
-    if names is None:
-        names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return tuple(parallel(lambda name: _upload(store, f"{prefix}/{name}", folder / name, known.get(name)), names))
 
 

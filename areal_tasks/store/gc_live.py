@@ -18,7 +18,7 @@ from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.search import last_present
 from areal_tasks.store.shards import read_table
 from areal_tasks.store.tags import read_tags
-from schemas.manifest import IterationCommit, Reference, RunRecord, StageManifest, WeightsManifest
+from schemas.manifest import IterationCommit, Reference, RunRecord, StageManifest, WeightsManifest, WeightsRef
 
 #: A reference is left before its child begins: for so long, a child that is not there yet counts as one that is.
 REFERENCE_SECONDS: Final = 3600.0
@@ -126,8 +126,13 @@ def read_run(store: Store, name: str, now: float) -> RunFiles:
 
 def selected(runs: Sequence[RunFiles]) -> set[str]:
     """The manifests of weights and checkpoints that any commit, or any stage `initialise`, names."""
-    refs = [ref for run in runs for commit in run.commits for ref in commit.named]
+    refs = [ref for run in runs for commit in run.commits for ref in _refs(commit)]
     return {ref.path for ref in refs} | {path for run in runs for path in run.initial}
+
+
+def _refs(commit: IterationCommit) -> list[WeightsRef]:
+    named = (commit.weights, commit.restored, commit.checkpoint)
+    return [ref for ref in named if ref is not None and ref.written]
 
 
 def needed(run: RunFiles, runs: Sequence[RunFiles]) -> set[str]:
@@ -152,8 +157,8 @@ def _folder(manifest: str) -> str:
 
 def _restart(commits: Sequence[IterationCommit]) -> set[str]:
     """What a start after the last of `commits` loads: its checkpoint, and the newest weights that were written."""
-    written = [ref.path for commit in commits for ref in commit.written_weights]
-    last = [ref.path for commit in commits[-1:] for ref in commit.named]
+    written = [commit.weights.path for commit in commits if commit.weights.written]
+    last = [ref.path for commit in commits[-1:] for ref in _refs(commit)]
     return {*written[-1:], *last}
 
 
@@ -163,8 +168,8 @@ def _referred(run: RunFiles, reference: Reference) -> set[str]:
     if reference.kind == "fork":
         return _restart(shared)
     if reference.kind == "weights":
-        return {ref.path for c in run.commits for ref in c.written_weights if ref.version == reference.iteration}
-    return {ref.path for commit in shared for ref in commit.named}
+        return {commit.weights.path for commit in shared[-1:]}
+    return {ref.path for commit in shared for ref in _refs(commit)}
 
 
 def _borrowed(run: RunFiles, runs: Sequence[RunFiles]) -> set[str]:

@@ -90,9 +90,7 @@ def _refs(run: Run) -> list[tuple[WeightsRef, str]]:
     """Each version's reference, and when it was committed."""
     head = run.head()
     commits = parallel(run.commit, range(head.iteration + 1)) if head else []
-    later = {ref.version: (ref, c.provenance.committed) for c in commits for ref in c.stored}
-    at_once = [(c.weights, c.provenance.committed) for c in commits if c.weights.version == c.iteration + 1]
-    made = [pair if pair[0].written else later.get(pair[0].version, pair) for pair in at_once]
+    made = [(c.weights, c.provenance.committed) for c in commits if c.weights.version == c.iteration + 1]
     initial = next((ref for c in commits[:1] for ref in c.stages if ref.stage == "initialise"), None)
     if initial is None:
         return made

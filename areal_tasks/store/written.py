@@ -1,7 +1,4 @@
-"""Which weights of a run the store has: a commit names those of its own iteration, or of earlier ones written since.
-
-What is written in the background comes in the order of versions, so the last commit that names any names the newest.
-"""
+"""Which weights of a run the store has: versions that were handed to the servers directly need not be there."""
 
 from __future__ import annotations
 
@@ -14,20 +11,8 @@ if TYPE_CHECKING:
 
 
 def newest_written(run: Run, head: IterationCommit) -> WeightsRef | None:
-    """The newest weights that `head` or a commit before it names as written; looks back one interval or two."""
+    """The newest weights that `head` or a commit before it made and the store has; looks back one interval at most."""
     commit = head
-    while not commit.written_weights and commit.iteration:
+    while not commit.weights.written and commit.iteration:
         commit = run.commit(commit.iteration - 1)
-    return commit.written_weights[-1] if commit.written_weights else None
-
-
-def written_version(run: Run, version: int, head: IterationCommit) -> WeightsRef | None:
-    """The weights of one version (from 1), if `head` or a commit before it names them as written.
-
-    Reads on from the commit that made them until one names a later version.
-    """
-    for k in range(version - 1, head.iteration + 1):
-        named = run.commit(k).written_weights
-        if any(ref.version >= version for ref in named):
-            return next((ref for ref in named if ref.version == version), None)
-    return None
+    return commit.weights if commit.weights.written else None

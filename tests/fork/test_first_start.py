@@ -11,7 +11,6 @@ import pytest
 from replays import kept
 from stage_driver import drive, store_in, tiny, tiny_sft
 
-from areal_tasks.engines.session import Engines
 from areal_tasks.store.backend import Store
 from areal_tasks.store.first_start import check_first_start, loaded_weights
 from areal_tasks.store.fork import Origin
@@ -120,9 +119,8 @@ def test_servers_begin_with_the_newest_weights_that_were_written(folder: Path, m
         check_first_start(run, Origin("often", LAST))
 
 
-def test_a_fine_tuned_model_whose_versions_are_rarely_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fine_tuned_model_whose_versions_are_rarely_written(tmp_path: Path) -> None:
     """No server waits for the weights, and gc leaves what a fork loads."""
-    monkeypatch.setattr(Engines, "store_follows", property(lambda engines: False))  # what is due is there at once
     rarely = {"weights_every": 2, **OFTEN}
     run = drive(tmp_path, "sft", tiny_sft(trainer=rarely))
     append(run.store, "sft", "finished", {"owner": run.owner})

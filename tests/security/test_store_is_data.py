@@ -15,7 +15,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal_tasks.engines.trainer.backend import Progress
-from areal_tasks.engines.trainer.checkpoint import Saving, held_parameters, load_state
+from areal_tasks.engines.trainer.checkpoint import load_state, save_state
 from areal_tasks.engines.trainer.policy import read_policy
 from schemas.errors import UserError
 
@@ -77,8 +77,7 @@ def by_a_detour(command: str) -> bytes:
 def saved(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    saving = Saving(folder, held_parameters(model, optimizer), Progress(0, 0))
-    saving.finish([saving.write()])
+    save_state(folder, model, optimizer, Progress(0, 0))
     return model, optimizer
 
 

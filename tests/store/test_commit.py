@@ -135,7 +135,7 @@ def test_a_damaged_record_is_named(store: Store, damage: bytes) -> None:
 def test_a_record_of_a_newer_version_is_named(local_store: Store) -> None:
     newer = record().model_copy(update={"schema_version": SCHEMA_VERSION + 1}).encode()
     local_store.put("r/run.json", newer.replace(b'"seed"', b'"soul"'))
-    with pytest.raises(StoreError, match=r"newer arealflow \(schema 4; this one reads 3\): upgrade"):
+    with pytest.raises(StoreError, match=r"newer arealflow \(schema 3; this one reads 2\): upgrade"):
         read_record(local_store, "r/run.json", RunRecord)
 
 

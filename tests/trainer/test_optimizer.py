@@ -137,9 +137,7 @@ def test_a_large_state_is_written_to_several_files_and_read_back_to_the_bit(
 
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 100)
     model, optimizer = made(1.0)
-    held = checkpoint.held_parameters(model, optimizer)
-    saving = checkpoint.Saving(tmp_path / "some", held, Progress(7, 1))
-    saving.finish([saving.write()])
+    checkpoint.save_state(tmp_path / "some", model, optimizer, Progress(7, 1))
     assert len(list((tmp_path / "some").glob("*.distcp"))) > 2
     other, others = made(2.0)
     assert checkpoint.load_state(tmp_path / "some", other, others) == Progress(7, 1)

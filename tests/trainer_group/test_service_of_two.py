@@ -11,7 +11,7 @@ import pytest
 from conftest import recipe
 from trainer_builders import World, advantage, rollout
 
-from areal_tasks.engines.trainer.commands import Load, Settle, Train, Write
+from areal_tasks.engines.trainer.commands import Load, Train, Write
 from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
 from areal_tasks.launchers.local import LocalHandle
 from areal_tasks.launchers.supervisor import Supervisor
@@ -80,32 +80,6 @@ def test_commands_over_http(world: World, supervisor: Supervisor) -> None:
     assert _published(world, client, "two") == weights
     assert client.train(_train(world, 1)).version == 2
     assert client.health().step == 2
-    client.close()
-
-
-def test_what_is_written_beside_training_is_what_was_held_then(world: World, supervisor: Supervisor) -> None:
-    client = _client(supervisor)
-    client.load(Load(owner=1, version=0, weights=world.initial))
-    client.train(_train(world, 0))
-    waited = _published(world, client, "waited")
-    weights, checkpoint = world.folder("weights", 1, "beside"), world.folder("checkpoint", 1, "beside")
-    assert client.publish(Write(owner=1, version=1, prefix=weights, beside=True)).files == ()
-    written = client.settle(Settle(owner=1, version=1, prefix=weights, wait=True)).files
-    assert [f.sha256 for f in written] == waited
-    assert client.checkpoint(Write(owner=1, version=1, prefix=checkpoint, beside=True)).files == ()
-    client.train(_train(world, 1))
-    expected = client.publish(Write(owner=1, version=2, prefix=world.folder("weights", 2, "x"))).files
-    again = world.folder("checkpoint", 2, "beside")
-    client.checkpoint(Write(owner=1, version=2, prefix=again, beside=True))
-    client.train(_train(world, 2))
-    while not (answer := client.settle(Settle(owner=1, version=2, prefix=again, wait=False))).files:
-        assert answer.busy
-        time.sleep(0.01)
-    assert {f.path.rsplit("/")[-1] for f in answer.files} == {"__0_0.distcp", "__1_0.distcp", ".metadata"}
-    ref = world.commit("checkpoint", 2, "beside", answer.files)
-    client.load(Load(owner=1, version=2, weights=world.initial, checkpoint=ref))
-    restored = client.publish(Write(owner=1, version=2, prefix=world.folder("weights", 2, "y"))).files
-    assert [f.sha256 for f in restored] == [f.sha256 for f in expected]
     client.close()
 
 

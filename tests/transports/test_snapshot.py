@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from areal_tasks.engines.trainer import snapshot
-from areal_tasks.engines.trainer.snapshot import Snapshot, save_tensors
+from areal_tasks.engines.trainer.snapshot import Snapshot
 from areal_tasks.store.files import file_sha256
 
 
@@ -25,7 +25,7 @@ def tensors() -> dict[str, torch.Tensor]:
 def test_one_file_reads_back_to_the_bit(tmp_path: Path) -> None:
     held = Snapshot(torch.float32)
     held.take(1, tensors().items())
-    save_tensors(held.host(), tmp_path)
+    held.save(tmp_path)
     read = load_file(tmp_path / "model.safetensors")
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
     assert all(torch.equal(read[n], t) and read[n].dtype == t.dtype for n, t in tensors().items())
@@ -35,7 +35,7 @@ def test_one_file_reads_back_to_the_bit(tmp_path: Path) -> None:
 def test_weights_are_published_in_the_precision_of_the_forward_pass(tmp_path: Path) -> None:
     held = Snapshot(torch.bfloat16)
     held.take(1, tensors().items())
-    save_tensors(held.host(), tmp_path)
+    held.save(tmp_path)
     read = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(read[n], t.to(torch.bfloat16)) for n, t in tensors().items())
 
@@ -44,7 +44,7 @@ def test_many_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(snapshot, "SHARD_BYTES", 100)
     held = Snapshot(torch.float32)
     held.take(1, tensors().items())
-    digests = save_tensors(held.host(), tmp_path)
+    digests = held.save(tmp_path)
     assert digests == {path.name: file_sha256(path) for path in tmp_path.glob("*.safetensors")}
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors().values())

@@ -1,4 +1,4 @@
-"""The trainer's HTTP face, on rank 0: /health and the `COMMANDS`.
+"""The trainer's HTTP face, on rank 0: /health, /load, /train, /logprobs, /publish, /checkpoint and /compare.
 
 One worker thread runs the commands in the order they came, so a repeat waits for the original; /health is answered at
 once. Errors are JSON: {"error": "..."}.
@@ -21,17 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.trainer.commands import (
-    Command,
-    Compare,
-    Load,
-    Logprobs,
-    Message,
-    Send,
-    Settle,
-    Train,
-    Write,
-)
+from areal_tasks.engines.trainer.commands import Command, Compare, Load, Logprobs, Message, Send, Train, Write
 from areal_tasks.engines.trainer.fencing import Fence, Refused
 from areal_tasks.engines.trainer.group import Group, GroupBroken
 from areal_tasks.engines.trainer.ranks import cpu_threads, end_group
@@ -51,7 +41,6 @@ COMMANDS: Final[Mapping[str, type[Command]]] = {
     "publish": Write,
     "send": Send,
     "checkpoint": Write,
-    "settle": Settle,
     "compare": Compare,
 }
 

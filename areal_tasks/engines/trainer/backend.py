@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -18,9 +18,6 @@ from torch import Tensor
 
 from areal_tasks.data.batching import Layout
 from schemas.recipe.sections import Trainer
-
-if TYPE_CHECKING:
-    from areal_tasks.engines.trainer.checkpoint import Saving
 
 Which = Literal["policy", "reference"]
 
@@ -106,8 +103,8 @@ class Backend(Protocol):
         """
         ...
 
-    def plan_checkpoint(self, folder: Path, progress: Progress) -> Saving:
-        """Model, optimizer, RNG and progress, ready to be written into `folder`. Every rank takes part."""
+    def save_checkpoint(self, folder: Path, progress: Progress) -> None:
+        """Write model, optimizer, RNG and progress. Every rank takes part."""
         ...
 
     def load_checkpoint(self, folder: Path) -> Progress:

@@ -6,7 +6,6 @@ the random state; and the progress. What is read is taken for data: no code that
 
 from __future__ import annotations
 
-import errno
 import pickle
 import warnings
 from collections.abc import Mapping
@@ -18,13 +17,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from areal_tasks.engines.trainer.backend import Progress
-from areal_tasks.engines.trainer.memory import copy_bytes
 from areal_tasks.engines.trainer.optimizer import here, prepare_state
-from areal_tasks.engines.trainer.process_group import gather_objects
 from schemas.errors import UserError
 
 #: A parameter's `weight`, and what AdamW keeps of it: `step`, `exp_avg`, `exp_avg_sq`. Sharded ones are DTensors.
@@ -45,8 +41,13 @@ _NAMES: Final = frozenset(
 )  # fmt: skip
 
 
+def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    """Write model, optimizer, RNG and progress into `folder`, which must be fresh. Every rank takes part."""
+    save_parameters(folder, held_parameters(model, optimizer), progress)
+
+
 def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Put back into `model` and `optimizer`, in place, what a `Saving` wrote; every bit of it.
+    """Put back into `model` and `optimizer`, in place, what `save_state` wrote; every bit of it.
 
     Raises:
         UserError: the checkpoint is of another model, damaged, or holds more than tensors.
@@ -62,72 +63,16 @@ def held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Param
     }
 
 
-class Saving:
-    """Model, optimizer, RNG and progress on their way into `folder`, which must be fresh.
-
-    Every rank makes one and writes its part; rank 0 finishes.
-
-    DCP's own steps of a save, taken apart: only making it exchanges anything (what each rank holds), and what all
-    ranks have written is for the caller to bring together. So a thread may write while the ranks train on.
-    """
-
-    def __init__(self, folder: Path, parameters: Parameters, progress: Progress) -> None:
-        counts = torch.tensor([progress.step, progress.skipped_in_row])
-        state = {"parameters": parameters, "rng": torch.get_rng_state(), "progress": counts}
-        self.writer = dcp.FileSystemWriter(folder, sync_files=False, thread_count=_files(parameters))
-        self.planner: DefaultSavePlanner = DefaultSavePlanner()
-        self.planner.set_up_planner(state, self.writer.storage_meta(), _rank() == 0)
-        self.writer.set_up_storage_writer(_rank() == 0)
-        plans = gather_objects(self.writer.prepare_local_plan(self.planner.create_local_plan()))
-        plans, self.metadata = self.planner.create_global_plan(plans)  # each rank finds the same
-        self.plan = self.planner.finish_plan(self.writer.prepare_global_plan(plans)[_rank()])
-
-    def hold(self) -> None:
-        """Copy what this rank is to write into host memory: from here on the model may change."""
-        originals = self._originals()
-        copies = {index: _host_copy(tensor) for index, tensor in originals.items()}
-        if any(tensor.is_cuda for tensor in originals.values()):
-            torch.cuda.synchronize()  # the next step changes the originals in place
-        self.planner = _Held(copies)
-        self.writer.per_thread_copy_ahead = 0  # nothing is left on a device
-
-    def host_bytes(self) -> int:
-        """Host memory that `hold` takes."""
-        return copy_bytes(self._originals().values())
-
-    def _originals(self) -> dict[Any, Tensor]:
-        """What this rank is to write, where it is now."""
-        return {item.index: self.planner.resolve_data(item) for item in self.plan.items}
-
-    def write(self) -> list[WriteResult]:
-        """Write this rank's part. OSError where the disk refuses."""
-        written: list[WriteResult] = self.writer.write_data(self.plan, self.planner).value()
-        if len(written) < len(self.plan.items):  # DCP's threads keep to themselves what they fail of
-            raise OSError(errno.EIO, "not all of the checkpoint could be written", str(self.writer.path))
-        return written
-
-    def finish(self, written: list[list[WriteResult]]) -> None:
-        """On rank 0, once every rank has written: the index of it all."""
-        self.writer.finish(self.metadata, written)
-
-
-class _Held(DefaultSavePlanner):  # type: ignore[misc]
-    def __init__(self, copies: Mapping[Any, Tensor]) -> None:
-        super().__init__()
-        self.copies = copies
-
-    def resolve_data(self, write_item: Any) -> Tensor:
-        return self.copies[write_item.index]
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    """A copy in host memory, page-locked if it comes from a GPU; it may still be on its way."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor.detach(), non_blocking=True)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def save_parameters(folder: Path, parameters: Parameters, progress: Progress) -> None:
+    """As `save_state`, of tensors that the backend has made for it. OSError where the disk refuses."""
+    counts = torch.tensor([progress.step, progress.skipped_in_row])
+    state = {"parameters": parameters, "rng": torch.get_rng_state(), "progress": counts}
+    writer = dcp.FileSystemWriter(folder, sync_files=False, thread_count=_files(parameters))
+    try:
+        with _quiet():
+            dcp.save(state, storage_writer=writer, no_dist=_alone())
+    except CheckpointException as error:  # no Exception of Python's, and it hides the one there was
+        raise _cause(error) from error
 
 
 def _files(parameters: Parameters) -> int:
@@ -184,6 +129,11 @@ def _alone() -> bool:
 def _quiet() -> warnings.catch_warnings[None]:
     """DCP warns where there is no process group, which is what one process means."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)
+
+
+def _cause(error: CheckpointException) -> Exception:
+    first = next((cause for cause, _ in error.failures.values()), None)
+    return first if isinstance(first, Exception) else RuntimeError(_reason(error))
 
 
 def _reason(error: BaseException) -> str:

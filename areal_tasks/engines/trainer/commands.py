@@ -55,19 +55,6 @@ class Write(Command):
     """Write the weights (/publish) or the whole training state (/checkpoint) below `prefix`."""
 
     prefix: str
-    beside: bool = Field(
-        False, description="answer once a copy is in memory, if there is room; /settle tells when it is in the store"
-    )
-
-
-class Settle(Command):
-    """Ask what has come of the last write beside other work, which was to go below `prefix`; `wait` for its end.
-
-    `version` is that of the weights or the checkpoint, whatever the trainer holds by now.
-    """
-
-    prefix: str
-    wait: bool
 
 
 class Compare(Command):
@@ -119,17 +106,10 @@ class Tables(Message):
 
 
 class Written(Message):
-    """Answer to /publish and /checkpoint; without files where they follow."""
+    """Answer to /publish and /checkpoint."""
 
     files: tuple[FileRef, ...]
     seconds: float
-
-
-class Settled(Message):
-    """Answer to /settle: it is still being written, or its files; none where this trainer knows nothing of it."""
-
-    busy: bool = False
-    files: tuple[FileRef, ...] = ()
 
 
 class Compared(Message):

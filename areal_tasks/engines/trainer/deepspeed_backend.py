@@ -140,12 +140,12 @@ class DeepSpeedBackend:
             with self._gathered(parameter):
                 yield name, parameter.detach().clone()
 
-    def plan_checkpoint(self, folder: Path, progress: Progress) -> checkpoint.Saving:
+    def save_checkpoint(self, folder: Path, progress: Progress) -> None:
         if self.settings.zero_stage == 0:
-            held = checkpoint.held_parameters(self._policy().model, self.optimizer)
+            checkpoint.save_state(folder, self._policy().model, self.optimizer, progress)
         else:
             held = {name: self._read(parameter) for name, parameter in self._policy().model.named_parameters()}
-        return checkpoint.Saving(folder, held, progress)
+            checkpoint.save_parameters(folder, held, progress)
 
     def load_checkpoint(self, folder: Path) -> Progress:
         if self.settings.zero_stage == 0:

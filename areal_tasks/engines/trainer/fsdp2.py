@@ -90,9 +90,8 @@ class Fsdp2Backend:
         for name, shard in self.models["policy"].model.named_parameters():
             yield name, whole(shard.detach().to(published)).to(self.device)
 
-    def plan_checkpoint(self, folder: Path, progress: Progress) -> checkpoint.Saving:
-        held = checkpoint.held_parameters(self.models["policy"].model, self.optimizer)
-        return checkpoint.Saving(folder, held, progress)
+    def save_checkpoint(self, folder: Path, progress: Progress) -> None:
+        checkpoint.save_state(folder, self.models["policy"].model, self.optimizer, progress)
 
     def load_checkpoint(self, folder: Path) -> Progress:
         return checkpoint.load_state(folder, self.models["policy"].model, self.optimizer)

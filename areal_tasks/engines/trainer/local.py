@@ -81,8 +81,8 @@ class LocalBackend:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.models["policy"].named_weights()
 
-    def plan_checkpoint(self, folder: Path, progress: Progress) -> checkpoint.Saving:
-        return checkpoint.Saving(folder, checkpoint.held_parameters(self.master.model, self.optimizer), progress)
+    def save_checkpoint(self, folder: Path, progress: Progress) -> None:
+        checkpoint.save_state(folder, self.master.model, self.optimizer, progress)
 
     def load_checkpoint(self, folder: Path) -> Progress:
         progress = checkpoint.load_state(folder, self.master.model, self.optimizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,6 @@ from torch import Tensor
 
 from areal_tasks.engines.trainer.backend import TokenStats
 from schemas.errors import UserError
-
-T = TypeVar("T")
 
 #: A collective that waits longer has lost a rank that looks alive.
 TIMEOUT: Final = timedelta(minutes=30)
@@ -59,15 +57,6 @@ def ranks_here() -> tuple[int, int, torch.device]:
         meet(0, 1, dist.HashStore(), rank_device(0, 1))
     rank, world = dist.get_rank(), dist.get_world_size()
     return rank, world, rank_device(rank, world)
-
-
-def gather_objects(mine: T) -> list[T]:
-    """What every rank brings, in their order; small things that pickle knows. Every rank takes part."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [mine]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
 
 
 def gather_stats(stats: TokenStats) -> TokenStats:

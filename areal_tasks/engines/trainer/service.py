@@ -6,7 +6,8 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -29,15 +30,12 @@ from areal_tasks.engines.trainer.commands import (
     Logprobs,
     Send,
     Sent,
-    Settle,
-    Settled,
     Tables,
     Train,
     Trained,
     Write,
     Written,
 )
-from areal_tasks.engines.trainer.drafts import CheckpointDraft, Draft, WeightsDraft
 from areal_tasks.engines.trainer.fencing import Fence, Refused
 from areal_tasks.engines.trainer.forward import staged
 from areal_tasks.engines.trainer.fsdp2 import Fsdp2Backend
@@ -47,11 +45,10 @@ from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.memory import make_room, names_memory_knobs
 from areal_tasks.engines.trainer.rows import COLUMNS, Batch, grpo_batch, logprobs_table, read_sequences, sft_batch
 from areal_tasks.engines.trainer.settings import Settings, read_settings
-from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, largest_difference
+from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, hand_on, largest_difference
 from areal_tasks.engines.trainer.transport import Sender
-from areal_tasks.engines.trainer.writer import Task, Writer
 from areal_tasks.store.backend import Store, open_store
-from areal_tasks.store.files import materialise, read_weights
+from areal_tasks.store.files import materialise, read_weights, upload
 from areal_tasks.store.local import unusable
 from areal_tasks.store.shards import read_table, write_table
 from areal_tasks.store.under_way import LEDGER
@@ -111,7 +108,6 @@ class Trainer:
         self.has_reference = False
         self.snapshot = Snapshot(DTYPES[self.settings.model.dtype])
         self.sender = Sender()
-        self.writer = Writer(self.store, self.group.rank == 0)
 
     @names_memory_knobs
     def load(self, command: Load) -> Loaded:
@@ -164,10 +160,9 @@ class Trainer:
             return Tables(tables={})
         return Tables(tables={name: write_table(self.store, command.prefix, name, scored)})
 
-    @names_memory_knobs
     def publish(self, command: Write) -> Written:
         """Write the policy as a Hugging Face folder, with the tokenizer it was loaded with."""
-        return self._written(command, lambda folder: WeightsDraft(self._snapshot(), self._tokenizer()))
+        return self._written(command, self._save_folder)
 
     def send(self, command: Send) -> Sent:
         """Hand the policy to inference servers directly; returns when all of them hold it."""
@@ -183,21 +178,9 @@ class Trainer:
         )
         return Sent(seconds=ended - started)
 
-    @names_memory_knobs
     def checkpoint(self, command: Write) -> Written:
         """Write everything that training goes on from. Nothing is visible until the caller commits the files."""
-        return self._written(
-            command, lambda folder: CheckpointDraft(self.backend.plan_checkpoint(folder, self.progress))
-        )
-
-    @names_memory_knobs
-    def settle(self, command: Settle) -> Settled:
-        """What has come of the last write beside other work."""
-        self.fence.admit(command.owner)
-        stored = self.writer.settle(command.wait)
-        if stored is not None and stored.prefix == command.prefix:
-            return Settled(files=stored.files)
-        return Settled(busy=self.writer.task is not None)
+        return self._written(command, self._save_checkpoint)
 
     @names_memory_knobs
     def compare(self, command: Compare) -> Compared:
@@ -290,28 +273,38 @@ class Trainer:
         self.backend.load_reference(self._fetch(self.initial))
         self.has_reference = True
 
-    def _written(self, command: Write, make: Callable[[Path], Draft]) -> Written:
-        """Have a draft written by way of a folder; where the store is on this disk, that is already in it."""
+    def _written(self, command: Write, save: Callable[[Path], Mapping[str, str]]) -> Written:
+        """Let `save` fill a folder and upload it; where the store is on this disk, the folder is already in it.
+
+        It may return the SHA-256 of some of the files.
+        """
         self.fence.admit(command.owner)
         self.fence.expect(command.version)
         started = time.perf_counter()
-        self.writer.free()
-        folder = self._folder(command.prefix)
-        try:
-            draft = make(folder)
-        except OSError as error:
-            raise unusable(error.filename or self.store.uri(command.prefix), error) from error
-        beside = self.writer.begin(Task(draft, command.prefix, folder, command.beside))
-        stored = None if beside else self.writer.settle(wait=True)
-        return Written(files=stored.files if stored else (), seconds=time.perf_counter() - started)
+        with self._folder(command.prefix) as folder:
+            try:
+                known = save(folder)
+            except OSError as error:
+                raise unusable(error.filename or self.store.uri(command.prefix), error) from error
+            files = upload(self.store, command.prefix, folder, known) if self.group.rank == 0 else ()
+        return Written(files=files, seconds=time.perf_counter() - started)
 
-    def _folder(self, prefix: str) -> Path:
+    @contextmanager
+    def _folder(self, prefix: str) -> Iterator[Path]:
         """The same empty folder for all ranks: the store's own where that is on this disk."""
-        return Path(self.group.from_first(lambda: _made(self.store, prefix, self.scratch)))
+        with tempfile.TemporaryDirectory(dir=self.scratch) as temporary:
+            yield Path(self.group.from_first(lambda: _made(self.store.local(prefix) or Path(temporary))))
 
-    def _tokenizer(self) -> Path | None:
-        """The folder that goes with new weights; None where those are not written."""
-        return self.weights if self.backend.rank == 0 else None
+    def _save_checkpoint(self, folder: Path) -> Mapping[str, str]:
+        self.backend.save_checkpoint(folder, self.progress)
+        return {}
+
+    def _save_folder(self, folder: Path) -> Mapping[str, str]:
+        snapshot = self._snapshot()
+        if self.backend.rank > 0 or self.weights is None:
+            return {}
+        hand_on(self.weights, folder, snapshot.dtype)
+        return snapshot.save(folder)
 
     def _snapshot(self) -> Snapshot:
         """The policy's full weights as they are published, gathered once a version; every rank takes part."""
@@ -330,12 +323,6 @@ class Trainer:
         return materialise(self.store, read_weights(self.store, ref).files, into, verify=True)
 
 
-def _made(store: Store, prefix: str, scratch: Path) -> str:
-    folder = store.local(prefix)
-    if folder is None:
-        return tempfile.mkdtemp(dir=scratch)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unusable(store.uri(prefix), error) from error
+def _made(folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
     return str(folder)

@@ -52,6 +52,21 @@ class Snapshot:
                 _copy_into(self.tensors, name, tensor.detach().to(self.dtype), tensor.device)
         self.version = version
 
+    def save(self, folder: Path) -> dict[str, str]:
+        """Write the tensors as safetensors into `folder`: one file, or several of about SHARD_BYTES and their index.
+
+        Returns the SHA-256 of each, made from memory while they are written: together they take as long as the longer.
+        """
+        shards = _shards(self.host())
+        names = _file_names(len(shards))
+        contents = [(name, _content(shard)) for name, shard in zip(names, shards, strict=True)]
+        work = [
+            partial(make, name, content) for name, content in contents for make in (partial(_write, folder), _sha256)
+        ]
+        if len(shards) > 1:
+            (folder / "model.safetensors.index.json").write_text(json.dumps(_index(names, shards), indent=1))
+        return {name: digest for name, digest in parallel(lambda make: make(), work) if digest}
+
     def host(self) -> Named:
         """The tensors in host memory."""
         if all(t.device.type == "cpu" for t in self.tensors.values()):
@@ -60,29 +75,6 @@ class Snapshot:
             _copy_into(self.mirror, name, tensor, torch.device("cpu"))
         torch.cuda.synchronize()
         return self.mirror
-
-    def give(self) -> Named:
-        """The tensors in host memory, for the caller to keep: the next version gets memory of its own."""
-        host = self.host()
-        if host is self.tensors:
-            self.tensors, self.version = {}, None
-        else:
-            self.mirror = {}
-        return host
-
-
-def save_tensors(tensors: Named, folder: Path) -> dict[str, str]:
-    """Write tensors as safetensors into `folder`: one file, or several of about SHARD_BYTES and their index.
-
-    Returns the SHA-256 of each, made from memory while they are written: together they take as long as the longer.
-    """
-    shards = _shards(tensors)
-    names = _file_names(len(shards))
-    contents = [(name, _content(shard)) for name, shard in zip(names, shards, strict=True)]
-    work = [partial(make, name, content) for name, content in contents for make in (partial(_write, folder), _sha256)]
-    if len(shards) > 1:
-        (folder / "model.safetensors.index.json").write_text(json.dumps(_index(names, shards), indent=1))
-    return {name: digest for name, digest in parallel(lambda make: make(), work) if digest}
 
 
 def hand_on(source: Path, folder: Path, dtype: torch.dtype) -> None:
