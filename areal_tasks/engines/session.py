@@ -326,7 +326,8 @@ class Engines:
         if not sharing or self._released or not self.recipe.inference.release_memory:  # type: ignore[union-attr]
             return
         with self._feeding:
-            self.call(self._servers().release_memory())
+            client = self._inference or self._servers()  # nobody's client is replaced under them
+            self.call(client.release_memory())
             self._released = True
 
     def _serving(self) -> WeightsRef:

@@ -4,8 +4,8 @@
 
 The services and stages of a run (benchmarks/gpu/iteration.yaml, with very small rollouts), driven in one process
 without Prefect. One start of the services measures all transports that one store and placement allow; S3 is a second
-call. The first iteration of each transport is left out: it opens connections and page-locks memory. With `tensor` and
-`nccl` the store gets the weights meanwhile (`weights_every: 1`), with `store` the servers read them there.
+call. The first iteration of each transport is left out: it opens connections and page-locks memory. Only with `store`
+the store gets the weights here; with the others, recipes have them written now and then.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, cast
@@ -42,6 +43,7 @@ SMALL: Final = {
     "trainer.recover_within_seconds": "86400",
     "trainer.compile": "false",
 }
+NEVER: Final = 10**6
 
 
 class Stopwatch:
@@ -61,7 +63,7 @@ class Stopwatch:
         used = self.transports[job.context.iteration // self.repeats]
         self.engines.transport = cast(Transport, used)
         started = time.perf_counter()
-        built = run_directly(jobs)
+        built = run_directly([writing(job, 1 if used == "store" else NEVER)])
         published = time.perf_counter() - started
         self._ask(job.context.iteration + 1)
         answered = time.perf_counter() - started
@@ -84,6 +86,13 @@ class Stopwatch:
             f"{row['write_seconds']:.3f}, loaded {loads}",
             flush=True,
         )
+
+
+def writing(job: Job, every: int) -> Job:
+    """The job of a run that writes each `every`-th version of its weights."""
+    recipe = cast(RlhfRecipe, job.context.recipe)
+    trainer = recipe.trainer.model_copy(update={"weights_every": every})
+    return replace(job, context=replace(job.context, recipe=recipe.model_copy(update={"trainer": trainer})))
 
 
 def recipe_of(arguments: argparse.Namespace, transports: Sequence[str]) -> RlhfRecipe:
