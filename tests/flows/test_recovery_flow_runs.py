@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -35,6 +36,13 @@ def wait_for(what: str, true: Callable[[], Any], seconds: float = START_SECONDS)
     return time.monotonic() - began
 
 
+def command_of(pid: int) -> list[str]:
+    """A process's command line; nothing of one that has just ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).cmdline()
+    return []
+
+
 @dataclass
 class Scene:
     """A flow run of its own and the run it makes. While `gate` is there the run is held before its next verdict."""
@@ -66,6 +74,10 @@ class Scene:
     def flow_process(self) -> int:
         return next(pid for pid in self.processes() if "prefect.engine" in psutil.Process(pid).cmdline())
 
+    def services(self) -> list[int]:
+        """The trainer and the inference server."""
+        return [pid for pid in self.processes() if "areal_tasks.engines" in " ".join(command_of(pid))]
+
     def committed(self) -> int:
         store, k = store_in(self.folder), 0
         while store.exists(paths.iteration_commit("r", k)):
@@ -78,6 +90,7 @@ class Scene:
         wait_for(f"owner {owner}", lambda: store.exists(paths.owner("r", owner)))
         folder = f"r/iteration={self.committed():06d}/stage=rollout"
         wait_for(folder, lambda: any(name.endswith(".json") for name in store.children(folder)))
+        wait_for("services", lambda: len(self.services()) == 2)  # the rollout may be of the start before
 
     def move_on(self) -> None:
         """Let some iterations pass, and hold the run again."""
@@ -173,7 +186,7 @@ def test_a_paused_flow_run_keeps_its_services_and_goes_on(scene: Scene) -> None:
     scene.gate.unlink()
     time.sleep(4.0)  # without the pause some iterations would pass
     assert scene.committed() == k < ITERATIONS and scene.processes() == there
-    assert len([pid for pid in there if "areal_tasks.engines" in " ".join(psutil.Process(pid).cmdline())]) == 2
+    assert len(scene.services()) == 2
     scene.gate.touch()
     scene.resume()
     wait_for("the flow to notice", lambda: scene.state()["name"] == "Running")

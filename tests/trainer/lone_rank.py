@@ -54,8 +54,7 @@ def play(kind: type[Fsdp2Backend], folder: Path, settings: Settings) -> dict[str
     backend = kind(settings.trainer, settings.model)
     backend.load(folder / "model", 0)
     progress, digest = learn(backend, settings, Progress())
-    saving = backend.plan_checkpoint(folder / kind.__name__, progress)
-    saving.finish([saving.write()])
+    backend.save_checkpoint(folder / kind.__name__, progress)
     return {"parts": len(backend.parts), "digest": digest, "after": learn(backend, settings, progress)[1]}
 
 
