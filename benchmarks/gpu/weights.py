@@ -25,24 +25,23 @@ from areal_tasks.engines.handover import Transport
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Closed, Job, Loop, run_directly
-from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.backend import open_store
 from areal_tasks.store.runs import open_run
 from areal_tasks.store.shards import read_table
-from benchmarks.gpu.baseline_sglang import RECIPE
-from benchmarks.gpu.prompts import make_prompts
+from benchmarks.gpu.iteration import recipe_of
 from benchmarks.gpu.results import add_results_option, record
-from benchmarks.gpu.shapes import SHAPES, make_shape
-from schemas.recipe.load import load_recipe
+from benchmarks.gpu.shapes import SHAPES
 from schemas.recipe.recipe import RlhfRecipe
 
-SMALL: Final = {
-    "rollout.groups": "4",
-    "rollout.group_size": "4",
-    "rollout.max_new_tokens": "16",
-    "trainer.weights_every": "1",
-    "trainer.recover_within_seconds": "86400",
-    "trainer.compile": "false",
-}
+SMALL: Final = (
+    "rollout.groups=4",
+    "rollout.group_size=4",
+    "rollout.max_new_tokens=16",
+    "trainer.weights_every=1",
+    "trainer.recover_within_seconds=86400",
+    "trainer.compile=false",
+    "launcher.type=local",
+)
 NEVER: Final = 10**6
 
 
@@ -95,31 +94,13 @@ def writing(job: Job, every: int) -> Job:
     return replace(job, context=replace(job.context, recipe=recipe.model_copy(update={"trainer": trainer})))
 
 
-def recipe_of(arguments: argparse.Namespace, transports: Sequence[str]) -> RlhfRecipe:
-    """The benchmark's recipe for so many iterations."""
-    folder = arguments.folder.resolve()
-    model = make_shape(arguments.shape, folder / arguments.shape)
-    prompts = folder / f"prompts-{arguments.shape}-64.jsonl"
-    make_prompts(model, prompts, 512, 64)
-    own = SMALL | {
-        "model.path": str(model),
-        "data.source": str(prompts),
-        "store.url": arguments.store or (folder / "store").as_uri(),
-        "schedule.iterations": str(len(transports) * arguments.repeats + 1),  # the last one waits for all writes
-        "launcher.type": "local",
-    }
-    words = own | dict(override.split("=", 1) for override in arguments.overrides)
-    found = load_recipe(RECIPE, [f"{key}={value}" for key, value in words.items()])
-    assert isinstance(found, RlhfRecipe)
-    return found
-
-
 def timed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each publication."""
     transports = arguments.transports.split(",")
-    recipe = recipe_of(arguments, transports)
-    store: Store = open_store(recipe.store.url)
-    run = open_run(store, f"weights-{datetime.now(UTC):%m%d-%H%M%S}", recipe.flow, recipe)
+    iterations = len(transports) * arguments.repeats + 1  # the last one's weights are written in any case
+    arguments.overrides = [*SMALL, f"schedule.iterations={iterations}", *arguments.overrides]
+    recipe = recipe_of(arguments)
+    run = open_run(open_store(recipe.store.url), f"weights-{datetime.now(UTC):%m%d-%H%M%S}", recipe.flow, recipe)
     logs = Path(os.environ.get("AREALFLOW_HOME", "/tmp/gpu-bench/home")) / "logs" / run.name
     with Engines(run, recipe, logs) as engines:
         watch = Stopwatch(engines, [*transports, transports[-1]], arguments.repeats)
@@ -135,8 +116,11 @@ def main() -> None:
     parser.add_argument("--store", default="", help="URL; the folder's own otherwise, which is memory-backed")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/gpu-bench"), help="models, prompts, store")
     parser.add_argument("--repeats", type=int, default=4, help="versions by each transport, the first left out")
+    parser.set_defaults(prompt_tokens=64)
     add_results_option(parser)
     arguments = parser.parse_intermixed_args()
+    if arguments.store:
+        arguments.overrides = [f"store.url={arguments.store}", *arguments.overrides]
     if arguments.repeats < 2:
         parser.error("--repeats: at least 2, since the first of each transport is left out")
     rows = timed(arguments)
