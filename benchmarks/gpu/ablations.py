@@ -106,7 +106,7 @@ def before(backend: Backend, arguments: argparse.Namespace) -> Iterator[None]:
 @contextmanager
 def static_shapes(backend: Backend, arguments: argparse.Namespace) -> Iterator[None]:
     """Layers are compiled for one number of tokens: kernels know all sizes."""
-    with torch._dynamo.config.patch(specialize_int=True), recompiled(backend, arguments, dynamic=False):
+    with recompiled(backend, arguments, dynamic=False):
         yield
 
 
@@ -123,7 +123,6 @@ def static_padded(backend: Backend, arguments: argparse.Namespace) -> Iterator[N
     unit = (arguments.micro_batch_tokens or trainer_core.SIZES[arguments.shape][0]) // 8
     with (
         patch.object(learner, "lay_out", lambda *a: widened(batching.lay_out(*a), unit)),
-        torch._dynamo.config.patch(specialize_int=True),
         recompiled(backend, arguments, dynamic=False),
     ):
         yield
@@ -137,17 +136,21 @@ def tuned(backend: Backend, arguments: argparse.Namespace) -> Iterator[None]:
 
 
 @contextmanager
-def recompiled(backend: Backend, arguments: argparse.Namespace, **how: Any) -> Iterator[None]:
-    """Layers and norm compiled otherwise; back to what they were afterwards."""
+def recompiled(backend: Backend, arguments: argparse.Namespace, dynamic: bool, **how: Any) -> Iterator[None]:
+    """Layers and norm compiled otherwise; back to what they were afterwards.
+
+    Not `dynamic`: the integers of modules are constants too, which those of sharded ones are not otherwise.
+    """
     model = policy_of(backend)
     modules = [*decoder_layers(model), model.model.base_model.norm]
     before = [module.forward for module in modules]
     torch._dynamo.reset()
     for module in modules:
         plain = type(module).forward.__get__(module)
-        module.forward = plain if arguments.eager else torch.compile(plain, **how)
+        module.forward = plain if arguments.eager else torch.compile(plain, dynamic=dynamic, **how)
     try:
-        yield
+        with torch._dynamo.config.patch(specialize_int=not dynamic):
+            yield
     finally:
         for module, forward in zip(modules, before, strict=True):
             module.forward = forward
