@@ -31,7 +31,7 @@ from benchmarks.gpu.baseline_sglang import RECIPE
 from benchmarks.gpu.product import committed, deploy_run, follow, show_failure, start_machine
 from benchmarks.gpu.prompts import make_prompts
 from benchmarks.gpu.results import add_results_option, end_group, load, measure, record
-from benchmarks.gpu.run_times import Row, iteration_rows, summary
+from benchmarks.gpu.run_times import Cadence, Row, iteration_rows, summary
 from benchmarks.gpu.shapes import SHAPES, make_shape
 from flows.cli.machine import down
 from schemas.recipe.load import load_recipe
@@ -107,7 +107,7 @@ def run_product(arguments: argparse.Namespace) -> None:
         raise SystemExit(f"the flow run ended {ended or 'not'} before its first iteration was committed")
     table = iteration_rows(store, name)
     write_csv(arguments.results.parent / f"{name}-iterations.csv", table)
-    found = {key: _rounded(value) for key, value in summary(table, min(WARM, len(table) - 1)).items()}
+    found = {key: _rounded(value) for key, value in summary(table, min(WARM, len(table) - 1), cadence()).items()}
     settings = {"groups": recipe.rollout.groups, "group_size": recipe.rollout.group_size}
     record(
         arguments.results,
@@ -123,6 +123,12 @@ def run_product(arguments: argparse.Namespace) -> None:
         **found,
         seconds_in_all=round(time.monotonic() - started, 1),
     )
+
+
+def cadence() -> Cadence:
+    """Of the recipe that people start from."""
+    trainer = load_recipe("gsm8k").trainer  # type: ignore[union-attr]
+    return Cadence(trainer.weights_every, trainer.recover_within_seconds)
 
 
 @contextlib.contextmanager

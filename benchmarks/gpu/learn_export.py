@@ -63,7 +63,7 @@ def export(store: Store, runs: Mapping[str, str], flow_runs: Mapping[str, Any], 
         lines = [json.dumps(row) for row in rows(store, grpo, TRAJECTORIES)]
         (folder / "trajectories.jsonl").write_text("\n".join(lines) + "\n")
         plot(curves, evaluations, folder / "curve.svg")
-    tests = comparisons(answers)
+    tests = comparisons(answers) | (own_comparison(store, grpo) if evaluations else {})
     text = summary(answers, tests, curves, stages, evaluations)
     (folder / "learn.md").write_text(text)
     facts = {"runs": runs, "flow_runs": flow_runs, "iterations": there, "tests": tests, "evaluations": evaluations}
@@ -97,6 +97,15 @@ def comparisons(answers: Mapping[str, pa.Table]) -> dict[str, Paired]:
     }
     order = [step for step in ("eval-base", "eval-sft", "eval-grpo") if step in correct]
     return {f"{a} to {b}": compare(correct[a], correct[b]) for a, b in pairwise(order)}
+
+
+def own_comparison(store: Store, run: str) -> dict[str, Paired]:
+    """The first and the last version that a GRPO run evaluated itself."""
+    found: dict[int, dict[int, bool]] = {}
+    for row in rows(store, run, "SELECT weights_version AS version, prompt_id, verdict FROM evaluate"):
+        found.setdefault(row["version"], {})[row["prompt_id"]] = row["verdict"] == "correct"
+    first, last = min(found), max(found)
+    return {f"version {first} to {last} of the GRPO run": compare(found[first], found[last])} if first < last else {}
 
 
 def summary(

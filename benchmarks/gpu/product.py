@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -38,7 +39,7 @@ def start_machine(home: Path, extra: str = "") -> Machine:
 
 def deploy_run(machine: Machine, deployment: str, run: str, overrides: Mapping[str, object]) -> str:
     """`prefect deployment run` with these overrides; the id of the flow run."""
-    return create(machine, deployment, run, " ".join(f"{key}={value}" for key, value in overrides.items()))
+    return create(machine, deployment, run, shlex.join(f"{key}={value}" for key, value in overrides.items()))
 
 
 def create(machine: Machine, deployment: str, run: str, overrides: str) -> str:

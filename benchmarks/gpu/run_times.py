@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from areal_tasks.store.backend import Store
@@ -62,16 +63,53 @@ def split(row: Row) -> Row:
     return {"overhead": overhead, "tables_and_orchestration": overhead - weights}
 
 
-def summary(table: Sequence[Row], warm: int) -> Row:
-    """Means over the iterations after the first `warm`, where services and compilers still warm up."""
+@dataclass(frozen=True)
+class Cadence:
+    """How often a recipe has weights and checkpoints written."""
+
+    weights_every: int
+    recover_within_seconds: float
+
+
+def overhead_at(cadence: Cadence, steady: Sequence[Row]) -> Row:
+    """What an iteration costs beside generation and training if weights and checkpoints are written at that cadence.
+
+    A short run writes them more often than its recipe's model would: what a write and a checkpoint cost is the
+    difference of the iterations with and without one. Where every iteration writes weights, all of it counts.
+    """
+    write = _difference(steady, "stage_publish", "materialised")
+    checkpoint = _difference(steady, "closing", "checkpoint")
+    often = write * _share(steady, "materialised") + checkpoint * _share(steady, "checkpoint")
+    rare = write / cadence.weights_every + checkpoint * _mean(steady, "steps") / cadence.recover_within_seconds
+    overhead = _mean(steady, "overhead") - often + rare
+    return {"write_cost_seconds": write, "checkpoint_cost_seconds": checkpoint, "overhead_seconds": overhead}
+
+
+def _difference(table: Sequence[Row], seconds: str, flag: str) -> float:
+    """Mean seconds of the rows with the flag, less those of the rows without; 0 unless there are both."""
+    have, lack = ([row for row in table if bool(row.get(flag)) is there] for there in (True, False))
+    return _mean(have, seconds) - _mean(lack, seconds) if have and lack else 0.0
+
+
+def _share(table: Sequence[Row], flag: str) -> float:
+    return sum(bool(row.get(flag)) for row in table) / len(table)
+
+
+def summary(table: Sequence[Row], warm: int, cadence: Cadence) -> Row:
+    """Means over the iterations after the first `warm`, where services and compilers still warm up.
+
+    `iteration_seconds` is generation, training and the overhead at the cadence; `wall_seconds` what the clock said.
+    """
     steady = [row for row in table if row["iteration"] >= warm]
     if not steady:
         raise SystemExit(f"the run has {len(table)} iterations; more than {warm} are needed")
-    wall, generation = _mean(steady, "wall"), _mean(steady, "generation")
+    generation, rare = _mean(steady, "generation"), overhead_at(cadence, steady)
+    iteration = generation + _mean(steady, "steps") + rare["overhead_seconds"]
     return {
         "iterations": len(steady),
-        "iteration_seconds": wall,
-        "iteration_seconds_median": statistics.median(row["wall"] for row in steady),
+        "iteration_seconds": iteration,
+        "wall_seconds": _mean(steady, "wall"),
+        "wall_seconds_median": statistics.median(row["wall"] for row in steady),
         "generated_tokens": _mean(steady, "generated"),
         "trained_tokens": _mean(steady, "trained"),
         "mean_tokens": _mean(steady, "mean_tokens"),
@@ -86,8 +124,10 @@ def summary(table: Sequence[Row], warm: int) -> Row:
         "publish_stage_seconds": _mean(steady, "stage_publish"),
         "weights_load_seconds": _mean(steady, "load_seconds"),
         "weights_write_seconds": _mean(steady, "write_seconds"),
-        "overhead_share": _mean(steady, "overhead") / wall,
-        "tables_and_orchestration_share": _mean(steady, "tables_and_orchestration") / wall,
+        **rare,
+        **asdict(cadence),
+        "overhead_share": rare["overhead_seconds"] / iteration,
+        "tables_and_orchestration_share": _mean(steady, "tables_and_orchestration") / iteration,
         "checkpoints": sum(bool(row["checkpoint"]) for row in steady),
         "logprob_gap_mean": _mean(steady, "gap_mean"),
         "logprob_gap_max": max(row.get("gap_max") or 0.0 for row in steady),

@@ -16,7 +16,7 @@ from benchmarks.gpu.mcnemar import compare, exact_p
 from benchmarks.gpu.packed_model import VARLEN, packed_inputs, random_policy
 from benchmarks.gpu.report import Results, bare_seconds, figures, markdown
 from benchmarks.gpu.results import load, record, run_limited
-from benchmarks.gpu.run_times import join, split, summary
+from benchmarks.gpu.run_times import Cadence, join, overhead_at, split, summary
 from benchmarks.gpu.shapes import SHAPES, learn_tokenizer, make_shape, mfu
 from schemas.recipe.load import list_recipes, load_recipe
 
@@ -144,16 +144,31 @@ def test_overhead_is_what_neither_generates_nor_trains() -> None:
 def test_a_summary_leaves_the_first_iterations_out() -> None:
     rows = join(tables())
     rows[0] |= {"wall": 100.0, "generation": 90.0}
-    found = summary(rows, warm=1)
-    assert found["iterations"] == 3 and found["iteration_seconds"] == pytest.approx(10.0)
+    found = summary(rows, 1, Cadence(1, 9.0))
+    assert found["iterations"] == 3 and found["wall_seconds"] == pytest.approx(10.0)
     assert found["rollout_tokens_per_second"] == pytest.approx(400 / 6.2)
-    assert found["overhead_share"] == pytest.approx(0.1)
+    assert found["overhead_share"] == pytest.approx(0.1)  # a checkpoint in three iterations, as it was
     assert found["full_length_share"] == 1.0 and found["checkpoints"] == 1
+
+
+def test_weights_and_checkpoints_count_as_often_as_the_recipe_writes_them() -> None:
+    """Each iteration takes 10 s: 9 s of generation and training; 0.9 s the checkpoint, 0.6 s weights."""
+    rows = join(tables(6))[2:]
+    for row in rows:
+        row["materialised"] = row["iteration"] % 2 == 0
+        row["stage_publish"] += 0.6 * row["materialised"]
+    found = overhead_at(Cadence(10, 300.0), rows)
+    assert found["write_cost_seconds"] == pytest.approx(0.6)
+    assert found["checkpoint_cost_seconds"] == pytest.approx(0.9)
+    rest = 1.0 - 0.6 / 2 - 0.9 / 4
+    assert found["overhead_seconds"] == pytest.approx(rest + 0.6 / 10 + 0.9 * 3 / 300)
+    always = [row | {"materialised": True, "checkpoint": False} for row in rows]
+    assert overhead_at(Cadence(10, 300.0), always)["overhead_seconds"] == pytest.approx(1.0)
 
 
 def test_too_short_a_run_is_said_to_be_so() -> None:
     with pytest.raises(SystemExit, match="more than 4 are needed"):
-        summary(join(tables()), warm=4)
+        summary(join(tables()), 4, Cadence(1, 9.0))
 
 
 # ── the table ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -164,7 +179,7 @@ def row(what: str, shape: str = "1.5b", **values: Any) -> dict[str, Any]:
 
 
 def our_run(**changes: Any) -> dict[str, Any]:
-    found = summary(join(tables()), 1)
+    found = summary(join(tables()), 1, Cadence(1, 9.0))
     named = {"run": "r", "flow_run": "f", "groups": 2, "group_size": 2, "new_tokens": 100}
     return row("our_iteration", **(found | named | changes))
 
