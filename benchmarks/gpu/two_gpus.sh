@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Two GPUs through the product: two ranks beside one on the same tables, checkpoints from one rank to two and back, one
-# server over both GPUs, weights over NCCL.
+# server over both GPUs, weights over NCCL; and memory that trainer and server hand over on one GPU.
 #
-#   benchmarks/gpu/two_gpus.sh [fsdp2] [deepspeed] [tp] [nccl]          (default: all of them)
+#   benchmarks/gpu/two_gpus.sh [fsdp2] [deepspeed] [tp] [nccl] [shared]          (default: all of them)
 #
 # SHAPE (135m), FOLDER (/dev/shm/two-gpus: models, store, logs; keep it, and a part that was cut goes on), MORE (further
 # overrides), CPU=1 (two gloo ranks and the embedded server: fsdp2 and deepspeed only, to try the script itself).
@@ -18,7 +18,7 @@ python3 -m benchmarks.gpu.shapes "$FOLDER" "$SHAPE" 2>/dev/null
 
 common="model.path=$FOLDER/$SHAPE data.source=$FOLDER/prompts.jsonl rollout.groups=16 rollout.max_new_tokens=128
   model.max_length=256 algorithm.minibatches=2 trainer.compile=false trainer.lr=1e-5 launcher.type=local
-  schedule.artifact_every=100 ${MORE:-}"
+  schedule.artifact_every=100 trainer.weights_every=1 ${MORE:-}"
 [ -z "${CPU:-}" ] || common="$common model.dtype=float32 inference.engine=embedded inference.flags={}
   inference.memory_fraction=0 inference.max_concurrent_requests=64 rollout.groups=4 rollout.max_new_tokens=16
   trainer.threads=1 inference.threads=1"
@@ -49,7 +49,7 @@ ranks() {  # BACKEND: rare checkpoints make the next start train the same iterat
   table "$run"
 }
 
-[ $# -gt 0 ] || set -- fsdp2 deepspeed tp nccl
+[ $# -gt 0 ] || set -- fsdp2 deepspeed tp nccl shared
 for part in "$@"; do
   case $part in
     fsdp2 | deepspeed) ranks "$part" ;;
@@ -57,6 +57,8 @@ for part in "$@"; do
       table two-tp ;;
     nccl) start two-nccl trainer.gpus=[0] inference.gpus=[1] inference.transport=nccl schedule.iterations=4
       arealflow sql two-nccl "SELECT iteration, transport, version, round(list_max(load_seconds), 3) AS seconds FROM publish" ;;
+    shared) start two-shared trainer.gpus=[1] inference.gpus=[1] inference.release_memory=true schedule.iterations=3
+      table two-shared ;;
     *) echo "unknown part $part" >&2; exit 2 ;;
   esac
 done
