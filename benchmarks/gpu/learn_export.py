@@ -20,7 +20,7 @@ from benchmarks.gpu.product import committed, rows
 from benchmarks.gpu.results import machine
 
 CURVES: Final = (
-    "WITH s AS (SELECT iteration, avg(reward) AS reward, avg(num_generated) AS tokens, "
+    "WITH s AS (SELECT iteration, avg(reward) FILTER (NOT isnan(reward)) AS reward, avg(num_generated) AS tokens, "
     "avg(CAST(truncated AS INT)) AS truncated FROM scalars GROUP BY 1), "
     "t AS (SELECT iteration, avg(entropy) AS entropy, avg(approx_kl) AS approx_kl, avg(clip_fraction) AS "
     "clip_fraction, avg(grad_norm) AS grad_norm, avg(lr) AS lr, avg(logprob_gap_mean) AS logprob_gap, "
