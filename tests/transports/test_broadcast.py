@@ -5,14 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from areal_tasks.engines.trainer.commands import Receiver, Send
 from areal_tasks.engines.trainer.transport import HandOver, Sender
+from areal_tasks.engines.trainer.weights_group import lead
 
 TOKEN = "secret"
 
@@ -53,3 +58,41 @@ def test_a_server_that_refuses_is_named_and_the_next_hand_over_starts_afresh(url
     assert sender.group is None
     sender.send(weights(3.0), sending(urls, 1))
     assert [httpx.get(url).json()["version"] for url in urls] == ["1", "1"]
+
+
+@pytest.fixture
+def bound_default() -> Iterator[None]:
+    """A default group of this process alone that is bound to a GPU, as a trainer's is (process_group.meet)."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_group_is_not_derived_from_the_trainers_own(
+    urls: list[str], bound_default: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(c10d, "_get_split_source", asked.append)
+    Sender("gloo", 5.0).send(weights(0.5), sending(urls, 1))
+    assert [httpx.get(url).json()["version"] for url in urls] == ["1", "1"]
+    assert not asked
+
+
+def test_nccl_is_given_no_communicator_to_split(bound_default: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class Nccl:
+        """NCCL's place in torch where it is not built with it: notes the options, and is gloo of one rank."""
+
+        class Options:
+            split_from = None
+
+        def __new__(cls, store: dist.Store, rank: int, size: int, options: Options) -> Any:
+            asked.append(options)
+            return c10d.ProcessGroupGloo(store, rank, size, timedelta(seconds=5))
+
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL", Nccl, raising=False)
+    group = lead("weights", 0, 1, "nccl", timedelta(seconds=5))
+    assert [(o.split_from, o.group_name, o._timeout) for o in asked] == [(None, "weights", timedelta(seconds=5))]
+    assert group.size() == 1

@@ -19,13 +19,12 @@ import httpx
 import torch
 import torch.distributed as dist
 import torch.multiprocessing  # teaches ForkingPickler to hand over CUDA memory
-from torch.distributed import distributed_c10d as c10d
 
 from areal_tasks.engines.trainer.commands import Receiver, Send
 from areal_tasks.engines.trainer.snapshot import Named
+from areal_tasks.engines.trainer.weights_group import HOST, lead
 from schemas.errors import UserError
 
-HOST: Final = "127.0.0.1"
 TIMEOUT_SECONDS: Final = 120.0
 
 
@@ -55,16 +54,18 @@ class Sender:
             self._broadcast(tensors, command)
 
     def _broadcast(self, tensors: Named, command: Send) -> None:
-        if self.group is None or self.members != command.receivers:
-            self._meet(command)
-        group, self.group = self.group, None  # if this fails, its members no longer agree on what comes next
+        group = self.group if self.members == command.receivers else None
+        group, self.group = (
+            group or self._meet(command),
+            None,
+        )  # if this fails, its members no longer agree on what comes next
         with _asking(command, "/update_weights_from_distributed", [_description(tensors, command, self.name)]):
-            works = [dist.broadcast(t, group_src=0, group=group, async_op=True) for t in tensors.values()]
+            works = [group.broadcast(t, root=0) for t in tensors.values()]
             for work in works:
                 work.wait()
         self.group = group
 
-    def _meet(self, command: Send) -> None:
+    def _meet(self, command: Send) -> dist.ProcessGroup:
         """Make the process group of this process (rank 0) and every rank of every receiver."""
         port = _free_port()
         self.name, self.members = f"areal-weights-{port}", command.receivers
@@ -73,25 +74,7 @@ class Sender:
         common |= {"group_name": self.name, "backend": self.backend}
         bodies = [{**common, "rank_offset": 1 + sum(sizes[:i])} for i in range(len(sizes))]
         with _asking(command, "/init_weights_update_group", bodies):
-            self.group = self._lead_group(port, 1 + sum(sizes))
-
-    def _lead_group(self, port: int, size: int) -> dist.ProcessGroup:
-        """A process group beside the default one, whose other members are other programs, joining as SGLang does.
-
-        torch has no public call for it (`new_group` splits the default group), so this uses what `new_group` uses.
-        """
-        store = dist.TCPStore(HOST, port, size, True, self.timeout, wait_for_workers=False)
-        group, _ = c10d._new_process_group_helper(
-            size,
-            0,
-            [],
-            c10d.Backend(self.backend),
-            dist.PrefixStore(self.name, store),
-            group_name=self.name,
-            timeout=self.timeout,
-        )
-        c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
-        return group
+            return lead(self.name, port, 1 + sum(sizes), self.backend, self.timeout)
 
 
 def send_handles(tensors: Named, command: Send) -> None:
