@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Final
@@ -53,11 +53,12 @@ class InferenceClient:
 
     Errors of all methods: UserError with the server's reason for a request that is refused; ServerDown when no server
     answers within the request timeout; WrongVersion when a server does not take the weights it was sent.
+    `lending`: those of the addresses whose servers another client has told to lend their memory.
     """
 
-    def __init__(self, urls: Iterable[str], token: str, settings: Inference) -> None:
+    def __init__(self, urls: Iterable[str], token: str, settings: Inference, lending: Container[str] = ()) -> None:
         self.settings = settings
-        self.pool = ServerPool(urls, token, settings)
+        self.pool = ServerPool(urls, token, settings, lending)
         self.finished = 0  # requests completed since this client was made
         self._aborts = 0  # calls of abort(): what they interrupt is not continued
 
@@ -134,13 +135,17 @@ class InferenceClient:
         """Addresses of the servers that are not evicted."""
         return [server.url for server in self.pool.servers if server.healthy]
 
+    def lending(self) -> list[str]:
+        """Addresses of the servers that lend the memory of their cache."""
+        return [server.url for server in self.pool.servers if server.lends]
+
     async def release_memory(self) -> None:
-        """Have the servers give the memory of their cache back until `resume_memory`."""
-        await self.pool.broadcast("/release_memory_occupation", {"tags": ["kv_cache"]})
+        """Have the servers lend the memory of their cache until `resume_memory`: until then nobody may generate."""
+        await self.pool.lend(True)
 
     async def resume_memory(self) -> None:
-        """Have the servers take that memory again."""
-        await self.pool.broadcast("/resume_memory_occupation", {"tags": ["kv_cache"]})
+        """Have the servers that lend that memory take it back."""
+        await self.pool.lend(False)
 
     async def pause(self, mode: str = "abort") -> None:
         """Stop generating on all servers; interrupted requests continue after `resume()`."""

@@ -11,13 +11,14 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import aiohttp
 import orjson
 
+from areal_tasks.engines.lending import Lending
 from areal_tasks.engines.routing import Router, Server
 from areal_tasks.engines.watchdog import Sign
 from schemas.errors import UserError
@@ -36,8 +37,6 @@ PROBE_SECONDS: Final = (0.1, 5.0)  # first and longest pause between two looks a
 LOST_SECONDS: Final = 20.0  # a server that is evicted for longer is worth a restart
 WATCH_SECONDS: Final = 20.0  # pause between two looks at a server with requests under way
 WATCH_FAILURES: Final = 3  # looks in a row without an answer after which it counts as hung
-LOOK_SECONDS: Final = 5.0  # what needs no model is answered at once
-HEALTH_SECONDS: Final = 30.0  # SGLang itself says 503 after 20 s without a token
 INTERRUPTED: Final = 499  # SGLang's status for a request that was aborted before its model saw it
 ABORTED: Final[dict[str, Any]] = {
     "text": "",
@@ -73,12 +72,13 @@ class _Waiter:
 class ServerPool:
     """Use within one event loop; `close()` when done."""
 
-    def __init__(self, urls: Iterable[str], token: str, settings: Inference) -> None:
+    def __init__(self, urls: Iterable[str], token: str, settings: Inference, lending: Container[str] = ()) -> None:
         self.settings = settings
-        self.servers = [Server(url, settings.max_concurrent_requests) for url in urls]
+        self.servers = [Server(url, settings.max_concurrent_requests, lends=url in lending) for url in urls]
         if not self.servers:
             raise UserError("no inference server: give the address of at least one")
         self.router = Router(self.servers)
+        self.lending = Lending(self._ask)
         self.paused = False  # then nobody generates, and silence is no sign of illness
         self.version: int | None = None  # what every healthy server holds
         self._target: int | None = None  # what they are being brought to
@@ -115,15 +115,14 @@ class ServerPool:
     async def _progress(self, server: Server) -> object:
         """Something new whenever the server has got on: its count of steps, or that it generates, or that it answers.
 
-        Nobody can tell how far an order is; it has `inference.request_timeout_seconds`.
+        Nobody can tell how far an order is: while SGLang's scheduler is at one, it does not answer.
         """
+        info = await self.lending.answers(server)
         if self.paused or not server.requests:
-            await self._ask(server, "GET", "/health", seconds=LOOK_SECONDS)
             return object()
-        info = await self._ask(server, "GET", "/server_info", seconds=LOOK_SECONDS)
         if "steps" in info:
             return info["steps"]
-        await self._ask(server, "GET", "/health_generate", seconds=HEALTH_SECONDS)
+        await self.lending.look(server, self.paused)
         return object()
 
     def lost(self) -> list[str]:
@@ -250,7 +249,8 @@ class ServerPool:
         for server, outcome in zip(servers, outcomes, strict=True):
             if isinstance(outcome, ServerDown):
                 self._evict(server, outcome)
-            elif isinstance(outcome, BaseException):
+        for outcome in outcomes:  # only now: who is down must not be forgotten over who refuses
+            if isinstance(outcome, BaseException) and not isinstance(outcome, ServerDown):
                 raise outcome
         return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
@@ -274,6 +274,14 @@ class ServerPool:
         """POST to every healthy server. A server that fails is evicted."""
         await self._each(lambda server: self._ask(server, "POST", path, body))
 
+    async def lend(self, wanted: bool) -> None:
+        """Have every healthy server lend the memory of its cache, or take it back; one that has already is not asked.
+
+        The others follow before they are let in again.
+        """
+        self.lending.wanted = wanted
+        await self._each(self.lending.settle)
+
     async def server_info(self) -> list[dict[str, Any]]:
         """`/server_info` of every healthy server."""
         return await self._each(lambda server: self._ask(server, "GET", "/server_info"))
@@ -295,17 +303,17 @@ class ServerPool:
     async def _watch(self, server: Server) -> None:
         """While requests are under way, see to it that the server does generate; drop its connections if it hangs."""
         silent = 0
-        while server.requests and server.healthy:
+        while silent < WATCH_FAILURES:
             await asyncio.sleep(WATCH_SECONDS)
+            if not (server.requests and server.healthy):
+                return
             try:
-                if not self.paused:
-                    await self._ask(server, "GET", "/health_generate", seconds=HEALTH_SECONDS)
+                await self.lending.look(server, self.paused)
                 silent = 0
             except (ServerDown, Refused) as error:
-                silent += 1
-                if silent == WATCH_FAILURES:
-                    self._evict(server, ServerDown(f"it hangs: {error}"))
-                    await self._sessions.pop(server).close()
+                silent, last = silent + 1, error
+        self._evict(server, ServerDown(f"it hangs: {last}"))
+        await self._sessions.pop(server).close()
 
     async def _probe(self, server: Server) -> None:
         """Look at an evicted server until it is well, then let it in again."""
@@ -314,8 +322,7 @@ class ServerPool:
             await asyncio.sleep(pause)
             pause = min(2 * pause, longest)
             try:
-                await self._ask(server, "GET", "/health", seconds=HEALTH_SECONDS)
-                await self._catch_up(server)
+                await self._recover(server)
             except (ServerDown, UserError) as error:
                 log.info("inference server %s stays evicted: %s", server.url, error)
                 continue
@@ -325,6 +332,14 @@ class ServerPool:
                 self._end_of_hope.cancel()
                 self._end_of_hope = None
             self._dispatch()
+
+    async def _recover(self, server: Server) -> None:
+        """See to it that the server is well, and where the others are, with its memory and its weights."""
+        await self.lending.settle(server)
+        await self.lending.look(server, self.paused)
+        await self._catch_up(server)
+        if server.lends != self.lending.wanted:
+            raise ServerDown(f"{server.url}: whether it lends its memory has changed meanwhile")
 
     async def _catch_up(self, server: Server) -> None:
         """See to it that the server holds the target version."""

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.client import InferenceClient, WrongVersion
 from areal_tasks.engines.external import external_servers, external_token
 from areal_tasks.engines.handover import Transport, choose_transport, local_weights, send_command
 from areal_tasks.engines.models import load_tokenizer
@@ -64,15 +64,13 @@ class Engines:
         self.written: WeightsRef | None = None  # what a server that starts can load
         self.transport: Transport = "store"
         self._replayed: list[Replayed] = []
-        self._released = False
         self._unverified = False  # servers may hold files of which nobody knows yet that they are whole
         self._feeding = threading.RLock()  # stages that run side by side both want the servers
         self._trainer: TrainerClient | None = None
         self._inference: InferenceClient | None = None
         self._verifiers: VerifierPool | None = None
-        self._addresses: dict[
-            str, list[str]
-        ] = {}  # what each client is connected to: whoever heals restarts everything
+        self._starts: dict[str, int] = {}  # the servers that the client knows, by address: whoever heals restarts all
+        self._trainer_address = ""
         self._loop = _LoopThread()
         self._scratch = TemporaryDirectory(prefix="arealflow-flow-")
 
@@ -134,11 +132,11 @@ class Engines:
         """
         with self._feeding:
             client = self._servers()
-            if self._unverified or client.version != self._serving().version:
+            while self._unverified or client.version != self._serving().version:
                 self._catch_up(client)
-            if self._released:
+                client = self._servers()
+            if self.recipe.inference.release_memory:  # type: ignore[union-attr]
                 self.call(client.resume_memory())
-                self._released = False
         return client
 
     def _servers(self) -> InferenceClient:
@@ -146,25 +144,37 @@ class Engines:
         if self._inference is not None and not self.external:
             self.supervisor.end(self._inference.lost())
         self.supervisor.heal(self.written)
-        urls = self.external or self._ready(self.server_names)
-        if self._inference is None or self._addresses["inference"] != urls:
+        servers = self.external or self._ready(self.server_names)
+        starts = {url: self.supervisor.restarts(url) for url in servers}  # a new one may have the port of the old
+        if self._inference is None or self._starts != starts:
+            lending: set[str] = set()
             if self._inference is not None:
+                lending = {url for url in self._inference.lending() if self._starts[url] == starts.get(url)}
                 self.call(self._inference.close())
             token = external_token() if self.external else self.supervisor.token
-            self._inference = InferenceClient(urls, token, self.recipe.inference)  # type: ignore[union-attr]
-            self._addresses["inference"] = urls
+            self._inference = InferenceClient(servers, token, self.recipe.inference, lending)  # type: ignore[union-attr]
+            self._starts = starts
         return self._inference
 
     def _catch_up(self, client: InferenceClient) -> None:
         """Bring servers that this client does not know yet, or that may hold damaged files, to the weights in force."""
         ref = self._serving()
         trusted = ref == self.written and not self.external and not self._unverified  # what they say of themselves
-        if trusted and self.call(client.meet()) == ref.version:
+        if trusted and self._met(client) == ref.version:
             return
         if ref.written:
             self._load_written(client, ref)
         else:
-            self._hand_over(client, self.trainer_at(ref.version), ref.version)
+            trainer = self.trainer_at(ref.version)  # which may start servers again, too
+            self._hand_over(self._servers(), trainer, ref.version)
+
+    def _met(self, client: InferenceClient) -> int | None:
+        """The version that all servers hold; None if they differ, as after a failed update and a new start."""
+        try:
+            return self.call(client.meet())
+        except WrongVersion as error:
+            log.warning("%s", error)
+            return None
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine of the inference client in the one loop it belongs to."""
@@ -297,12 +307,12 @@ class Engines:
     def _connected(self) -> TrainerClient:
         self.supervisor.heal(self.written)
         self._make_room()
-        urls = self._ready([TRAINER])
-        if self._trainer is None or self._addresses[TRAINER] != urls:
+        [url] = self._ready([TRAINER])
+        if self._trainer is None or self._trainer_address != url:
             if self._trainer is not None:
                 self._trainer.close()
-            self._trainer = TrainerClient(urls[0], self.supervisor.token, watchdog=self.watchdog)
-            self._addresses[TRAINER] = urls
+            self._trainer = TrainerClient(url, self.supervisor.token, watchdog=self.watchdog)
+            self._trainer_address = url
         return self._trainer
 
     def _ready(self, names: Sequence[str]) -> list[str]:
@@ -318,17 +328,14 @@ class Engines:
         """Before the trainer takes memory of a GPU that servers share: let those start that are starting.
 
         They measure what is free there, and would take the trainer's growth for their own. Where the recipe asks for
-        it, they give their cache's memory to the trainer then.
+        it, they lend their cache's memory to the trainer then, also those that were started again since they last did.
         """
         sharing = [name for i, name in enumerate(self.server_names) if self.placement.shared(i)]
         if sharing:
             self._ready(sharing)
-        if not sharing or self._released or not self.recipe.inference.release_memory:  # type: ignore[union-attr]
-            return
-        with self._feeding:
-            client = self._inference or self._servers()  # nobody's client is replaced under them
-            self.call(client.release_memory())
-            self._released = True
+        if sharing and self.recipe.inference.release_memory:  # type: ignore[union-attr]
+            with self._feeding:
+                self.call(self._servers().release_memory())
 
     def _serving(self) -> WeightsRef:
         assert self.serving is not None, "start() comes first"

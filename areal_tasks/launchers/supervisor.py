@@ -85,6 +85,10 @@ class Supervisor:
         """The name of the service that listens at `url`; the address itself where it is nobody's."""
         return next((name for name, service in self.services.items() if service.url == url), url)
 
+    def restarts(self, url: str) -> int:
+        """How often the service that listens at `url` was started again; 0 where it is nobody's."""
+        return next((service.job.spec.restart for service in self.services.values() if service.url == url), 0)
+
     def heal(self, weights: WeightsRef | None = None) -> None:
         """Restart every service that has ended, on `weights` if given. Their addresses change: see `wait`."""
         with self._healing:

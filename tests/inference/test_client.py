@@ -106,9 +106,10 @@ async def serving(*fakes: Fake, **settings: Any) -> AsyncIterator[InferenceClien
             await runner.cleanup()
 
 
-async def serve(fake: Fake) -> web.AppRunner:
+async def serve(fake: Fake, port: int = 0) -> web.AppRunner:
     app = web.Application()
-    commands = ("/abort_request", "/pause_generation", "/continue_generation")
+    commands = ["/abort_request", "/pause_generation", "/continue_generation"]
+    commands += ["/release_memory_occupation", "/resume_memory_occupation"]
     app.add_routes([web.post(path, fake.command) for path in commands])
     app.add_routes([web.get(path, fake.health) for path in ("/health", "/health_generate")])
     app.add_routes([web.get(path, fake.info) for path in ("/model_info", "/server_info")])
@@ -116,7 +117,7 @@ async def serve(fake: Fake) -> web.AppRunner:
     app.add_routes([web.post("/generate", lambda request: fake.on_generate(request))])
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", port)
     await site.start()
     fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     return runner

@@ -49,9 +49,8 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 def supervisor(url: str) -> SimpleNamespace:
     """One whose only server is the one at `url`."""
     nothing = {name: lambda *_: None for name in ("end", "heal", "__exit__")}
-    return SimpleNamespace(
-        **nothing, token="token", wait=lambda _: [url], starting=lambda _: {}, name_at=lambda found: found
-    )
+    known = {"wait": lambda _: [url], "starting": lambda _: {}, "name_at": lambda found: found, "restarts": lambda _: 0}
+    return SimpleNamespace(**nothing, **known, token="token")
 
 
 def weights(run: Run, folder: Path) -> WeightsRef:

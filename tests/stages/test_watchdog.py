@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from stage_driver import digests, drive, tiny
 
-from areal_tasks.engines import server_pool, trainer_client
+from areal_tasks.engines import lending, server_pool, trainer_client
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.watchdog import Sign, Watchdog
 from areal_tasks.stages.build import Built
@@ -31,7 +31,7 @@ def test_services_that_hang_are_named_ended_and_started_again(
 ) -> None:
     drive(tmp_path, "whole", WATCHED)
     monkeypatch.setattr(server_pool, "NO_SERVER_SECONDS", 0.3)
-    for module in (server_pool, trainer_client):
+    for module in (lending, trainer_client):
         monkeypatch.setattr(module, "LOOK_SECONDS", 0.5)
     victims = {"train 1": "trainer", "rollout 2": "inference-0"}
 

@@ -1,0 +1,66 @@
+"""Servers that lend the memory of their cache to the trainer, and how to look at a server that may not generate.
+
+SGLang keeps no guard: what it generates while that memory is away ends it, and so does an order to give or to take
+memory that it has given or taken already, or to give it while it generates. It generates a token to show its health,
+for `/health` as for `/health_generate`. So whoever looks at a server does it here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from areal_tasks.engines.routing import Server
+
+LOOK_SECONDS: Final = 5.0  # what needs no token is answered between two steps
+HEALTH_SECONDS: Final = 30.0  # SGLang itself says 503 after 20 s without a token
+CACHE: Final = {"tags": ["kv_cache"]}
+
+Ask = Callable[..., Awaitable[Any]]  # as ServerPool._ask
+
+
+class Lending:
+    """What servers are to do with the memory of their cache, and what each has done."""
+
+    def __init__(self, ask: Ask) -> None:
+        self.wanted = False  # the servers are to lend it
+        self._ask = ask
+        self._orders: defaultdict[Server, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._looks: defaultdict[Server, set[asyncio.Future[Any]]] = defaultdict(set)  # that may generate
+
+    async def settle(self, server: Server) -> None:
+        """Have the server give or take its memory as is wanted, if it has not yet."""
+        async with self._orders[server]:
+            if server.lends == self.wanted:
+                return
+            if self.wanted:
+                await self._give(server)
+            else:
+                await self._ask(server, "POST", "/resume_memory_occupation", CACHE)
+                server.lends = False
+
+    async def _give(self, server: Server) -> None:
+        """Whatever comes of it, nothing is generated from here on; what is being generated for a look ends first."""
+        server.lends = True
+        while looks := self._looks[server]:
+            await asyncio.wait(looks)
+        await self._ask(server, "POST", "/release_memory_occupation", CACHE)
+
+    async def look(self, server: Server, paused: bool) -> Any:
+        """Have the server show that it is well: by a token, or where it may not generate by an answer.
+
+        Raises what `ask` raises.
+        """
+        if paused or server.lends:
+            return await self.answers(server)
+        look = asyncio.ensure_future(self._ask(server, "GET", "/health_generate", seconds=HEALTH_SECONDS))
+        self._looks[server].add(look)
+        look.add_done_callback(self._looks[server].discard)
+        return await look
+
+    async def answers(self, server: Server) -> dict[str, Any]:
+        """What the server says of itself, without generating. SGLang's scheduler answers, so that it cannot hang."""
+        found: dict[str, Any] = await self._ask(server, "GET", "/server_info", seconds=LOOK_SECONDS)
+        return found

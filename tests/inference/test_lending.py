@@ -1,0 +1,145 @@
+"""Memory that servers lend to the trainer. What SGLang does not guard against ends the stand-ins as it ends SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+from test_client import Fake, check, requests, run, serving, until
+
+from areal_tasks.engines import server_pool
+from areal_tasks.engines.client import Refused
+
+
+class Lender(Fake):
+    """Generates a token for each look at its health, in `token_seconds`; dies of what SGLang dies of."""
+
+    def __init__(self, token_seconds: float = 0.0, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.token_seconds = token_seconds
+        self.lends = False
+        self.generating = 0
+        self.orders: list[str] = []
+        self.looked: list[str] = []
+        self.died_of: list[str] = []
+        self.refuses = False
+
+    def must(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self.died_of.append(otherwise)
+            self.deaf = True
+
+    async def token(self, seconds: float) -> None:
+        self.generating += 1
+        self.must(not self.lends, "it generated into memory that is not there")
+        await asyncio.sleep(seconds)
+        self.must(not self.lends, "it generated into memory that is not there")
+        self.generating -= 1
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        await self.token(0.0)
+        return await super().generate(request)
+
+    async def health(self, request: web.Request) -> web.Response:
+        """SGLang's answer for both paths. A token of its own while it generates anyhow does no harm here."""
+        self.looked.append(request.path)
+        await self.token(self.token_seconds)
+        return await super().health(request)
+
+    async def command(self, request: web.Request) -> web.Response:
+        if request.path.endswith("_memory_occupation"):
+            order = request.path.split("_")[0]
+            self.orders.append(order)
+            if self.broken:
+                return web.json_response({"error": "out of order"}, status=500)
+            if self.refuses:
+                return web.json_response({"error": "no"}, status=400)
+            self.must(not self.generating, "it was to lend its memory while it generated")
+            self.must(self.lends == (order == "/resume"), "it had done so before")
+            self.lends = not self.lends
+        return await super().command(request)
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers are looked at many times within a test."""
+    monkeypatch.setattr(server_pool, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(server_pool, "PROBE_SECONDS", (0.01, 0.02))
+
+
+def test_a_server_that_lends_its_memory_is_not_made_to_generate() -> None:
+    """Not by the watch over its requests, nor by who asks how it gets on while it is at an order."""
+
+    async def test() -> None:
+        fake = Lender(delay=0.02)
+        async with serving(fake) as client:
+            check(requests(1), await client.generate(requests(1)))
+            await client.release_memory()
+            await asyncio.sleep(0.2)  # four looks
+            assert {sign.progress is not None for sign in (await client.signs(everyone=True)).values()} == {True}
+            await client.update_weights("w", 0)
+            await client.resume_memory()
+            check(requests(1), await client.generate(requests(1)))
+        assert fake.died_of == [] and fake.orders == ["/release", "/resume"]
+
+    run(test)
+
+
+def test_a_look_that_is_under_way_ends_before_the_memory_is_lent() -> None:
+    async def test() -> None:
+        fake = Lender(token_seconds=0.15, delay=0.1)
+        async with serving(fake) as client:
+            check(requests(1), await client.generate(requests(1)))
+            assert fake.generating, "the look that began while it generated goes on"
+            await client.release_memory()
+        assert fake.died_of == [] and fake.lends
+
+    run(test)
+
+
+def test_an_order_is_given_once_to_each_server() -> None:
+    async def test() -> None:
+        old, new = Lender(), Lender()
+        async with serving(old, new) as client:
+            client.pool.servers[0].lends = old.lends = True  # another client told it to
+            for _ in range(2):
+                await client.release_memory()
+            for _ in range(2):
+                await client.resume_memory()
+        assert (old.orders, new.orders) == (["/resume"], ["/release", "/resume"])
+        assert old.died_of == new.died_of == []
+
+    run(test)
+
+
+@pytest.mark.parametrize("lent", [True, False])
+def test_an_evicted_server_does_as_the_others_before_it_is_let_in_again(lent: bool) -> None:
+    async def test() -> None:
+        ill, well = Lender(), Lender()
+        async with serving(ill, well) as client:
+            if not lent:
+                await client.release_memory()
+            ill.broken = True
+            assert len(await client.update_weights("w", 1)) == 1
+            assert not client.pool.servers[0].healthy
+            await (client.release_memory() if lent else client.resume_memory())
+            ill.broken = False
+            await until(lambda: client.pool.servers[0].healthy or bool(ill.died_of))
+            assert (ill.lends, well.lends, ill.version) == (lent, lent, 1)
+        assert ill.died_of == well.died_of == []
+
+    run(test)
+
+
+def test_a_server_that_is_down_is_evicted_though_another_refuses() -> None:
+    async def test() -> None:
+        refusing, dead = Lender(), Lender()
+        refusing.refuses = dead.broken = True
+        async with serving(refusing, dead) as client:
+            with pytest.raises(Refused):
+                await client.release_memory()
+            assert [server.healthy for server in client.pool.servers] == [True, False]
+
+    run(test)

@@ -1,0 +1,130 @@
+"""Two servers of a run, one of which is started again: what it holds and lends is its own, wherever it listens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.parse import urlsplit
+
+import pytest
+from aiohttp import web
+from test_client import serve
+from test_damaged_weights import VERSION, weights
+from test_lending import Lender
+
+from areal_tasks.engines import session
+from areal_tasks.engines.session import Engines
+from areal_tasks.launchers.gpus import Placement
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.runs import open_run
+from schemas.recipe.load import load_recipe
+
+
+class Pair:
+    """A supervisor of two servers and a trainer, all of them there."""
+
+    token = "token"
+
+    def __init__(self, engines: Engines) -> None:
+        self.call = engines.call
+        self.servers = [Lender(version=VERSION), Lender(version=VERSION)]
+        self.runners: list[web.AppRunner] = [self.call(serve(server)) for server in self.servers]
+        self.starts = [0, 0]
+
+    def restart(self, index: int, same_port: bool) -> None:
+        """End a server; another one takes its place."""
+        port = urlsplit(self.servers[index].url).port if same_port else 0
+        self.call(self.runners[index].cleanup())
+        self.servers[index] = Lender(version=VERSION)
+        self.runners[index] = self.call(serve(self.servers[index], port or 0))
+        self.starts[index] += 1
+
+    def wait(self, names: Sequence[str]) -> list[str]:
+        """As Supervisor.wait."""
+        urls = {f"inference-{i}": server.url for i, server in enumerate(self.servers)}
+        return [urls.get(name, "http://trainer") for name in names]
+
+    def restarts(self, url: str) -> int:
+        """As Supervisor.restarts."""
+        return self.starts[[server.url for server in self.servers].index(url)]
+
+    def name_at(self, url: str) -> str:
+        """As Supervisor.name_at."""
+        return url
+
+    def starting(self, names: Sequence[str]) -> dict[str, Path]:
+        """As Supervisor.starting."""
+        return {}
+
+    def end(self, urls: Sequence[str]) -> None:
+        """Nothing is to be ended here."""
+        assert not urls
+
+    def heal(self, _weights: object) -> None:
+        """Nothing has ended."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is left to stop."""
+
+
+@pytest.fixture
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
+    """Engines whose trainer and two servers share a GPU, with the version in force in the store."""
+    recipe = load_recipe("gsm8k", ["inference.release_memory=true", "inference.servers=2"])
+    run = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
+    monkeypatch.setattr(session, "TrainerClient", lambda *_a, **_o: SimpleNamespace(close=lambda: None))
+    with Engines(run, recipe, tmp_path / "logs") as found:
+        found.initial = found.serving = found.written = weights(run, tmp_path / "model")
+        found.placement = Placement(("0",), (("0",), ("0",)))
+        monkeypatch.setattr(found, "supervisor", Pair(found))
+        yield found
+        for runner in pair(found).runners:
+            found.call(runner.cleanup())
+
+
+def pair(engines: Engines) -> Pair:
+    found = engines.supervisor
+    assert isinstance(found, Pair)
+    return found
+
+
+def assert_well(engines: Engines, lend: bool) -> None:
+    assert [(server.lends, server.died_of) for server in pair(engines).servers] == [(lend, [])] * 2
+    assert engines._inference is not None and len(engines._inference.healthy()) == 2
+
+
+@pytest.mark.parametrize("same_port", [True, False])
+def test_a_server_that_was_started_again_lends_its_memory_too(engines: Engines, same_port: bool) -> None:
+    engines.inference()
+    pair(engines).restart(0, same_port)
+    engines._connected()
+    assert_well(engines, lend=True)
+    engines.inference()
+    assert_well(engines, lend=False)
+
+
+@pytest.mark.parametrize("same_port", [True, False])
+def test_a_server_is_not_told_to_take_what_it_never_gave(engines: Engines, same_port: bool) -> None:
+    engines._connected()
+    assert_well(engines, lend=True)
+    pair(engines).restart(1, same_port)
+    engines.inference()
+    assert_well(engines, lend=False)
+    assert [server.orders for server in pair(engines).servers] == [["/release", "/resume"], []]
+
+
+def test_nothing_is_ordered_twice_in_an_iteration(engines: Engines) -> None:
+    for _ in range(2):
+        engines.inference()
+    for _ in range(3):  # reference, train, publish
+        engines._connected()
+    engines.inference()
+    assert [server.orders for server in pair(engines).servers] == [["/release", "/resume"]] * 2
+
+
+def test_servers_of_two_versions_are_brought_to_the_one_in_force(engines: Engines) -> None:
+    """One did not take it and runs, the other has just been started with it: no new start would change that."""
+    pair(engines).servers[0].version = VERSION - 1
+    assert engines.inference().version == VERSION
+    assert [server.version for server in pair(engines).servers] == [VERSION] * 2
