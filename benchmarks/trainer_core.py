@@ -51,6 +51,8 @@ class Result:
     shape: str
     backend: str
     varied: bool
+    rows: int
+    length: int
     tokens_per_second: float
     mfu: float
     step_seconds: list[float]
@@ -150,6 +152,8 @@ def measure(shape: str, name: str, arguments: argparse.Namespace) -> Result:
         shape=shape,
         backend=name,
         varied=arguments.varied,
+        rows=arguments.rows,
+        length=arguments.length,
         tokens_per_second=tokens / seconds,
         mfu=mfu(SHAPES[shape], tokens / seconds, length),
         step_seconds=[round(row["step_seconds"], 4) for row in rows],

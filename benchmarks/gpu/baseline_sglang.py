@@ -5,6 +5,7 @@
 
 With `--run` every sample of one of its iterations is asked for again, each as a request of its own. A bare client
 (aiohttp, orjson) sends `--concurrency` requests at a time, with logprobs. The first round warms up and is left out.
+What is not given (prompts, requests a prompt, tokens, concurrency) is as in the recipe for that shape.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from areal_tasks.store.query import run_sql
 from benchmarks.gpu.product import committed
 from benchmarks.gpu.prompts import read_prompts
 from benchmarks.gpu.results import add_results_option, record
+from benchmarks.gpu.server_log import cache_of
+from benchmarks.gpu.settings import RECIPE, concurrency_of, recipe_of_shape, words_of
 from benchmarks.gpu.sglang_load import generate, reload_seconds, server
-
-RECIPE = "benchmarks/gpu/iteration.yaml"
 
 
 def prompts_of_run(store: str, run: str, iteration: int) -> list[list[int]]:
@@ -50,18 +51,22 @@ def prompts_of(arguments: argparse.Namespace) -> list[list[int]]:
     return prompts_of_run(arguments.store, arguments.run, last if arguments.iteration < 0 else arguments.iteration)
 
 
-def wait_for(file: Path | None) -> None:
-    """Until somebody says go; whoever started this process ends it if nobody ever does."""
-    while file is not None and not file.exists():
-        time.sleep(0.2)
+def completed(arguments: argparse.Namespace) -> argparse.Namespace:
+    """The command line, with the recipe's numbers where it has none."""
+    recipe = recipe_of_shape(arguments.shape, arguments.overrides, arguments.recipe)
+    arguments.groups = arguments.groups or recipe.rollout.groups
+    arguments.size = arguments.size or recipe.rollout.group_size
+    arguments.new_tokens = arguments.new_tokens or recipe.rollout.max_new_tokens
+    arguments.concurrency = arguments.concurrency or concurrency_of(recipe)
+    return arguments
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     """Tokens a second and seconds of a reload."""
     started = time.perf_counter()
-    with server(arguments.model, arguments.recipe, arguments.overrides, arguments.log) as url:
+    flags = words_of(arguments.shape, arguments.overrides)
+    with server(arguments.model, arguments.recipe, flags, arguments.log) as url:
         ready = time.perf_counter() - started
-        wait_for(arguments.go)
         prompts = prompts_of(arguments)
         rounds = generate(url, prompts, arguments.new_tokens, arguments.concurrency, arguments.rounds + 1)[1:]
         reloads = reload_seconds(url, arguments.model)
@@ -77,6 +82,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
         "rounds": [{k: round(v, 4) for k, v in r.items()} for r in rounds],
         "reload_seconds": [round(t, 4) for t in reloads],
         "ready_seconds": round(ready, 1),
+        **cache_of(arguments.log),
     }
 
 
@@ -87,18 +93,17 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="the shape's folder, memory-backed")
     parser.add_argument("--recipe", default=RECIPE, help="whose inference section gives the flags")
     parser.add_argument("--prompts", type=Path, help="JSONL with a prompt a line")
-    parser.add_argument("--groups", type=int, default=32, help="prompts of the file")
-    parser.add_argument("--size", type=int, default=8, help="requests a prompt")
+    parser.add_argument("--groups", type=int, default=0, help="prompts of the file")
+    parser.add_argument("--size", type=int, default=0, help="requests a prompt")
     parser.add_argument("--run", default="", help="take the prompts of this run instead")
     parser.add_argument("--store", default="", help="where the run is")
     parser.add_argument("--iteration", type=int, default=-1, help="of the run; -1: the last that is committed")
-    parser.add_argument("--go", type=Path, help="wait, with the server up and idle, until this file is there")
-    parser.add_argument("--new-tokens", type=int, default=512)
-    parser.add_argument("--concurrency", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=0)
+    parser.add_argument("--concurrency", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--log", type=Path, default=Path("/tmp/gpu-bench/raw-sglang.log"))
     add_results_option(parser)
-    arguments = parser.parse_intermixed_args()
+    arguments = completed(parser.parse_intermixed_args())
     record(arguments.results, "raw_sglang", **measured(arguments))
 
 

@@ -5,7 +5,8 @@
 `eager` runs rows of a batch through scaled-dot-product attention; `layers` and `model` pack them into one row with
 variable-length attention and compile each layer (one compilation) or the whole model, and the loss. Weights are
 float32 under autocast to bf16, or (`--master`) bf16 with float32 masters in the optimizer: the faster one is the
-baseline. Every step trains on `--rows` sequences; the micro-batch is the fastest of those given that fits.
+baseline. Every step trains on `--rows` sequences; the micro-batch is the fastest of up to three that fits, as far as
+`--choose-seconds` allow (a compiled model is compiled for each); the record says which were tried.
 """
 
 from __future__ import annotations
@@ -114,10 +115,14 @@ def seconds_of(work: Callable[[], None], repeats: int, device: str) -> list[floa
     return times
 
 
-def fastest(step: Step, ids: Tensor, candidates: Sequence[int], device: str) -> tuple[int, float]:
-    """(micro-batch, seconds a row) of forward and backward; candidates that do not fit are passed over."""
+def micro_seconds(step: Step, ids: Tensor, candidates: Sequence[int], device: str, limit: float) -> dict[int, float]:
+    """Seconds a row of forward and backward, of each micro-batch that fits; none is begun after `limit` seconds."""
     found: dict[int, float] = {}
+    started = time.perf_counter()
     for micro in candidates:
+        if found and time.perf_counter() - started > limit:
+            print(f"micro-batch {micro}: not tried, {limit:.0f} s are over", flush=True)
+            continue
         part = ids[:micro]
         try:
             seconds_of(lambda part=part: step.accumulate(part, 1.0), 2, device)
@@ -129,8 +134,7 @@ def fastest(step: Step, ids: Tensor, candidates: Sequence[int], device: str) -> 
             torch.cuda.empty_cache()
     if not found:
         raise SystemExit(f"none of the micro-batches {list(candidates)} fits")
-    best = min(found, key=lambda micro: found[micro])
-    return best, found[best]
+    return found
 
 
 def fitted(micro: int, rows: int, length: int) -> int:
@@ -145,9 +149,10 @@ def measured(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
     started = time.perf_counter()
     step = make_step(arguments.shape, arguments.variant, device, arguments.master)
     ids = torch.randint(3, shape.vocabulary, (arguments.rows, length), device=device)
-    known = MICRO_BATCHES[arguments.shape][: 3 if arguments.variant == "eager" else 1]
-    candidates = arguments.micro_batches or [fitted(micro, arguments.rows, length) for micro in known]
-    micro, row_seconds = fastest(step, ids, candidates, device)
+    known = [fitted(micro, arguments.rows, length) for micro in MICRO_BATCHES[arguments.shape]]
+    candidates = arguments.micro_batches or tuple(dict.fromkeys(known))
+    tried = micro_seconds(step, ids, candidates, device, arguments.choose_seconds)
+    micro, row_seconds = min(tried.items(), key=lambda item: item[1])
     prepared = time.perf_counter() - started
     repeats = max(2, min(8, int(arguments.seconds / (row_seconds * arguments.rows))))
     step(ids, micro)
@@ -163,6 +168,7 @@ def measured(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
         "rows": arguments.rows,
         "length": length,
         "micro_batch": micro,
+        "micro_batches_tried": {str(rows): round(seconds, 6) for rows, seconds in tried.items()},
         "step_seconds": [round(t, 4) for t in times],
         "prepare_seconds": round(prepared, 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if device == "cuda" else 0.0,
@@ -187,6 +193,7 @@ def main() -> None:
     parser.add_argument("--variant", choices=("eager", "layers", "model"), default="eager")
     parser.add_argument("--master", action="store_true", help="bf16 weights with float32 masters, no autocast")
     parser.add_argument("--micro-batches", type=numbers, default=(), help="rows at a time, to choose from")
+    parser.add_argument("--choose-seconds", type=float, default=60, help="begin with no further micro-batch after that")
     parser.add_argument("--rows", type=int, default=128, help="sequences an optimizer step")
     parser.add_argument("--length", type=int, default=1024, help="tokens a sequence")
     parser.add_argument("--seconds", type=float, default=6.0, help="time the measured steps about so long")

@@ -1,9 +1,15 @@
 """Whole GRPO iterations of TRL's GRPOTrainer with transformers generation: seconds each.
 
-    python -m benchmarks.gpu.baseline_trl_iteration SHAPE --model FOLDER --prompts PROMPTS.jsonl
+    python -m benchmarks.gpu.baseline_trl_iteration SHAPE --model FOLDER --prompts PROMPTS.jsonl [--variant bf16]
 
-32 prompts × 8 completions of 512 tokens unless told otherwise. vLLM, TRL's usual generator, is not used. Random
-weights hardly ever end a completion by themselves, and a batch is decoded to its longest, so lengths are fixed.
+As many prompts, completions and tokens as an iteration of ours has on that shape (benchmarks/gpu/settings.py) unless
+told otherwise. vLLM, TRL's usual generator, is not used. Random weights hardly ever end a completion by themselves,
+and a batch is decoded to its longest, so lengths are fixed.
+
+`float32`: weights as in our trainer, recast to bf16 by autocast at every token generated. `bf16`: weights, and with
+them the optimizer, in bf16, the only way for TRL 1.16 to generate from bf16 weights by `generate`: less precise than
+ours, and a faster baseline. `continuous`: transformers' continuous batching, for which TRL casts the weights to bf16
+for good.
 """
 
 from __future__ import annotations
@@ -18,8 +24,15 @@ import torch
 
 from benchmarks.gpu.prompts import read_prompts
 from benchmarks.gpu.results import add_results_option, record
+from benchmarks.gpu.settings import recipe_of_shape
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.trl_trainer import make_trainer, micro_batch
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bf16": {"dtype": "bfloat16"},
+    "continuous": {"use_transformers_continuous_batching": True},
+}
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -38,10 +51,14 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
             Path(output),
             use_liger_kernel=torch.cuda.is_available(),
             generation_kwargs={"min_new_tokens": arguments.new_tokens},
+            **VARIANTS[arguments.variant],
         )
         trainer.train()
     return {
         "shape": arguments.shape,
+        "variant": arguments.variant,
+        "groups": len(prompts),
+        "group_size": arguments.size,
         "samples": samples,
         "new_tokens": arguments.new_tokens,
         "micro_batch": micro,
@@ -56,13 +73,18 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--model", type=Path, required=True, help="the shape's folder")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL with a prompt a line")
-    parser.add_argument("--groups", type=int, default=32, help="prompts")
-    parser.add_argument("--size", type=int, default=8, help="completions a prompt")
-    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--variant", choices=VARIANTS, default="float32")
+    parser.add_argument("--groups", type=int, default=0, help="prompts")
+    parser.add_argument("--size", type=int, default=0, help="completions a prompt")
+    parser.add_argument("--new-tokens", type=int, default=0)
     parser.add_argument("--micro-batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=3, help="iterations; the first is left out")
     add_results_option(parser)
     arguments = parser.parse_args()
+    rollout = recipe_of_shape(arguments.shape).rollout
+    arguments.groups = arguments.groups or rollout.groups
+    arguments.size = arguments.size or rollout.group_size
+    arguments.new_tokens = arguments.new_tokens or rollout.max_new_tokens
     torch.set_float32_matmul_precision("high")
     record(arguments.results, "trl_iteration", **measured(arguments))
 

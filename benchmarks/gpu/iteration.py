@@ -3,44 +3,41 @@
     python -m benchmarks.gpu.iteration SHAPE [--parts run,sglang,step,trl] [key=value …]
 
 1. `run`: Prefect server, worker and `prefect deployment run rlhf/gpu-iteration` on random weights and prompts;
-2. `sglang`: raw SGLang under the run's flags on exactly the prompts of one of its iterations; after a `run`, its server
-   has been started beside that, and has been idle since;
-3. `step`: the plain compiled training step on sequences of the run's mean length;
-4. `trl`: whole iterations of TRL's GRPOTrainer on the same prompts.
+2. `sglang`: raw SGLang under the run's flags on exactly the prompts of one of its iterations, by a server that starts
+   when nothing of the run is left on the GPU;
+3. `step`: the plain compiled training step on sequences of the run's mean length, in each precision of `--step`;
+4. `trl`: whole iterations of TRL's GRPOTrainer on the same prompts, in each variant of `--trl`.
 
-Each part has a time limit and appends its result; `benchmarks.gpu.report` makes the table. `key=value` overrides
-fields of benchmarks/gpu/iteration.yaml.
+Each part has a time limit and appends its result; `benchmarks.gpu.report` makes the table. Parts may be measured by
+calls of their own, the run first (`--name` says whose prompts). `key=value` overrides fields of
+benchmarks/gpu/iteration.yaml; what a shape changes in it is in benchmarks/gpu/settings.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from areal_tasks.store.backend import open_store
-from benchmarks.gpu.baseline_sglang import RECIPE
 from benchmarks.gpu.product import committed, deploy_run, follow, show_failure, start_machine
 from benchmarks.gpu.prompts import make_prompts
-from benchmarks.gpu.results import add_results_option, end_group, load, measure, record
+from benchmarks.gpu.results import Record, add_results_option, device_name, load, measure, record, wait_for_free_gpu
 from benchmarks.gpu.run_times import Cadence, Row, iteration_rows, summary
+from benchmarks.gpu.server_log import cache_of
+from benchmarks.gpu.settings import concurrency_of, recipe_of_shape, samples_of, step_length, words_of
 from benchmarks.gpu.shapes import SHAPES, make_shape
 from flows.cli.machine import down
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe
 
 PARTS = ("run", "sglang", "step", "trl")
-#: Tokens of a pass: with the recipe's number the GPU would be done with a small model's pass before the host.
-PASS_TOKENS = {"135m": 65536, "0.5b": 32768}
-WARM = 2  # iterations of the run that are left out: compilation, first CUDA graphs
+WARM = 4  # iterations that are left out: compilation, first CUDA graphs, the first write, which page-locks memory
 
 
 def main() -> None:
@@ -51,16 +48,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/gpu-bench"), help="models, store; memory-backed")
     parser.add_argument("--name", default="", help="of the run; the same again goes on with it")
     parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=300, help="time limit of the run")
-    parser.add_argument("--part-seconds", type=float, default=150, help="time limit of every other part")
+    parser.add_argument("--step", default="layers,layers+master", help="variants of the plain step")
+    parser.add_argument("--trl", default="float32,bf16", help="variants of TRL's iteration")
+    parser.add_argument("--seconds", type=float, default=420, help="time limit of the run")
+    parser.add_argument("--part-seconds", type=float, default=150, help="time limit of every other measurement")
     add_results_option(parser)
     arguments = parser.parse_intermixed_args()
     arguments.name = arguments.name or f"gpu-{arguments.shape}-{datetime.now(UTC):%m%d-%H%M%S}".replace(".", "")
-    parts = arguments.parts.split(",")
-    with raw_server_beside(arguments) if {"run", "sglang"} <= set(parts) else contextlib.nullcontext():
-        for part in parts:
-            print(f"── {part}", flush=True)
-            RUN[part](arguments)
+    for part in arguments.parts.split(","):
+        print(f"── {part}", flush=True)
+        RUN[part](arguments)
 
 
 def paths(arguments: argparse.Namespace) -> tuple[Path, Path, str]:
@@ -76,16 +73,12 @@ def overrides(arguments: argparse.Namespace) -> dict[str, str]:
     """Of the benchmark's recipe."""
     model, prompts, store = paths(arguments)
     own = {"model.path": str(model), "data.source": str(prompts), "store.url": store}
-    if arguments.shape in PASS_TOKENS:
-        own["trainer.micro_batch_tokens"] = str(PASS_TOKENS[arguments.shape])
-    return own | dict(override.split("=", 1) for override in arguments.overrides)
+    return own | dict(override.split("=", 1) for override in words_of(arguments.shape, arguments.overrides))
 
 
 def recipe_of(arguments: argparse.Namespace) -> RlhfRecipe:
     """The recipe as it is run."""
-    found = load_recipe(RECIPE, [f"{key}={value}" for key, value in overrides(arguments).items()])
-    assert isinstance(found, RlhfRecipe)
-    return found
+    return recipe_of_shape(arguments.shape, [f"{key}={value}" for key, value in overrides(arguments).items()])
 
 
 def run_product(arguments: argparse.Namespace) -> None:
@@ -108,7 +101,6 @@ def run_product(arguments: argparse.Namespace) -> None:
     table = iteration_rows(store, name)
     write_csv(arguments.results.parent / f"{name}-iterations.csv", table)
     found = {key: _rounded(value) for key, value in summary(table, min(WARM, len(table) - 1), cadence()).items()}
-    settings = {"groups": recipe.rollout.groups, "group_size": recipe.rollout.group_size}
     record(
         arguments.results,
         "our_iteration",
@@ -117,12 +109,24 @@ def run_product(arguments: argparse.Namespace) -> None:
         flow_run=flow_run,
         state=ended,
         store=store.url,
-        new_tokens=recipe.rollout.max_new_tokens,
         prompt_tokens=arguments.prompt_tokens,
-        **settings,
+        **settings_of(recipe),
         **found,
+        **cache_of(*(home / "logs" / name).glob("inference-*.log")),
         seconds_in_all=round(time.monotonic() - started, 1),
     )
+
+
+def settings_of(recipe: RlhfRecipe) -> dict[str, Any]:
+    """What of the recipe decides which results may be compared with this one, and what was left out."""
+    return {
+        "groups": recipe.rollout.groups,
+        "group_size": recipe.rollout.group_size,
+        "new_tokens": recipe.rollout.max_new_tokens,
+        "minibatches": recipe.algorithm.minibatches,
+        "kl": recipe.algorithm.kl,
+        "artifact_every": recipe.schedule.artifact_every,
+    }
 
 
 def cadence() -> Cadence:
@@ -131,47 +135,23 @@ def cadence() -> Cadence:
     return Cadence(trainer.weights_every, trainer.recover_within_seconds)
 
 
-@contextlib.contextmanager
-def raw_server_beside(arguments: argparse.Namespace) -> Iterator[None]:
-    """Start the raw server already now: it is ready, and idle until told to go, while the run is measured."""
-    go = arguments.results.parent / f"{arguments.name}.go"
-    command = [sys.executable, "-m", "benchmarks.gpu.baseline_sglang", *sglang_words(arguments), "--go", str(go)]
-    arguments.beside = subprocess.Popen(command, start_new_session=True)
-    try:
-        yield
-    finally:
-        end_group(arguments.beside)
-        go.unlink(missing_ok=True)
-
-
 def run_sglang(arguments: argparse.Namespace) -> None:
     """Raw SGLang on the prompts of the last iteration that is committed."""
-    beside = getattr(arguments, "beside", None)
-    if beside is None:
-        measure("baseline_sglang", sglang_words(arguments), arguments.part_seconds)
-        return
-    (arguments.results.parent / f"{arguments.name}.go").touch()
-    try:
-        code = beside.wait(arguments.part_seconds)
-    except subprocess.TimeoutExpired:
-        code = 124
-        end_group(beside)
-    if code:
-        print(f"benchmarks.gpu.baseline_sglang ended with {code}", file=sys.stderr, flush=True)
+    wait_for_free_gpu()
+    measure("baseline_sglang", sglang_words(arguments), arguments.part_seconds)
 
 
 def sglang_words(arguments: argparse.Namespace) -> list[str]:
-    """The command line of the raw baseline for this run."""
+    """The command line of the raw baseline for this run: of that name, or the shape's last one."""
     model, _, store = paths(arguments)
     recipe = recipe_of(arguments)
-    samples = recipe.rollout.groups * recipe.rollout.group_size
-    under_way = recipe.inference.max_concurrent_requests * recipe.inference.groups_per_request
+    known = committed(open_store(store), arguments.name) > 0
     options = {
         "--model": model,
-        "--run": arguments.name,
+        "--run": arguments.name if known else last_run(arguments)["run"],
         "--store": store,
         "--new-tokens": recipe.rollout.max_new_tokens,
-        "--concurrency": min(samples, under_way * recipe.rollout.group_size),
+        "--concurrency": concurrency_of(recipe),
         "--results": arguments.results,
     }
     changes = [f"{key}={value}" for key, value in overrides(arguments).items()]
@@ -180,14 +160,15 @@ def sglang_words(arguments: argparse.Namespace) -> list[str]:
 
 def run_step(arguments: argparse.Namespace) -> None:
     """The plain compiled step on as many sequences as an iteration has, of their mean length."""
-    recipe, ours = recipe_of(arguments), last_run(arguments)
     options = {
-        "--variant": "layers",
-        "--rows": recipe.rollout.groups * recipe.rollout.group_size,
-        "--length": round(ours["mean_tokens"] / 8) * 8,
+        "--rows": samples_of(recipe_of(arguments)),
+        "--length": step_length(last_run(arguments)),
         "--results": arguments.results,
     }
-    measure("baseline_step", [arguments.shape, *_words(options)], arguments.part_seconds)
+    for variant in arguments.step.split(","):
+        name, _, master = variant.partition("+")
+        words = [arguments.shape, "--variant", name, *(["--master"] if master else []), *_words(options)]
+        measure("baseline_step", words, arguments.part_seconds)
 
 
 def run_trl(arguments: argparse.Namespace) -> None:
@@ -202,15 +183,18 @@ def run_trl(arguments: argparse.Namespace) -> None:
         "--new-tokens": recipe.rollout.max_new_tokens,
         "--results": arguments.results,
     }
-    measure("baseline_trl_iteration", [arguments.shape, *_words(options)], arguments.part_seconds)
+    for variant in arguments.trl.split(","):
+        words = [arguments.shape, "--variant", variant, *_words(options)]
+        measure("baseline_trl_iteration", words, arguments.part_seconds)
 
 
 RUN = {"run": run_product, "sglang": run_sglang, "step": run_step, "trl": run_trl}
 
 
-def last_run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The newest result of `run` for this shape."""
-    found = [r for r in load(arguments.results) if r["what"] == "our_iteration" and r["shape"] == arguments.shape]
+def last_run(arguments: argparse.Namespace) -> Record:
+    """The newest result of `run` for this shape on this machine."""
+    here = {"what": "our_iteration", "shape": arguments.shape, "device": device_name()}
+    found = [r for r in load(arguments.results) if here.items() <= r.items()]
     if not found:
         raise SystemExit(f"{arguments.results} holds no run of {arguments.shape}; include the part run")
     return found[-1]

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.report RESULTS.jsonl … [--out FOLDER]
 
-A ratio takes the newest result of ours and the best result of its baseline, both from these files. What was not
-measured is left out; a missed target says so.
+A ratio takes the newest result of ours and the best result of its baseline, both of one device and of one size of work
+(samples, lengths, tokens). What was not measured is left out; a missed target says so.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.gpu.results import Record, load
+from benchmarks.gpu.settings import step_length
 from benchmarks.gpu.shapes import SHAPES, mfu
 
 SIZES: Final = ("135m", "0.5b", "1.5b")
+USUAL: Final = (128, 1024)  # samples of an optimizer step, and their length, unless a command says otherwise
 TRL_VARIANTS: Final = ("plain", "liger", "compile")  # bf16 weights and optimizer are another precision
 BARE_LIMIT: Final = {"135m": 1.25, "1.5b": 1.10}
 #: Seconds until a server answers under new weights, by transport and by what the store lies on.
@@ -28,6 +30,8 @@ WEIGHTS_LIMIT: Final = {
     ("store", "memory"): 1.0,
     ("store", "S3"): 3.0,
 }
+#: Of a whole run: seconds until its servers held weights that were written to the store, and that were not.
+READY: Final = ("weights_ready_written_seconds", "weights_ready_seconds")
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Figure:
     """One line of the table; `reached` is None where the issue states no target."""
 
     what: str
+    device: str
     shape: str
     value: float
     target: str
@@ -56,111 +61,145 @@ def above(limit: float) -> Callable[[float], tuple[str, bool]]:
 
 
 def figure(
-    what: str, shape: str, value: float, target: Callable[[float], tuple[str, bool]], ours: str, baseline: str
+    what: str, ours: Record, value: float, target: Callable[[float], tuple[str, bool | None]], mine: str, baseline: str
 ) -> Figure:
+    """A line about a result of ours."""
     text, reached = target(value)
-    return Figure(what, shape, round(value, 4), text, reached, ours, baseline)
+    return Figure(what, ours["device"], ours["shape"], round(value, 4), text, reached, mine, baseline)
 
 
 class Results:
-    """Look-ups in the results of one machine."""
+    """Look-ups in the results of one device."""
 
     def __init__(self, rows: Sequence[Record]) -> None:
         self.rows = rows
 
-    def newest(self, what: str, shape: str, **wanted: object) -> Record | None:
-        """The last result of that kind."""
-        return next(iter(reversed(self._all(what, shape, **wanted))), None)
+    def all(self, what: str, **wanted: object) -> list[Record]:
+        """The results of that kind that say exactly this of themselves, in order."""
+        return [r for r in self.rows if r["what"] == what and wanted.items() <= r.items()]
 
-    def best(self, what: str, shape: str, variants: Iterable[str] = (), **wanted: object) -> Record | None:
+    def newest(self, what: str, **wanted: object) -> Record | None:
+        """The last result of that kind."""
+        return next(iter(reversed(self.all(what, **wanted))), None)
+
+    def best(self, what: str, variants: Iterable[str] = (), **wanted: object) -> Record | None:
         """The fastest, of these variants."""
-        found = [r for r in self._all(what, shape, **wanted) if not variants or r["variant"] in variants]
+        found = [r for r in self.all(what, **wanted) if not variants or r["variant"] in variants]
         return max(found, key=lambda r: float(r["tokens_per_second"]), default=None)
 
-    def _all(self, what: str, shape: str, **wanted: object) -> list[Record]:
-        return [
-            r
-            for r in self.rows
-            if r["what"] == what and r["shape"] == shape and all(r.get(k, False) == v for k, v in wanted.items())
-        ]
 
-
-def figures(results: Results) -> list[Figure]:
-    """All that these results allow."""
+def figures(rows: Sequence[Record]) -> list[Figure]:
+    """All that these results allow; what was measured on different devices is never compared."""
     found: list[Figure] = []
-    for shape in SIZES:
-        found += [*training(results, shape), *generation(results, shape), *iterations(results, shape)]
+    for device in dict.fromkeys(r["device"] for r in rows):
+        results = Results([r for r in rows if r["device"] == device])
+        for shape in SIZES:
+            found += training(results, shape)
+            found += weights(results, shape)
+            ours = results.newest("our_iteration", shape=shape)
+            if ours and "minibatches" in ours:  # older records do not say what they are comparable with
+                found += [*generation(results, ours), *iterations(results, ours), *shares(ours)]
     return found
 
 
 def training(results: Results, shape: str) -> Iterator[Figure]:
-    """Our trainer beside TRL's step and the plain step, and its share of the chip."""
-    for varied, lengths in ((False, ""), (True, ", lengths from an eighth up")):
-        ours = results.best("trainer_core", shape, varied=varied)
-        trl = results.best("trl_step", shape, TRL_VARIANTS, varied=varied)
-        if ours and trl:
-            ratio = ours["tokens_per_second"] / trl["tokens_per_second"]
-            yield figure(f"trainer ÷ TRL step{lengths}", shape, ratio, at_least(1.5), _rate(ours), _rate(trl))
-    ours = results.best("trainer_core", shape, varied=False)
-    if ours is None:
-        return
-    rate = float(ours["tokens_per_second"])
-    if plain := results.best("plain_step", shape, length=ours.get("length", 1024)):
-        ratio = rate / plain["tokens_per_second"]
-        yield figure("trainer ÷ plain compiled step", shape, ratio, above(1), _rate(ours), _rate(plain))
-    share = mfu(SHAPES[shape], rate, int(ours.get("length", 1024)))
-    target = at_least(0.5) if shape == "1.5b" else _no_target
-    yield figure("trainer MFU", shape, share, target, _rate(ours), "989 TFLOP/s")
+    """Our trainer beside TRL's step and the plain step, and its share of the chip: of each batch that was measured."""
+    measured = [r for r in results.all("trainer_core", shape=shape) if {"rows", "length"} <= r.keys()]
+    for varied, rows, length in dict.fromkeys((r["varied"], r["rows"], r["length"]) for r in measured):
+        batch = {"shape": shape, "rows": rows, "length": length}
+        ours = results.newest("trainer_core", varied=varied, **batch)
+        assert ours is not None
+        rate, of = float(ours["tokens_per_second"]), _batch(varied, rows, length)
+        if trl := results.best("trl_step", TRL_VARIANTS, varied=varied, **batch):
+            ratio = rate / trl["tokens_per_second"]
+            yield figure(f"trainer ÷ TRL step{of}", ours, ratio, at_least(1.5), _rate(ours), _rate(trl))
+        if varied:
+            continue
+        if plain := results.best("plain_step", **batch):
+            ratio = rate / plain["tokens_per_second"]
+            yield figure(f"trainer ÷ plain compiled step{of}", ours, ratio, above(1), _rate(ours), _rate(plain))
+        target = at_least(0.5) if shape == "1.5b" else _no_target
+        share = mfu(SHAPES[shape], rate, int(length))
+        yield figure(f"trainer MFU{of}", ours, share, target, _rate(ours), "989 TFLOP/s")
 
 
-def generation(results: Results, shape: str) -> Iterator[Figure]:
-    """The rollout stage beside raw SGLang, and how long weights take to arrive."""
-    ours = results.newest("our_iteration", shape)
-    raw = ours and results.best("raw_sglang", shape, new_tokens=ours["new_tokens"], requests=_samples(ours))
-    if ours and raw:
+def _batch(varied: bool, rows: int, length: int) -> str:
+    """What is not usual of a batch."""
+    size = "" if (rows, length) == USUAL else f", {rows} × {length}"
+    return size + (", lengths from an eighth up" if varied else "")
+
+
+def generation(results: Results, ours: Record) -> Iterator[Figure]:
+    """The rollout stage beside raw SGLang."""
+    if raw := raw_server(results, ours):
         ratio = ours["rollout_tokens_per_second"] / raw["tokens_per_second"]
-        mine = f"{ours['rollout_tokens_per_second']:,.0f} tokens/s, stage"
-        yield figure("rollout stage ÷ raw SGLang", shape, ratio, at_least(0.97), mine, _rate(raw))
+        mine = f"{ours['rollout_tokens_per_second']:,.0f} tokens/s, stage{_cache(ours)}"
+        theirs = f"{_rate(raw)}{_cache(raw)}"
+        yield figure("rollout stage ÷ raw SGLang", ours, ratio, at_least(0.97), mine, theirs)
+
+
+def weights(results: Results, shape: str) -> Iterator[Figure]:
+    """How long new weights take to arrive: without Prefect up to an answer, and in whole runs until they are held."""
     for (transport, through), limit in WEIGHTS_LIMIT.items():
-        if row := results.newest("weights", shape, transport=transport, through=through):
-            what = f"new weights answer, {transport}{f' through {through}' if transport == 'store' else ''}, s"
-            target = at_most(limit) if shape == "1.5b" else _no_target
-            yield figure(what, shape, row["answered_seconds"], target, f"median of {len(row['answered'])}", "")
+        target = at_most(limit) if shape == "1.5b" else _no_target
+        way = f"{transport}{f' through {through}' if transport == 'store' else ''}"
+        row = results.newest("weights", shape=shape, transport=transport, through=through, since="last optimizer step")
+        if row:
+            mine = f"median of {len(row['answered'])}, without Prefect"
+            yield figure(f"new weights answer, {way}, s", row, row["answered_seconds"], target, mine, "")
+        ours = results.newest("our_iteration", shape=shape, transport=transport)
+        seconds = ours and through == _medium(ours) and ours.get(READY[transport != "store"])
+        if ours and seconds:
+            mine = "mean of a run's iterations, with Prefect, at most"
+            yield figure(f"new weights held, {way}, s", ours, seconds, target, mine, "")
 
 
-def iterations(results: Results, shape: str) -> Iterator[Figure]:
-    """Whole iterations beside their bare parts and beside TRL's, and what the pipeline costs."""
-    ours = results.newest("our_iteration", shape)
-    if ours is None:
-        return
-    seconds = f"{ours['iteration_seconds']:.2f} s"
+def iterations(results: Results, ours: Record) -> Iterator[Figure]:
+    """Whole iterations beside their bare parts and beside TRL's."""
+    shape, seconds = ours["shape"], _iteration(ours)
     bare = bare_seconds(results, ours)
     if bare is not None:
         target = at_most(BARE_LIMIT[shape]) if shape in BARE_LIMIT else _no_target
-        ratio = ours["iteration_seconds"] / sum(bare)
-        parts = f"{bare[0]:.2f} s SGLang + {bare[1]:.2f} s plain step"
-        yield figure("iteration ÷ bare parts", shape, ratio, target, seconds, parts)
-    trl = results.newest("trl_iteration", shape, samples=_samples(ours), new_tokens=ours["new_tokens"])
-    if trl:
+        ratio = ours["iteration_seconds"] / (bare[0] + bare[1])
+        parts = f"{bare[0]:.2f} s SGLang + {bare[1]:.2f} s plain step ({bare[2]})"
+        yield figure("iteration ÷ bare parts", ours, ratio, target, seconds, parts)
+    size = {name: ours[name] for name in ("shape", "groups", "group_size", "new_tokens")}
+    if trl := min(results.all("trl_iteration", **size), key=lambda r: float(r["iteration_seconds"]), default=None):
         ratio = ours["iteration_seconds"] / trl["iteration_seconds"]
-        theirs = f"{trl['iteration_seconds']:.1f} s, generating through transformers (no vLLM)"
-        yield figure("iteration ÷ TRL iteration", shape, ratio, at_most(0.3), seconds, theirs)
-    targets = (at_most(0.05), at_most(0.02)) if shape == "1.5b" else (_no_target, _no_target)
-    share, alone = ours["overhead_share"], ours["tables_and_orchestration_share"]
-    yield figure("all but generation and training ÷ iteration", shape, share, targets[0], seconds, "")
-    yield figure("tables and orchestration alone ÷ iteration", shape, alone, targets[1], seconds, "")
+        theirs = f"{trl['iteration_seconds']:.1f} s, {trl['variant']}, generating through transformers (no vLLM)"
+        yield figure("iteration ÷ TRL iteration", ours, ratio, at_most(0.3), seconds, theirs)
 
 
-def bare_seconds(results: Results, ours: Record) -> tuple[float, float] | None:
-    """Raw SGLang's time for the iteration's tokens, and the plain compiled step's; None where one was not measured."""
-    raw = results.best("raw_sglang", ours["shape"], new_tokens=ours["new_tokens"], requests=_samples(ours))
-    length = round(ours["mean_tokens"] / 8) * 8
-    plain = results.best("plain_step", ours["shape"], length=length) or results.best("plain_step", ours["shape"])
+def shares(ours: Record) -> Iterator[Figure]:
+    """What the pipeline costs; without a target where it lacks a cost that no iteration of the run had."""
+    at_15b, seconds = ours["shape"] == "1.5b", _iteration(ours)
+    missing = " and ".join(ours.get("not_seen", ()))
+    what = "all but generation and training ÷ iteration" + (f", **without {missing}**" if missing else "")
+    target = at_most(0.05) if at_15b and not missing else _no_target
+    yield figure(what, ours, ours["overhead_share"], target, seconds, "")
+    target = at_most(0.02) if at_15b else _no_target
+    alone = ours["tables_and_orchestration_share"]
+    yield figure("tables and orchestration alone ÷ iteration", ours, alone, target, seconds, "")
+
+
+def raw_server(results: Results, ours: Record) -> Record | None:
+    """The best raw SGLang for as many requests of as many tokens."""
+    return results.best("raw_sglang", shape=ours["shape"], new_tokens=ours["new_tokens"], requests=_samples(ours))
+
+
+def bare_seconds(results: Results, ours: Record) -> tuple[float, float, str] | None:
+    """Raw SGLang's time for the iteration's tokens, the plain compiled step's and its variant.
+
+    None where one was not measured on as many requests and sequences, of the same length.
+    """
+    raw = raw_server(results, ours)
+    plain = results.best("plain_step", shape=ours["shape"], rows=_samples(ours), length=step_length(ours))
     if raw is None or plain is None:
         return None
     return (
         ours["generated_tokens"] / raw["tokens_per_second"],
         ours["mean_tokens"] * _samples(ours) / plain["tokens_per_second"],
+        plain["variant"],
     )
 
 
@@ -172,15 +211,44 @@ def _samples(ours: Record) -> int:
     return int(ours["groups"]) * int(ours["group_size"])
 
 
+def _iteration(ours: Record) -> str:
+    """Seconds of an iteration, and of what kind it was."""
+    many, kl = ours["minibatches"], "no KL" if ours["kl"] == "none" else f"KL in the {ours['kl']}"
+    batches = f"{many} minibatch{'es' if many > 1 else ''}"
+    return f"{ours['iteration_seconds']:.2f} s; {batches}, {kl}, store on {_medium(ours)}"
+
+
+def _medium(ours: Record) -> str:
+    """What the store lay on."""
+    url = ours["store"]
+    return "S3" if url.startswith("s3://") else "memory" if url.startswith("file:///dev/shm") else "disk"
+
+
+def _cache(row: Record) -> str:
+    """The size of a server's cache, and whether it was ever full."""
+    if not row.get("cache_tokens"):
+        return ""
+    full = f", full {row['retractions']} times" if row["retractions"] else ""
+    return f", cache of {row['cache_tokens']:,} tokens{full}"
+
+
 def _rate(row: Record) -> str:
     how = row.get("variant") or row.get("backend") or ""
     return f"{row['tokens_per_second']:,.0f} tokens/s{', ' if how else ''}{how}"
 
 
 def markdown(found: Sequence[Figure], rows: Sequence[Record]) -> str:
-    """The table, under the machine's name."""
+    """A table for each device, under its name."""
+    devices = dict.fromkeys(r["device"] for r in rows)
+    return "\n".join(
+        _table([f for f in found if f.device == device], [r for r in rows if r["device"] == device])
+        for device in devices
+    )
+
+
+def _table(found: Sequence[Figure], rows: Sequence[Record]) -> str:
     head = [
-        f"{', '.join(sorted({r['device'] for r in rows}))} · {_span([r['date'] for r in rows])} · {_versions(rows)}",
+        f"{rows[0]['device']} · {_span([r['date'] for r in rows])} · {_versions(rows)}",
         "",
         "| what | shape | value | target | | ours | baseline |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -209,7 +277,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for figures.md and figures.json")
     arguments = parser.parse_args()
     rows = load(*arguments.results)
-    found = figures(Results(rows))
+    found = figures(rows)
     text = markdown(found, rows)
     print(text)
     if arguments.out:

@@ -12,6 +12,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -68,12 +69,28 @@ def machine() -> dict[str, Any]:
 
 def device_name() -> str:
     """As the driver calls the first GPU; the processor's architecture where there is none."""
+    return of_first_gpu("name") or f"CPU {platform.machine()}, {os.cpu_count()} cores"
+
+
+def of_first_gpu(what: str) -> str:
+    """What the driver says of the first GPU that is visible; empty where there is none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    query += ["-i", visible] if visible else []
     try:
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
+        return subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
     except FileNotFoundError:
-        found = ""
-    return found or f"CPU {platform.machine()}, {os.cpu_count()} cores"
+        return ""
+
+
+def wait_for_free_gpu(most_mib: int = 2048, seconds: float = 60.0) -> None:
+    """Until what ended has given its memory back: a server that starts meanwhile would measure wrongly what is free."""
+    deadline = time.monotonic() + seconds
+    while (used := of_first_gpu("memory.used")).isdigit() and int(used) > most_mib:
+        if time.monotonic() > deadline:
+            print(f"{used} MiB of the GPU are in use by something else; it goes on beside that", file=sys.stderr)
+            return
+        time.sleep(0.5)
 
 
 def _version(package: str) -> str:

@@ -13,9 +13,10 @@ from benchmarks.gpu.product import rows
 Row = dict[str, Any]
 
 QUERIES: Final = {
-    "commits": "SELECT iteration, epoch(started) AS started, epoch(committed) AS committed, checkpoint_version "
+    "commits": "SELECT iteration, epoch(started) AS started, epoch(committed) AS committed, checkpoint_version, owner "
     "FROM commits",
-    "stages": "SELECT iteration, stage, seconds, bytes, epoch(committed) AS committed, reused FROM stages",
+    "stages": "SELECT iteration, stage, seconds, bytes, epoch(started) AS started, epoch(committed) AS committed "
+    "FROM stages",
     "rollout": "SELECT iteration, count(*) AS samples, sum(num_generated) AS generated, sum(num_tokens) AS tokens, "
     "max(seconds) AS generation, avg(num_tokens) AS mean_tokens, "
     "count(*) FILTER (stop_reason = 'length') AS full_length FROM rollout GROUP BY 1",
@@ -33,21 +34,30 @@ def iteration_rows(store: Store, run: str) -> list[Row]:
 
 
 def join(tables: dict[str, list[Row]]) -> list[Row]:
-    """One row per iteration: `wall` is the time between two commits (the first: since its own start)."""
+    """One row per iteration.
+
+    `wall` is the time between two commits (the first of an owner: since its own start); `age` counts the iterations
+    since the services started; `resumed` are the first ones of later owners, which pick up what others began.
+    """
     by = {name: {row["iteration"]: row for row in tables[name]} for name in ("rollout", "train", "publish")}
-    found, before = [], None
+    found: list[Row] = []
+    before: Row = {}
     for commit in sorted(tables["commits"], key=lambda row: row["iteration"]):
-        k = commit["iteration"]
-        stages = [s for s in tables["stages"] if s["iteration"] == k]
-        row: Row = {"iteration": k, "wall": commit["committed"] - (before or commit["started"])}
-        row |= {f"stage_{s['stage']}": s["seconds"] for s in stages}
-        row["table_bytes"] = sum(s["bytes"] for s in stages)
-        row["closing"] = commit["committed"] - max((s["committed"] for s in stages), default=commit["committed"])
+        k, fresh = commit["iteration"], commit["owner"] != before.get("owner")
+        stages = {s["stage"]: s for s in tables["stages"] if s["iteration"] == k}
+        row: Row = {"iteration": k}
+        row["wall"] = commit["committed"] - (commit["started"] if fresh else before["committed"])
+        row |= {"age": 0 if fresh else found[-1]["age"] + 1, "resumed": fresh and bool(before)}
+        row |= {f"stage_{name}": s["seconds"] for name, s in stages.items()}
+        row["table_bytes"] = sum(s["bytes"] for s in stages.values())
+        last = max((s["committed"] for s in stages.values()), default=commit["committed"])
+        row["closing"] = commit["committed"] - last
         row["checkpoint"] = commit["checkpoint_version"] == k + 1
+        row["after_checkpoint"] = not fresh and found[-1]["checkpoint"]
         for table in by.values():
             row |= table.get(k, {})
-        found.append(row | split(row))
-        before = commit["committed"]
+        found.append(row | split(row) | ready(row, stages))
+        before = commit
     return found
 
 
@@ -63,6 +73,17 @@ def split(row: Row) -> Row:
     return {"overhead": overhead, "tables_and_orchestration": overhead - weights}
 
 
+def ready(row: Row, stages: dict[str, Row]) -> Row:
+    """`weights_ready`: seconds from the last optimizer step to the commit of `publish`; all servers hold them by then.
+
+    An upper bound: no clock tells when the last step ended, so the steps are taken to begin with their stage, though
+    it reads its tables first. Tables, commits and Prefect's tasks in between are in it.
+    """
+    if "train" not in stages or "publish" not in stages:
+        return {}
+    return {"weights_ready": stages["publish"]["committed"] - stages["train"]["started"] - (row.get("steps") or 0.0)}
+
+
 @dataclass(frozen=True)
 class Cadence:
     """How often a recipe has weights and checkpoints written."""
@@ -71,40 +92,65 @@ class Cadence:
     recover_within_seconds: float
 
 
-def overhead_at(cadence: Cadence, steady: Sequence[Row]) -> Row:
-    """What an iteration costs beside generation and training if weights and checkpoints are written at that cadence.
+def at_cadence(cadence: Cadence, steady: Sequence[Row]) -> Row:
+    """What an iteration takes if weights and checkpoints are written at that cadence.
 
     A short run writes them more often than its recipe's model would: what a write and a checkpoint cost is the
-    difference of the iterations with and without one. Where every iteration writes weights, all of it counts.
+    difference of the iterations with and without one, and so is what a checkpoint costs the rollout after it. A cost
+    is None where it cannot be told: `not_seen` names what no iteration had, which is missing from the seconds; what
+    every iteration had stays in them as often as it was.
     """
-    write = _difference(steady, "stage_publish", "materialised")
-    checkpoint = _difference(steady, "closing", "checkpoint")
-    often = write * _share(steady, "materialised") + checkpoint * _share(steady, "checkpoint")
-    rare = write / cadence.weights_every + checkpoint * _mean(steady, "steps") / cadence.recover_within_seconds
-    overhead = _mean(steady, "overhead") - often + rare
-    return {"write_cost_seconds": write, "checkpoint_cost_seconds": checkpoint, "overhead_seconds": overhead}
+    checkpoints = _mean(steady, "steps") / cadence.recover_within_seconds
+    write = _moved(steady, "stage_publish", "materialised", 1 / cadence.weights_every)
+    checkpoint = _moved(steady, "closing", "checkpoint", checkpoints)
+    after = {name: _moved(steady, name, "after_checkpoint", checkpoints) for name in ("generation", "stage_rollout")}
+    return {
+        "write_cost_seconds": difference(steady, "stage_publish", "materialised"),
+        "checkpoint_cost_seconds": difference(steady, "closing", "checkpoint"),
+        "rollout_after_checkpoint_cost_seconds": difference(steady, "stage_rollout", "after_checkpoint"),
+        "not_seen": [
+            name
+            for name, flag in (("a write of weights", "materialised"), ("a checkpoint", "checkpoint"))
+            if not _share(steady, flag)
+        ],
+        "overhead_seconds": _mean(steady, "overhead") + write + checkpoint,
+        "generation_seconds": _mean(steady, "generation") + after["generation"],
+        "rollout_stage_seconds": _mean(steady, "stage_rollout") + after["stage_rollout"],
+    }
 
 
-def _difference(table: Sequence[Row], seconds: str, flag: str) -> float:
-    """Mean seconds of the rows with the flag, less those of the rows without; 0 unless there are both."""
+def difference(table: Sequence[Row], seconds: str, flag: str) -> float | None:
+    """Mean seconds of the rows with the flag less those of the rows without, at least 0; None unless both exist."""
     have, lack = ([row for row in table if bool(row.get(flag)) is there] for there in (True, False))
-    return _mean(have, seconds) - _mean(lack, seconds) if have and lack else 0.0
+    return max(0.0, _mean(have, seconds) - _mean(lack, seconds)) if have and lack else None
+
+
+def _moved(table: Sequence[Row], seconds: str, flag: str, rate: float) -> float:
+    """What the mean changes by if what the flag tells of came `rate` times an iteration."""
+    return (difference(table, seconds, flag) or 0.0) * (rate - _share(table, flag))
 
 
 def _share(table: Sequence[Row], flag: str) -> float:
     return sum(bool(row.get(flag)) for row in table) / len(table)
 
 
+def steady_rows(table: Sequence[Row], warm: int) -> list[Row]:
+    """The iterations after the first `warm` of each start, where services and compilers still warm up."""
+    found = [row for row in table if row["age"] >= warm and not row["resumed"]]
+    if not found:
+        raise SystemExit(f"the run has {len(table)} iterations; more than {warm} after a start are needed")
+    return found
+
+
 def summary(table: Sequence[Row], warm: int, cadence: Cadence) -> Row:
-    """Means over the iterations after the first `warm`, where services and compilers still warm up.
+    """Means over the steady iterations.
 
     `iteration_seconds` is generation, training and the overhead at the cadence; `wall_seconds` what the clock said.
     """
-    steady = [row for row in table if row["iteration"] >= warm]
-    if not steady:
-        raise SystemExit(f"the run has {len(table)} iterations; more than {warm} are needed")
-    generation, rare = _mean(steady, "generation"), overhead_at(cadence, steady)
-    iteration = generation + _mean(steady, "steps") + rare["overhead_seconds"]
+    steady = steady_rows(table, warm)
+    rare = at_cadence(cadence, steady)
+    iteration = rare["generation_seconds"] + _mean(steady, "steps") + rare["overhead_seconds"]
+    written, kept = ([row for row in steady if bool(row.get("materialised")) is there] for there in (True, False))
     return {
         "iterations": len(steady),
         "iteration_seconds": iteration,
@@ -114,16 +160,16 @@ def summary(table: Sequence[Row], warm: int, cadence: Cadence) -> Row:
         "trained_tokens": _mean(steady, "trained"),
         "mean_tokens": _mean(steady, "mean_tokens"),
         "full_length_share": _mean(steady, "full_length") / _mean(steady, "samples"),
-        "generation_seconds": generation,
-        "rollout_stage_seconds": _mean(steady, "stage_rollout"),
-        "rollout_tokens_per_second": _mean(steady, "generated") / _mean(steady, "stage_rollout"),
-        "generation_tokens_per_second": _mean(steady, "generated") / generation,
+        "rollout_tokens_per_second": _mean(steady, "generated") / rare["rollout_stage_seconds"],
+        "generation_tokens_per_second": _mean(steady, "generated") / rare["generation_seconds"],
         "train_step_seconds": _mean(steady, "steps"),
         "train_stage_seconds": _mean(steady, "stage_train"),
         "train_tokens_per_second": _mean(steady, "trained") / _mean(steady, "steps"),
         "publish_stage_seconds": _mean(steady, "stage_publish"),
         "weights_load_seconds": _mean(steady, "load_seconds"),
         "weights_write_seconds": _mean(steady, "write_seconds"),
+        "weights_ready_seconds": _mean(kept, "weights_ready") if kept else None,
+        "weights_ready_written_seconds": _mean(written, "weights_ready") if written else None,
         **rare,
         **asdict(cadence),
         "overhead_share": rare["overhead_seconds"] / iteration,

@@ -1,11 +1,15 @@
-"""New weights on the servers, by each way: seconds from the end of a training step to an answer under its version.
+"""New weights on the servers, by each way: seconds from the last optimizer step to an answer under its version.
 
     python -m benchmarks.gpu.weights 1.5b [--transports tensor,store] [--store file:///dev/shm/… | s3://bucket/…]
 
 The services and stages of a run (benchmarks/gpu/iteration.yaml, with very small rollouts), driven in one process
-without Prefect. One start of the services measures all transports that one store and placement allow; S3 is a second
-call. The first iteration of each transport is left out: it opens connections and page-locks memory. Only with `store`
-the store gets the weights here; with the others, recipes have them written now and then.
+**without Prefect**; `benchmarks.gpu.iteration` measures the same in a whole run with it, up to the servers' holding the
+weights. The clock starts where `train` began plus its `step_seconds`: since nothing says when the last step ended, the
+reading of the stage's (small) tables counts, as do writing and committing its own afterwards.
+
+One start of the services measures all transports that one store and placement allow; S3 is a second call. The first
+iteration of each transport is left out: it opens connections and page-locks memory. Only with `store` the store gets
+the weights here; with the others, recipes have them written now and then.
 """
 
 from __future__ import annotations
@@ -61,13 +65,13 @@ class Stopwatch:
         [job] = jobs
         used = self.transports[job.context.iteration // self.repeats]
         self.engines.transport = cast(Transport, used)
-        started = time.perf_counter()
+        stepped, began = last_step(job), time.time()
         built = run_directly([writing(job, 1 if used == "store" else NEVER)])
-        published = time.perf_counter() - started
+        published = time.time()
         self._ask(job.context.iteration + 1)
-        answered = time.perf_counter() - started
+        times = {"tables": began - stepped, "published": published - began, "answered": time.time() - stepped}
         [row] = read_table(job.context.store, built[0].manifest.tables["publish"]).to_pylist()
-        self.rows.append(row | {"used": used, "published": published, "answered": answered})
+        self.rows.append(row | {"used": used} | times)
         return built
 
     def _ask(self, version: int) -> None:
@@ -81,10 +85,17 @@ class Stopwatch:
         row = self.rows[closed.iteration]
         loads = ", ".join(f"{seconds:.3f}" for seconds in row["load_seconds"])
         print(
-            f"{row['used']:7} answered {row['answered']:.3f} s, published {row['published']:.3f}, written "
-            f"{row['write_seconds']:.3f}, loaded {loads}",
+            f"{row['used']:7} answered {row['answered']:.3f} s after the step; tables {row['tables']:.3f}, published "
+            f"{row['published']:.3f}, written {row['write_seconds']:.3f}, loaded {loads}",
             flush=True,
         )
+
+
+def last_step(job: Job) -> float:
+    """When the optimizer steps that made a publication's weights had ended, at the earliest: seconds since 1970."""
+    train = job.inputs["train"].manifest
+    steps = read_table(job.context.store, train.tables["train_steps"], ("step_seconds",))["step_seconds"].to_pylist()
+    return datetime.fromisoformat(train.provenance.started).timestamp() + sum(steps)
 
 
 def writing(job: Job, every: int) -> Job:
@@ -132,8 +143,11 @@ def main() -> None:
             shape=arguments.shape,
             transport=transport,
             through="S3" if arguments.store.startswith("s3://") else "memory",
+            since="last optimizer step",
+            prefect=False,
             answered_seconds=round(statistics.median(row["answered"] for row in steady), 4),
             answered=[round(row["answered"], 4) for row in steady],
+            tables=[round(row["tables"], 4) for row in steady],
             published=[round(row["published"], 4) for row in steady],
             written=[round(row["write_seconds"], 4) for row in steady],
             loaded=[round(max(row["load_seconds"]), 4) for row in steady],

@@ -11,12 +11,14 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.gpu.baseline_step import fitted, full_logits_loss, make_step, targets
+from benchmarks.gpu.baseline_step import fitted, full_logits_loss, make_step, micro_seconds, targets
 from benchmarks.gpu.mcnemar import compare, exact_p
 from benchmarks.gpu.packed_model import VARLEN, packed_inputs, random_policy
-from benchmarks.gpu.report import Results, bare_seconds, figures, markdown
+from benchmarks.gpu.report import Figure, Results, bare_seconds, figures, markdown
 from benchmarks.gpu.results import load, record, run_limited
-from benchmarks.gpu.run_times import Cadence, join, overhead_at, split, summary
+from benchmarks.gpu.run_times import Cadence, at_cadence, join, split, steady_rows, summary
+from benchmarks.gpu.server_log import cache_of
+from benchmarks.gpu.settings import OF_SHAPE, concurrency_of, recipe_of_shape, samples_of
 from benchmarks.gpu.shapes import SHAPES, learn_tokenizer, make_shape, mfu
 from schemas.recipe.load import list_recipes, load_recipe
 
@@ -88,6 +90,13 @@ def test_micro_batches_divide_the_rows_and_hold_as_many_tokens() -> None:
     assert fitted(64, 6, 1024) == 6
 
 
+def test_a_further_micro_batch_is_not_begun_when_the_time_is_over() -> None:
+    step, ids = make_step("tiny", "eager", "cpu", False), torch.randint(3, 500, (4, 16))
+    assert set(micro_seconds(step, ids, (4, 2), "cpu", 60.0)) == {4, 2}
+    assert set(micro_seconds(step, ids, (4, 2), "cpu", 0.0)) == {4}
+    assert all(p.grad is None for p in step.weights)
+
+
 def test_a_cut_off_line_costs_only_itself(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     record(file, "step", shape="tiny", tokens_per_second=1.0)
@@ -115,10 +124,11 @@ def tables(iterations: int = 4) -> dict[str, list[dict[str, Any]]]:
         closing = 1.0 if kept else 0.1
         found["commits"].append(
             {"iteration": k, "started": end - 10, "committed": end, "checkpoint_version": k + 1 if kept else None}
+            | {"owner": 1}
         )
         for name, seconds in (("rollout", 6.2), ("train", 3.1), ("publish", 0.4)):
             stage = {"iteration": k, "stage": name, "seconds": seconds, "bytes": 10, "committed": end - closing}
-            found["stages"].append(stage)
+            found["stages"].append(stage | {"started": end - closing - seconds - (0.5 if name == "train" else 0)})
         found["rollout"].append(
             {"iteration": k, "samples": 4, "generated": 400, "tokens": 480, "generation": 6.0, "mean_tokens": 120.0}
             | {"full_length": 4}
@@ -133,6 +143,7 @@ def test_an_iteration_is_split_without_counting_anything_twice() -> None:
     assert [row["wall"] for row in rows] == [10.0] * 4
     assert rows[1]["overhead"] == pytest.approx(1.0)
     assert rows[1]["tables_and_orchestration"] == pytest.approx(0.6)
+    assert rows[1]["weights_ready"] == pytest.approx(3.1 + 0.5 - 3.0)
     assert rows[3]["checkpoint"] and rows[3]["tables_and_orchestration"] == pytest.approx(1.0 - 0.4 - 1.0)
 
 
@@ -149,6 +160,7 @@ def test_a_summary_leaves_the_first_iterations_out() -> None:
     assert found["rollout_tokens_per_second"] == pytest.approx(400 / 6.2)
     assert found["overhead_share"] == pytest.approx(0.1)  # a checkpoint in three iterations, as it was
     assert found["full_length_share"] == 1.0 and found["checkpoints"] == 1
+    assert found["weights_ready_seconds"] == pytest.approx(0.6) and found["weights_ready_written_seconds"] is None
 
 
 def test_weights_and_checkpoints_count_as_often_as_the_recipe_writes_them() -> None:
@@ -157,17 +169,57 @@ def test_weights_and_checkpoints_count_as_often_as_the_recipe_writes_them() -> N
     for row in rows:
         row["materialised"] = row["iteration"] % 2 == 0
         row["stage_publish"] += 0.6 * row["materialised"]
-    found = overhead_at(Cadence(10, 300.0), rows)
+    found = at_cadence(Cadence(10, 300.0), rows)
     assert found["write_cost_seconds"] == pytest.approx(0.6)
     assert found["checkpoint_cost_seconds"] == pytest.approx(0.9)
     rest = 1.0 - 0.6 / 2 - 0.9 / 4
     assert found["overhead_seconds"] == pytest.approx(rest + 0.6 / 10 + 0.9 * 3 / 300)
     always = [row | {"materialised": True, "checkpoint": False} for row in rows]
-    assert overhead_at(Cadence(10, 300.0), always)["overhead_seconds"] == pytest.approx(1.0)
+    found = at_cadence(Cadence(10, 300.0), always)
+    assert found["overhead_seconds"] == pytest.approx(1.0) and found["write_cost_seconds"] is None
+    assert found["not_seen"] == ["a checkpoint"] and found["checkpoint_cost_seconds"] is None
+
+
+def test_a_cost_is_never_below_zero() -> None:
+    rows = join(tables(6))[2:]
+    rows[-1]["closing"] = 0.0
+    found = at_cadence(Cadence(10, 300.0), rows)
+    assert found["checkpoint_cost_seconds"] == 0.0 and found["overhead_seconds"] == pytest.approx(1.0)
+    assert found["not_seen"] == ["a write of weights"]
+
+
+def test_a_slow_rollout_after_a_checkpoint_counts_as_often_as_there_are_checkpoints() -> None:
+    """6.2 s of rollout each, but 8.2 s after the one checkpoint: a checkpoint in 100 iterations makes that 0.02 s."""
+    given = tables(6)
+    given["commits"][3]["checkpoint_version"] = 4
+    rows = join(given)
+    assert [row["after_checkpoint"] for row in rows] == [False] * 4 + [True, False]
+    rows[4]["stage_rollout"] += 2.0
+    rows[4]["generation"] += 2.0
+    found = at_cadence(Cadence(10, 300.0), rows)
+    assert found["rollout_after_checkpoint_cost_seconds"] == pytest.approx(2.0)
+    assert found["rollout_stage_seconds"] == pytest.approx(6.2 + 2.0 * 3 / 300)
+    assert found["generation_seconds"] == pytest.approx(6.0 + 2.0 * 3 / 300)
+
+
+def test_what_a_restart_took_is_no_iterations_time() -> None:
+    """A new owner goes on 600 s later: its first iterations warm up again, and the first holds another's stages."""
+    given = tables(6)
+    for table, times in (("commits", ("started", "committed")), ("stages", ("started", "committed"))):
+        for row in given[table]:
+            for name in times if row["iteration"] >= 3 else ():
+                row[name] += 600.0
+    for row in given["commits"][3:]:
+        row["owner"] = 2
+    rows = join(given)
+    assert [row["wall"] for row in rows] == pytest.approx([10.0] * 6)
+    assert [row["age"] for row in rows] == [0, 1, 2, 0, 1, 2]
+    assert [row["iteration"] for row in steady_rows(rows, 1)] == [1, 2, 4, 5]
+    assert [row["iteration"] for row in steady_rows(rows, 0)] == [0, 1, 2, 4, 5]
 
 
 def test_too_short_a_run_is_said_to_be_so() -> None:
-    with pytest.raises(SystemExit, match="more than 4 are needed"):
+    with pytest.raises(SystemExit, match="more than 4 after a start are needed"):
         summary(join(tables()), 4, Cadence(1, 9.0))
 
 
@@ -175,55 +227,134 @@ def test_too_short_a_run_is_said_to_be_so() -> None:
 
 
 def row(what: str, shape: str = "1.5b", **values: Any) -> dict[str, Any]:
-    return {"what": what, "shape": shape, **values, **MACHINE}
+    return {"what": what, "shape": shape, **MACHINE, **values}
 
 
 def our_run(**changes: Any) -> dict[str, Any]:
     found = summary(join(tables()), 1, Cadence(1, 9.0))
     named = {"run": "r", "flow_run": "f", "groups": 2, "group_size": 2, "new_tokens": 100}
-    return row("our_iteration", **(found | named | changes))
+    how = {"minibatches": 1, "kl": "none", "store": "file:///dev/shm/store"}
+    return row("our_iteration", **(found | named | how | changes))
 
 
-def test_figures_take_our_best_and_the_best_baseline() -> None:
-    rows = [
-        row("trainer_core", tokens_per_second=60.0, backend="local"),
-        row("trl_step", tokens_per_second=30.0, variant="liger"),
-        row("trl_step", tokens_per_second=100.0, variant="bf16"),
-        row("plain_step", tokens_per_second=40.0, variant="eager", length=1024),
-        row("plain_step", tokens_per_second=50.0, variant="layers", length=1024),
-        row("plain_step", tokens_per_second=70.0, variant="layers", length=512),
-    ]
-    found = {f.what: f for f in figures(Results(rows))}
+def by_name(rows: list[dict[str, Any]]) -> dict[str, Figure]:
+    return {f.what: f for f in figures(rows)}
+
+
+BATCH = {"rows": 128, "length": 1024}
+
+
+def test_figures_take_our_newest_and_the_best_baseline() -> None:
+    found = by_name(
+        [
+            row("trainer_core", tokens_per_second=70.0, backend="local", varied=False, **BATCH),
+            row("trainer_core", tokens_per_second=60.0, backend="local", varied=False, **BATCH),
+            row("trl_step", tokens_per_second=30.0, variant="liger", varied=False, **BATCH),
+            row("trl_step", tokens_per_second=20.0, variant="plain", varied=False, **BATCH),
+            row("trl_step", tokens_per_second=100.0, variant="bf16", varied=False, **BATCH),
+            row("plain_step", tokens_per_second=40.0, variant="eager", **BATCH),
+            row("plain_step", tokens_per_second=50.0, variant="layers", **BATCH),
+            row("plain_step", tokens_per_second=70.0, variant="layers", rows=128, length=512),
+        ]
+    )
     assert found["trainer ÷ TRL step"].value == 2.0 and found["trainer ÷ TRL step"].reached
     assert found["trainer ÷ plain compiled step"].value == 1.2
     assert found["trainer MFU"].reached is False
+
+
+def test_only_steps_of_one_batch_on_one_device_are_compared() -> None:
+    long = {"rows": 32, "length": 4096}
+    found = by_name(
+        [
+            row("trainer_core", tokens_per_second=60.0, backend="local", varied=False, **long),
+            row("plain_step", tokens_per_second=50.0, variant="layers", **BATCH),
+            row("plain_step", tokens_per_second=50.0, variant="layers", rows=128, length=4096),
+            row("plain_step", tokens_per_second=50.0, variant="layers", device="another chip", **long),
+            row("trl_step", tokens_per_second=30.0, variant="liger", varied=True, **long),
+            row("trl_step", tokens_per_second=30.0, variant="liger", varied=False, **BATCH),
+        ]
+    )
+    assert list(found) == ["trainer MFU, 32 × 4096"]
+    assert found["trainer MFU, 32 × 4096"].value == pytest.approx(mfu(SHAPES["1.5b"], 60.0, 4096), abs=1e-4)
 
 
 WAYS = (("tensor", "memory"), ("store", "memory"), ("store", "S3"))
 
 
 def test_an_iteration_is_compared_with_the_bare_parts_for_its_tokens() -> None:
+    since = {"since": "last optimizer step", "answered_seconds": 0.5, "answered": [0.5]}
+    ours = our_run(cache_tokens=1000, retractions=0)
     rows = [
-        our_run(),
-        row("raw_sglang", tokens_per_second=80.0, new_tokens=100, requests=4),
+        ours,
+        row("raw_sglang", tokens_per_second=80.0, new_tokens=100, requests=4, cache_tokens=900, retractions=2),
         row("raw_sglang", tokens_per_second=800.0, new_tokens=100, requests=64),
-        row("plain_step", tokens_per_second=120.0, variant="layers", length=120),
-        *(row("weights", transport=t, through=on, answered_seconds=0.5, answered=[0.5]) for t, on in WAYS),
+        row("plain_step", tokens_per_second=120.0, variant="layers", length=120, rows=4),
+        row("plain_step", tokens_per_second=100.0, variant="layers+master", length=120, rows=4),
+        *(row("weights", transport=t, through=on, **since) for t, on in WAYS),
     ]
-    results = Results(rows)
-    assert bare_seconds(results, rows[0]) == pytest.approx((5.0, 4.0))
-    found = {f.what: f for f in figures(results)}
+    assert bare_seconds(Results(rows), ours) == pytest.approx((5.0, 4.0, "layers"))
+    found = by_name(rows)
     assert found["iteration ÷ bare parts"].value == pytest.approx(10 / 9, abs=1e-4)
     assert found["iteration ÷ bare parts"].reached is False
-    assert found["rollout stage ÷ raw SGLang"].value == pytest.approx(400 / 6.2 / 80, abs=1e-4)
+    assert "1 minibatch, no KL, store on memory" in found["iteration ÷ bare parts"].ours
+    raw = found["rollout stage ÷ raw SGLang"]
+    assert raw.value == pytest.approx(400 / 6.2 / 80, abs=1e-4)
+    assert "cache of 1,000 tokens" in raw.ours and "cache of 900 tokens, full 2 times" in raw.baseline
     assert found["new weights answer, tensor, s"].reached is False
+    assert (
+        found["new weights held, tensor, s"].value == 0.6
+        and "with Prefect" in found["new weights held, tensor, s"].ours
+    )
     assert found["new weights answer, store through memory, s"].reached
     assert found["new weights answer, store through S3, s"].target == "≤ 3"
     assert "**missed**" in markdown(list(found.values()), rows) and "(flow run f)" in markdown([], rows)
 
 
+@pytest.mark.parametrize("other", [{"length": 128, "rows": 4}, {"length": 120, "rows": 128}, {"device": "another"}])
+def test_no_other_plain_step_stands_for_an_iterations(other: dict[str, Any]) -> None:
+    rows = [
+        our_run(),
+        row("raw_sglang", tokens_per_second=80.0, new_tokens=100, requests=4),
+        row("plain_step", tokens_per_second=120.0, variant="layers", **({"length": 120, "rows": 4} | other)),
+    ]
+    assert "iteration ÷ bare parts" not in by_name(rows)
+
+
+def test_the_best_trl_iteration_on_as_many_samples_counts_and_is_named() -> None:
+    size = {"groups": 2, "group_size": 2, "new_tokens": 100}
+    rows = [
+        our_run(),
+        row("trl_iteration", iteration_seconds=20.0, variant="bf16", **size),
+        row("trl_iteration", iteration_seconds=40.0, variant="float32", **size),
+        row("trl_iteration", iteration_seconds=1.0, variant="bf16", **(size | {"groups": 1, "group_size": 4})),
+    ]
+    found = by_name(rows)["iteration ÷ TRL iteration"]
+    assert found.value == 0.5 and "20.0 s, bf16" in found.baseline
+
+
+def test_a_share_that_lacks_a_cost_says_so_and_reaches_nothing() -> None:
+    name = "all but generation and training ÷ iteration"
+    assert by_name([our_run(not_seen=[], overhead_share=0.01)])[name].reached is True
+    found = by_name([our_run(not_seen=["a checkpoint"], overhead_share=0.01)])
+    assert found[f"{name}, **without a checkpoint**"].reached is None and name not in found
+
+
+def test_each_device_has_a_table_of_its_own() -> None:
+    ours = {"tokens_per_second": 60.0, "backend": "local", "varied": False, **BATCH}
+    rows = [row("trainer_core", **ours), row("trainer_core", device="another chip", **ours)]
+    text = markdown(figures(rows), rows)
+    assert text.count("trainer MFU") == 2 and "\na chip ·" in f"\n{text}" and "\nanother chip ·" in text
+
+
 def test_what_was_not_measured_is_left_out() -> None:
-    assert figures(Results([row("plain_step", tokens_per_second=1.0, variant="eager", length=1024)])) == []
+    assert figures([row("plain_step", tokens_per_second=1.0, variant="eager", **BATCH)]) == []
+
+
+def test_a_servers_log_says_how_large_its_cache_is_and_whether_it_was_full(tmp_path: Path) -> None:
+    log = tmp_path / "inference-0-1-0.log"
+    log.write_text("max_total_num_tokens=1234, chunked\nKV cache pool is full. Retract requests. #retracted\n")
+    assert cache_of(log) == {"cache_tokens": 1234, "retractions": 1}
+    assert cache_of(tmp_path / "none.log") == {"cache_tokens": None, "retractions": None}
 
 
 # ── the test of two evaluations ─────────────────────────────────────────────────────────────────────────────────────
@@ -248,6 +379,14 @@ def test_exact_p(gained: int, lost: int, p: float) -> None:
 def test_the_benchmark_recipe_is_one_that_its_flow_accepts() -> None:
     recipe = load_recipe("benchmarks/gpu/iteration.yaml")
     assert recipe.flow == "rlhf" and json.dumps(recipe.model_dump(mode="json"))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shapes_changes_are_accepted_and_given_ones_win(shape: str) -> None:
+    recipe = recipe_of_shape(shape, ["rollout.groups=3"])
+    assert samples_of(recipe) == 24 == concurrency_of(recipe)
+    groups = int(OF_SHAPE.get(shape, {}).get("rollout.groups", 64))
+    assert recipe_of_shape(shape).rollout.groups == groups
 
 
 def test_the_three_smollm2_recipes_ask_the_same_question() -> None:
