@@ -9,7 +9,7 @@ and a batch is decoded to its longest, so lengths are fixed.
 `float32`: weights as in our trainer, recast to bf16 by autocast at every token generated. `bf16`: weights, and with
 them the optimizer, in bf16, the only way for TRL 1.16 to generate from bf16 weights by `generate`: less precise than
 ours, and a faster baseline. `continuous`: transformers' continuous batching, for which TRL casts the weights to bf16
-for good.
+for good; it knows no shortest completion, so a few may end early.
 """
 
 from __future__ import annotations

@@ -47,4 +47,4 @@ def concurrency_of(recipe: RlhfRecipe) -> int:
 
 def step_length(ours: Mapping[str, Any]) -> int:
     """Tokens of each sequence of the plain step that stands for a run's iteration, of whose result this is."""
-    return round(ours["mean_tokens"] / 8) * 8
+    return round(float(ours["mean_tokens"]) / 8) * 8

@@ -95,7 +95,7 @@ def last_step(job: Job) -> float:
     """When the optimizer steps that made a publication's weights had ended, at the earliest: seconds since 1970."""
     train = job.inputs["train"].manifest
     steps = read_table(job.context.store, train.tables["train_steps"], ("step_seconds",))["step_seconds"].to_pylist()
-    return datetime.fromisoformat(train.provenance.started).timestamp() + sum(steps)
+    return datetime.fromisoformat(train.provenance.started).timestamp() + float(sum(steps))
 
 
 def writing(job: Job, every: int) -> Job:
