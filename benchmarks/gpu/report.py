@@ -32,6 +32,13 @@ WEIGHTS_LIMIT: Final = {
 }
 #: Of a whole run: seconds until its servers held weights that were written to the store, and that were not.
 READY: Final = ("weights_ready_written_seconds", "weights_ready_seconds")
+#: What results must say to be compared with others.
+SAID: Final = {
+    "trainer_core": {"varied", "rows", "length"},
+    "our_iteration": {"groups", "group_size", "minibatches", "kl", "not_seen"},
+    "trl_iteration": {"groups", "group_size", "variant"},
+    "weights": {"since"},
+}
 
 
 @dataclass(frozen=True)
@@ -92,19 +99,23 @@ def figures(rows: Sequence[Record]) -> list[Figure]:
     """All that these results allow; what was measured on different devices is never compared."""
     found: list[Figure] = []
     for device in dict.fromkeys(r["device"] for r in rows):
-        results = Results([r for r in rows if r["device"] == device])
+        results = Results([r for r in rows if r["device"] == device and is_comparable(r)])
         for shape in SIZES:
             found += training(results, shape)
             found += weights(results, shape)
-            ours = results.newest("our_iteration", shape=shape)
-            if ours and "minibatches" in ours:  # older records do not say what they are comparable with
+            if ours := results.newest("our_iteration", shape=shape):
                 found += [*generation(results, ours), *iterations(results, ours), *shares(ours)]
     return found
 
 
+def is_comparable(row: Record) -> bool:
+    """Whether a result says of what size and kind its work was; older ones do not."""
+    return row.keys() >= SAID.get(row["what"], set())
+
+
 def training(results: Results, shape: str) -> Iterator[Figure]:
     """Our trainer beside TRL's step and the plain step, and its share of the chip: of each batch that was measured."""
-    measured = [r for r in results.all("trainer_core", shape=shape) if {"rows", "length"} <= r.keys()]
+    measured = results.all("trainer_core", shape=shape)
     for varied, rows, length in dict.fromkeys((r["varied"], r["rows"], r["length"]) for r in measured):
         batch = {"shape": shape, "rows": rows, "length": length}
         ours = results.newest("trainer_core", varied=varied, **batch)
@@ -143,8 +154,7 @@ def weights(results: Results, shape: str) -> Iterator[Figure]:
     for (transport, through), limit in WEIGHTS_LIMIT.items():
         target = at_most(limit) if shape == "1.5b" else _no_target
         way = f"{transport}{f' through {through}' if transport == 'store' else ''}"
-        row = results.newest("weights", shape=shape, transport=transport, through=through, since="last optimizer step")
-        if row:
+        if row := results.newest("weights", shape=shape, transport=transport, through=through):
             mine = f"median of {len(row['answered'])}, without Prefect"
             yield figure(f"new weights answer, {way}, s", row, row["answered_seconds"], target, mine, "")
         ours = results.newest("our_iteration", shape=shape, transport=transport)
@@ -173,7 +183,7 @@ def iterations(results: Results, ours: Record) -> Iterator[Figure]:
 def shares(ours: Record) -> Iterator[Figure]:
     """What the pipeline costs; without a target where it lacks a cost that no iteration of the run had."""
     at_15b, seconds = ours["shape"] == "1.5b", _iteration(ours)
-    missing = " and ".join(ours.get("not_seen", ()))
+    missing = " and ".join(ours["not_seen"])
     what = "all but generation and training ÷ iteration" + (f", **without {missing}**" if missing else "")
     target = at_most(0.05) if at_15b and not missing else _no_target
     yield figure(what, ours, ours["overhead_share"], target, seconds, "")
@@ -259,7 +269,10 @@ def _table(found: Sequence[Figure], rows: Sequence[Record]) -> str:
         for f in found
     ]
     runs = sorted({f"{r['run']} (flow run {r['flow_run']})" for r in rows if r["what"] == "our_iteration"})
-    return "\n".join([*head, *lines, *(["", f"Runs: {', '.join(runs)}"] if runs else []), ""])
+    old = sum(not is_comparable(r) for r in rows)
+    notes = [f"Runs: {', '.join(runs)}"] if runs else []
+    notes += [f"Left out, since they do not say what they are comparable with: {old} results"] if old else []
+    return "\n".join([*head, *lines, *(["", *notes] if notes else []), ""])
 
 
 def _span(dates: Sequence[str]) -> str:

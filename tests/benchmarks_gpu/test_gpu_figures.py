@@ -346,6 +346,11 @@ def test_each_device_has_a_table_of_its_own() -> None:
     assert text.count("trainer MFU") == 2 and "\na chip ·" in f"\n{text}" and "\nanother chip ·" in text
 
 
+def test_results_that_do_not_say_their_batch_are_left_out_and_counted() -> None:
+    old = [row("trainer_core", tokens_per_second=60.0, backend="local", varied=False)]
+    assert figures(old) == [] and "comparable with: 1 results" in markdown([], old)
+
+
 def test_what_was_not_measured_is_left_out() -> None:
     assert figures([row("plain_step", tokens_per_second=1.0, variant="eager", **BATCH)]) == []
 

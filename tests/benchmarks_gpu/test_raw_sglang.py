@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from benchmarks.gpu.baseline_sglang import RECIPE
+from benchmarks.gpu.baseline_sglang import RECIPE, completed
 from benchmarks.gpu.sglang_load import generate, reload_seconds, server_flags
 
 
@@ -83,6 +84,15 @@ def test_a_refusal_ends_the_measurement(fake: FakeServer) -> None:
 
 def test_each_reload_is_timed(fake: FakeServer) -> None:
     assert len(reload_seconds(fake.url, Path("/weights"), repeats=2)) == 2
+
+
+def test_what_the_command_does_not_say_is_as_in_the_recipe_for_the_shape() -> None:
+    asked = argparse.Namespace(overrides=[], recipe=RECIPE, groups=0, size=0, new_tokens=0, concurrency=0)
+    found = [completed(argparse.Namespace(**vars(asked) | {"shape": shape})) for shape in ("135m", "1.5b")]
+    numbers = [(f.groups, f.size, f.new_tokens, f.concurrency) for f in found]
+    assert numbers == [(32, 8, 512, 256), (64, 8, 512, 512)]
+    given = completed(argparse.Namespace(**vars(asked) | {"shape": "1.5b", "groups": 3, "new_tokens": 16}))
+    assert (given.groups, given.size, given.new_tokens) == (3, 8, 16)
 
 
 def test_the_server_gets_the_recipes_flags() -> None:
