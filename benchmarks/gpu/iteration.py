@@ -27,7 +27,7 @@ from typing import Any
 from areal_tasks.store.backend import open_store
 from benchmarks.gpu.product import committed, deploy_run, follow, show_failure, start_machine
 from benchmarks.gpu.prompts import make_prompts
-from benchmarks.gpu.results import Record, add_results_option, device_name, load, measure, record, wait_for_free_gpu
+from benchmarks.gpu.results import Record, add_results_option, device_name, load, measure, record
 from benchmarks.gpu.run_times import Cadence, Row, iteration_rows, summary
 from benchmarks.gpu.server_log import cache_of
 from benchmarks.gpu.settings import concurrency_of, recipe_of_shape, samples_of, step_length, words_of
@@ -137,14 +137,14 @@ def cadence() -> Cadence:
 
 def run_sglang(arguments: argparse.Namespace) -> None:
     """Raw SGLang on the prompts of the last iteration that is committed."""
-    wait_for_free_gpu()
     measure("baseline_sglang", sglang_words(arguments), arguments.part_seconds)
 
 
 def sglang_words(arguments: argparse.Namespace) -> list[str]:
     """The command line of the raw baseline for this run: of that name, or the shape's last one."""
-    model, _, store = paths(arguments)
+    model, _, _ = paths(arguments)
     recipe = recipe_of(arguments)
+    store = recipe.store.url
     known = committed(open_store(store), arguments.name) > 0
     options = {
         "--model": model,

@@ -139,7 +139,8 @@ def end_tree(process: subprocess.Popen[Any], grace: float = 8.0) -> None:
 
 
 def measure(module: str, arguments: Sequence[str], seconds: float) -> int:
-    """`run_limited` for a module of this folder; says so when it fails."""
+    """`run_limited` for a module of this folder, once the GPU is free; says so when it fails."""
+    wait_for_free_gpu()
     code = run_limited([sys.executable, "-m", f"benchmarks.gpu.{module}", *arguments], seconds)
     if code:
         print(f"benchmarks.gpu.{module} {' '.join(arguments)} ended with {code}", file=sys.stderr, flush=True)

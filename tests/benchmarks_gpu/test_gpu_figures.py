@@ -386,6 +386,12 @@ def test_the_benchmark_recipe_is_one_that_its_flow_accepts() -> None:
     assert recipe.flow == "rlhf" and json.dumps(recipe.model_dump(mode="json"))
 
 
+def test_the_overrides_that_the_readme_names_for_the_whole_algorithm_are_accepted() -> None:
+    words = ["algorithm.minibatches=4", "algorithm.kl=loss", "algorithm.kl_coef=0.001"]
+    assert all(word in Path("benchmarks/README.md").read_text() for word in words)
+    assert recipe_of_shape("1.5b", words).algorithm.minibatches == 4
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_shapes_changes_are_accepted_and_given_ones_win(shape: str) -> None:
     recipe = recipe_of_shape(shape, ["rollout.groups=3"])
