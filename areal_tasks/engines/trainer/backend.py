@@ -7,7 +7,7 @@ gradients are *summed* over micro-batches and ranks, never averaged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
@@ -103,8 +103,11 @@ class Backend(Protocol):
         """
         ...
 
-    def save_checkpoint(self, folder: Path, progress: Progress) -> None:
-        """Write model, optimizer, RNG and progress. Every rank takes part."""
+    def save_checkpoint(self, folder: Path, progress: Progress) -> Mapping[str, str]:
+        """Write model, optimizer, RNG and progress. Every rank takes part.
+
+        Returns, on rank 0, the SHA-256 of files that were hashed while they were written, by name.
+        """
         ...
 
     def load_checkpoint(self, folder: Path) -> Progress:

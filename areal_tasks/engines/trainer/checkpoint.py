@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from areal_tasks.engines.trainer.backend import Progress
+from areal_tasks.engines.trainer.checkpoint_files import HashingWriter, PiecesPlanner
 from areal_tasks.engines.trainer.optimizer import here, prepare_state
 from schemas.errors import UserError
 
@@ -29,7 +30,7 @@ Parameters = Mapping[str, Parameter]
 
 #: A rank's share goes into files of about so many bytes, or more where they would be too many.
 FILE_BYTES: Final = 256 * 2**20
-MOST_FILES: Final = 16
+MOST_FILES: Final = 32
 #: What DCP's metadata is pickled from; some of it since torch 2.11, some before.
 _MODULES: Final = ("torch.distributed.checkpoint.", "torch.distributed.tensor.")
 _NAMES: Final = frozenset(
@@ -41,9 +42,14 @@ _NAMES: Final = frozenset(
 )  # fmt: skip
 
 
-def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-    """Write model, optimizer, RNG and progress into `folder`, which must be fresh. Every rank takes part."""
-    save_parameters(folder, held_parameters(model, optimizer), progress)
+def save_state(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress
+) -> Mapping[str, str]:
+    """Write model, optimizer, RNG and progress into `folder`, which must be fresh. Every rank takes part.
+
+    Returns, on rank 0, the SHA-256 of the files that hold tensors, by name.
+    """
+    return save_parameters(folder, held_parameters(model, optimizer), progress)
 
 
 def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
@@ -63,20 +69,21 @@ def held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Param
     }
 
 
-def save_parameters(folder: Path, parameters: Parameters, progress: Progress) -> None:
+def save_parameters(folder: Path, parameters: Parameters, progress: Progress) -> Mapping[str, str]:
     """As `save_state`, of tensors that the backend has made for it. OSError where the disk refuses."""
     counts = torch.tensor([progress.step, progress.skipped_in_row])
     state = {"parameters": parameters, "rng": torch.get_rng_state(), "progress": counts}
-    writer = dcp.FileSystemWriter(folder, sync_files=False, thread_count=_files(parameters))
+    writer = HashingWriter(folder, _files(parameters))
     try:
         with _quiet():
-            dcp.save(state, storage_writer=writer, no_dist=_alone())
+            dcp.save(state, storage_writer=writer, planner=PiecesPlanner(), no_dist=_alone())
     except CheckpointException as error:  # no Exception of Python's, and it hides the one there was
         raise _cause(error) from error
+    return writer.digests
 
 
 def _files(parameters: Parameters) -> int:
-    """How many files this rank writes, each from a thread of its own; they are also hashed side by side."""
+    """How many files this rank writes; they are written and hashed side by side."""
     held = sum(here(tensor).nbytes for parameter in parameters.values() for tensor in parameter.values())
     return min(max(held // FILE_BYTES, 1), MOST_FILES)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final, cast
@@ -140,12 +140,11 @@ class DeepSpeedBackend:
             with self._gathered(parameter):
                 yield name, parameter.detach().clone()
 
-    def save_checkpoint(self, folder: Path, progress: Progress) -> None:
+    def save_checkpoint(self, folder: Path, progress: Progress) -> Mapping[str, str]:
         if self.settings.zero_stage == 0:
-            checkpoint.save_state(folder, self._policy().model, self.optimizer, progress)
-        else:
-            held = {name: self._read(parameter) for name, parameter in self._policy().model.named_parameters()}
-            checkpoint.save_parameters(folder, held, progress)
+            return checkpoint.save_state(folder, self._policy().model, self.optimizer, progress)
+        held = {name: self._read(parameter) for name, parameter in self._policy().model.named_parameters()}
+        return checkpoint.save_parameters(folder, held, progress)
 
     def load_checkpoint(self, folder: Path) -> Progress:
         if self.settings.zero_stage == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -90,8 +90,8 @@ class Fsdp2Backend:
         for name, shard in self.models["policy"].model.named_parameters():
             yield name, whole(shard.detach().to(published)).to(self.device)
 
-    def save_checkpoint(self, folder: Path, progress: Progress) -> None:
-        checkpoint.save_state(folder, self.models["policy"].model, self.optimizer, progress)
+    def save_checkpoint(self, folder: Path, progress: Progress) -> Mapping[str, str]:
+        return checkpoint.save_state(folder, self.models["policy"].model, self.optimizer, progress)
 
     def load_checkpoint(self, folder: Path) -> Progress:
         return checkpoint.load_state(folder, self.models["policy"].model, self.optimizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -81,8 +81,8 @@ class LocalBackend:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.models["policy"].named_weights()
 
-    def save_checkpoint(self, folder: Path, progress: Progress) -> None:
-        checkpoint.save_state(folder, self.master.model, self.optimizer, progress)
+    def save_checkpoint(self, folder: Path, progress: Progress) -> Mapping[str, str]:
+        return checkpoint.save_state(folder, self.master.model, self.optimizer, progress)
 
     def load_checkpoint(self, folder: Path) -> Progress:
         progress = checkpoint.load_state(folder, self.master.model, self.optimizer)

@@ -296,8 +296,7 @@ class Trainer:
             yield Path(self.group.from_first(lambda: _made(self.store.local(prefix) or Path(temporary))))
 
     def _save_checkpoint(self, folder: Path) -> Mapping[str, str]:
-        self.backend.save_checkpoint(folder, self.progress)
-        return {}
+        return self.backend.save_checkpoint(folder, self.progress)
 
     def _save_folder(self, folder: Path) -> Mapping[str, str]:
         snapshot = self._snapshot()

@@ -1,0 +1,182 @@
+"""How the bytes of a checkpoint get into files: in pieces, by as many threads as there are cores, each byte once.
+
+What DCP writes with its own planner and writer is read by this one's reader and the other way round. Its writer copies
+every tensor into fresh pageable memory, and makes a checksum of it (CRC32) that nobody reads while it holds the
+interpreter's lock; the files are then read again for their SHA-256. Here a piece goes from the device through
+page-locked memory that its thread uses again and again, and is hashed and written from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Final, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from areal_tasks.store.parallel import parallel
+
+#: A larger tensor is cut along its first dimension, so that no file and no page-locked buffer has to hold all of it.
+PIECE_BYTES: Final = 32 * 2**20
+#: So much is hashed and then written while it is in a cache; the interpreter's lock changes hands twice for it.
+_RUN_BYTES: Final = 4 * 2**20
+
+
+class PiecesPlanner(DefaultSavePlanner):  # type: ignore[misc]
+    """DCP's planner, for pieces of at most PIECE_BYTES, or a row where that is more."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.pieces: dict[MetadataIndex, Tensor] = {}
+        self.plan = replace(plan, items=[piece for item in plan.items for piece in self._cut(item)])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.pieces.get(index)
+        return super().lookup_object(index) if found is None else found
+
+    def _cut(self, item: WriteItem) -> list[WriteItem]:
+        """The item, or several in its place; their tensors are views."""
+        if item.tensor_data is None or _size(item) <= PIECE_BYTES:
+            return [item]
+        rows = item.tensor_data.chunk.sizes[0]
+        parts = self.lookup_object(item.index).split(max(PIECE_BYTES * rows // _size(item), 1))
+        cut, at = [], 0
+        for part in parts:
+            piece = _piece(item, at, part)
+            self.pieces[piece.index] = part
+            cut.append(piece)
+            at += len(part)
+        return cut
+
+
+def _piece(item: WriteItem, at: int, part: Tensor) -> WriteItem:
+    """The item for `part`, which begins `at` rows after the beginning of `item`."""
+    first, *others = item.tensor_data.chunk.offsets
+    offsets = torch.Size([first + at, *others])
+    data = replace(item.tensor_data, chunk=ChunkStorageMetadata(offsets, part.shape))
+    return replace(item, index=MetadataIndex(item.index.fqn, offsets), type=WriteItemType.SHARD, tensor_data=data)
+
+
+def _size(item: WriteItem) -> int:
+    """Bytes that this item adds to a file."""
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Hashed(WriteResult):  # type: ignore[misc]
+    sha256: str  # of the whole file
+
+
+class HashingWriter(dcp.FileSystemWriter):  # type: ignore[misc]
+    """DCP's writer, which hashes what it writes. `digests` (rank 0): the SHA-256 of every rank's files."""
+
+    def __init__(self, folder: Path, files: int) -> None:
+        super().__init__(folder, sync_files=False)
+        self.files = files
+        self.digests: dict[str, str] = {}
+
+    def write_data(self, plan: SavePlan, planner: PiecesPlanner) -> Future[list[WriteResult]]:
+        shares = [share for share in _shared(plan.items, self.files) if share]
+        named = [(f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}", share) for n, share in enumerate(shares)]
+        written = parallel(lambda one: _write_file(self.path, planner, *one), named, os.cpu_count() or 1)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([result for results in written for result in results])
+        return future
+
+    def finish(self, metadata: Any, results: list[list[Any]]) -> None:
+        self.digests = {one.storage_data.relative_path: one.sha256 for of_rank in results for one in of_rank}
+        super().finish(metadata, results)
+
+
+def _shared(items: Sequence[WriteItem], files: int) -> list[list[WriteItem]]:
+    """The items in so many shares of about the same size: the largest first, each into the smallest share."""
+    shares: list[list[WriteItem]] = [[] for _ in range(files)]
+    sizes = [0] * files
+    for item in sorted(items, key=_size, reverse=True):
+        smallest = sizes.index(min(sizes))
+        shares[smallest].append(item)
+        sizes[smallest] += _size(item)
+    return shares
+
+
+def _write_file(folder: Path, planner: PiecesPlanner, name: str, items: Sequence[WriteItem]) -> list[_Hashed]:
+    """Write the tensors of `items` one after another, each as torch.save does it."""
+    places, host = [], _Host()
+    with (folder / name).open("wb") as file, _no_checksums():
+        sink = _Sink(file)
+        for item in items:
+            start = sink.length
+            torch.save(host.take(planner.resolve_data(item).detach()), cast(Any, sink))
+            places.append(_StorageInfo(name, start, sink.length - start))
+    digest = sink.sha256.hexdigest()
+    return [_Hashed(item.index, at.length, at, digest) for item, at in zip(items, places, strict=True)]
+
+
+class _Sink:
+    """What torch.save writes to: a file and the SHA-256 of what goes into it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.sha256 = hashlib.sha256()
+        self.length = 0
+
+    def write(self, data: memoryview) -> int:
+        for start in range(0, len(data), _RUN_BYTES):
+            run = data[start : start + _RUN_BYTES]
+            self.sha256.update(run)
+            self.file.write(run)
+        self.length += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """torch.save asks for it after every tensor; closing the file is enough."""
+
+
+class _Host:
+    """One thread's way to host memory, through one buffer. What it gave is void when the next is taken."""
+
+    def __init__(self) -> None:
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """`tensor` in host memory, alone in its storage, which torch.save writes as a whole."""
+        there = tensor.contiguous() if tensor.device.type == "cpu" else self._copied(tensor)
+        # through numpy: a tensor of its own over the same bytes
+        return torch.from_numpy(_raw(there).numpy()).view(tensor.dtype).view(tensor.shape)
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        if tensor.nbytes > len(self.buffer):
+            room = max(tensor.nbytes, PIECE_BYTES)
+            self.buffer = torch.empty(room, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+        there = self.buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return there.copy_(tensor)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+@contextmanager
+def _no_checksums() -> Iterator[None]:
+    """Without torch.save's CRC32 in this thread: torch.load does not look at it, and the store keeps a SHA-256."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
