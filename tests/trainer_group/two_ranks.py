@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_tasks.engines.service import ServiceSpec
+from areal_tasks.engines.trainer import checkpoint_files
 from areal_tasks.engines.trainer.commands import Load, Logprobs, Train, Write
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.ranks import join
@@ -94,6 +95,7 @@ def go_on(player: Player, checkpoint: dict[str, Any], label: str) -> dict[str, A
 
 
 def main(folder: Path) -> None:
+    checkpoint_files.PIECE_BYTES = 1024  # type: ignore[misc]  # cuts tensors of these models, too
     script = json.loads((folder / "script.json").read_text())
     first = next(iter(script["backends"].values()))
     spec = ServiceSpec.model_validate(script["spec"])

@@ -1,9 +1,8 @@
 """How the bytes of a checkpoint get into files: in pieces, by as many threads as there are cores, each byte once.
 
-What DCP writes with its own planner and writer is read by this one's reader and the other way round. Its writer copies
-every tensor into fresh pageable memory, and makes a checksum of it (CRC32) that nobody reads while it holds the
-interpreter's lock; the files are then read again for their SHA-256. Here a piece goes from the device through
-page-locked memory that its thread uses again and again, and is hashed and written from there.
+DCP's own reader reads them. Its writer would copy every tensor into fresh pageable memory, and make a checksum of it
+(CRC32) that nobody reads; the files would then be read again for their SHA-256. Here a piece goes from the device
+through page-locked memory that its thread uses again and again, and is hashed and written from there.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def _shared(items: Sequence[WriteItem], files: int) -> list[list[WriteItem]]:
 
 def _write_file(folder: Path, planner: PiecesPlanner, name: str, items: Sequence[WriteItem]) -> list[_Hashed]:
     """Write the tensors of `items` one after another, each as torch.save does it."""
-    places, host = [], _Host()
+    places, host = [], Host()
     with (folder / name).open("wb") as file, _no_checksums():
         sink = _Sink(file)
         for item in items:
@@ -147,19 +146,18 @@ class _Sink:
         """torch.save asks for it after every tensor; closing the file is enough."""
 
 
-class _Host:
+class Host:
     """One thread's way to host memory, through one buffer. What it gave is void when the next is taken."""
 
     def __init__(self) -> None:
         self.buffer = torch.empty(0, dtype=torch.uint8)
 
     def take(self, tensor: Tensor) -> Tensor:
-        """`tensor` in host memory, alone in its storage, which torch.save writes as a whole."""
-        there = tensor.contiguous() if tensor.device.type == "cpu" else self._copied(tensor)
-        # through numpy: a tensor of its own over the same bytes
-        return torch.from_numpy(_raw(there).numpy()).view(tensor.dtype).view(tensor.shape)
+        """`tensor` in host memory, contiguous and alone in its storage."""
+        return alone(tensor.contiguous() if tensor.device.type == "cpu" else self.through_buffer(tensor))
 
-    def _copied(self, tensor: Tensor) -> Tensor:
+    def through_buffer(self, tensor: Tensor) -> Tensor:
+        """A copy at the beginning of the buffer, which is page-locked for tensors of a GPU."""
         if tensor.nbytes > len(self.buffer):
             room = max(tensor.nbytes, PIECE_BYTES)
             self.buffer = torch.empty(room, dtype=torch.uint8, pin_memory=tensor.is_cuda)
@@ -167,8 +165,12 @@ class _Host:
         return there.copy_(tensor)
 
 
-def _raw(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+def alone(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's bytes under a storage that holds nothing else: torch.save writes whole storages."""
+    if not tensor.nbytes:
+        return torch.empty_like(tensor)
+    raw = torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy())
+    return raw.view(tensor.dtype).view(tensor.shape)
 
 
 @contextmanager

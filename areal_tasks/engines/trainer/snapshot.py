@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -22,8 +23,10 @@ from torch import Tensor
 from areal_tasks.store.parallel import parallel
 
 Named = Mapping[str, Tensor]
+Wait = Callable[[], object]
 
 SHARD_BYTES: Final = 128 * 2**20  # files of about this size are written and hashed side by side
+_THREADS: Final = 16  # at least: a disk takes several files at once
 #: Types of a recipe's `model.dtype`.
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Suffixes of the files that describe a model and its tokenizer, handed on with new weights.
@@ -57,24 +60,31 @@ class Snapshot:
 
         Returns the SHA-256 of each, made from memory while they are written: together they take as long as the longer.
         """
-        shards = _shards(self.host())
+        shards = _shards(self.tensors)
         names = _file_names(len(shards))
-        contents = [(name, _content(shard)) for name, shard in zip(names, shards, strict=True)]
-        work = [
-            partial(make, name, content) for name, content in contents for make in (partial(_write, folder), _sha256)
-        ]
         if len(shards) > 1:
             (folder / "model.safetensors.index.json").write_text(json.dumps(_index(names, shards), indent=1))
-        return {name: digest for name, digest in parallel(lambda make: make(), work) if digest}
+        largest_first = sorted(zip(names, shards, strict=True), key=lambda one: -_size(one[1]))
+        coming = [(name, *self._copied(shard)) for name, shard in largest_first]
+        work = [partial(make, *one) for one in coming for make in (_sha256, partial(_write, folder))]
+        made = parallel(lambda make: make(), work, max(_THREADS, os.cpu_count() or 1))
+        return {name: digest for name, digest in made if digest}
 
     def host(self) -> Named:
         """The tensors in host memory."""
-        if all(t.device.type == "cpu" for t in self.tensors.values()):
-            return self.tensors
-        for name, tensor in self.tensors.items():
+        held, wait = self._copied(self.tensors)
+        wait()
+        return held
+
+    def _copied(self, tensors: Named) -> tuple[Named, Wait]:
+        """`tensors` in host memory, and what waits until their bytes are there: others may be copied meanwhile."""
+        if not any(tensor.is_cuda for tensor in tensors.values()):
+            return tensors, _no_wait
+        for name, tensor in tensors.items():
             _copy_into(self.mirror, name, tensor, torch.device("cpu"))
-        torch.cuda.synchronize()
-        return self.mirror
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done.record()
+        return {name: self.mirror[name] for name in tensors}, done.synchronize
 
 
 def hand_on(source: Path, folder: Path, dtype: torch.dtype) -> None:
@@ -126,6 +136,14 @@ def _shards(tensors: Named) -> list[Named]:
     return list(shards)
 
 
+def _size(shard: Named) -> int:
+    return sum(tensor.nbytes for tensor in shard.values())
+
+
+def _no_wait() -> None:
+    """The bytes are there."""
+
+
 def _file_names(count: int) -> list[str]:
     if count == 1:
         return ["model.safetensors"]
@@ -134,7 +152,7 @@ def _file_names(count: int) -> list[str]:
 
 def _index(names: Sequence[str], shards: Sequence[Named]) -> dict[str, object]:
     """What Hugging Face's loaders read to find each tensor."""
-    total = sum(t.nbytes for shard in shards for t in shard.values())
+    total = sum(_size(shard) for shard in shards)
     places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
     return {"metadata": {"total_size": total}, "weight_map": places}
 
@@ -151,16 +169,18 @@ def _content(tensors: Named) -> Content:
     return [_header(tensors), *_bytes(tensors)]
 
 
-def _write(folder: Path, name: str, content: Content) -> tuple[str, str]:
+def _write(folder: Path, name: str, tensors: Named, wait: Wait) -> tuple[str, str]:
+    wait()
     with (folder / name).open("wb") as file:
-        for data in content:
+        for data in _content(tensors):
             file.write(data)
     return name, ""
 
 
-def _sha256(name: str, content: Content) -> tuple[str, str]:
+def _sha256(name: str, tensors: Named, wait: Wait) -> tuple[str, str]:
+    wait()
     found = hashlib.sha256()
-    for data in content:
+    for data in _content(tensors):
         found.update(data)
     return name, found.hexdigest()
 

@@ -1,0 +1,96 @@
+"""A checkpoint's files: tensors in pieces, hashed on their way, as DCP's own reader and writer know them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from areal_tasks.engines.trainer import checkpoint, checkpoint_files
+from areal_tasks.engines.trainer.backend import Progress
+from areal_tasks.store.files import file_sha256
+
+PIECE = 1 << 10
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_files, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 4 * PIECE)
+
+
+def held() -> dict[str, dict[str, Tensor]]:
+    """Tensors that are cut evenly, unevenly, in rows that are too long, and not at all; and what is no plain memory."""
+    whole = torch.randn(40, 30)
+    return {
+        "even": {"weight": torch.randn(64, 32), "step": torch.tensor(3.0)},
+        "odd": {"weight": torch.randn(37, 3, 5), "exp_avg": torch.randn(37, 3, 5).bfloat16()},
+        "long": {"weight": torch.randn(3, 2 * PIECE)},
+        "small": {"weight": torch.randn(7), "none": torch.zeros(0, 4)},
+        "views": {"turned": whole.T, "part": whole[3:30, 4:20], "whole": whole},
+        "kinds": {"counts": torch.arange(500), "flags": torch.arange(3000) % 3 == 0},
+    }
+
+
+def empty() -> dict[str, dict[str, Tensor]]:
+    return {name: {key: torch.zeros_like(t) for key, t in parts.items()} for name, parts in held().items()}
+
+
+def assert_same(one: dict[str, dict[str, Tensor]], other: dict[str, dict[str, Tensor]]) -> None:
+    assert {n: list(p) for n, p in one.items()} == {n: list(p) for n, p in other.items()}
+    for name, parts in one.items():
+        for key, tensor in parts.items():
+            assert torch.equal(tensor, other[name][key]), f"{name}.{key}"
+
+
+def test_pieces_are_read_back_to_the_bit(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    state, found = held(), empty()
+    checkpoint.save_parameters(tmp_path, state, Progress(5, 2))
+    assert checkpoint.load_parameters(tmp_path, found) == Progress(5, 2)
+    assert_same(state, found)
+
+
+def test_large_tensors_are_cut_and_no_view_drags_its_whole_along(tmp_path: Path) -> None:
+    checkpoint.save_parameters(tmp_path, held(), Progress())
+    chunks = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert len(chunks["parameters.even.weight"].chunks) == 8
+    assert len(chunks["parameters.long.weight"].chunks) == 3
+    assert len(chunks["parameters.small.weight"].chunks) == 1
+    entries = dcp.FileSystemReader(tmp_path).read_metadata().storage_data
+    longest = max(entry.length for index, entry in entries.items() if "long" not in index.fqn)
+    assert longest < PIECE + 2048, "a piece and what torch.save says of it"
+
+
+def test_the_digests_are_those_of_the_files(tmp_path: Path) -> None:
+    digests = checkpoint.save_parameters(tmp_path, held(), Progress())
+    assert len(digests) > 4
+    assert digests == {path.name: file_sha256(path) for path in tmp_path.glob("*.distcp")}
+
+
+def test_checkpoints_of_dcps_own_writer_are_still_read(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    state, found = held(), empty()
+    whole = {"parameters": state, "rng": torch.get_rng_state(), "progress": torch.tensor([9, 1])}
+    dcp.save(whole, storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=2), no_dist=True)
+    assert checkpoint.load_parameters(tmp_path, found) == Progress(9, 1)
+    assert_same(state, found)
+
+
+def test_what_comes_through_a_buffer_is_the_tensor_alone_and_the_buffer_stays() -> None:
+    host = checkpoint_files.Host()
+    for shape in ((64, 4), (3,), (), (2, 8)):
+        tensor = torch.randn(shape)
+        found = host.through_buffer(tensor)
+        assert torch.equal(checkpoint_files.alone(found), tensor)
+        assert checkpoint_files.alone(found).untyped_storage().nbytes() == tensor.nbytes
+        assert found.data_ptr() == host.buffer.data_ptr()
+
+
+def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
+    (tmp_path / "__0_1.distcp").mkdir()
+    with pytest.raises(IsADirectoryError):
+        checkpoint.save_parameters(tmp_path, held(), Progress())
