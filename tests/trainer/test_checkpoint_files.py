@@ -71,6 +71,7 @@ def test_the_digests_are_those_of_the_files(tmp_path: Path) -> None:
     assert digests == {path.name: file_sha256(path) for path in tmp_path.glob("*.distcp")}
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_checkpoints_of_dcps_own_writer_are_still_read(tmp_path: Path) -> None:
     torch.manual_seed(2)
     state, found = held(), empty()
