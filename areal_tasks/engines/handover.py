@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final, Literal
 
 from areal_tasks.engines.trainer.commands import Receiver, Send
@@ -20,6 +19,7 @@ from schemas.recipe.recipe import Recipe, RlhfRecipe
 
 Transport = Literal["store", "tensor", "nccl"]
 MEMORY: Final = Path("/dev/shm")
+PREFIX: Final = "arealflow-weights-"  # of folders there
 
 
 def choose_transport(recipe: Recipe, placement: Placement, external: bool) -> Transport:
@@ -69,10 +69,11 @@ def send_command(owner: int, version: int, transport: Transport, urls: Sequence[
 
 
 @contextmanager
-def local_weights(store: Store, ref: WeightsRef) -> Iterator[Path]:
-    """The files of `ref` in a folder of this machine while servers load them; in memory if they must be fetched.
+def local_weights(store: Store, ref: WeightsRef, fetched: ExitStack) -> Iterator[Path]:
+    """The files of `ref` in a folder of this machine, for servers to load.
 
-    Where they lie on this machine they are hashed beside the loading, which is as long.
+    If they must be fetched, they lie in memory until `fetched` is closed: some server may load them later. Where they
+    lie on this machine they are hashed beside the loading, which is as long.
 
     Raises:
         UserError: a file is damaged; perhaps only on leaving, before anybody has been told that the weights are there.
@@ -80,13 +81,10 @@ def local_weights(store: Store, ref: WeightsRef) -> Iterator[Path]:
     files = read_weights(store, ref).files
     there = store.local(common_folder(files))
     parent = MEMORY if MEMORY.is_dir() else None
-    into = Path(tempfile.mkdtemp(prefix="arealflow-weights-", dir=parent))
-    try:
-        with ThreadPoolExecutor(1) as beside:
-            checked = beside.submit(materialise, store, files, into, verify=True)
-            try:
-                yield there or checked.result()
-            finally:
-                checked.result()
-    finally:
-        shutil.rmtree(into, ignore_errors=True)
+    into = Path(fetched.enter_context(TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True)))
+    with ThreadPoolExecutor(1) as beside:
+        checked = beside.submit(materialise, store, files, into, verify=True)
+        try:
+            yield there or checked.result()
+        finally:
+            checked.result()

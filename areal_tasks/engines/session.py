@@ -65,6 +65,7 @@ class Engines:
         self.transport: Transport = "store"
         self._replayed: list[Replayed] = []
         self._unverified = False  # servers may hold files of which nobody knows yet that they are whole
+        self._fetched = ExitStack()  # written weights in memory, while a server has yet to load them
         self._feeding = threading.RLock()  # stages that run side by side both want the servers
         self._trainer: TrainerClient | None = None
         self._inference: InferenceClient | None = None
@@ -81,6 +82,7 @@ class Engines:
         self.watchdog.close()
         with ExitStack() as stack:  # each of them, whatever another raises; the last one first
             stack.callback(self._scratch.cleanup)
+            stack.callback(self._fetched.close)
             stack.callback(self._loop.stop)
             stack.callback(self.supervisor.__exit__, *error)
             if self._verifiers is not None:
@@ -212,6 +214,7 @@ class Engines:
         The weights come from `trainer`, which holds them, unless they travel through the store.
         """
         with self._feeding:
+            self._fetched.close()  # older ones
             self.serving = ref
             if ref.written:
                 self.written = ref
@@ -236,8 +239,11 @@ class Engines:
         if self.recipe.inference.engine == "embedded":  # type: ignore[union-attr]
             loads = self.call(client.update_weights(self.run.store.uri(ref.path), ref.version))
         else:
-            with local_weights(self.run.store, ref) as folder:
+            self._fetched.close()
+            with local_weights(self.run.store, ref, self._fetched) as folder:
                 loads = self.call(client.update_weights(str(folder), ref.version))
+            if len(loads) == len(self._starts):  # else whoever failed loads them when it is well again
+                self._fetched.close()
         self._unverified = False
         return loads
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def written(tmp_path: Path) -> tuple[Store, WeightsRef]:
 
 def test_servers_read_the_stores_own_files(written: tuple[Store, WeightsRef], tmp_path: Path) -> None:
     store, ref = written
-    with local_weights(store, ref) as folder:
+    with local_weights(store, ref, ExitStack()) as folder:
         assert folder.is_relative_to(tmp_path / "store")
         assert (folder / "a.safetensors").read_bytes() == b"a.safetensors" * 1000
     assert folder.is_dir()
@@ -43,10 +44,10 @@ def test_damage_is_an_error_once_the_servers_have_loaded(written: tuple[Store, W
     data[500] ^= 1
     place.write_bytes(data)
     loaded = []
-    with pytest.raises(UserError, match=r"b\.safetensors is damaged"), local_weights(store, ref) as folder:
+    with pytest.raises(UserError, match=r"b\.safetensors is damaged"), local_weights(store, ref, ExitStack()) as folder:
         loaded.append(folder)
     assert loaded
-    with pytest.raises(UserError, match="damaged"), local_weights(store, ref):
+    with pytest.raises(UserError, match="damaged"), local_weights(store, ref, ExitStack()):
         raise RuntimeError("a server could not read it")  # the damage is what has to be said
 
 
