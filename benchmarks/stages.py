@@ -1,0 +1,158 @@
+"""What the stages of an iteration cost beside generation and the optimizer steps, at the size of a GPU's iterations.
+
+    python -m benchmarks.stages [--groups 64] [--group-size 8] [--tokens 512] [--iterations 8] [--folder /dev/shm]
+
+The loop with its services and its store, without Prefect. The inference server is another process that answers at once
+with answers made beforehand, in SGLang's shape; the model is tiny, so that its steps take seconds. Seconds are those of
+the stages' manifests, less the longest answer and the optimizer steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import random
+import socket
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from areal_tasks.engines.external import ADDRESSES
+from areal_tasks.engines.session import Engines
+from areal_tasks.stages.loop import Loop
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.runs import open_run
+from benchmarks.bare_loop import machine
+from benchmarks.client import answer
+from benchmarks.gpu.run_times import Row, iteration_rows
+from schemas.recipe.load import parse_recipe
+from schemas.recipe.recipe import Recipe
+
+WARM = 2  # iterations left out: imports, first connections
+ALPHABET = "".join(map(chr, range(0x4E00, 0x4E00 + 1000)))  # one token a character
+PROMPT_TOKENS = 64
+PARTS = {
+    "rollout, less generation": lambda row: row["stage_rollout"] - row["generation"],
+    "generation: the client's share": lambda row: row["generation"],
+    "verify": lambda row: row["stage_verify"],
+    "advantage": lambda row: row["stage_advantage"],
+    "train, less its steps": lambda row: row["stage_train"] - row["steps"],
+    "scalars": lambda row: row["stage_scalars"],
+    "publish": lambda row: row["stage_publish"],
+    "closing and between stages": lambda row: row["wall"] - sum(v for k, v in row.items() if k.startswith("stage_")),
+}
+
+
+def bodies(groups: int, size: int, tokens: int) -> list[list[dict[str, Any]]]:
+    """The answers to `groups` requests; every sample has tokens and log-probabilities of its own."""
+    source = random.Random(0)
+    made = [[answer(tokens) for _ in range(size)] for _ in range(groups)]
+    for one in (one for body in made for one in body):
+        output = [source.randrange(4, 4 + len(ALPHABET)) for _ in range(tokens)]
+        pairs = [(source.uniform(-0.1, 0.1) - math.log(len(ALPHABET)), token, None) for token in output]
+        one |= {"text": "".join(ALPHABET[token - 4] for token in output), "output_ids": output}
+        one["meta_info"] |= {"output_token_logprobs": pairs}
+    return made
+
+
+def serve(listener: socket.socket, made: list[list[dict[str, Any]]]) -> None:
+    """Answer requests with `made` in turns, as of the weights that were named last."""
+    held, encoded, turn = {"weight_version": "0"}, [orjson.dumps(body) for body in made], iter(range(1 << 60))
+
+    async def generate(request: Request) -> Response:
+        await request.body()
+        return Response(encoded[next(turn) % len(encoded)], media_type="application/json")
+
+    async def info(request: Request) -> Response:
+        return Response(orjson.dumps(held), media_type="application/json")
+
+    async def update(request: Request) -> Response:
+        held["weight_version"] = str((await request.json())["weight_version"])
+        was, now = b'"weight_version":"%s"', held["weight_version"].encode()
+        before = str(int(held["weight_version"]) - 1).encode()
+        encoded[:] = [body.replace(was % before, was % now) for body in encoded]
+        return Response(b'{"success": true}', media_type="application/json")
+
+    routes = [
+        Route("/generate", generate, methods=["POST"]),
+        Route("/update_weights_from_disk", update, methods=["POST"]),
+        Route("/model_info", info),
+    ]
+    uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="error", access_log=False)).run(
+        sockets=[listener]
+    )
+
+
+@contextlib.contextmanager
+def instant_server(groups: int, size: int, tokens: int) -> Iterator[None]:
+    """A server in another process, named in the environment."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    arguments = (listener, bodies(groups, size, tokens))
+    server = multiprocessing.get_context("fork").Process(target=serve, args=arguments, daemon=True)
+    server.start()
+    os.environ[ADDRESSES] = f"127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        yield
+    finally:
+        del os.environ[ADDRESSES]
+        server.terminate()
+        server.join()
+
+
+def make_recipe(groups: int, size: int, tokens: int, iterations: int, folder: Path) -> Recipe:
+    source, prompts = random.Random(1), folder / "prompts.jsonl"
+    rows = [{"question": "".join(source.choices(ALPHABET, k=PROMPT_TOKENS)), "answer": str(i)} for i in range(512)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scratch = {"layers": 1, "hidden": 16, "heads": 2, "intermediate": 16, "alphabet": ALPHABET}
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"scratch": scratch, "max_length": 1024},
+        "data": {"source": str(prompts)},
+        "rollout": {"groups": groups, "group_size": size, "max_new_tokens": tokens},
+        "reward": {"verifier": "benchmarks.gpu.coin:verify", "workers": 4},
+        "algorithm": {"max_logprob_gap": 100.0},
+        "trainer": {"threads": 1},
+        "inference": {"engine": "sglang", "max_concurrent_requests": 256},
+        "schedule": {"iterations": iterations},
+    }
+    return parse_recipe({"name": "stages", "flow": "rlhf", **sections})
+
+
+def measure(recipe: Recipe, folder: Path) -> list[Row]:
+    """A row per iteration."""
+    store = open_store((folder / "store").as_uri())
+    run = open_run(store, "stages", "rlhf", recipe)
+    with Engines(run, recipe, folder / "logs") as engines:
+        Loop(run, recipe, engines)()
+    return iteration_rows(store, "stages")[WARM:]
+
+
+def main(
+    groups: Annotated[int, typer.Option(help="Requests an iteration.")] = 64,
+    group_size: Annotated[int, typer.Option(help="Samples a request.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Tokens a sample generates.")] = 512,
+    iterations: Annotated[int, typer.Option(help=f"The first {WARM} are left out.")] = 8,
+    folder: Annotated[Path, typer.Option(help="Where the store lies while this runs.")] = Path("/dev/shm"),
+) -> None:
+    print(f"{machine()}; {groups} × {group_size} samples of {PROMPT_TOKENS} + {tokens} tokens")
+    with tempfile.TemporaryDirectory(dir=folder) as own, instant_server(groups, group_size, tokens):
+        rows = measure(make_recipe(groups, group_size, tokens, iterations, Path(own)), Path(own))
+    print(f"{'ms an iteration, median':34s} {'':>8s}")
+    for name, of in PARTS.items():
+        print(f"{name:34s} {1000 * statistics.median(map(of, rows)):8.1f}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
