@@ -6,10 +6,12 @@ The flows run them as Prefect tasks; `run_directly` just calls them.
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built, PrefectIds, build, carried, find_built
@@ -29,6 +31,8 @@ from schemas.manifest import IterationCommit, WeightsRef
 from schemas.recipe.recipe import Recipe
 
 UNTRACKED = ("scalars",)  # part of the commit: a task run would cost more than the stage does
+#: More objects than the answers make that are being read: what one of a group's samples says of a token is a list.
+YOUNG_OBJECTS: Final = 50_000
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class Loop:
         if self.first >= last:
             return
         once = self._begin()
-        with Compactor(self.run, self.recipe.store.compact_every) as compactor:
+        with Compactor(self.run, self.recipe.store.compact_every) as compactor, rare_collections():
             for k in range(self.first, last):
                 started = time.monotonic()
                 built = self._iteration(k, once)
@@ -221,6 +225,21 @@ class Loop:
             previous=self.head,
             previous_digest=self.run.digest_of(self.head),
         )
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """While inside, the garbage collector waits for `YOUNG_OBJECTS` new objects.
+
+    With Python's 700, the answers of an iteration have it look several times at every object of the process (0.4 s
+    where Prefect and torch are loaded), though lists of numbers are no cycles and go by themselves.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(YOUNG_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _label(stage: Stage, context: Context) -> str:
