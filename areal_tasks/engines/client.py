@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Final
@@ -71,11 +71,22 @@ class InferenceClient:
         """The weights version all servers hold; None until a server was asked or updated."""
         return self.pool.version
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """Complete all requests, in order; `groups_per_request` groups go into one HTTP request."""
+    async def generate(
+        self, requests: Sequence[GenerateRequest], done: Callable[[int, GenerateResult], None] = lambda i, result: None
+    ) -> list[GenerateResult]:
+        """Complete all requests, in order; `groups_per_request` groups go into one HTTP request.
+
+        `done` is called with each request's place and result while others are still generated.
+        """
         results: list[GenerateResult] = [GenerateResult() for _ in requests]
+
+        async def complete(chunk: list[int]) -> None:
+            await self._complete(requests, results, chunk)
+            for i in chunk:
+                done(i, results[i])
+
         chunks = _chunks(requests, self.settings.groups_per_request)
-        tasks = [asyncio.ensure_future(self._complete(requests, results, chunk)) for chunk in chunks]
+        tasks = [asyncio.ensure_future(complete(chunk)) for chunk in chunks]
         try:
             await asyncio.gather(*tasks)
         finally:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
+import numpy as np
+
 from areal_tasks.data.sampler import sampling_seed
 from areal_tasks.engines.client import GenerateRequest, GenerateResult
 from areal_tasks.workflows.protocol import Prompt, Sample, WorkflowContext
@@ -17,11 +19,13 @@ class SingleTurn:
         """`group_size` samples of each prompt, in order of (prompt, sample index)."""
         pairs = list(product(prompts, range(context.group_size)))
         requests = [_request(prompt, index, context) for prompt, index in pairs]
-        results = await context.client.generate(requests)
-        return [
-            _sample(prompt, index, request, result, context)
-            for (prompt, index), request, result in zip(pairs, requests, results, strict=True)
-        ]
+        samples: dict[int, Sample] = {}
+
+        def done(i: int, result: GenerateResult) -> None:
+            samples[i] = _sample(*pairs[i], requests[i], result, context)
+
+        await context.client.generate(requests, done)
+        return [samples[i] for i in range(len(pairs))]
 
 
 def _request(prompt: Prompt, index: int, context: WorkflowContext) -> GenerateRequest:
@@ -38,15 +42,16 @@ def _request(prompt: Prompt, index: int, context: WorkflowContext) -> GenerateRe
 def _sample(
     prompt: Prompt, index: int, request: GenerateRequest, result: GenerateResult, context: WorkflowContext
 ) -> Sample:
-    before, after = len(prompt.input_ids), len(result.output_ids)
+    before = len(prompt.input_ids)
+    input_ids = np.array(prompt.input_ids + result.output_ids, np.int32)
     return Sample(
         prompt=prompt,
         sample_index=index,
         completion=_text(result, context),
-        input_ids=prompt.input_ids + result.output_ids,
-        loss_mask=[False] * before + [True] * after,
-        logprobs=[0.0] * before + result.logprobs,
-        versions=[-1] * before + result.versions,
+        input_ids=input_ids,
+        loss_mask=np.arange(len(input_ids)) >= before,
+        logprobs=np.array([0.0] * before + result.logprobs, np.float32),
+        versions=np.array([-1] * before + result.versions, np.int32),
         stop_reason=_stop_reason(result, context),
         seed=request.seed or 0,
         server=result.server,

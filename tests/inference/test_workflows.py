@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,12 +22,17 @@ class Echo:
     def __init__(self) -> None:
         self.requests: list[GenerateRequest] = []
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+    async def generate(
+        self, requests: Sequence[GenerateRequest], done: Callable[[int, GenerateResult], None]
+    ) -> list[GenerateResult]:
         self.requests += requests
-        return [
+        results = [
             GenerateResult([5, 6], [-0.5, -0.25], [3, 4], f"text of {r.group}", "length", "http://s", 0.5, 1)
             for r in requests
         ]
+        for i in reversed(range(len(results))):  # groups end in any order
+            done(i, results[i])
+        return results
 
 
 class Mine:
