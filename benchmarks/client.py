@@ -13,7 +13,7 @@ import multiprocessing
 import random
 import socket
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import orjson
 import typer
@@ -29,7 +29,7 @@ from schemas.recipe.sections import Inference
 PROMPT_TOKENS = 64
 
 
-def answer(tokens: int) -> dict[str, object]:
+def answer(tokens: int) -> dict[str, Any]:
     """One completion as SGLang answers it."""
     source = random.Random(0)
     output = [source.randrange(150_000) for _ in range(tokens)]

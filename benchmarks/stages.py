@@ -10,6 +10,7 @@ the stages' manifests, less the longest answer and the optimizer steps.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 import multiprocessing
@@ -18,7 +19,7 @@ import random
 import socket
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,27 +45,27 @@ from schemas.recipe.recipe import Recipe
 WARM = 2  # iterations left out: imports, first connections
 ALPHABET = "".join(map(chr, range(0x4E00, 0x4E00 + 1000)))  # one token a character
 PROMPT_TOKENS = 64
-PARTS = {
-    "rollout, less generation": lambda row: row["stage_rollout"] - row["generation"],
-    "generation: the client's share": lambda row: row["generation"],
+PARTS: dict[str, Callable[[Row], float]] = {
+    "answers: sent for and read": lambda row: row["generation"],
+    "rollout, less that": lambda row: row["stage_rollout"] - row["generation"],
     "verify": lambda row: row["stage_verify"],
     "advantage": lambda row: row["stage_advantage"],
     "train, less its steps": lambda row: row["stage_train"] - row["steps"],
     "scalars": lambda row: row["stage_scalars"],
     "publish": lambda row: row["stage_publish"],
-    "closing and between stages": lambda row: row["wall"] - sum(v for k, v in row.items() if k.startswith("stage_")),
+    "between stages, and closing": lambda row: row["wall"] - sum(v for k, v in row.items() if k.startswith("stage_")),
 }
 
 
 def bodies(groups: int, size: int, tokens: int) -> list[list[dict[str, Any]]]:
     """The answers to `groups` requests; every sample has tokens and log-probabilities of its own."""
     source = random.Random(0)
-    made = [[answer(tokens) for _ in range(size)] for _ in range(groups)]
+    made: list[list[dict[str, Any]]] = [[answer(tokens) for _ in range(size)] for _ in range(groups)]
     for one in (one for body in made for one in body):
         output = [source.randrange(4, 4 + len(ALPHABET)) for _ in range(tokens)]
         pairs = [(source.uniform(-0.1, 0.1) - math.log(len(ALPHABET)), token, None) for token in output]
-        one |= {"text": "".join(ALPHABET[token - 4] for token in output), "output_ids": output}
-        one["meta_info"] |= {"output_token_logprobs": pairs}
+        meta = {**one["meta_info"], "output_token_logprobs": pairs}
+        one |= {"text": "".join(ALPHABET[token - 4] for token in output), "output_ids": output, "meta_info": meta}
     return made
 
 
@@ -113,6 +114,7 @@ def instant_server(groups: int, size: int, tokens: int) -> Iterator[None]:
 
 
 def make_recipe(groups: int, size: int, tokens: int, iterations: int, folder: Path) -> Recipe:
+    """GRPO of a model of one narrow layer, on prompts in `folder`."""
     source, prompts = random.Random(1), folder / "prompts.jsonl"
     rows = [{"question": "".join(source.choices(ALPHABET, k=PROMPT_TOKENS)), "answer": str(i)} for i in range(512)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -131,7 +133,8 @@ def make_recipe(groups: int, size: int, tokens: int, iterations: int, folder: Pa
 
 
 def measure(recipe: Recipe, folder: Path) -> list[Row]:
-    """A row per iteration."""
+    """A row per iteration, after the first few."""
+    importlib.import_module("flows.rlhf")  # the flow's process holds Prefect, too
     store = open_store((folder / "store").as_uri())
     run = open_run(store, "stages", "rlhf", recipe)
     with Engines(run, recipe, folder / "logs") as engines:
@@ -149,7 +152,7 @@ def main(
     print(f"{machine()}; {groups} × {group_size} samples of {PROMPT_TOKENS} + {tokens} tokens")
     with tempfile.TemporaryDirectory(dir=folder) as own, instant_server(groups, group_size, tokens):
         rows = measure(make_recipe(groups, group_size, tokens, iterations, Path(own)), Path(own))
-    print(f"{'ms an iteration, median':34s} {'':>8s}")
+    print("ms an iteration, median")
     for name, of in PARTS.items():
         print(f"{name:34s} {1000 * statistics.median(map(of, rows)):8.1f}")
 

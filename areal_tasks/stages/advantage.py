@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -48,8 +51,20 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     for other in (verdicts, reference):
         if other is not None and not rollout["sample_id"].equals(other["sample_id"]):
             raise ValueError("the input tables do not hold the same samples in the same order")
-    table = advantage_table(rollout, verdicts, reference, recipe.algorithm, recipe.reward)
+    with one_thread():
+        table = advantage_table(rollout, verdicts, reference, recipe.algorithm, recipe.reward)
     return Output({"advantage": table}, {"kept": float(np.mean(table["kept"].to_numpy()))})
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """While inside, torch does its work here: to wake other threads takes several times as long as the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def advantage_table(
