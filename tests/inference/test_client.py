@@ -164,6 +164,18 @@ def test_results_are_in_order_and_groups_travel_together() -> None:
     run(test)
 
 
+def test_each_result_is_told_as_it_arrives() -> None:
+    async def test() -> None:
+        async with serving(Fake(per_sample=0.01)) as client:
+            asked, told = requests(3), list[tuple[int, int]]()
+            results = await client.generate(asked, lambda i, result: told.append((i, client.finished)))
+            assert sorted(i for i, _ in told) == list(range(6))
+            assert [finished for _, finished in told] == [2, 2, 4, 4, 6, 6]  # not when all have ended
+            check(asked, results)
+
+    run(test)
+
+
 def test_a_group_returns_to_its_server() -> None:
     async def test() -> None:
         fakes = [Fake(), Fake(), Fake()]

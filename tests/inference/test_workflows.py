@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from areal_tasks.data.sampler import sampling_seed
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
+from areal_tasks.store.digest import content_digest
 from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext, load_workflow, samples_to_table
 from schemas.errors import UserError
 from schemas.tables import ROLLOUT
@@ -87,6 +89,17 @@ def test_samples_become_a_rollout_table() -> None:
     assert (row["num_tokens"], row["num_generated"], row["version_min"], row["version_max"]) == (4, 2, 3, 4)
     assert (row["stop_reason"], row["truncated"], row["status"]) == ("length", True, "finished")
     assert (row["prompt"], row["completion"], row["answer"]) == ("question 1", "text of 101", "answer 1")
+
+
+def test_lists_and_arrays_make_the_same_table() -> None:
+    samples = run(Echo())
+    expected = content_digest(samples_to_table(samples))
+    for sample in samples:
+        for name in ("input_ids", "loss_mask", "logprobs", "versions"):
+            setattr(sample, name, np.asarray(getattr(sample, name)).tolist())
+    assert content_digest(samples_to_table(samples)) == expected
+    samples[0].logprobs = [0.0, -0.1, -0.2]
+    assert samples_to_table(samples)["logprobs"][0].as_py() == [0.0, *(np.float32(x) for x in (-0.1, -0.2))]
 
 
 def test_a_sample_without_output_has_no_version() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_tasks.algorithms.normalisation import EPS
-from areal_tasks.stages.advantage import advantage_table
+from areal_tasks.stages.advantage import advantage_table, one_thread
 from schemas.recipe.sections import Grpo, Reward
 from schemas.tables import ADVANTAGE, FLOATS, MASK
 
@@ -148,3 +149,15 @@ def test_a_dropped_sample_changes_only_its_own_group(
         if row.group != whole[at].group:
             assert one == other
     assert not after[at]["kept"] and not any(generated(after[at]))
+
+
+def test_others_keep_their_threads() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(ValueError, match="in between"), one_thread():
+            assert torch.get_num_threads() == 1
+            raise ValueError("in between")
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
