@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -40,7 +40,7 @@ from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, Tok
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.optimizer import clip_gradients, optimizer_options, prepare_state, use_options
 from areal_tasks.engines.trainer.policy import Policy, load_policy, prepare, read_policy
-from areal_tasks.engines.trainer.precision import cast_parameters
+from areal_tasks.engines.trainer.precision import Rounded, cast_parameters
 from areal_tasks.engines.trainer.process_group import gather_stats, ranks_here
 from schemas.recipe.sections import Model, Trainer
 
@@ -66,7 +66,8 @@ class GatedAdamW(torch.optim.AdamW):
 class DeepSpeedBackend:
     """This rank's share of policy and optimizer; the frozen reference is whole on every rank.
 
-    With bfloat16, the fp32 weights that the optimizer changes begin as the rounded ones.
+    With bfloat16, the fp32 weights that the optimizer changes begin as the rounded ones. At stage 0 they do not: there
+    DeepSpeed adds gradients up in fp32 only for fp32 weights, which is what it is given, and passes go through a copy.
     """
 
     def __init__(self, settings: Trainer, model: Model) -> None:
@@ -85,7 +86,7 @@ class DeepSpeedBackend:
     def load(self, weights: Path, seed: int) -> None:
         torch.manual_seed(seed)
         self._forget()
-        policy = load_policy(weights, self.settings, self.model_settings, self.device)
+        policy = self._read_policy(weights)
         self.optimizer = GatedAdamW(policy.parameters(), **optimizer_options(self.settings))
         config = make_config(self.settings, self.model_settings)
         buffers = [buffer.clone() for buffer in policy.buffers()]
@@ -128,6 +129,7 @@ class DeepSpeedBackend:
         norm = self._clip() if self.settings.zero_stage == 0 else None
         self.optimizer.open = wanted and (norm is None or norm < math.inf)
         self.engine.step()
+        self._round()
         self.optimizer.open = False
         self.gradients = False
         return float(self.engine.get_global_grad_norm()) if norm is None else norm
@@ -138,7 +140,7 @@ class DeepSpeedBackend:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._policy().model.named_parameters():
             with self._gathered(parameter):
-                yield name, parameter.detach().clone()
+                yield name, parameter.detach().to(self.dtype, copy=True)
 
     def save_checkpoint(self, folder: Path, progress: Progress) -> Mapping[str, str]:
         if self.settings.zero_stage == 0:
@@ -148,7 +150,9 @@ class DeepSpeedBackend:
 
     def load_checkpoint(self, folder: Path) -> Progress:
         if self.settings.zero_stage == 0:
-            return checkpoint.load_state(folder, self._policy().model, self.optimizer)
+            progress = checkpoint.load_state(folder, self._policy().model, self.optimizer)
+            self._round()
+            return progress
         named = dict(self._policy().model.named_parameters())
         held = {name: self._empty(parameter) for name, parameter in named.items()}
         progress = checkpoint.load_parameters(folder, held)
@@ -194,8 +198,19 @@ class DeepSpeedBackend:
         """DeepSpeed's engine, of the policy last loaded."""
         return self.models["policy"]
 
+    def _read_policy(self, weights: Path) -> nn.Module:
+        """What DeepSpeed is given: it rounds the weights itself, but for stage 0."""
+        if self.settings.zero_stage == 0 and self.dtype != torch.float32:
+            return Rounded(read_policy(weights, self.settings, self.device), self.dtype, self.settings)
+        return load_policy(weights, self.settings, self.model_settings, self.device)
+
     def _policy(self) -> Policy:
-        return cast(Policy, self.engine.module)
+        held = self.engine.module
+        return cast(Policy, held.master if isinstance(held, Rounded) else held)
+
+    def _round(self) -> None:
+        if isinstance(self.engine.module, Rounded):
+            self.engine.module.round()
 
     def _shards(self) -> list[Tensor]:
         """What the optimizer changes: this rank's part of all weights, end to end in fp32; at stage 0 the weights."""
@@ -231,7 +246,6 @@ def _whole(rows: Tensor) -> Tensor:
 
 def make_config(settings: Trainer, model: Model) -> dict[str, Any]:
     """DeepSpeed's configuration: one optimizer step per minibatch, of as many passes as there are."""
-    bfloat16 = model.dtype == "bfloat16"
     stage = settings.zero_stage
     zero: dict[str, Any] = {"stage": stage}
     if settings.cpu_offload:
@@ -244,7 +258,7 @@ def make_config(settings: Trainer, model: Model) -> dict[str, Any]:
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": bfloat16},
+        "bf16": {"enabled": model.dtype == "bfloat16" and stage > 0},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
     }

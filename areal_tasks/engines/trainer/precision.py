@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from areal_tasks.engines.trainer.policy import Policy
+from areal_tasks.engines.trainer.policy import Policy, prepare
+from schemas.recipe.sections import Trainer
 
 
 def cast_parameters(policy: Policy, dtype: torch.dtype) -> Policy:
@@ -29,6 +31,26 @@ def working_copy(master: Policy, dtype: torch.dtype) -> Policy:
 def copy_weights(master: Policy, work: Policy) -> None:
     """Round the weights of `master` into its working copy."""
     torch._foreach_copy_(list(work.parameters()), list(master.parameters()))
+
+
+class Rounded(nn.Module):
+    """`master`, whose passes go through a working copy in `dtype`; whoever wraps this sees the fp32 weights alone.
+
+    After each change of the weights, `round`.
+    """
+
+    def __init__(self, master: Policy, dtype: torch.dtype, settings: Trainer) -> None:
+        super().__init__()
+        self.master = master
+        self._work = [prepare(working_copy(master, dtype), settings)]  # in a list: no part of this module
+
+    def forward(self, *arguments: Any) -> Any:
+        """What the working copy makes of the arguments of a `Policy`."""
+        return self._work[0](*arguments)
+
+    def round(self) -> None:
+        """Round the weights into the working copy."""
+        copy_weights(self.master, self._work[0])
 
 
 class _Adder:
