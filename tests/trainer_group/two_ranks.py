@@ -29,12 +29,11 @@ STEPS = 5
 class Player:
     """A trainer and where its output goes."""
 
-    def __init__(self, script: dict[str, Any], name: str, options: dict[str, Any], group: Group) -> None:
+    def __init__(self, script: dict[str, Any], name: str, changes: dict[str, Any], group: Group) -> None:
         spec = script["spec"]
-        recipe = {**spec["recipe"], "trainer": {**spec["recipe"]["trainer"], **options}}
         self.script, self.name, self.group = script, name, group
         self.outputs = itertools.count()
-        self.trainer = Trainer(ServiceSpec.model_validate({**spec, "recipe": recipe}), group)
+        self.trainer = Trainer(ServiceSpec.model_validate({**spec, "recipe": changed(spec["recipe"], changes)}), group)
 
     def load(self, checkpoint: WeightsRef | None = None) -> None:
         weights = WeightsRef.model_validate(self.script["initial"])
@@ -73,6 +72,11 @@ class Player:
         return stage_attempt("r", 0, "train", f"{self.name}-{next(self.outputs)}")
 
 
+def changed(recipe: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`recipe` with `changes` of some of its sections."""
+    return {**recipe, **{section: {**recipe[section], **values} for section, values in changes.items()}}
+
+
 def play(player: Player) -> dict[str, Any]:
     """Five steps, a repeat, a step that must be skipped, a checkpoint, a sixth step; and what it all gave."""
     player.load()
@@ -99,13 +103,12 @@ def main(folder: Path) -> None:
     script = json.loads((folder / "script.json").read_text())
     first = next(iter(script["backends"].values()))
     spec = ServiceSpec.model_validate(script["spec"])
-    settings = {**spec.recipe["trainer"], **first}
-    group = join(Section.model_validate(settings))
+    group = join(Section.model_validate(changed(spec.recipe, first)["trainer"]))
     answers = {}
-    for name, options in script["backends"].items():
-        player = Player(script, name, options, group)
+    for name, changes in script["backends"].items():
+        player = Player(script, name, changes, group)
         answers[name] = play(player)
-        answers[name]["from_local"] = go_on(player, script["local_checkpoint"], "from-local")
+        answers[name]["from_local"] = go_on(player, script["local_checkpoints"][name], "from-local")
     if group.rank == 0:
         (folder / "answers.json").write_text(json.dumps(answers))
 

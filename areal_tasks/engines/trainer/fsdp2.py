@@ -125,8 +125,8 @@ class Fsdp2Backend:
             self.parts = []
 
     def _offload(self) -> OffloadPolicy:
-        if self.settings.cpu_offload and self.device.type == "cuda":
-            return CPUOffloadPolicy(pin_memory=True)
+        if self.settings.cpu_offload:
+            return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         return OffloadPolicy()
 
     def _between_passes(self, last: bool) -> None:
