@@ -16,7 +16,7 @@ from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.sglang.__main__ import choose_port
 from areal_tasks.launchers.local import LocalHandle
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
-from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.backend import Store, Unavailable, open_store
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.files import commit_weights, upload
 from areal_tasks.store.paths import weights_attempt
@@ -50,10 +50,12 @@ def begin(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     begun: list[Supervisor] = []
     weights = put_weights(store, tmp_path / "model")
 
-    def start(gpus: tuple[str, ...] = (), restarts: int = 3, **inference: Any) -> Supervisor:
+    def start(
+        gpus: tuple[str, ...] = (), restarts: int = 3, store_url: str = store.url, **inference: Any
+    ) -> Supervisor:
         recipe = {"seed": 0, "model": {"path": "m"}, "inference": {"engine": "sglang", **inference}}
         spec = ServiceSpec(
-            name=NAME, restart=0, store_url=store.url, run="r", owner=1, recipe=recipe, weights=weights, gpus=gpus
+            name=NAME, restart=0, store_url=store_url, run="r", owner=1, recipe=recipe, weights=weights, gpus=gpus
         )
         begun.append(Supervisor(store, Launcher(startup_seconds=60.0, restarts=restarts), tmp_path / "logs"))
         begun[-1].start("areal_tasks.engines.sglang", spec)
@@ -170,6 +172,16 @@ def test_a_server_that_does_not_answer_can_be_ended(begin: Begin) -> None:
     supervisor.heal()
     assert supervisor.services[NAME].job.spec.restart == 1
     assert ask(supervisor, f"{supervisor.wait([NAME])[0]}/model_info") == {"weight_version": "4"}
+
+
+def test_a_store_that_is_away_while_it_starts_may_come_back(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing listens at port 9: the flow waits for the store, and this is no failure of the server."""
+    keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_REGION": "us-east-1"}
+    for name, value in {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", **keys}.items():
+        monkeypatch.setenv(name, value)
+    supervisor = begin(store_url="s3://arealflow/away")
+    with pytest.raises(Unavailable, match=f"'{NAME}' could not start: the store was away"):
+        supervisor.wait([NAME])
 
 
 def test_want_of_memory_names_the_knobs(begin: Begin) -> None:

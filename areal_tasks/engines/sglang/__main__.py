@@ -19,11 +19,11 @@ from types import FrameType
 import httpx
 
 from areal_tasks.engines.lifeline import watch_lifeline
-from areal_tasks.engines.service import TOKEN, ServiceSpec, read_spec, register
+from areal_tasks.engines.service import TOKEN, ServiceSpec, read_spec, register, store_may_be_away
 from areal_tasks.engines.sglang.child import GUARD
 from areal_tasks.engines.sglang.command import arguments, environment, server_index
 from areal_tasks.engines.sglang.family import adopt_orphans, end_descendants
-from areal_tasks.store.backend import open_store
+from areal_tasks.store.backend import Unavailable, open_store
 from areal_tasks.store.files import materialise, read_weights
 from schemas.errors import UserError
 from schemas.recipe.sections import Inference
@@ -41,12 +41,15 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminate)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        code = run(read_spec(), os.environ[TOKEN])
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    finally:
-        end_descendants()
+    with store_may_be_away():
+        try:
+            code = run(read_spec(), os.environ[TOKEN])
+        except Unavailable:
+            raise
+        except UserError as error:
+            sys.exit(f"error: {error}")
+        finally:
+            end_descendants()
     sys.exit(code)
 
 
