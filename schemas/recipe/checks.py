@@ -112,6 +112,16 @@ IDLE: Final = (
         lambda r: r.trainer.lr_schedule != "constant",
         "with trainer.lr_schedule constant: set it to linear or cosine",
     ),
+    Idle(
+        "trainer.zero_stage",
+        lambda r: r.trainer.backend == "deepspeed",
+        "unless trainer.backend is deepspeed",
+    ),
+    Idle(
+        "trainer.cpu_offload",
+        lambda r: r.trainer.backend == "fsdp2" or (r.trainer.backend == "deepspeed" and r.trainer.zero_stage > 0),
+        "with trainer.backend local, or with trainer.zero_stage 0: set the backend to fsdp2, or a higher stage",
+    ),
     Idle("evaluation.every", lambda r: r.flow != "evaluate", "in an evaluate recipe: it evaluates once"),
     *(
         Idle(

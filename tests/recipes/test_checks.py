@@ -65,6 +65,8 @@ REFUSED = [
     ("inference.flags", "quickstart", "inference.flags={attention-backend: triton}", "it is SGLang's"),
     ("weights_every_written", "quickstart", "trainer.weights_every=5", "would keep new weights from the servers"),
     ("trainer.lr_final", "gsm8k", "trainer.lr_final=0.1", "set it to linear or cosine"),
+    ("trainer.zero_stage", "gsm8k", "trainer.zero_stage=3", "unless trainer.backend is deepspeed"),
+    ("trainer.cpu_offload", "quickstart", "trainer.cpu_offload=true", "with trainer.backend local, or with"),
     ("evaluation.every", "evaluate-gsm8k", "evaluation.every=5", "it evaluates once"),
     ("evaluation.limit", "quickstart", "evaluation={limit: 5}", "nothing is evaluated .evaluation=.. clears"),
     ("evaluation.samples", "quickstart", "evaluation={samples: 2, temperature: 1}", "nothing is evaluated"),
@@ -102,6 +104,7 @@ ALLOWED = [
     ("gsm8k", ["workflow.name=my.module:turns", "workflow.arguments.turns=3"]),
     ("gsm8k", ["data.system=Think first."]),
     ("gsm8k", ["trainer.lr_schedule=cosine", "trainer.lr_final=0.1"]),
+    ("quickstart", ["trainer.backend=deepspeed", "trainer.zero_stage=3", "trainer.cpu_offload=true"]),
     ("evaluate-gsm8k", ["inference.engine=embedded", "inference.slots=32", "inference.deterministic=false"]),
 ]
 
