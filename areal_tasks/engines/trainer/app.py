@@ -116,6 +116,8 @@ class _Desk:
         except GroupBroken as error:
             Thread(target=end_group, args=(self.group, str(error)), daemon=True).start()
             raise
+        finally:
+            self.trainer.clear()  # here all ranks have ended the command
 
 
 def _endpoint(desk: _Desk, name: str) -> Endpoint:

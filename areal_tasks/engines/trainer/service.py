@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -45,7 +46,7 @@ from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.memory import make_room, names_memory_knobs
 from areal_tasks.engines.trainer.rows import COLUMNS, Batch, grpo_batch, logprobs_table, read_sequences, sft_batch
 from areal_tasks.engines.trainer.settings import Settings, read_settings
-from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, hand_on, largest_difference
+from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, hand_on, largest_difference, remove_weights
 from areal_tasks.engines.trainer.transport import Sender
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.files import materialise, read_weights, upload
@@ -160,10 +161,12 @@ class Trainer:
             return Tables(tables={})
         return Tables(tables={name: write_table(self.store, command.prefix, name, scored)})
 
+    @names_memory_knobs
     def publish(self, command: Write) -> Written:
         """Write the policy as a Hugging Face folder, with the tokenizer it was loaded with."""
         return self._written(command, self._save_folder)
 
+    @names_memory_knobs
     def send(self, command: Send) -> Sent:
         """Hand the policy to inference servers directly; returns when all of them hold it."""
         self.fence.admit(command.owner)
@@ -178,6 +181,7 @@ class Trainer:
         )
         return Sent(seconds=ended - started)
 
+    @names_memory_knobs
     def checkpoint(self, command: Write) -> Written:
         """Write everything that training goes on from. Nothing is visible until the caller commits the files."""
         return self._written(command, self._save_checkpoint)
@@ -190,6 +194,17 @@ class Trainer:
         folder, snapshot = self._fetch(command.weights), self._snapshot()
         apart = largest_difference(snapshot.host(), folder) if self.group.rank == 0 else 0.0
         return Compared(difference=apart)
+
+    def clear(self) -> None:
+        """Delete what a command has fetched from the store, when no rank needs it any more.
+
+        Of the weights that are loaded, what describes model and tokenizer stays: it goes with new weights.
+        """
+        for folder in self.scratch.iterdir():
+            if folder == self.weights:
+                remove_weights(folder)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)  # what cannot go now goes with the next command
 
     def state(self) -> str:
         """What all ranks must agree on after a command."""

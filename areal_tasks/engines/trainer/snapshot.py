@@ -97,6 +97,13 @@ def hand_on(source: Path, folder: Path, dtype: torch.dtype) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}, indent=2))
 
 
+def remove_weights(folder: Path) -> None:
+    """Delete the files of `folder` that `hand_on` does not need."""
+    for file in folder.iterdir():
+        if file.suffix not in HANDED_ON:
+            file.unlink()
+
+
 def largest_difference(tensors: Named, folder: Path) -> float:
     """The largest difference between a weight of `tensors` and the same one in the safetensors files of `folder`.
 

@@ -1,0 +1,64 @@
+"""What a trainer fetches from a store elsewhere is gone from its disk when the command has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import uuid
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from trainer_builders import World, advantage, rlhf_recipe, rollout
+
+from areal_tasks.engines.trainer.app import make_app
+from areal_tasks.engines.trainer.commands import Compare, Load, Logprobs, Message, Write, Written
+from areal_tasks.store.backend import Store
+from schemas.manifest import WeightsRef
+
+
+async def _post(app: Starlette, path: str, body: Message) -> httpx.Response:
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://trainer") as client:
+        return await client.post(path, content=body.model_dump_json())
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files go."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def world(s3_store: Store, tiny: Path) -> World:
+    return World(s3_store, tiny, rlhf_recipe(), run=f"scratch-{uuid.uuid4().hex[:8]}")
+
+
+def test_copies_from_s3_do_not_pile_up(world: World, scratch: Path) -> None:
+    """After each command nothing is left but what describes the model; which is enough to publish it."""
+    app = make_app(world.spec())
+
+    def done(path: str, body: Message) -> str:
+        answer = asyncio.run(_post(app, path, body))
+        assert answer.status_code == 200, answer.text
+        left = {file.name for file in scratch.rglob("*") if file.is_file()}
+        assert "config.json" in left and not {name for name in left if not name.endswith((".json", ".jinja"))}
+        return answer.text
+
+    def put(kind: str, path: str) -> WeightsRef:
+        prefix = world.folder(kind, 1, "a")
+        files = Written.model_validate_json(done(path, Write(owner=1, version=1, prefix=prefix))).files
+        return world.commit(kind, 1, "a", files)
+
+    table = rollout([9, 4, 13, 6])
+    done("/load", Load(owner=1, version=0, weights=world.initial))
+    ask = Logprobs(owner=1, version=0, which="reference", table=world.write("rollout", table), prefix=world.prefix())
+    done("/logprobs", ask)
+    done("/train", world.train_command(0, {"rollout": table, "advantage": advantage(table)}))
+    weights, state = put("weights", "/publish"), put("checkpoint", "/checkpoint")
+    assert '"difference":0.0' in done("/compare", Compare(owner=1, version=1, weights=weights))
+    done("/load", Load(owner=1, version=1, weights=weights, checkpoint=state))
+    assert '"difference":0.0' in done("/compare", Compare(owner=1, version=1, weights=weights))
+    assert {file.name for file in scratch.glob("areal-trainer-*/*")} == {f"{weights.digest[:16]}-1"}
