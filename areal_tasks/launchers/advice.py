@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from areal_tasks.engines.trainer.remedies import TRAINER_MEMORY
+
 CACHE: Final = (
     "Out of memory: no room was left for the key-value cache beside the model: inference.memory_fraction is too small, "
     "or other processes took memory of the GPU while the server started. Raise inference.memory_fraction, split "
@@ -15,12 +17,7 @@ SERVER: Final = (
     "inference.tensor_parallel, or give server and trainer GPUs of their own (inference.gpus, trainer.gpus); if they "
     "must share one, set inference.release_memory."
 )
-TRAINER: Final = (
-    "Out of memory: lower trainer.micro_batch_tokens or trainer.head_chunk_tokens, set trainer.gradient_checkpointing "
-    "or trainer.cpu_offload, or split the model over more GPUs (trainer.ranks, with deepspeed a higher "
-    "trainer.zero_stage); if an inference server shares the GPU, lower inference.memory_fraction or set "
-    "inference.release_memory."
-)
+TRAINER: Final = f"Out of memory. In this order: {TRAINER_MEMORY}."
 HOST: Final = (
     "The system probably killed it for want of host memory: use fewer servers or ranks on this machine, or one with "
     "more memory."

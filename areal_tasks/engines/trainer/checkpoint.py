@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.checkpoint_files import HashingWriter, PiecesPlanner
+from areal_tasks.engines.trainer.memory import ran_out
 from areal_tasks.engines.trainer.optimizer import here, prepare_state
 from schemas.errors import UserError
 
@@ -57,6 +58,7 @@ def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
 
     Raises:
         UserError: the checkpoint is of another model, damaged, or holds more than tensors.
+        Exception: memory ran out.
     """
     return load_parameters(folder, held_parameters(model, optimizer))
 
@@ -97,6 +99,8 @@ def load_parameters(folder: Path, parameters: Parameters) -> Progress:
         with _quiet():
             dcp.load(state, checkpoint_id=folder, planner=_TensorsOnly(), no_dist=_alone())
     except (CheckpointException, RuntimeError, ValueError) as error:
+        if ran_out(cause := _first(error)):
+            raise cause from error
         raise UserError(f"the checkpoint in {folder} is not one of this model: {_reason(error)}") from error
     torch.set_rng_state(rng)
     step, skipped = counts.tolist()
@@ -139,12 +143,16 @@ def _quiet() -> warnings.catch_warnings[None]:
 
 
 def _cause(error: CheckpointException) -> Exception:
-    first = next((cause for cause, _ in error.failures.values()), None)
+    first = _first(error)
     return first if isinstance(first, Exception) else RuntimeError(_reason(error))
 
 
-def _reason(error: BaseException) -> str:
+def _first(error: BaseException) -> BaseException:
     """The first failure of any rank."""
     failures = getattr(error, "failures", {})
-    first = next((cause for cause, _ in failures.values()), error)
+    return next((cause for cause, _ in failures.values()), error)
+
+
+def _reason(error: BaseException) -> str:
+    first = _first(error)
     return str(first).splitlines()[0] if str(first) else type(first).__name__

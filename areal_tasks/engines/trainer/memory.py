@@ -9,16 +9,12 @@ from typing import Final, ParamSpec, TypeVar
 
 import torch
 
+from areal_tasks.engines.trainer.remedies import TRAINER_MEMORY
 from schemas.errors import UserError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-REMEDIES: Final = (
-    "lower trainer.micro_batch_tokens, then trainer.head_chunk_tokens; set trainer.gradient_checkpointing; set "
-    "trainer.cpu_offload (fsdp2, deepspeed); share the model between more trainer.ranks; where a server is on the same "
-    "GPU, lower inference.memory_fraction or set inference.release_memory"
-)
 #: What torch says when the host has no more memory, in a plain RuntimeError.
 _HOST: Final = ("not enough memory", "can't allocate memory")
 
@@ -34,7 +30,7 @@ def names_memory_knobs(command: Callable[P, T]) -> Callable[P, T]:
             if not ran_out(error):
                 raise
             found = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise UserError(f"the trainer ran out of memory: {found} In this order: {REMEDIES}.") from error
+            raise UserError(f"the trainer ran out of memory: {found} In this order: {TRAINER_MEMORY}.") from error
 
     return guarded
 
@@ -45,6 +41,6 @@ def make_room() -> None:
     torch.cuda.empty_cache()
 
 
-def ran_out(error: Exception) -> bool:
+def ran_out(error: BaseException) -> bool:
     """Whether `error` says that memory ran out."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in _HOST)
