@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from areal_tasks.engines.server_pool import ServerDown
+from areal_tasks.engines.answers import ServerDown
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.stages.build import Built, PrefectIds

@@ -2,19 +2,22 @@
 
 It routes to the least loaded server, keeps a group on one server, retries elsewhere what a server failed to answer,
 and goes on from the partial output of what was interrupted. Every token keeps the logprob and the weights version it
-was sampled with.
+was sampled with. A completion may be had whole, or streamed as it grows, by the same code.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any, Final
 
-from areal_tasks.engines.server_pool import Refused, ServerDown, ServerPool, WrongVersion, version_runs
+from areal_tasks.engines.answers import Refused, ServerDown, WrongVersion, version_runs
+from areal_tasks.engines.server_pool import ServerPool
 from areal_tasks.engines.watchdog import Sign
 from schemas.recipe.sections import Inference
 
@@ -48,6 +51,28 @@ class GenerateResult:
     segments: int = 0  # answers it was put together from
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New tokens of a streamed completion: element i of `logprobs` and `versions` speaks of `output_ids[i]`."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    stop_reason: str | None  # of the last piece, which may be empty otherwise: stop, length or abort
+    server: str
+
+
+@dataclass(slots=True)
+class _Work:
+    """A request on its way. All tokens before `known` are final; those from `begun` on come from the current answer."""
+
+    request: GenerateRequest
+    place: int = 0  # among the requests that were asked for together
+    result: GenerateResult = field(default_factory=GenerateResult)
+    begun: int = 0
+    known: int = 0
+
+
 class InferenceClient:
     """Use within one event loop; `close()` when done. `settings`: the recipe's inference section.
 
@@ -78,46 +103,64 @@ class InferenceClient:
 
         `done` is called with each request's place and result while others are still generated.
         """
-        results: list[GenerateResult] = [GenerateResult() for _ in requests]
+        works = [_Work(request, place) for place, request in enumerate(requests)]
 
-        async def complete(chunk: list[int]) -> None:
-            await self._complete(requests, results, chunk)
-            for i in chunk:
-                done(i, results[i])
+        async def complete(chunk: list[_Work]) -> None:
+            async with aclosing(self._complete(chunk)) as steps:
+                async for _ in steps:
+                    pass
+            for work in chunk:
+                done(work.place, work.result)
 
-        chunks = _chunks(requests, self.settings.groups_per_request)
-        tasks = [asyncio.ensure_future(complete(chunk)) for chunk in chunks]
+        tasks = [asyncio.ensure_future(complete(chunk)) for chunk in _chunks(works, self.settings.groups_per_request)]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        return results
+        return [work.result for work in works]
 
-    async def _complete(
-        self, requests: Sequence[GenerateRequest], results: list[GenerateResult], chunk: list[int]
-    ) -> None:
-        """Generate, and go on from partial output, until every request of the chunk has ended."""
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece]:
+        """Complete one request, a piece at a time as its tokens come; the last piece says why it ended.
+
+        Pieces never overlap and none is taken back: what a server leaves unfinished is continued after them. Whoever
+        stops listening earlier closes the stream, and the server stops generating for it:
+
+            async with aclosing(client.stream(request)) as pieces:
+                async for piece in pieces:
+        """
+        work, given = _Work(request), 0
+        async with aclosing(self._complete([work], stream=True)) as steps:
+            async for _ in steps:
+                if work.known > given and work.result.stop_reason == "abort":  # not ended yet
+                    yield _piece(work, given)
+                    given = work.known
+        yield _piece(work, given, work.result.stop_reason)
+
+    async def _complete(self, chunk: list[_Work], stream: bool = False) -> AsyncGenerator[None]:
+        """Generate, and go on from partial output, until every request of the chunk has ended. Yields at each news."""
         started, aborts, idle = time.perf_counter(), self._aborts, 0
         left = chunk
         while left:
-            body = _body([(requests[i], results[i]) for i in left])
-            before = sum(len(results[i].output_ids) for i in left)
-            server, answers = await self.pool.generate(requests[left[0]].group, body, len(left))
-            for i, answer in zip(left, answers, strict=True):
-                _extend(results[i], answer)
-                results[i].server = server
-            generated = sum(len(results[i].output_ids) for i in left)
-            asked = len(left)
-            left = [i for i in left if results[i].stop_reason == "abort"] if aborts == self._aborts else []
-            self.finished += asked - len(left)
-            for i in left:
-                _withdraw(results[i])
-            idle = 0 if generated - len(left) > before else idle + 1
+            before = sum(work.known for work in left)
+            body = partial(_body, left, stream)
+            async with aclosing(self.pool.generate(left[0].request.group, body, len(left))) as answered:
+                async for server, answers in answered:
+                    for work, answer in zip(left, answers, strict=True):
+                        _extend(work, answer, server)
+                    yield
+            asked = left
+            left = [work for work in left if work.result.stop_reason == "abort"] if aborts == self._aborts else []
+            self.finished += len(asked) - len(left)
+            for work in left:
+                _withdraw(work)
+            for work in asked:
+                work.known = len(work.result.output_ids)
+            idle = 0 if sum(work.known for work in asked) > before else idle + 1
             if left and idle > IDLE_CONTINUATIONS:
-                raise ServerDown(f"{server} keeps aborting requests without generating a token")
-        for i in chunk:
-            results[i].seconds = time.perf_counter() - started
+                raise ServerDown(f"{left[0].result.server} keeps aborting requests without generating a token")
+        for work in chunk:
+            work.result.seconds = time.perf_counter() - started
 
     async def update_weights(self, uri: str, version: int) -> list[float]:
         """Load the weights manifest (or local folder) `uri` as `version` on every server; seconds for each.
@@ -178,20 +221,27 @@ class InferenceClient:
         return await self.pool.server_info()
 
 
-def _chunks(requests: Sequence[GenerateRequest], groups: int) -> list[list[int]]:
-    """Indices of the requests, `groups` groups at a time; a group's requests are found by its id."""
-    by_group = groupby(sorted(range(len(requests)), key=lambda i: requests[i].group), lambda i: requests[i].group)
-    members = [list(indices) for _, indices in by_group]
-    return [[i for group in members[at : at + groups] for i in group] for at in range(0, len(members), groups)]
+def _chunks(works: list[_Work], groups: int) -> list[list[_Work]]:
+    """The requests, `groups` groups at a time; a group's requests are found by its id."""
+    by_group = groupby(sorted(works, key=_group), _group)
+    members = [list(group) for _, group in by_group]
+    return [[work for group in members[at : at + groups] for work in group] for at in range(0, len(members), groups)]
 
 
-def _body(work: list[tuple[GenerateRequest, GenerateResult]]) -> dict[str, Any]:
-    """The `/generate` body that continues each request from what its result already holds."""
-    return {
-        "input_ids": [request.input_ids + result.output_ids for request, result in work],
-        "sampling_params": [_params(request, len(result.output_ids)) for request, result in work],
-        "return_logprob": True,
-    }
+def _group(work: _Work) -> int:
+    return work.request.group
+
+
+def _body(works: list[_Work], stream: bool) -> dict[str, Any]:
+    """The `/generate` body that continues each request from what its result already holds; a stream has one."""
+    prompts, params = [], []
+    for work in works:
+        work.begun = len(work.result.output_ids)
+        prompts.append(work.request.input_ids + work.result.output_ids)
+        params.append(_params(work.request, work.begun))
+    if stream:
+        return {"input_ids": prompts[0], "sampling_params": params[0], "return_logprob": True, "stream": True}
+    return {"input_ids": prompts, "sampling_params": params, "return_logprob": True}
 
 
 def _params(request: GenerateRequest, generated: int) -> dict[str, Any]:
@@ -209,28 +259,44 @@ def _params(request: GenerateRequest, generated: int) -> dict[str, Any]:
     return params
 
 
-def _extend(result: GenerateResult, answer: dict[str, Any]) -> None:
-    """Append a segment to a result."""
-    meta = answer["meta_info"]
-    if meta["output_token_logprobs"]:
-        logprobs, tokens, *_ = zip(*meta["output_token_logprobs"], strict=True)
-        result.output_ids += tokens
-        result.logprobs += logprobs
-    for version, count in version_runs(meta):
-        result.versions += [int(version)] * count
-    result.segments += 1
-    result.text = answer["text"] if result.segments == 1 else ""
-    result.stop_reason = meta["finish_reason"]["type"]
+def _extend(work: _Work, answer: dict[str, Any], server: str) -> None:
+    """Take over what is new in an answer. Those of a stream repeat what came before them.
+
+    With SGLang's flag incremental-streaming-output they do not: then they list fewer tokens than they count.
+    """
+    result, meta = work.result, answer["meta_info"]
+    listed = meta["output_token_logprobs"]
+    unlisted = max(meta["completion_tokens"] - len(listed), 0)
+    first = len(result.output_ids) - work.begun - unlisted
+    versions = [int(version) for version, count in version_runs(meta) for _ in range(count)]
+    result.output_ids += [token for _, token, *_ in listed[first:]]
+    result.logprobs += [logprob for logprob, *_ in listed[first:]]
+    result.versions += versions[first:]
+    result.text = "" if work.begun else answer["text"]
+    result.server = server
+    ended = meta["finish_reason"]
+    if ended is not None:
+        result.segments += 1
+        result.stop_reason = ended["type"]
+    if ended is None or ended["type"] != "abort":
+        work.known = len(result.output_ids)
 
 
-def _withdraw(result: GenerateResult) -> None:
-    """Take back the last token of an interrupted result, to have it sampled again.
+def _withdraw(work: _Work) -> None:
+    """Take back the last token of an interrupted result, to have it sampled again, unless it is known not to end it.
 
     SGLang looks for an abort before it looks for the end: the last token may be the one that ends the text. An abort
     does not depend on the token that it hits, so another draw of it has the same distribution.
     """
+    result = work.result
     for column in (result.output_ids, result.logprobs, result.versions):
-        del column[-1:]
+        del column[max(work.known, len(column) - 1) :]
 
 
-__all__ = ["GenerateRequest", "GenerateResult", "InferenceClient", "Refused", "ServerDown", "WrongVersion"]
+def _piece(work: _Work, first: int, stop_reason: str | None = None) -> Piece:
+    """The known tokens from `first` on."""
+    result, new = work.result, slice(first, work.known)
+    return Piece(result.output_ids[new], result.logprobs[new], result.versions[new], stop_reason, result.server)
+
+
+__all__ = ["GenerateRequest", "GenerateResult", "InferenceClient", "Piece", "Refused", "ServerDown", "WrongVersion"]

@@ -18,7 +18,7 @@ LOOK_SECONDS: Final = 5.0  # what needs no token is answered between two steps
 HEALTH_SECONDS: Final = 30.0  # SGLang itself says 503 after 20 s without a token
 CACHE: Final = {"tags": ["kv_cache"]}
 
-Ask = Callable[..., Awaitable[Any]]  # as ServerPool._ask
+Ask = Callable[..., Awaitable[Any]]  # as Connections.ask
 
 
 class Lending:

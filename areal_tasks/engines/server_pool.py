@@ -11,13 +11,13 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Coroutine, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-import aiohttp
-import orjson
-
+from areal_tasks.engines.answers import ABORTED, Interrupted, Refused, ServerDown, WrongVersion, version_runs
+from areal_tasks.engines.connections import Connections
 from areal_tasks.engines.lending import Lending
 from areal_tasks.engines.routing import Router, Server
 from areal_tasks.engines.watchdog import Sign
@@ -28,36 +28,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS: Final = 4  # servers a request is tried on: one that kills its server must not kill them all
-CONNECT_SECONDS: Final = 10.0
-#: How long an unused connection is kept. Less than uvicorn's 5 s, which SGLang keeps to: a request that is sent while
-#: the server closes the connection fails, and is no reason to evict it.
-IDLE_SECONDS: Final = 2.0
 NO_SERVER_SECONDS: Final = 10.0  # how long a request waits when every server is evicted
 PROBE_SECONDS: Final = (0.1, 5.0)  # first and longest pause between two looks at an evicted server
 LOST_SECONDS: Final = 20.0  # a server that is evicted for longer is worth a restart
 WATCH_SECONDS: Final = 20.0  # pause between two looks at a server with requests under way
 WATCH_FAILURES: Final = 3  # looks in a row without an answer after which it counts as hung
-INTERRUPTED: Final = 499  # SGLang's status for a request that was aborted before its model saw it
-ABORTED: Final[dict[str, Any]] = {
-    "text": "",
-    "meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": [], "weight_version": ""},
-}
-
-
-class ServerDown(Exception):
-    """A server did not answer, or answered that it cannot serve. The request may be repeated elsewhere."""
-
-
-class WrongVersion(ServerDown):
-    """A server generated with, or holds, other weights than it was told to."""
-
-
-class Refused(UserError):
-    """A server refused a request as wrong (HTTP 4xx); the message holds its reason."""
-
-
-class Interrupted(Exception):
-    """The request was aborted before anything was generated."""
 
 
 @dataclass(eq=False)
@@ -78,13 +53,13 @@ class ServerPool:
         if not self.servers:
             raise UserError("no inference server: give the address of at least one")
         self.router = Router(self.servers)
+        self.connections = Connections(token, settings.request_timeout_seconds)
+        self._ask = self.connections.ask
         self.lending = Lending(self._ask)
         self.paused = False  # then nobody generates, and silence is no sign of illness
         self.version: int | None = None  # what every healthy server holds
         self._target: int | None = None  # what they are being brought to
         self._uri: str | None = None  # where the target's weights lie
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        self._sessions: dict[Server, aiohttp.ClientSession] = {}
         self._waiting: deque[_Waiter] = deque()
         self._tasks: dict[tuple[str, Server], asyncio.Task[None]] = {}  # at most one of a kind for each server
         self._end_of_hope: asyncio.TimerHandle | None = None  # runs while every server is evicted and requests wait
@@ -97,8 +72,7 @@ class ServerPool:
             task.cancel()
         if self._end_of_hope is not None:
             self._end_of_hope.cancel()
-        for session in self._sessions.values():
-            await session.close()
+        await self.connections.close()
 
     async def signs(self, everyone: bool = False) -> dict[str, Sign]:
         """How each server gets on that has something to do, by address. One that is evicted is given up already."""
@@ -130,16 +104,23 @@ class ServerPool:
         now = self.router.clock()
         return [s.url for s in self.servers if not s.healthy and now - s.evicted > LOST_SECONDS]
 
-    async def generate(self, group: int, body: dict[str, Any], samples: int) -> tuple[str, list[dict[str, Any]]]:
-        """Send a `/generate` body to a server; its URL and answers. Retried elsewhere when a server fails."""
+    async def generate(
+        self, group: int, body: Callable[[], dict[str, Any]], samples: int
+    ) -> AsyncGenerator[tuple[str, list[dict[str, Any]]]]:
+        """Send a `/generate` body to a server; its URL and answers, once or as often as they grow (`stream`).
+
+        Retried elsewhere when a server fails: `body` makes what is sent, so that it can go on from what has come.
+        """
         await self.meet()
         for _ in range(ATTEMPTS):
             server, started = await self._server_for(group, samples)
             finished = False
             try:
-                answers = await self._generate(server, body, samples)
-                finished = not any(a["meta_info"]["finish_reason"]["type"] == "abort" for a in answers)
-                return server.url, answers
+                async with aclosing(self._generate(server, body(), samples)) as answered:
+                    async for answers in answered:
+                        finished = all(_ended(answer) for answer in answers)
+                        yield server.url, answers
+                return
             except ServerDown as error:
                 self._evict(server, error)
             finally:
@@ -147,15 +128,18 @@ class ServerPool:
                 self._dispatch()
         raise ServerDown(f"{ATTEMPTS} servers failed to answer one request; the last: {self._last_error}")
 
-    async def _generate(self, server: Server, body: dict[str, Any], samples: int) -> list[dict[str, Any]]:
+    async def _generate(
+        self, server: Server, body: dict[str, Any], samples: int
+    ) -> AsyncGenerator[list[dict[str, Any]]]:
         oldest = self.version
         self._background("watch", server, self._watch)
         try:
-            answers: list[dict[str, Any]] = await self._ask(server, "POST", "/generate", body)
+            async with aclosing(self.connections.answers(server, body)) as answered:
+                async for answers in answered:
+                    self._check_versions(server, answers, oldest)
+                    yield answers
         except Interrupted:
-            return [ABORTED] * samples
-        self._check_versions(server, answers, oldest)
-        return answers
+            yield [ABORTED] * samples
 
     def _check_versions(self, server: Server, answers: list[dict[str, Any]], oldest: int | None) -> None:
         found = {int(version) for a in answers for version, _ in version_runs(a["meta_info"])}
@@ -313,7 +297,7 @@ class ServerPool:
             except (ServerDown, Refused) as error:
                 silent, last = silent + 1, error
         self._evict(server, ServerDown(f"it hangs: {last}"))
-        await self._sessions.pop(server).close()
+        await self.connections.drop(server)
 
     async def _probe(self, server: Server) -> None:
         """Look at an evicted server until it is well, then let it in again."""
@@ -350,50 +334,8 @@ class ServerPool:
             raise WrongVersion(f"it holds weights {held}, expected {self._target}")
         await self._update(server)
 
-    async def _ask(
-        self, server: Server, method: str, path: str, body: dict[str, Any] | None = None, seconds: float | None = None
-    ) -> Any:
-        """One HTTP exchange, a look if it has `seconds` of its own. Raises ServerDown, Refused or Interrupted."""
-        data = None if body is None else orjson.dumps(body)
-        timeout = aiohttp.ClientTimeout(seconds or self.settings.request_timeout_seconds, sock_connect=CONNECT_SECONDS)
-        waited_for = int(seconds is None)  # a look is not
-        server.asks += waited_for
-        try:
-            async with self._session(server).request(method, server.url + path, data=data, timeout=timeout) as response:
-                content = await response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ServerDown(f"{server.url}{path}: {error or type(error).__name__}") from error
-        finally:
-            server.asks -= waited_for
-        if response.status >= 500:
-            raise ServerDown(f"{server.url}{path} answered {response.status}: {_reason(content)}")
-        if response.status == INTERRUPTED:
-            raise Interrupted
-        if response.status >= 400:
-            raise Refused(f"{server.url}{path} answered {response.status}: {_reason(content)}")
-        return orjson.loads(content) if content else None  # SGLang answers some orders with nothing
 
-    def _session(self, server: Server) -> aiohttp.ClientSession:
-        """Connections of their own for each server, so that they can be dropped together."""
-        if server not in self._sessions:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
-            self._sessions[server] = aiohttp.ClientSession(headers=self._headers, connector=connector)
-        return self._sessions[server]
-
-
-def version_runs(meta: dict[str, Any]) -> list[tuple[Any, int]]:
-    """(version, tokens) of an answer's segments; the embedded server tells where weights changed on the way."""
-    if "weight_versions" in meta:
-        return list(meta["weight_versions"])
-    tokens = len(meta["output_token_logprobs"])
-    return [(meta["weight_version"], tokens)] if tokens else []
-
-
-def _reason(content: bytes) -> str:
-    """The server's error message, out of `{"error": …}` or `{"message": …}` where it sent that."""
-    try:
-        found = orjson.loads(content)
-        error = found["error"] if "error" in found else found["message"]
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return content[:500].decode(errors="replace")
-    return str(error["message"] if isinstance(error, dict) and "message" in error else error)
+def _ended(answer: dict[str, Any]) -> bool:
+    """Whether the answer is all there is to say, and was not interrupted."""
+    reason = answer["meta_info"]["finish_reason"]
+    return reason is not None and reason["type"] != "abort"

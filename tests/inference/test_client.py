@@ -1,150 +1,18 @@
-"""The client against servers that die, dawdle, lie and forget; and against a real engine."""
+"""The client against servers that die, dawdle, lie and forget."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from areal_tasks.engines import server_pool
-from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient, ServerDown
+from areal_tasks.engines.client import GenerateRequest, InferenceClient, ServerDown
 from schemas.errors import UserError
 from schemas.recipe.sections import Inference
-
-
-class Fake:
-    """A server that answers each prompt with `tokens` tokens: the prompt's length, counting up."""
-
-    def __init__(self, version: int = 0, delay: float = 0.0, per_sample: float = 0.0, tokens: int = 3) -> None:
-        self.version, self.delay, self.per_sample, self.tokens = version, delay, per_sample, tokens
-        self.bodies: list[dict[str, Any]] = []
-        self.updates: list[str] = []
-        self.broken = False  # answers 500
-        self.deaf = False  # closes the connection
-        self.stuck = False  # accepts updates without taking them
-        self.interrupt = 0  # requests answered with two tokens and `abort`
-        self.broken_health = False
-        self.name = ""  # of the weights, until it gets others
-        self.update_bodies: list[dict[str, Any]] = []
-        self.on_generate = self.generate
-        self.ended = asyncio.Event()
-        self.busy = asyncio.Lock()
-        self.url = ""
-
-    @property
-    def samples(self) -> int:
-        return sum(len(body["input_ids"]) for body in self.bodies)
-
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.bodies.append(body)
-        version = self.version
-        async with self.busy:
-            await asyncio.sleep(self.delay + self.per_sample * len(body["input_ids"]))
-        if self.deaf:
-            assert request.transport is not None
-            request.transport.close()
-        if self.broken:
-            return web.json_response({"error": "out of order"}, status=500)
-        if any(999 in prompt for prompt in body["input_ids"]):
-            return web.json_response({"error": "token id 999 is outside"}, status=400)
-        self.interrupt -= 1
-        pairs = zip(body["input_ids"], body["sampling_params"], strict=True)
-        interrupted = self.interrupt >= 0
-        return web.json_response(
-            [self.answer(prompt, p["max_new_tokens"], interrupted, version) for prompt, p in pairs]
-        )
-
-    def answer(self, prompt: list[int], most: int, interrupted: bool, version: int) -> dict[str, Any]:
-        n = min(2 if interrupted else self.tokens, most)
-        output = [len(prompt) + i for i in range(n)]
-        meta = {
-            "finish_reason": {"type": "abort" if interrupted else "length"},
-            "weight_version": str(version),
-            "completion_tokens": n,
-            "output_token_logprobs": [[-0.1 * token, token, None] for token in output],
-        }
-        return {"text": "".join(f"<{t}>" for t in output), "output_ids": output, "meta_info": meta}
-
-    async def update(self, request: web.Request) -> web.Response:
-        if self.broken:
-            return web.json_response({"error": "out of order"}, status=500)
-        body = await request.json()
-        self.updates.append(body["model_path"])
-        self.update_bodies.append(body)
-        if not self.stuck:
-            self.name = ""
-            self.version = int(body["weight_version"])
-        return web.json_response({"success": True, "message": ""})
-
-    async def health(self, request: web.Request) -> web.Response:
-        down = self.broken or self.deaf or self.broken_health
-        return web.json_response({}, status=503 if down else 200)
-
-    async def info(self, request: web.Request) -> web.Response:
-        assert request.headers["Authorization"] == "Bearer token"
-        return web.json_response({"weight_version": self.name or str(self.version)})
-
-    async def command(self, request: web.Request) -> web.Response:
-        self.ended.set()
-        return web.Response()  # SGLang answers an abort with nothing
-
-
-@asynccontextmanager
-async def serving(*fakes: Fake, **settings: Any) -> AsyncIterator[InferenceClient]:
-    runners = [await serve(fake) for fake in fakes]
-    client = InferenceClient([fake.url for fake in fakes], "token", Inference(**settings))
-    try:
-        yield client
-    finally:
-        await client.close()
-        for runner in runners:
-            await runner.cleanup()
-
-
-async def serve(fake: Fake, port: int = 0) -> web.AppRunner:
-    app = web.Application()
-    commands = ["/abort_request", "/pause_generation", "/continue_generation"]
-    commands += ["/release_memory_occupation", "/resume_memory_occupation"]
-    app.add_routes([web.post(path, fake.command) for path in commands])
-    app.add_routes([web.get(path, fake.health) for path in ("/health", "/health_generate")])
-    app.add_routes([web.get(path, fake.info) for path in ("/model_info", "/server_info")])
-    app.add_routes([web.post("/update_weights_from_disk", fake.update)])
-    app.add_routes([web.post("/generate", lambda request: fake.on_generate(request))])
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port)
-    await site.start()
-    fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    return runner
-
-
-def requests(groups: int, size: int = 2, new: int = 3) -> list[GenerateRequest]:
-    return [
-        GenerateRequest([7] * (1 + g % 5), new, seed=g * 100 + i, group=g) for g in range(groups) for i in range(size)
-    ]
-
-
-def check(asked: list[GenerateRequest], results: list[GenerateResult], version: int = 0) -> None:
-    for request, result in zip(asked, results, strict=True):
-        n = len(request.input_ids)
-        assert result.output_ids == [n, n + 1, n + 2]
-        assert result.logprobs == [pytest.approx(-0.1 * t) for t in result.output_ids]
-        assert result.versions == [version] * 3
-        assert result.stop_reason == "length"
-
-
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 30))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)
+from tests.inference.fake_server import Fake, check, requests, run, serving, until
 
 
 def test_results_are_in_order_and_groups_travel_together() -> None:

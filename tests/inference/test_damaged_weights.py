@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_client import Fake, serve
 
 from areal_tasks.engines import handover
 from areal_tasks.engines.external import SERVER_TOKEN
@@ -24,6 +23,7 @@ from areal_tasks.store.runs import Run, open_run
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 from schemas.recipe.load import load_recipe
+from tests.inference.fake_server import Fake, serve
 
 VERSION = 3
 

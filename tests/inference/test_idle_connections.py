@@ -17,13 +17,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from areal_tasks.engines import server_pool
+from areal_tasks.engines import connections, server_pool
 from areal_tasks.engines.client import GenerateRequest, InferenceClient
 from schemas.recipe.sections import Inference
 
 
 async def generate(request: Request) -> JSONResponse:
-    meta = {"finish_reason": {"type": "length"}, "weight_version": "0", "output_token_logprobs": [[-0.5, 7, None]]}
+    meta: dict[str, Any] = {"finish_reason": {"type": "length"}, "weight_version": "0", "completion_tokens": 1}
+    meta["output_token_logprobs"] = [[-0.5, 7, None]]
     prompts = (await request.json())["input_ids"]
     return JSONResponse([{"text": "", "output_ids": [7], "meta_info": meta} for _ in prompts])
 
@@ -52,7 +53,7 @@ def serving(**settings: Any) -> Iterator[str]:
 def test_a_connection_that_the_server_has_closed_is_not_used_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(server_pool, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.5)
 
     async def work(url: str) -> list[list[int]]:
         client = InferenceClient([url], "", Inference())
@@ -72,4 +73,4 @@ def test_a_connection_that_the_server_has_closed_is_not_used_again(
 
 
 def test_connections_are_given_up_before_any_server_closes_them() -> None:
-    assert uvicorn.Config("app").timeout_keep_alive > server_pool.IDLE_SECONDS
+    assert uvicorn.Config("app").timeout_keep_alive > connections.IDLE_SECONDS

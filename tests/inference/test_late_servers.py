@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from test_client import Fake, serve
 from test_damaged_weights import weights, within
 
 from areal_tasks.engines import handover, server_pool
@@ -17,6 +16,7 @@ from areal_tasks.store.backend import open_store
 from areal_tasks.store.local import LocalBackend
 from areal_tasks.store.runs import open_run
 from schemas.recipe.load import load_recipe
+from tests.inference.fake_server import Fake, serve
 
 
 class Reader(Fake):

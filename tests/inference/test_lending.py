@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from test_client import Fake, check, requests, run, serving, until
 
 from areal_tasks.engines import server_pool
 from areal_tasks.engines.client import Refused
+from tests.inference.fake_server import Fake, check, requests, run, serving, until
 
 
 class Lender(Fake):

@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 import pytest
 from aiohttp import web
-from test_client import serve
 from test_damaged_weights import VERSION, weights
 from test_lending import Lender
 
@@ -19,6 +18,7 @@ from areal_tasks.launchers.gpus import Placement
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.runs import open_run
 from schemas.recipe.load import load_recipe
+from tests.inference.fake_server import serve
 
 
 class Pair:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 from uuid import uuid4
 
 import orjson
@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, TokenId, make_sequences
 from areal_tasks.engines.embedded.stops import Detokenizer, trim
+
+REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"  # what stands for bytes that are no character
 
 
 class BadRequest(Exception):
@@ -25,13 +27,16 @@ class Body(BaseModel):
 
 
 class Generate(Body):
-    """POST /generate. One prompt, or a list of them with one `sampling_params` for all or one for each."""
+    """POST /generate. One prompt, or a list of them with one `sampling_params` for all or one for each.
+
+    With `stream` it is one prompt with one sample, and answered by events: see `streaming`.
+    """
 
     input_ids: list[TokenId] | list[list[TokenId]]
     sampling_params: SamplingParams | list[SamplingParams] = Field(default_factory=SamplingParams)
     return_logprob: bool | list[bool] = False
     rid: str | list[str] | None = None
-    stream: Literal[False] = False
+    stream: bool = False
 
 
 class Pause(Body):
@@ -100,6 +105,8 @@ def open_request(body: Generate, limits: Limits) -> Answerable:
     for i, prompt in enumerate(prompts):
         _check(i, prompt, params[i], limits)
         sequences += make_sequences(rids[i], prompt, params[i], limits.eos, limits.max_length)
+    if body.stream and (batched or len(sequences) > 1):
+        raise BadRequest("a stream holds one sample: send one prompt, not in a list, with n = 1")
     flags = [logprobs[i] for i, p in enumerate(params) for _ in range(p.n)]
     return Answerable(sequences, batched or len(sequences) > 1, flags)
 
@@ -135,16 +142,25 @@ def _check(i: int, prompt: list[int], params: SamplingParams, limits: Limits) ->
 
 def answer(request: Answerable, detokenizer: Detokenizer | None, version: str) -> bytes:
     """The response body once all sequences have finished."""
-    seconds = time.perf_counter() - request.started
     texts = _texts(request.sequences, detokenizer)
     items = [
-        _item(sequence, text, logprobs, version, seconds)
+        _item(sequence, text, logprobs, version, request.started)
         for sequence, text, logprobs in zip(request.sequences, texts, request.logprobs, strict=True)
     ]
     return orjson.dumps(items if request.batched else items[0])
 
 
-def _item(sequence: Sequence, text: str, logprobs: bool, version: str, seconds: float) -> dict[str, Any]:
+def partial_answer(request: Answerable, now: Sequence, detokenizer: Detokenizer | None, version: str) -> bytes:
+    """The answer of a request for one sample as far as it is; `now`: the sequence as it was a moment ago.
+
+    An unfinished text ends before what is no whole character yet.
+    """
+    [text] = _texts([now], detokenizer)
+    shown = text if now.finish is not None else text.rstrip(REPLACEMENT)
+    return orjson.dumps(_item(now, shown, request.logprobs[0], version, request.started))
+
+
+def _item(sequence: Sequence, text: str, logprobs: bool, version: str, started: float) -> dict[str, Any]:
     meta: dict[str, Any] = {
         "id": sequence.rid,
         "finish_reason": sequence.finish,
@@ -152,7 +168,7 @@ def _item(sequence: Sequence, text: str, logprobs: bool, version: str, seconds: 
         "completion_tokens": len(sequence.output),
         "cached_tokens": 0,
         "weight_version": sequence.versions[-1][0] if sequence.versions else version,
-        "e2e_latency": seconds,
+        "e2e_latency": time.perf_counter() - started,
     }
     if len(sequence.versions) > 1:  # weights changed on the way: [version, tokens], in order
         meta["weight_versions"] = sequence.versions

@@ -26,13 +26,13 @@ from areal_tasks.engines.embedded.api import (
     open_request,
     parse,
 )
-from areal_tasks.engines.embedded.engine import Engine, NotFinite
+from areal_tasks.engines.embedded.engine import Engine
 from areal_tasks.engines.embedded.runner import read_weights_folder
 from areal_tasks.engines.embedded.sequence import Job, SamplingParams, Sequence, make_sequences
+from areal_tasks.engines.embedded.streaming import FAILURES, status_of, stream
 from areal_tasks.engines.embedded.weights import weights_folder
-from areal_tasks.store.backend import Store, Unavailable
+from areal_tasks.store.backend import Store
 from areal_tasks.store.provenance import code_version
-from schemas.errors import UserError
 
 HEALTH_SECONDS: Final = 20.0
 HEALTH_POLL_SECONDS: Final = 0.02
@@ -69,7 +69,10 @@ class Server:
         return Starlette(routes=routes + [Route(path, _guarded(h), methods=["GET"]) for path, h in gets.items()])
 
     async def generate(self, request: Request) -> Response:
-        asked = open_request(parse(Generate, await request.body()), self.limits)
+        body = parse(Generate, await request.body())
+        asked = open_request(body, self.limits)
+        if body.stream:
+            return stream(self.engine, asked)
         finished = asyncio.ensure_future(self._finish(asked.sequences))
         gone = asyncio.ensure_future(_disconnect(request))
         await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -189,19 +192,13 @@ class Server:
 
 
 def _guarded(handler: Handler) -> Handler:
-    """Errors as JSON: 400 for the caller's mistake, 500 for damaged weights, 503 when the engine is gone."""
+    """Errors as JSON, with the status that `status_of` gives them."""
 
     async def guarded(request: Request) -> Response:
         try:
             return await handler(request)
-        except Unavailable as error:
-            return _json({"error": str(error)}, 503)
-        except (BadRequest, UserError) as error:
-            return _json({"error": str(error)}, 400)
-        except NotFinite as error:
-            return _json({"error": str(error)}, 500)
-        except RuntimeError as error:
-            return _json({"error": str(error)}, 503)
+        except FAILURES as error:
+            return _json({"error": str(error)}, status_of(error))
 
     return guarded
 

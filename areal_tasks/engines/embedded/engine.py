@@ -283,6 +283,14 @@ class Engine:
             sequence = self._slots.owner[slot]
             if sequence is not None:
                 self._finish_slot(slot, {"type": "length", "length": sequence.limit})
+        for slot in self._slots.heard.intersection(rows.tolist()):
+            self._tell(slot)
+
+    def _tell(self, slot: int) -> None:
+        sequence = self._slots.owner[slot]
+        self._slots.settle(slot, self.version)
+        if sequence is not None:
+            sequence.tell()
 
     def _finish_at_string(self, slot: int) -> None:
         sequence = self._slots.owner[slot]

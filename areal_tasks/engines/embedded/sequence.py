@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -62,6 +62,13 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)  # (weights version, tokens sampled with it), in order
     finish: dict[str, object] | None = None
+    listener: Callable[[Sequence], None] | None = None  # told of every token but the last, in the engine's thread
+
+    def tell(self) -> None:
+        """Give the listener a copy of the sequence as it is now."""
+        if self.listener is not None:
+            now = replace(self, output=[*self.output], logprobs=[*self.logprobs], versions=[*self.versions])
+            self.listener(now)
 
     def so_far(self) -> list[int]:
         """Prompt and output: what the cache must hold to go on."""
@@ -72,7 +79,10 @@ class Sequence:
         if tokens:
             self.output += tokens
             self.logprobs += logprobs
-            self.versions.append((version, len(tokens)))
+            if self.versions and self.versions[-1][0] == version:
+                self.versions[-1] = (version, self.versions[-1][1] + len(tokens))
+            else:
+                self.versions.append((version, len(tokens)))
 
 
 @dataclass(eq=False, slots=True)

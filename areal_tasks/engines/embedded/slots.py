@@ -29,6 +29,7 @@ class Slots:
         self.logprobs = np.zeros((rows, length), np.float32)
         self.owner: list[Sequence | None] = [None] * rows
         self.with_strings: set[int] = set()  # slots whose sequence has stop strings
+        self.heard: set[int] = set()  # slots whose sequence has a listener
 
     @property
     def vacancies(self) -> int:
@@ -51,6 +52,8 @@ class Slots:
         self._set_stops(slot, sequence.stop_ids)
         if sequence.params.stops:
             self.with_strings.add(slot)
+        if sequence.listener is not None:
+            self.heard.add(slot)
         return slot
 
     def _set_stops(self, slot: int, stop_ids: frozenset[int]) -> None:
@@ -67,6 +70,7 @@ class Slots:
         self.position[slot] = 0
         self.temperature[slot] = 0
         self.with_strings.discard(slot)
+        self.heard.discard(slot)
         heappush(self._free, slot)
 
     def move(self, sources: Rows, targets: Rows) -> None:
@@ -79,8 +83,9 @@ class Slots:
         heapify(self._free)
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self.owner[target] = self.owner[source]
-            if source in self.with_strings:
-                self.with_strings.add(target)
+            for marked in (self.with_strings, self.heard):
+                if source in marked:
+                    marked.add(target)
             self.release(source)
 
     def accept(self, rows: Rows, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]) -> tuple[Rows, Rows]:

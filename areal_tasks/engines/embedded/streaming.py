@@ -1,0 +1,66 @@
+"""An answer as it grows, as SGLang streams it: `data: {…}` for what there is so far, at last `data: [DONE]`.
+
+Each event repeats what those before it held. A sender that is slower than the engine leaves events out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Final
+
+import orjson
+from starlette.background import BackgroundTask
+from starlette.responses import Response, StreamingResponse
+
+from areal_tasks.engines.embedded.api import Answerable, BadRequest, partial_answer
+from areal_tasks.engines.embedded.engine import Engine, NotFinite
+from areal_tasks.engines.embedded.sequence import Job, Sequence
+from areal_tasks.store.backend import Unavailable
+from schemas.errors import UserError
+
+#: What a request may fail with.
+FAILURES: Final = (Unavailable, BadRequest, UserError, NotFinite, RuntimeError)
+
+
+def status_of(error: Exception) -> int:
+    """HTTP status: 400 for the caller's mistake, 500 for damaged weights, 503 when the engine or the store is gone."""
+    if isinstance(error, NotFinite):
+        return 500
+    return 400 if isinstance(error, BadRequest | UserError) and not isinstance(error, Unavailable) else 503
+
+
+def stream(engine: Engine, asked: Answerable) -> Response:
+    """Answer a request for one sample by events. When whoever asked has gone, the sample is aborted."""
+    release = BackgroundTask(engine.abort, set(asked.sequences).__contains__)  # runs after the last event, too
+    return StreamingResponse(_events(engine, asked), media_type="text/event-stream", background=release)
+
+
+async def _events(engine: Engine, asked: Answerable) -> AsyncIterator[bytes]:
+    [sequence] = asked.sequences
+    news: asyncio.Queue[Sequence | Exception] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def tell(new: Sequence | Exception) -> None:
+        loop.call_soon_threadsafe(news.put_nowait, new)
+
+    sequence.listener = tell
+    engine.submit(Job([sequence], lambda error: tell(error or sequence)))
+    latest: Sequence | Exception | None = None
+    while latest is None or (isinstance(latest, Sequence) and latest.finish is None):
+        latest = await _newest(news)
+        yield b"data: " + _event(engine, asked, latest) + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+async def _newest(news: asyncio.Queue[Sequence | Exception]) -> Sequence | Exception:
+    newest = await news.get()
+    while not news.empty():
+        newest = news.get_nowait()
+    return newest
+
+
+def _event(engine: Engine, asked: Answerable, latest: Sequence | Exception) -> bytes:
+    if isinstance(latest, Sequence):
+        return partial_answer(asked, latest, engine.detokenizer, engine.version)
+    return orjson.dumps({"error": {"message": str(latest), "code": status_of(latest)}})
