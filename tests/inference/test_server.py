@@ -156,7 +156,8 @@ def test_stop_strings_are_trimmed_unless_kept(server: Process) -> None:
         ({"input_ids": [3], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
         ({"input_ids": [3], "sampling_params": {"stop": [""]}}, "empty stop string"),
         ({"input_ids": [3], "sampling_params": [{}, {}]}, "sampling_params has 2 elements for 1 prompts"),
-        ({"input_ids": [3], "stream": True}, "stream"),
+        ({"input_ids": [[3]], "stream": True}, "a stream holds one sample"),
+        ({"input_ids": [3], "stream": True, "sampling_params": {"n": 2}}, "a stream holds one sample"),
         ({"input_ids": [3], "temprature": 1}, "temprature: Extra inputs"),
         ({}, "input_ids: Field required"),
     ],
@@ -239,6 +240,29 @@ def test_a_client_that_goes_cancels_its_request(server: Process) -> None:
         server.http.post("/generate", json={"input_ids": PROMPT, "sampling_params": LONG}, timeout=0.3)
     wait_until(lambda: busy(server) == 0)
     server.post("/continue_generation")
+
+
+def test_a_client_that_leaves_its_stream_frees_the_slot(server: Process) -> None:
+    body = {"input_ids": PROMPT, "sampling_params": LONG, "stream": True}
+    server.post("/pause_generation", mode="in_place")
+    with server.http.stream("POST", "/generate", json=body):
+        wait_until(lambda: busy(server) == 1)
+    wait_until(lambda: busy(server) == 0)
+    server.post("/continue_generation")
+
+
+def test_a_stream_that_is_aborted_says_so(server: Process) -> None:
+    body = {"input_ids": PROMPT, "sampling_params": LONG, "stream": True, "rid": "mine"}
+    with server.http.stream("POST", "/generate", json=body) as response:
+        lines = (line for line in response.iter_lines() if line)
+        first = json.loads(next(lines).removeprefix("data: "))
+        assert server.post("/abort_request", rid="mine").json() == {"aborted": 1}
+        *_, last, done = [first, *lines]
+    answer = json.loads(last.removeprefix("data: "))
+    assert first["meta_info"]["finish_reason"] is None and done == "data: [DONE]"
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort" and answer["meta_info"]["id"] == "mine"
+    assert answer["output_ids"][: len(first["output_ids"])] == first["output_ids"]
+    assert "output_token_logprobs" not in answer["meta_info"], "nobody asked for them"
 
 
 def test_weights_are_updated_from_a_manifest_or_a_folder(server: Process, model_folder: Path, tmp_path: Path) -> None:

@@ -260,13 +260,7 @@ def an_update_interrupts_and_the_client_goes_on_with_the_new_weights(t: Target) 
             break
     assert interrupted, "nothing was interrupted, whenever the weights came"
     for request, result in interrupted[:4]:
-        cut = result.versions.count(version)
-        assert result.versions == [version] * cut + [version + 1] * (len(result.output_ids) - cut)
-        folders = [(t.folder, slice(0, cut)), (t.other, slice(cut, None))]
-        for folder, part in folders:
-            if result.output_ids[part]:
-                all_scores = reference(folder, request.input_ids, result.output_ids, 1.0)
-                t.assert_close(result.logprobs[part], all_scores[part])
+        t.assert_cut(request.input_ids, result, version)
 
 
 def _updated(t: Target, asked: list[GenerateRequest], version: int, wait: float) -> list[GenerateResult]:

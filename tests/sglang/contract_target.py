@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.client import GenerateResult, InferenceClient
 from schemas.recipe.sections import Inference
 
 Json = dict[str, Any]
@@ -59,6 +59,15 @@ class Target:
         answers: list[Json] = self.post("/generate", body).raise_for_status().json()
         return answers
 
+    @contextmanager
+    def streaming(self, count: int, prompt: list[int], **params: Any) -> Iterator[list[Iterator[Json]]]:
+        """The events of so many streams of one prompt each, under way together until the end of the block."""
+        body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "stream": True}
+        headers = {"Authorization": f"Bearer {self.token}"}
+        with httpx.Client(base_url=self.url, headers=headers, timeout=120) as http, ExitStack() as open_streams:
+            streams = [http.stream("POST", "/generate", json=body) for _ in range(count)]
+            yield [_events(open_streams.enter_context(stream)) for stream in streams]
+
     @property
     def version(self) -> str:
         return str(self.get("/model_info")["weight_version"])
@@ -83,9 +92,30 @@ class Target:
     def assert_logprobs(self, prompt: list[int], output: list[int], found: list[float], temperature: float) -> None:
         self.assert_close(found, reference(self.folder, prompt, output, temperature))
 
+    def assert_cut(self, prompt: list[int], result: GenerateResult, version: int) -> None:
+        """The first tokens are of `version` and the folder's weights, the others of the next and the other folder's."""
+        cut = result.versions.count(version)
+        assert result.versions == [version] * cut + [version + 1] * (len(result.output_ids) - cut)
+        for folder, part in ((self.folder, slice(0, cut)), (self.other, slice(cut, None))):
+            if result.output_ids[part]:
+                scores = reference(folder, prompt, result.output_ids, 1.0)
+                self.assert_close(result.logprobs[part], scores[part])
+
     def assert_close(self, found: list[float], expected: list[float]) -> None:
         gaps = [abs(a - b) for a, b in zip(found, expected, strict=True)]
         assert sum(gaps) / len(gaps) <= self.mean_gap and max(gaps) <= self.largest_gap, (found, expected)
+
+
+def _events(response: httpx.Response) -> Iterator[Json]:
+    """What each event of a stream holds; the last one says that it is the last."""
+    lines = (line for line in response.raise_for_status().iter_lines() if line)
+    for line in lines:
+        assert line.startswith("data: "), line
+        if line == "data: [DONE]":
+            assert next(lines, None) is None
+            return
+        yield json.loads(line.removeprefix("data: "))
+    raise AssertionError("the stream ended before it said so")
 
 
 @cache

@@ -1,7 +1,9 @@
 """The same cases against the embedded server, always, and against SGLang where it is installed.
 
-    AREAL_TEST_SGLANG_MODEL=/path/to/model python3 -m pytest -o addopts= tests/sglang/test_contract.py -q
+    AREAL_TEST_SGLANG_MODEL=/path/to/model python3 -m pytest -o addopts= tests/sglang/test_contract.py -q -k real_server
 
+`-k real_server` takes the cases on SGLang only, `-k embedded_server` those on our own; `sglang` is in every name, since
+it is the folder's. Add `and stream` for those of streaming.
 `AREAL_TEST_SGLANG_DTYPE` (bfloat16) and `AREAL_TEST_SGLANG_FLAGS` (JSON, as `inference.flags`) can be set. Where time
 is limited, `-v -o timeout=240 --session-timeout=300` ends a case that hangs, then the run, and prints the failures; a
 `timeout` around it would leave nothing of them.
@@ -31,6 +33,7 @@ from areal_tasks.store.provenance import make_provenance, now
 from schemas.recipe.sections import Launcher
 from tests.inference.conftest import make_model
 from tests.sglang.contract import CASES
+from tests.sglang.contract_streaming import STREAMING_CASES
 from tests.sglang.contract_target import Target
 
 MODEL = os.environ.get("AREAL_TEST_SGLANG_MODEL", "")
@@ -76,7 +79,10 @@ def start(root: Path, engine: str, folder: Path, model: dict[str, Any], inferenc
         yield Target(url, supervisor.token, folder, other, model["max_length"], *(EXACT if exact else ROUNDED))
 
 
-@pytest.fixture(scope="module", params=["embedded", "sglang"])
+SERVERS = [pytest.param("embedded", id="embedded_server"), pytest.param("sglang", id="real_server")]
+
+
+@pytest.fixture(scope="module", params=SERVERS)
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     root = tmp_path_factory.mktemp(request.param)
     if request.param == "embedded":
@@ -91,6 +97,6 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     yield from start(root, "sglang", Path(MODEL).resolve(), model, {"flags": flags, "memory_fraction": 0.5})
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", CASES + STREAMING_CASES, ids=lambda case: case.__name__)
 def test_contract(case: Callable[[Target], None], target: Target) -> None:
     case(target)
