@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Container, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -176,6 +176,12 @@ class InferenceClient:
     async def adopt(self, version: int) -> None:
         """The servers were handed `version` by the trainer: have each of them say so."""
         await self.pool.adopt(version)
+
+    async def evict(self, failed: Mapping[str, str]) -> None:
+        """Give nothing more to servers of which somebody else has seen that they failed: why, by their address."""
+        for server in self.pool.servers:
+            if server.url in failed:
+                self.pool.evict(server, ServerDown(failed[server.url]))
 
     async def signs(self, everyone: bool = False) -> dict[str, Sign]:
         """How each server that has something to do for this client (`everyone`: any server) gets on, by its address."""

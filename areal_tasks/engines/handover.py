@@ -9,12 +9,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, Literal
 
-from areal_tasks.engines.trainer.commands import Receiver, Send
+from areal_tasks.engines.trainer.commands import Receiver, Send, Write
+from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.store.backend import Store
-from areal_tasks.store.files import common_folder, materialise, read_weights
+from areal_tasks.store.commit import new_attempt
+from areal_tasks.store.files import commit_weights, common_folder, materialise, read_weights
+from areal_tasks.store.paths import weights_attempt
+from areal_tasks.store.provenance import make_provenance, now
+from areal_tasks.store.runs import Run
 from schemas.errors import UserError
-from schemas.manifest import WeightsRef
+from schemas.manifest import FileRef, WeightsRef
 from schemas.recipe.recipe import Recipe, RlhfRecipe
 
 Transport = Literal["store", "tensor", "nccl"]
@@ -66,6 +71,14 @@ def send_command(owner: int, version: int, transport: Transport, urls: Sequence[
         raise ValueError("through the store nothing is sent")
     receivers = tuple(Receiver(url=url, ranks=ranks) for url in urls)
     return Send(owner=owner, version=version, transport=transport, receivers=receivers, token=token)
+
+
+def write_weights(run: Run, trainer: TrainerClient, version: int) -> tuple[WeightsRef, tuple[FileRef, ...]]:
+    """Have the trainer write the weights of `version`, which it holds, under a fresh attempt, and commit them."""
+    attempt, started = new_attempt(), now()
+    files = trainer.publish(Write(owner=run.owner, version=version, prefix=weights_attempt(run.name, version, attempt)))
+    provenance = make_provenance(run.owner, started)
+    return commit_weights(run.store, run.name, version, attempt, "weights", files.files, provenance), files.files
 
 
 @contextmanager

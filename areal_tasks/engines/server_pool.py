@@ -122,7 +122,7 @@ class ServerPool:
                         yield server.url, answers
                 return
             except ServerDown as error:
-                self._evict(server, error)
+                self.evict(server, error)
             finally:
                 self.router.end(server, samples, started, finished)
                 self._dispatch()
@@ -204,7 +204,7 @@ class ServerPool:
             held = str((await self._ask(server, "GET", "/model_info"))["weight_version"])
             return int(held) if held.isdecimal() else -1  # a server of somebody else's, with a name for what it holds
         except ServerDown as error:
-            self._evict(server, error)
+            self.evict(server, error)
             return None
 
     async def update_weights(self, uri: str, version: int) -> list[float]:
@@ -232,7 +232,7 @@ class ServerPool:
         outcomes = await asyncio.gather(*map(ask, servers), return_exceptions=True)
         for server, outcome in zip(servers, outcomes, strict=True):
             if isinstance(outcome, ServerDown):
-                self._evict(server, outcome)
+                self.evict(server, outcome)
         for outcome in outcomes:  # only now: who is down must not be forgotten over who refuses
             if isinstance(outcome, BaseException) and not isinstance(outcome, ServerDown):
                 raise outcome
@@ -270,7 +270,8 @@ class ServerPool:
         """`/server_info` of every healthy server."""
         return await self._each(lambda server: self._ask(server, "GET", "/server_info"))
 
-    def _evict(self, server: Server, error: ServerDown) -> None:
+    def evict(self, server: Server, error: ServerDown) -> None:
+        """Give it nothing more until it is well again."""
         if not server.healthy:
             return
         log.warning("evicted inference server %s: %s", server.url, error)
@@ -296,7 +297,7 @@ class ServerPool:
                 silent = 0
             except (ServerDown, Refused) as error:
                 silent, last = silent + 1, error
-        self._evict(server, ServerDown(f"it hangs: {last}"))
+        self.evict(server, ServerDown(f"it hangs: {last}"))
         await self.connections.drop(server)
 
     async def _probe(self, server: Server) -> None:

@@ -7,7 +7,6 @@ re-training the committed iterations after it from their tables (DESIGN §8).
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
@@ -20,9 +19,17 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from areal_tasks.engines.answers import ServerDown
 from areal_tasks.engines.client import InferenceClient, WrongVersion
 from areal_tasks.engines.external import external_servers, external_token
-from areal_tasks.engines.handover import Transport, choose_transport, local_weights, send_command
+from areal_tasks.engines.handover import (
+    Transport,
+    choose_transport,
+    local_weights,
+    send_command,
+    write_weights,
+)
+from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.models import load_tokenizer
 from areal_tasks.engines.recovery import Replayed, replay_stage, restore, worst
 from areal_tasks.engines.service import ServiceSpec
@@ -34,7 +41,7 @@ from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.store.files import materialise, read_weights
 from areal_tasks.store.runs import Run
 from schemas.manifest import StageManifest, WeightsRef
-from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
+from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -72,7 +79,7 @@ class Engines:
         self._verifiers: VerifierPool | None = None
         self._starts: dict[str, int] = {}  # the servers that the client knows, by address: whoever heals restarts all
         self._trainer_address = ""
-        self._loop = _LoopThread()
+        self._loop = LoopThread()
         self._scratch = TemporaryDirectory(prefix="arealflow-flow-")
 
     def __enter__(self) -> Engines:
@@ -103,6 +110,8 @@ class Engines:
         self.transport = choose_transport(self.recipe, self.placement, others) if self.generates else "store"
         if assigned := describe(self.placement):
             log.info("%s", assigned)
+        if self.store_only and isinstance(self.recipe, RlhfRecipe) and self.recipe.trainer.weights_every > 1:
+            log.info("servers get new weights through the store here: all are written, whatever trainer.weights_every")
         if not isinstance(self.recipe, EvaluateRecipe):
             spec = self._spec(TRAINER, initial, self.placement.trainer)
             self.supervisor.start(MODULES[TRAINER], spec, self.recipe.trainer.threads)
@@ -117,6 +126,11 @@ class Engines:
         if self.external or not self.generates or isinstance(self.recipe, SftRecipe):
             return []
         return [f"inference-{i}" for i in range(self.recipe.inference.servers)]
+
+    @property
+    def store_only(self) -> bool:
+        """Whether there are servers that get new weights through the store, and not otherwise."""
+        return self.transport == "store" and (bool(self.external) or bool(self.server_names))
 
     @property
     def verifiers(self) -> VerifierPool:
@@ -168,7 +182,7 @@ class Engines:
             self._load_written(client, ref)
         else:
             trainer = self.trainer_at(ref.version)  # which may start servers again, too
-            self._hand_over(self._servers(), trainer, ref.version)
+            self._give(self._servers(), ref, trainer)
 
     def _met(self, client: InferenceClient) -> int | None:
         """The version that all servers hold; None if they differ, as after a failed update and a new start."""
@@ -211,7 +225,7 @@ class Engines:
     def serve_weights(self, ref: WeightsRef, trainer: TrainerClient | None = None) -> list[float]:
         """Make every server generate with `ref`; seconds for each. Nothing to do without servers.
 
-        The weights come from `trainer`, which holds them, unless they travel through the store.
+        What the store does not have comes from `trainer`, which holds it.
         """
         with self._feeding:
             self._fetched.close()  # older ones
@@ -220,15 +234,23 @@ class Engines:
                 self.written = ref
             if not self.server_names and not self.external:
                 return []
-            client = self._servers()
-            if trainer is None or self.transport == "store":
-                return self._load_written(client, ref)
-            return self._hand_over(client, trainer, ref.version)
+            return self._give(self._servers(), ref, trainer)
 
     def now_written(self, ref: WeightsRef, loads: list[float]) -> list[float]:
         """The store has what the servers were handed already, in `loads` seconds."""
         self.serving = self.written = ref
         return loads
+
+    def _give(self, client: InferenceClient, ref: WeightsRef, trainer: TrainerClient | None = None) -> list[float]:
+        """Bring the servers to `ref`, out of the store or from the trainer, which is restored if it is not given."""
+        if ref.written:
+            return self._load_written(client, ref)
+        trainer = trainer or self.trainer_at(ref.version)
+        if not self.store_only:
+            return self._hand_over(client, trainer, ref.version)
+        log.info("version %d is not in the store, from which servers get their weights here: writing it", ref.version)
+        self.serving = self.written = write_weights(self.run, trainer, ref.version)[0]
+        return self._load_written(client, self.written)
 
     def _load_written(self, client: InferenceClient, ref: WeightsRef) -> list[float]:
         """Have the servers read the weights: the embedded ones from the store, SGLang's from a folder.
@@ -248,15 +270,27 @@ class Engines:
         return loads
 
     def _hand_over(self, client: InferenceClient, trainer: TrainerClient, version: int) -> list[float]:
-        """Have the trainer send the weights it holds, and every server say that it has them."""
+        """Have the trainer send the weights it holds, and every server say that it has them.
+
+        A server that fails at it may hold a part of them: it is evicted, and ended so that it starts anew.
+
+        Raises:
+            ServerDown: no server is left.
+        """
         started, urls = time.monotonic(), client.healthy()
+        if not urls:
+            raise ServerDown("no inference server is well enough for new weights")
         ranks = self.recipe.inference.tensor_parallel  # type: ignore[union-attr]
         command = send_command(self.run.owner, version, self.transport, urls, ranks, self.supervisor.token)
         with self.watchdog.waiting("weights from the trainer", lambda: self._server_signs(everyone=True)):
-            trainer.send(command)
+            gone = trainer.send(command).gone
+        self.call(client.evict(gone))
+        self.supervisor.end(gone, "did not take new weights", grace_seconds=0.0)
         self.call(client.adopt(version))
         self._unverified = False
-        return [time.monotonic() - started] * len(urls)
+        if not (held := client.healthy()):
+            raise ServerDown(f"no inference server took version {version}: {'; '.join(gone.values())}")
+        return [time.monotonic() - started] * len(held)
 
     def trainer_at(self, version: int) -> TrainerClient:
         """The trainer, holding the policy of `version`: as it stands, or restored if it does not."""
@@ -363,20 +397,3 @@ class Engines:
             gpus=gpus,
             gpu_users=gpu_users,
         )
-
-
-class _LoopThread:
-    """An event loop in a thread of its own, for connections that outlast one call."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="inference-client", daemon=True)
-        self.thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(seconds)
-
-    def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(5)
-        self.loop.close()

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from areal_tasks.engines.trainer.commands import Write
+from areal_tasks.engines.handover import write_weights
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.files import commit_weights, weights_ref
-from areal_tasks.store.paths import weights, weights_attempt
-from areal_tasks.store.provenance import make_provenance, now
+from areal_tasks.store.files import weights_ref
+from areal_tasks.store.paths import weights
 from areal_tasks.store.shards import read_table
 from schemas.manifest import FileRef, StageManifest, WeightsRef
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
@@ -37,15 +35,15 @@ def publish(recipe: RlhfRecipe | SftRecipe) -> Stage:
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
-    """The servers get the weights first where the trainer can hand them over; else they read what was written."""
+    """The servers get the weights first where the trainer can hand them over; else they read what is always written."""
     train, engines, started = inputs.manifests["train"], context.engines, time.monotonic()
     trainer, ref = engines.trainer_after(train), unwritten(train)
     row = _row(ref, engines.transport)
     direct = engines.transport != "store"
     loads = engines.serve_weights(ref, trainer) if direct else []
-    if is_written(context.recipe, ref.version):
+    if engines.store_only or is_written(context.recipe, ref.version):
         began = time.monotonic()
-        ref, files = write_weights(context, train, ref.version)
+        ref, files = write_weights(context.run, engines.trainer_after(train), ref.version)
         row = publish_row(context.store, ref, files, engines.transport) | {"write_seconds": time.monotonic() - began}
         loads = engines.now_written(ref, loads) if direct else engines.serve_weights(ref)
     table = pa.Table.from_pylist([row | {"load_seconds": loads}], schema=PUBLISH)
@@ -53,7 +51,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
 
 
 def is_written(recipe: Recipe, version: int) -> bool:
-    """Whether the store gets this version: at the recipe's interval, at the run's end, and where it is evaluated."""
+    """Whether a recipe asks for this version in the store: at its interval, at the run's end, where it is evaluated."""
     if isinstance(recipe, EvaluateRecipe):
         return True
     due = version % recipe.trainer.weights_every == 0 or version == recipe.schedule.iterations
@@ -91,17 +89,8 @@ def publish_row(store: Store, ref: WeightsRef, files: Sequence[FileRef], transpo
     }
 
 
-def write_weights(context: Context, train: StageManifest, version: int) -> tuple[WeightsRef, tuple[FileRef, ...]]:
-    """Have the trainer write the weights it holds under a fresh attempt, and commit them."""
-    attempt, started, run = new_attempt(), now(), context.run
-    command = Write(owner=run.owner, version=version, prefix=weights_attempt(run.name, version, attempt))
-    files = context.engines.trainer_after(train).publish(command).files
-    provenance = make_provenance(run.owner, started)
-    return commit_weights(context.store, run.name, version, attempt, "weights", files, provenance), files
-
-
 def reload(context: Context, inputs: Inputs, manifest: StageManifest) -> None:
-    """The weights are committed: let the servers have them, from the store or from a trainer that holds them."""
+    """The weights are committed: let the servers have them, from the store or by way of a trainer that holds them."""
     ref = published_weights(context.store, manifest, "publish")
     trainer = None if ref.written else context.engines.trainer_after(inputs.manifests["train"])
     context.engines.serve_weights(ref, trainer)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 
 from areal_tasks.engines.answers import ServerDown
+from areal_tasks.engines.handover import write_weights
 from areal_tasks.engines.recovery import stage_of
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.stages.context import Context
-from areal_tasks.stages.publish import write_weights
 from schemas.manifest import IterationCommit, WeightsRef
 from schemas.recipe.agreement import bit_equal
 from schemas.recipe.recipe import RlhfRecipe
@@ -39,7 +39,8 @@ def _restored(context: Context, head: IterationCommit) -> WeightsRef | None:
     replayed = context.engines.restored(version)
     if replayed is None or replayed.same:
         return None
-    ref, _ = write_weights(context, stage_of(context.run, head, "train"), version)
+    trainer = context.engines.trainer_after(stage_of(context.run, head, "train"))
+    ref, _ = write_weights(context.run, trainer, version)
     context.engines.serve_weights(ref)
     log.warning("version %d was published anew as attempt %s: re-training did not repeat it", version, ref.attempt)
     return ref

@@ -18,9 +18,9 @@ python3 -m benchmarks.gpu.shapes "$FOLDER" "$SHAPE" 2>/dev/null
 
 common="model.path=$FOLDER/$SHAPE data.source=$FOLDER/prompts.jsonl rollout.groups=16 rollout.max_new_tokens=128
   model.max_length=256 algorithm.minibatches=2 trainer.compile=false trainer.lr=1e-5 launcher.type=local
-  schedule.artifact_every=100 trainer.weights_every=1 ${MORE:-}"
+  schedule.artifact_every=100 ${MORE:-}"
 [ -z "${CPU:-}" ] || common="$common model.dtype=float32 inference.engine=embedded inference.flags={}
-  inference.memory_fraction=0 inference.max_concurrent_requests=64 rollout.groups=4 rollout.max_new_tokens=16
+  trainer.weights_every=1 inference.memory_fraction=0 inference.max_concurrent_requests=64 rollout.groups=4 rollout.max_new_tokens=16
   trainer.threads=1 inference.threads=1"
 
 start() {  # RUN OVERRIDES…: the run's flow in a process of its own; the lines of its log that say what came of it

@@ -177,7 +177,8 @@ class Trainer(Section):
         1,
         ge=1,
         le=1_000_000,
-        description="Versions between weights written to the store; the others are handed to the servers only.",
+        description="Versions between weights written to the store; the others are handed to the servers only. "
+        "Where these get weights through the store only, every version is written.",
     )
 
 

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
+from pathlib import Path
 
+import httpx
+import pytest
+from stage_driver import ITERATIONS, digests_of, drive, store_in, tiny
+
+from areal_tasks.engines import session
 from areal_tasks.engines.handover import choose_transport
+from areal_tasks.engines.session import Engines
+from areal_tasks.engines.trainer.commands import Send, Sent, Write
+from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.launchers.gpus import Placement
+from areal_tasks.stages.build import Built
+from areal_tasks.stages.loop import Execute, Job, run_directly
 from areal_tasks.stages.publish import is_written
+from areal_tasks.store.backend import Store
+from areal_tasks.store.commit import new_attempt
+from areal_tasks.store.files import commit_weights
+from areal_tasks.store.paths import weights_attempt
+from areal_tasks.store.provenance import make_provenance, now
+from areal_tasks.store.runs import Run, open_run
 from schemas.errors import UserError
+from schemas.manifest import WeightsRef
+from schemas.recipe.checks import weights_every_written
 from schemas.recipe.load import load_recipe
+from schemas.recipe.recipe import Recipe, RlhfRecipe
 
 SHARED = Placement(("0",), (("0",), ("0",)))
 APART = Placement(("0",), (("1",), ("2", "3")))
@@ -37,3 +57,101 @@ def test_versions_are_written_at_the_interval_at_the_end_and_where_they_are_eval
     changes = ["trainer.weights_every=4", "evaluation.every=6", "schedule.iterations=11"]
     recipe = load_recipe("gsm8k", changes)
     assert [v for v in range(1, 12) if is_written(recipe, v)] == [4, 6, 8, 11]
+
+
+PLACEMENTS = [
+    ("0", "", "tensor"),
+    ("0,1", "", "nccl"),
+    ("0,1", "trainer.ranks=2 inference.servers=2 inference.gpus=[0,1]", "store"),
+    ("0,1,2,3", "trainer.ranks=2 inference.servers=2", "nccl"),
+    ("0,1,2,3", "trainer.ranks=2 inference.tensor_parallel=2", "nccl"),
+    ("0,1,2,3,4,5,6,7", "trainer.ranks=4 inference.servers=4", "nccl"),
+    ("0,1", "inference.tensor_parallel=2", "store"),
+]
+
+
+@pytest.mark.parametrize(("gpus", "changes", "transport"), PLACEMENTS)
+def test_each_placement_that_the_guide_names_has_a_way_for_every_version(
+    gpus: str, changes: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of docs/gpu.md, and one server over all GPUs, with the recipe as it is: it writes each tenth version."""
+    recipe = load_recipe("gsm8k", changes.split())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
+    with Engines(run, recipe, tmp_path / "logs") as engines:
+        monkeypatch.setattr(engines.supervisor, "start", lambda *_: None)
+        nothing = WeightsRef(version=0, attempt="", path="", sha256="", digest="")
+        engines.start(nothing, nothing, nothing)
+        assert (engines.transport, engines.store_only) == (transport, transport == "store")
+
+
+class Stopped(Exception):
+    """The flow was stopped."""
+
+
+def stop_at(label: str) -> Execute:
+    def execute(jobs: Sequence[Job]) -> list[Built]:
+        if jobs[0].label == label:
+            raise Stopped
+        return run_directly(jobs)
+
+    return execute
+
+
+@pytest.fixture
+def rarely(monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """A recipe that writes each tenth version, as none with the embedded engine may."""
+    allowed = tuple(check for check in RlhfRecipe.CHECKS if check is not weights_every_written)
+    monkeypatch.setattr(RlhfRecipe, "CHECKS", allowed)
+    return tiny(trainer={"weights_every": 10}, evaluation={"every": 10})
+
+
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """Until it is undone, trainers hand weights to the embedded servers in a way that leaves no record."""
+
+    def send(trainer: TrainerClient, command: Send) -> Sent:
+        store, attempt = store_in(tmp_path), new_attempt()
+        prefix = weights_attempt("other", command.version, attempt)
+        files = trainer.publish(Write(owner=command.owner, version=command.version, prefix=prefix)).files
+        ref = commit_weights(store, "other", command.version, attempt, "weights", files, make_provenance(1, now()))
+        body = {"model_path": store.uri(ref.path), "weight_version": str(command.version), "flush_cache": True}
+        for receiver in command.receivers:
+            headers = {"Authorization": f"Bearer {command.token}"}
+            httpx.post(f"{receiver.url}/update_weights_from_disk", json=body, headers=headers).raise_for_status()
+        return Sent(seconds=0.0)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(session, "choose_transport", lambda *_: "tensor")
+    patch.setattr(TrainerClient, "send", send)
+    return patch
+
+
+def written(run: Run) -> list[bool]:
+    return [run.commit(k).weights.written for k in range(ITERATIONS)]
+
+
+def made(store: Store, run: str) -> list[list[tuple[str, str]]]:
+    """What every iteration made, but for where its weights lie."""
+    return [
+        [found for found in digests if found[0] not in ("publish", "weights")] for digests in digests_of(store, run)
+    ]
+
+
+def test_a_run_whose_servers_have_only_the_store_writes_every_version(tmp_path: Path, rarely: Recipe) -> None:
+    assert written(drive(tmp_path, "r", rarely)) == [True, True, True]
+
+
+@pytest.mark.parametrize("label", ["rollout 1", "train 1"])
+def test_a_run_goes_on_with_another_transport_from_a_version_that_is_not_written(
+    label: str, tmp_path: Path, rarely: Recipe, by_hand: pytest.MonkeyPatch
+) -> None:
+    try:
+        with pytest.raises(Stopped):
+            drive(tmp_path, "r", rarely, stop_at(label))
+    finally:
+        by_hand.undo()
+    run = drive(tmp_path, "r", rarely)
+    assert written(run) == [False, True, True]
+    drive(tmp_path, "whole", rarely)
+    assert made(run.store, "r") == made(run.store, "whole")

@@ -1,5 +1,7 @@
 """A server that takes broadcast weights as SGLang does, over gloo: `python receiver.py TOKEN`; prints its port.
 
+Told to by `/fail`, it dies at the next weights, or answers 500 without taking them.
+
 It joins through the very calls that SGLang 0.5.17 makes (`init_custom_process_group`), written out here, so that the
 sender's way of joining is checked against them and not against itself.
 """
@@ -7,6 +9,7 @@ sender's way of joining is checked against them and not against itself.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -17,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 
 GROUPS: dict[str, Any] = {}
-HELD: dict[str, Any] = {"version": "0", "tensors": {}}
+HELD: dict[str, Any] = {"version": "0", "tensors": {}, "fails": ""}
 
 
 def join(address: str, port: int, rank: int, size: int, name: str, backend: str) -> None:
@@ -46,12 +49,25 @@ class Handler(BaseHTTPRequestHandler):
             names = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
             join(*(body[n] for n in names))
             self.answer(200, {"success": True})
+        elif self.path == "/destroy_weights_update_group":
+            dist.destroy_process_group(GROUPS.pop(body["group_name"]))
+            self.answer(200, {"success": True})
+        elif self.path == "/fail":
+            HELD["fails"] = body["how"]
+            self.answer(200, {})
+        elif HELD["fails"] == "dies":
+            os._exit(1)
+        elif HELD["fails"] == "500":
+            self.answer(500, {"error": "out of order"})
+        elif self.path == "/update_weights_from_tensor":
+            HELD["version"] = body["weight_version"]
+            self.answer(200, {"success": True})
         else:
             receive(body)
             self.answer(200, {"success": True})
 
     def do_GET(self) -> None:
-        self.answer(200, HELD)
+        self.answer(200, HELD | {"groups": list(GROUPS)})
 
     def answer(self, status: int, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,36 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from areal_tasks.engines.trainer.commands import Receiver, Send
-from areal_tasks.engines.trainer.transport import HandOver, Sender
+from areal_tasks.engines.trainer.orders import HandOver
+from areal_tasks.engines.trainer.transport import Sender
 from areal_tasks.engines.trainer.weights_group import lead
 
 TOKEN = "secret"
 
 
-@pytest.fixture
-def urls() -> Iterator[list[str]]:
+@contextmanager
+def receivers() -> Iterator[list[str]]:
+    """The addresses of two servers."""
     command = [sys.executable, str(Path(__file__).with_name("receiver.py")), TOKEN]
     servers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     yield [f"http://127.0.0.1:{int(s.stdout.readline())}" for s in servers if s.stdout]
     for server in servers:
         server.kill()
         server.wait()
+
+
+@pytest.fixture(scope="module")
+def urls() -> Iterator[list[str]]:
+    with receivers() as found:
+        yield found
+
+
+@pytest.fixture
+def failing(urls: list[str]) -> Iterator[list[str]]:
+    """The same servers, of which the first answers 500 from now on."""
+    fail(urls[0], "500")
+    yield urls
+    fail(urls[0], "")
 
 
 def sending(urls: list[str], version: int, token: str = TOKEN) -> Send:
@@ -58,6 +75,43 @@ def test_a_server_that_refuses_is_named_and_the_next_hand_over_starts_afresh(url
     assert sender.group is None
     sender.send(weights(3.0), sending(urls, 1))
     assert [httpx.get(url).json()["version"] for url in urls] == ["1", "1"]
+
+
+def fail(url: str, how: str) -> None:
+    httpx.post(url + "/fail", json={"how": how}, headers={"Authorization": f"Bearer {TOKEN}"}).raise_for_status()
+
+
+def test_a_server_that_dies_is_named_and_those_that_take_its_place_are_met(urls: list[str]) -> None:
+    sender = Sender("gloo", 3.0, 1.0)
+    with receivers() as dying:
+        assert not sender.send(weights(0.5), sending(dying, 1))
+        fail(dying[0], "dies")
+        assert "no answer" in sender.send(weights(1.0), sending(dying, 2))[dying[0]]
+    assert not sender.send(weights(2.0), sending(urls, 3))
+    assert [httpx.get(url).json()["version"] for url in urls] == ["3", "3"]
+
+
+def test_a_server_that_fails_by_itself_has_refused_nothing(failing: list[str]) -> None:
+    assert "out of order" in Sender("gloo", 3.0, 1.0).send(weights(1.0), sending(failing, 2))[failing[0]]
+
+
+def test_on_a_shared_gpu_one_that_fails_does_not_keep_the_weights_from_the_others(
+    failing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("synchronize", "ipc_collect"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    gone = Sender().send(weights(0.5), sending(failing, 7).model_copy(update={"transport": "tensor"}))
+    assert list(gone) == failing[:1]
+    assert httpx.get(failing[1]).json()["version"] == "7"
+
+
+def test_the_group_of_before_is_left_by_all_that_stay(urls: list[str]) -> None:
+    sender = Sender("gloo", 5.0)
+    sender.send(weights(0.5), sending(urls, 1))
+    before = sender.name
+    sender.send(weights(0.5), sending(urls[1:], 2))
+    groups = httpx.get(urls[1]).json()["groups"]
+    assert sender.name in groups and before not in groups
 
 
 @pytest.fixture

@@ -79,9 +79,10 @@ class Send(Command):
 
 
 class Sent(Message):
-    """Answer to /send."""
+    """Answer to /send: `gone` says why servers did not take the weights, by their addresses. All others hold them."""
 
     seconds: float
+    gone: dict[str, str] = Field(default_factory=dict)
 
 
 class Loaded(Message):

@@ -168,18 +168,17 @@ class Trainer:
 
     @names_memory_knobs
     def send(self, command: Send) -> Sent:
-        """Hand the policy to inference servers directly; returns when all of them hold it."""
+        """Hand the policy to inference servers directly; returns when all of them hold it, but those that failed."""
         self.fence.admit(command.owner)
         self.fence.expect(command.version)
         started = time.perf_counter()
         snapshot, gathered = self._snapshot(), time.perf_counter()
-        if self.backend.rank == 0:
-            self.sender.send(snapshot.tensors, command)
+        gone = self.sender.send(snapshot.tensors, command) if self.backend.rank == 0 else {}
         ended = time.perf_counter()
         log.info(
             "weights %d: gathered in %.3f s, sent in %.3f s", command.version, gathered - started, ended - gathered
         )
-        return Sent(seconds=ended - started)
+        return Sent(seconds=ended - started, gone=gone)
 
     @names_memory_knobs
     def checkpoint(self, command: Write) -> Written:

@@ -1,0 +1,100 @@
+"""What a trainer asks of all its inference servers at once while it does its own part, and what came of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, Final
+
+import httpx
+
+from areal_tasks.engines.trainer.commands import Send
+from schemas.errors import UserError
+
+log = logging.getLogger(__name__)
+TIMEOUT_SECONDS: Final = 120.0
+
+Gone = dict[str, str]  # why a server did not do what it was asked to, by its address
+
+
+class HandOver(UserError):
+    """A server refused the weights; the message holds its reason."""
+
+
+class Unanswered(Exception):
+    """A server died, hangs, or failed by itself: nobody's mistake."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """One POST to every receiver of `command`, a body for each."""
+
+    command: Send
+    path: str
+    bodies: Sequence[dict[str, Any]]
+
+
+def together(
+    orders: Orders,
+    mine: Callable[[], None] | None = None,
+    give_up: Callable[[], None] | None = None,
+    grace_seconds: float = TIMEOUT_SECONDS,
+) -> Gone:
+    """Give the orders, do `mine` beside them, and wait for the answers; the receivers that failed.
+
+    Where they do something with each other, one's failure is everybody's: `give_up` says that nobody need go on, and
+    those that have not answered `grace_seconds` later count as failed, too.
+
+    Raises:
+        HandOver: a receiver refused, and none failed; the others may be at it still.
+        Exception: what `mine` raised, where all receivers did what they were asked to.
+    """
+    urls = [receiver.url for receiver in orders.command.receivers]
+    pool = ThreadPoolExecutor(len(urls))
+    token = orders.command.token
+    calls = {
+        url: pool.submit(_post, url + orders.path, token, body) for url, body in zip(urls, orders.bodies, strict=True)
+    }
+    pool.shutdown(wait=False)
+    error = _attempt(mine) if mine is not None else None
+    if error is None:
+        wait(calls.values(), return_when="ALL_COMPLETED" if give_up is None else FIRST_EXCEPTION)
+    if give_up is not None and (error or any(not call.done() or call.exception() for call in calls.values())):
+        give_up()
+    wait(calls.values(), grace_seconds)
+    return _gone(calls, error)
+
+
+def _attempt(work: Callable[[], None]) -> Exception | None:
+    try:
+        work()
+    except Exception as error:
+        return error
+    return None
+
+
+def _gone(calls: dict[str, Future[None]], mine: Exception | None) -> Gone:
+    """Who failed. A refusal beside a failure may be its consequence, and so may silence, or an error of our own."""
+    errors = {url: error for url, call in calls.items() if call.done() and (error := call.exception())}
+    silent = {url: Unanswered("no answer yet") for url, call in calls.items() if not call.done()}
+    refusal = next((error for error in errors.values() if isinstance(error, HandOver)), None)
+    if refusal is not None and all(isinstance(error, HandOver) for error in errors.values()):
+        raise refusal
+    if not errors and not silent and mine is not None:
+        raise mine
+    if mine is not None:
+        log.warning("servers failed while new weights were handed over, and so did this end: %r", mine)
+    return {url: f"{url}: {error}" for url, error in (errors | silent).items()}
+
+
+def _post(url: str, token: str, body: dict[str, Any]) -> None:
+    try:
+        answer = httpx.post(url, json=body, headers={"Authorization": f"Bearer {token}"}, timeout=TIMEOUT_SECONDS)
+    except httpx.TransportError as error:
+        raise Unanswered(f"no answer: {type(error).__name__}: {error}") from error
+    if answer.is_server_error:
+        raise Unanswered(f"answered {answer.status_code} {answer.text[:500]}")
+    if answer.is_error or not answer.json().get("success", True):
+        raise HandOver(f"{url} refused the weights: {answer.status_code} {answer.text[:500]}")

@@ -1,0 +1,140 @@
+"""Servers that fail while the trainer hands them weights, and weights that it has and cannot hand over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from areal_tasks.engines.answers import ServerDown
+from areal_tasks.engines.session import Engines
+from areal_tasks.engines.trainer.commands import Send, Sent, Write, Written
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.files import upload
+from areal_tasks.store.runs import open_run
+from schemas.manifest import WeightsRef
+from schemas.recipe.load import load_recipe
+from tests.inference.fake_server import Fake, serve
+
+VERSION = 3
+UNWRITTEN = WeightsRef(version=VERSION, attempt="", path="", sha256="", digest="what made them")
+
+
+class Trainer:
+    """Hands `VERSION` to all servers but those that are `lost`; writes a small file for weights."""
+
+    def __init__(self, engines: Engines, folder: Path) -> None:
+        self.engines, self.folder = engines, folder
+        self.servers: dict[str, Fake] = {}
+        self.lost: set[str] = set()
+        self.sent: list[list[str]] = []
+        self.written: list[str] = []
+
+    def send(self, command: Send) -> Sent:
+        urls = [receiver.url for receiver in command.receivers]
+        self.sent.append(urls)
+        for url in set(urls) - self.lost:
+            self.servers[url].version = command.version
+        return Sent(seconds=0.1, gone={url: "no answer" for url in urls if url in self.lost})
+
+    def publish(self, command: Write) -> Written:
+        self.written.append(command.prefix)
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / "model.safetensors").write_bytes(b"weights")
+        return Written(files=upload(self.engines.run.store, command.prefix, self.folder), seconds=0.1)
+
+
+class Supervisor(SimpleNamespace):
+    """Its servers are those at `urls`; notes which are ended."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            urls=[], ended=[], token="token", name_at=lambda url: url, starting=lambda _: {}, restarts=lambda _: 0
+        )
+
+    def wait(self, _names: Any) -> list[str]:
+        return list(self.urls)
+
+    def end(self, urls: Any, *_why: Any, **_options: Any) -> None:
+        self.ended += list(urls)
+
+    def heal(self, _weights: Any) -> None:
+        """Nothing has ended."""
+
+    def __exit__(self, *_error: object) -> None:
+        """Nothing runs."""
+
+
+Begin = Callable[[int], list[Fake]]
+
+
+@pytest.fixture
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
+    """Engines of a recipe with SGLang servers; `begin` starts some."""
+    recipe = load_recipe("gsm8k")
+    run = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
+    with Engines(run, recipe, tmp_path / "logs") as found:
+        monkeypatch.setattr(found, "supervisor", Supervisor())
+        yield found
+
+
+@pytest.fixture
+def trainer(engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    found = Trainer(engines, tmp_path / "written")
+    monkeypatch.setattr(engines, "trainer_at", lambda _version: found)
+    return found
+
+
+@pytest.fixture
+def begin(engines: Engines, trainer: Trainer) -> Iterator[Begin]:
+    """Starts servers that hold version 0, in the place of those that were there."""
+    runners: list[web.AppRunner] = []
+
+    def start(count: int) -> list[Fake]:
+        fakes = [Fake(version=0) for _ in range(count)]
+        runners.extend(engines.call(serve(fake)) for fake in fakes)
+        trainer.servers |= {fake.url: fake for fake in fakes}
+        engines.supervisor.urls = [fake.url for fake in fakes]  # type: ignore[attr-defined]
+        return fakes
+
+    yield start
+    for runner in runners:
+        engines.call(runner.cleanup())
+
+
+def test_one_of_two_that_fails_is_ended_and_the_other_goes_on(engines: Engines, trainer: Trainer, begin: Begin) -> None:
+    bad, good = begin(2)
+    engines.transport, trainer.lost = "tensor", {bad.url}
+    assert len(engines.serve_weights(UNWRITTEN, trainer)) == 1  # type: ignore[arg-type]
+    assert engines.supervisor.ended == [bad.url]  # type: ignore[attr-defined]
+    assert engines.inference().healthy() == [good.url]
+
+
+def test_when_all_fail_the_next_ones_are_handed_the_weights_again(
+    engines: Engines, trainer: Trainer, begin: Begin
+) -> None:
+    (bad,) = begin(1)
+    engines.transport, trainer.lost = "nccl", {bad.url}
+    for _ in range(2):  # it is evicted: nobody is left to ask
+        with pytest.raises(ServerDown):
+            engines.serve_weights(UNWRITTEN, trainer)  # type: ignore[arg-type]
+    assert trainer.sent == [[bad.url]]
+    (healed,) = begin(1)
+    assert engines.inference().version == healed.version == VERSION
+    assert trainer.sent == [[bad.url], [healed.url]]
+
+
+def test_weights_that_cannot_be_handed_over_are_written_for_the_servers(
+    engines: Engines, trainer: Trainer, begin: Begin
+) -> None:
+    """As in a run that goes on with another transport than the one it stopped with."""
+    (fake,) = begin(1)
+    engines.serving = UNWRITTEN
+    assert engines.inference().version == fake.version == VERSION
+    assert engines.written == engines.serving and engines.serving.written
+    engines.inference()
+    assert len(trainer.written) == 1 and not trainer.sent
