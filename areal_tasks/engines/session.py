@@ -158,10 +158,11 @@ class Engines:
     def _servers(self) -> InferenceClient:
         """A client of the servers, whatever they hold."""
         if self._inference is not None and not self.external:
-            self.supervisor.end(self._inference.lost())
+            lost = self._inference.lost()  # as that client knew them: a new start may have the port of the old one
+            self.supervisor.end([url for url in lost if self._starts[url] == self.supervisor.restarts(url)])
         self.supervisor.heal(self.written)
         servers = self.external or self._ready(self.server_names)
-        starts = {url: self.supervisor.restarts(url) for url in servers}  # a new one may have the port of the old
+        starts = {url: self.supervisor.restarts(url) for url in servers}
         if self._inference is None or self._starts != starts:
             lending: set[str] = set()
             if self._inference is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from stage_driver import digests, drive, start_driver, store_in, tiny, tiny_evaluation
+from task_states import task_states
 
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.journal import read_log
@@ -43,12 +44,10 @@ def say(whole: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     return run
 
 
-def states_of_last(api: str) -> dict[str, str]:
-    """Name and state of the task runs of the flow run that was started last."""
-
+def states_of_last(api: str, *names: str) -> dict[str, str]:
+    """Name and state of the task runs of the flow run that was started last, once these have ended."""
     [last] = found(api, "flow_runs", sort="EXPECTED_START_TIME_DESC", limit=1)
-    runs = found(api, "task_runs", flow_runs={"id": {"any_": [last["id"]]}})
-    return {run["name"]: run["state_name"] for run in runs}
+    return task_states(api, last["id"], *names)
 
 
 def artifact(api: str, key: str) -> dict[str, Any]:
@@ -77,7 +76,7 @@ def test_a_deployments_parameters_fork_and_its_recipe_is_obeyed(whole: Path, api
     recipe = tiny(model={"scratch": None, "warm_start": "quickstart-sft"}, store={"url": store_in(whole).url})
     rlhf(recipe, run="form", overrides="schedule.iterations=2", fork="whole@1")  # no SFT run: version 0 is the parent's
     assert digests(whole, "form")[:1] == digests(whole, "whole")[:1] and len(digests(whole, "form")) == 2
-    assert states_of_last(api)["rollout 1"] == "Committed"
+    assert states_of_last(api, "rollout 1")["rollout 1"] == "Committed"
     assert rlhf(recipe, run="form", overrides="schedule.iterations=3")["iterations"] == 3
     there, here = (dict(digests(whole, name)[2]) for name in ("whole", "form"))
     assert {stage: here[stage] for stage in ("rollout", "weights")} == {
@@ -89,7 +88,9 @@ def test_the_command_replays_compares_and_tells_reuse_from_build(whole: Path, ap
     out, _ = say("replay", "whole", "--from", "advantage", "algorithm.reward_norm=mean", "run=mean")
     assert "run mean is a replay of 'whole' from advantage, with its rollouts, with algorithm.reward_norm=mean" in out
     assert "advantage of a sample" in out and "loss" in out and "run mean: 3 iterations in" in out
-    states = states_of_last(api)
+    states = states_of_last(
+        api, *(f"{s} 1" for s in ("rollout", "verify", "reference", "advantage", "train", "publish"))
+    )
     assert {states[f"{stage} 1"] for stage in ("rollout", "verify", "reference")} == {"Reused"}
     assert {states[f"{stage} 1"] for stage in ("advantage", "train", "publish")} == {"Committed"}
     page = artifact(api, "mean-comparison")["data"]
@@ -113,9 +114,9 @@ def test_an_evaluation_is_judged_anew_and_not_forked(whole: Path, api: str, say:
     drive(whole, "score", tiny_evaluation("run://whole"))
     out, _ = say("replay", "score", "--from", "verify", "reward.verifier=exact", "run=exactly")
     assert "run exactly is a replay of 'score' from verify, with its rollouts" in out and "of 8 changed" in out
-    assert {name: state for name, state in states_of_last(api).items() if name.startswith("evaluate")} == {
-        "evaluate version 0": "Committed"
-    }
+    assert {
+        name: state for name, state in states_of_last(api, "evaluate version 0").items() if name.startswith("evaluate")
+    } == {"evaluate version 0": "Committed"}
     assert "replay score --from verify" in " ".join(say("fork", "score", "--at", "0")[1].split())
 
 
@@ -126,7 +127,7 @@ def test_a_replay_that_was_killed_goes_on(whole: Path, api: str) -> None:
     process.join(120)
     assert process.exitcode == -9
     replay("whole", "train", overrides="trainer.lr=0.003", run="killed", store=store_in(whole).url)
-    states = states_of_last(api)
+    states = states_of_last(api, "train 1", "publish 1")
     assert states["train 1"] == "Reused" and states["publish 1"] == "Committed" and "train 0" not in states
 
 

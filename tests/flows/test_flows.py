@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 from stage_driver import Digests, digests, drive, start_driver, store_in, tiny
+from task_states import task_states
 
 from areal_tasks.store.commit import commit_once
 from areal_tasks.store.journal import read_log
@@ -35,10 +36,6 @@ class Prefect:
 
     def last_flow_run(self) -> dict[str, Any]:
         return self.ask("flow_runs", sort="EXPECTED_START_TIME_DESC", limit=1)[0]
-
-    def task_states(self, flow_run: str) -> dict[str, str]:
-        runs = self.ask("task_runs", flow_runs={"id": {"any_": [flow_run]}})
-        return {run["name"]: run["state_name"] for run in runs}
 
     def artifact(self, key: str) -> dict[str, Any]:
         return self.ask("artifacts/latest", artifacts={"key": {"any_": [key]}})[0]
@@ -103,10 +100,11 @@ def test_the_flow_says_what_it_made(resumed: Resumed) -> None:
 
 
 def test_what_was_committed_is_reused_and_the_rest_is_committed(prefect: Prefect, resumed: Resumed) -> None:
-    states = prefect.task_states(resumed.flow_run["id"])
+    stages = [f"{stage} {k}" for stage in ("verify", "reference", "advantage", "train", "publish") for k in (1, 2)]
+    later = [*stages, "rollout 2", "evaluate version 2", "evaluate version 3"]
+    states = task_states(prefect.api, resumed.flow_run["id"], "rollout 1", *later)
     assert states.pop("rollout 1") == "Reused"
-    later = {f"{stage} {k}" for stage in ("verify", "reference", "advantage", "train", "publish") for k in (1, 2)}
-    assert states == dict.fromkeys([*later, "rollout 2", "evaluate version 2", "evaluate version 3"], "Committed")
+    assert states == dict.fromkeys(later, "Committed")
 
 
 def test_the_flow_makes_the_same_bits_as_a_run_that_was_never_killed(resumed: Resumed) -> None:
@@ -114,6 +112,7 @@ def test_the_flow_makes_the_same_bits_as_a_run_that_was_never_killed(resumed: Re
 
 
 def test_tasks_name_tables_and_manifests_and_hold_no_data(prefect: Prefect, resumed: Resumed) -> None:
+    task_states(prefect.api, resumed.flow_run["id"], "rollout 2")
     query = {"flow_runs": {"id": {"any_": [resumed.flow_run["id"]]}}, "task_runs": {"name": {"any_": ["rollout 2"]}}}
     [run] = prefect.ask("task_runs", **query)
     assert re.search(r"rollout: 16 rows · .* · r/iteration=000002/stage=rollout/\w+\.json", run["state"]["message"])
@@ -122,7 +121,7 @@ def test_tasks_name_tables_and_manifests_and_hold_no_data(prefect: Prefect, resu
 
 def test_the_same_run_again_has_nothing_to_do(prefect: Prefect, resumed: Resumed) -> None:
     assert rlhf(resumed.recipe, run="r") == resumed.result
-    assert prefect.task_states(prefect.last_flow_run()["id"]) == {}
+    assert task_states(prefect.api, prefect.last_flow_run()["id"]) == {}
 
 
 def test_a_last_commit_of_the_start_before_is_gone_on_from(
@@ -211,7 +210,7 @@ def test_code_that_does_not_exist_is_refused_before_there_is_a_run(
         rlhf(recipe_of(questions, tmp_path), run="bad", overrides=override)
     assert expected in failure(prefect)
     assert not (tmp_path / "store").exists(), "no run, no service"
-    assert prefect.task_states(prefect.last_flow_run()["id"]) == {}
+    assert task_states(prefect.api, prefect.last_flow_run()["id"]) == {}
 
 
 def test_another_recipe_under_the_name_of_a_run_is_refused(prefect: Prefect, resumed: Resumed) -> None:

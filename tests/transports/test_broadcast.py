@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from areal_tasks.engines.trainer.commands import Receiver, Send
-from areal_tasks.engines.trainer.orders import HandOver
+from areal_tasks.engines.trainer.orders import HandOver, Unanswered
 from areal_tasks.engines.trainer.transport import Sender
 from areal_tasks.engines.trainer.weights_group import lead
 
@@ -150,3 +151,23 @@ def test_nccl_is_given_no_communicator_to_split(bound_default: None, monkeypatch
     group = lead("weights", 0, 1, "nccl", timedelta(seconds=5))
     assert [(o.split_from, o.group_name, o._timeout) for o in asked] == [(None, "weights", timedelta(seconds=5))]
     assert group.size() == 1
+
+
+def test_those_that_are_left_get_the_weights_when_one_fails_before_the_group_is_met(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL's members meet at the first broadcast: a server has long answered that it is in the group."""
+    given: list[tuple[str, str]] = []
+
+    def answer(url: str, token: str, body: dict[str, Any]) -> None:
+        server, path = url.rsplit("/", 1)
+        if server == "http://bad":
+            raise Unanswered("500")
+        given.append((server, path))
+
+    group = SimpleNamespace(broadcast=lambda tensor, root: SimpleNamespace(wait=lambda: None), abort=lambda: None)
+    monkeypatch.setattr("areal_tasks.engines.trainer.orders._post", answer)
+    monkeypatch.setattr("areal_tasks.engines.trainer.transport.lead", lambda *named: group)
+    gone = Sender("nccl").send(weights(1.0), sending(["http://good", "http://bad"], 1))
+    assert list(gone) == ["http://bad"]
+    assert given[-1] == ("http://good", "update_weights_from_distributed")

@@ -53,8 +53,11 @@ class Sender:
         return self._broadcast(tensors, command)
 
     def _broadcast(self, tensors: Named, command: Send) -> Gone:
-        if (self.group is None or self.members != command.receivers) and (gone := self._meet(command)):
-            return gone
+        if self.group is None or self.members != command.receivers:
+            gone = self._meet(command)
+            left = tuple(r for r in command.receivers if r.url not in gone)
+            if gone:  # those that are left met nobody: over NCCL they have not even noticed yet
+                return gone | (self._broadcast(tensors, command.model_copy(update={"receivers": left})) if left else {})
         group = self.group
         assert group is not None
 
