@@ -13,23 +13,15 @@ import contextlib
 import importlib
 import json
 import math
-import multiprocessing
 import os
 import random
-import socket
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import orjson
 import typer
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from areal_tasks.engines.external import ADDRESSES
 from areal_tasks.engines.session import Engines
@@ -37,14 +29,13 @@ from areal_tasks.stages.loop import Loop
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.runs import open_run
 from benchmarks.bare_loop import machine
-from benchmarks.client import answer
 from benchmarks.gpu.run_times import Row, iteration_rows
+from benchmarks.instant import PROMPT_TOKENS, answer, instant_server
 from schemas.recipe.load import parse_recipe
 from schemas.recipe.recipe import Recipe
 
 WARM = 2  # iterations left out: imports, first connections
 ALPHABET = "".join(map(chr, range(0x4E00, 0x4E00 + 1000)))  # one token a character
-PROMPT_TOKENS = 64
 PARTS: dict[str, Callable[[Row], float]] = {
     "answers: sent for and read": lambda row: row["generation"],
     "rollout, less that": lambda row: row["stage_rollout"] - row["generation"],
@@ -69,48 +60,14 @@ def bodies(groups: int, size: int, tokens: int) -> list[list[dict[str, Any]]]:
     return made
 
 
-def serve(listener: socket.socket, made: list[list[dict[str, Any]]]) -> None:
-    """Answer requests with `made` in turns, as of the weights that were named last."""
-    held, encoded, turn = {"weight_version": "0"}, [orjson.dumps(body) for body in made], iter(range(1 << 60))
-
-    async def generate(request: Request) -> Response:
-        await request.body()
-        return Response(encoded[next(turn) % len(encoded)], media_type="application/json")
-
-    async def info(request: Request) -> Response:
-        return Response(orjson.dumps(held), media_type="application/json")
-
-    async def update(request: Request) -> Response:
-        held["weight_version"] = str((await request.json())["weight_version"])
-        was, now = b'"weight_version":"%s"', held["weight_version"].encode()
-        before = str(int(held["weight_version"]) - 1).encode()
-        encoded[:] = [body.replace(was % before, was % now) for body in encoded]
-        return Response(b'{"success": true}', media_type="application/json")
-
-    routes = [
-        Route("/generate", generate, methods=["POST"]),
-        Route("/update_weights_from_disk", update, methods=["POST"]),
-        Route("/model_info", info),
-    ]
-    uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="error", access_log=False)).run(
-        sockets=[listener]
-    )
-
-
 @contextlib.contextmanager
-def instant_server(groups: int, size: int, tokens: int) -> Iterator[None]:
-    """A server in another process, named in the environment."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    arguments = (listener, bodies(groups, size, tokens))
-    server = multiprocessing.get_context("fork").Process(target=serve, args=arguments, daemon=True)
-    server.start()
-    os.environ[ADDRESSES] = f"127.0.0.1:{listener.getsockname()[1]}"
+def named(address: str) -> Iterator[None]:
+    """The server at `address` is the run's, by the environment."""
+    os.environ[ADDRESSES] = address
     try:
         yield
     finally:
         del os.environ[ADDRESSES]
-        server.terminate()
-        server.join()
 
 
 def make_recipe(groups: int, size: int, tokens: int, iterations: int, folder: Path) -> Recipe:
@@ -150,7 +107,8 @@ def main(
     folder: Annotated[Path, typer.Option(help="Where the store lies while this runs.")] = Path("/dev/shm"),
 ) -> None:
     print(f"{machine()}; {groups} × {group_size} samples of {PROMPT_TOKENS} + {tokens} tokens")
-    with tempfile.TemporaryDirectory(dir=folder) as own, instant_server(groups, group_size, tokens):
+    server = instant_server(bodies(groups, group_size, tokens))
+    with tempfile.TemporaryDirectory(dir=folder) as own, server as address, named(address):
         rows = measure(make_recipe(groups, group_size, tokens, iterations, Path(own)), Path(own))
     print(f"{'ms an iteration':34s} {'least':>8s} {'median':>8s}")
     for name, of in PARTS.items():

@@ -36,6 +36,7 @@ class Connections:
         await self._sessions.pop(server).close()
 
     async def answers(self, server: Server, body: dict[str, Any]) -> AsyncGenerator[list[dict[str, Any]]]:
+        """What `/generate` answers to `body`: once, or for a stream as often as it grows. Raises as `ask` does."""
         if not body.get("stream"):
             yield await self.ask(server, "POST", "/generate", body)
             return

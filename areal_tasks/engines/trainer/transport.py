@@ -55,25 +55,30 @@ class Sender:
     def _broadcast(self, tensors: Named, command: Send) -> Gone:
         if self.group is None or self.members != command.receivers:
             gone = self._meet(command)
-            left = tuple(r for r in command.receivers if r.url not in gone)
-            if gone:  # those that are left met nobody: over NCCL they have not even noticed yet
-                return gone | (self._broadcast(tensors, command.model_copy(update={"receivers": left})) if left else {})
+            if gone:
+                return gone | self._broadcast_without(gone, tensors, command)
         group = self.group
         assert group is not None
 
-        def cast() -> None:
+        def broadcast_all() -> None:
             for work in [group.broadcast(t, root=0) for t in tensors.values()]:
                 work.wait()
 
         body = _description(tensors, command, self.name)
         orders = Orders(command, "/update_weights_from_distributed", [body] * len(command.receivers))
-        return together(orders, cast, self._drop, self.grace_seconds)
+        return together(orders, broadcast_all, self._drop, self.grace_seconds)
+
+    def _broadcast_without(self, gone: Gone, tensors: Named, command: Send) -> Gone:
+        """To those that are left: they met nobody, and over NCCL they have not even noticed yet."""
+        left = tuple(r for r in command.receivers if r.url not in gone)
+        return self._broadcast(tensors, command.model_copy(update={"receivers": left})) if left else {}
 
     def _meet(self, command: Send) -> Gone:
         """Make the process group of this process (rank 0) and every rank of every receiver."""
         self._leave(command)
         port = _free_port()
-        self.name, self.members = f"areal-weights-{token_hex(6)}", command.receivers
+        self.name = f"areal-weights-{token_hex(6)}"
+        self.members = command.receivers
         sizes = [r.ranks for r in command.receivers]
         common = {"master_address": HOST, "master_port": port, "world_size": 1 + sum(sizes)}
         common |= {"group_name": self.name, "backend": self.backend}
@@ -89,19 +94,19 @@ class Sender:
         """End the group of before, here and at the servers that stay: it holds memory on each of their GPUs."""
         staying = tuple(r for r in command.receivers if r in self.members)
         if self.group is None or not staying:
-            return self._drop()
+            self._drop()
+            return
         orders = Orders(
             command.model_copy(update={"receivers": staying}),
             "/destroy_weights_update_group",
             [{"group_name": self.name}] * len(staying),
         )
         try:
-            gone = together(orders, self._drop, self._drop, self.grace_seconds)
+            reasons = [*together(orders, self._drop, self._drop, self.grace_seconds).values()]
         except HandOver as error:
-            gone = {"": str(error)}
-        if gone:  # whether they can take weights is seen when they are asked to
-            log.warning("the group %s was not left everywhere: %s", self.name, "; ".join(gone.values()))
-        return None
+            reasons = [str(error)]
+        if reasons:  # whether they can take weights is seen when they are asked to
+            log.warning("the group %s was not left everywhere: %s", self.name, "; ".join(reasons))
 
     def _drop(self) -> None:
         """Give the group up without waiting for anybody: its members no longer agree on what comes next."""

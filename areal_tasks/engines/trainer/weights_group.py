@@ -25,7 +25,8 @@ def lead(name: str, port: int, size: int, backend: str, timeout: timedelta) -> d
 
     Over gloo this returns when all are there; over NCCL they meet at the first broadcast.
     """
-    device, store = DEVICES[backend], dist.TCPStore(HOST, port, size, True, timeout, wait_for_workers=False)
+    device = DEVICES[backend]
+    store = dist.TCPStore(HOST, port, size, True, timeout, wait_for_workers=False)
     inner = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))  # init_custom_process_group's and torch's
     made = _backend(backend, dist.PrefixStore(f"{device}/", inner), size, name, timeout)
     group = dist.ProcessGroup(inner, 0, size)
