@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from areal_tasks.engines.trainer.commands import Receiver, Send
-from areal_tasks.engines.trainer.orders import HandOver, Unanswered
+from areal_tasks.engines.trainer.orders import HandOver, Orders, Unanswered, Watch, together
 from areal_tasks.engines.trainer.transport import Sender
 from areal_tasks.engines.trainer.weights_group import lead
 
@@ -171,3 +173,27 @@ def test_those_that_are_left_get_the_weights_when_one_fails_before_the_group_is_
     gone = Sender("nccl").send(weights(1.0), sending(["http://good", "http://bad"], 1))
     assert list(gone) == ["http://bad"]
     assert given[-1] == ("http://good", "update_weights_from_distributed")
+
+
+def test_an_end_that_a_failed_server_leaves_waiting_is_told_so(failing: list[str]) -> None:
+    told, released = [], threading.Event()
+
+    def stuck(failure: str) -> None:
+        told.append(failure)
+        released.set()
+
+    orders = Orders(sending(failing[:1], 1), "/update_weights_from_distributed", [{}])
+    gone = together(orders, lambda: _wait_for(released), over=Watch(0.2, stuck))
+    assert gone.keys() == {failing[0]} and len(told) == 1 and "answered 500" in told[0]
+
+
+def test_an_end_that_ends_is_left_alone(failing: list[str]) -> None:
+    told: list[str] = []
+    orders = Orders(sending(failing[:1], 1), "/update_weights_from_distributed", [{}])
+    assert together(orders, lambda: None, over=Watch(0.2, told.append)).keys() == {failing[0]}
+    time.sleep(0.5)
+    assert not told
+
+
+def _wait_for(event: threading.Event) -> None:
+    assert event.wait(20)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ log = logging.getLogger(__name__)
 TIMEOUT_SECONDS: Final = 120.0
 
 Gone = dict[str, str]  # why a server did not do what it was asked to, by its address
+Calls = dict[str, Future[None]]  # by the address
 
 
 class HandOver(UserError):
@@ -25,6 +29,21 @@ class HandOver(UserError):
 
 class Unanswered(Exception):
     """A server died, hangs, or failed by itself: nobody's mistake."""
+
+
+def end_process(failure: str) -> None:
+    """Make this process end at once, so that its supervisor starts it again."""
+    log.critical("waiting for a server that failed (%s) cannot be ended; the trainer is started again", failure)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What is done when this end has not ended so many `seconds` after another one failed."""
+
+    seconds: float = 20.0
+    stuck: Callable[[str], None] = end_process  # is told how the other one failed
 
 
 @dataclass(frozen=True)
@@ -41,11 +60,13 @@ def together(
     mine: Callable[[], None] | None = None,
     give_up: Callable[[], None] | None = None,
     grace_seconds: float = TIMEOUT_SECONDS,
+    over: Watch = Watch(),
 ) -> Gone:
     """Give the orders, do `mine` beside them, and wait for the answers; the receivers that failed.
 
     Where they do something with each other, one's failure is everybody's: `give_up` says that nobody need go on, and
-    those that have not answered `grace_seconds` later count as failed, too.
+    those that have not answered `grace_seconds` later count as failed, too. `over` watches that `mine` ends after a
+    failure: NCCL waits for a member that died before the group had met, and nothing can call it back.
 
     Raises:
         HandOver: a receiver refused, and none failed; the others may be at it still.
@@ -58,7 +79,7 @@ def together(
         url: pool.submit(_post, url + orders.path, token, body) for url, body in zip(urls, orders.bodies, strict=True)
     }
     pool.shutdown(wait=False)
-    error = _attempt(mine) if mine is not None else None
+    error = _beside(calls, mine, over) if mine is not None else None
     if error is None:
         wait(calls.values(), return_when="ALL_COMPLETED" if give_up is None else FIRST_EXCEPTION)
     if give_up is not None and (error or any(not call.done() or call.exception() for call in calls.values())):
@@ -67,15 +88,27 @@ def together(
     return _gone(calls, error)
 
 
-def _attempt(work: Callable[[], None]) -> Exception | None:
+def _beside(calls: Calls, mine: Callable[[], None], over: Watch) -> Exception | None:
+    """What `mine` raised, while `over` watches it."""
+    ended = threading.Event()
+    threading.Thread(target=_watch, args=(over, calls, ended), daemon=True).start()
     try:
-        work()
+        mine()
     except Exception as error:
         return error
+    finally:
+        ended.set()
     return None
 
 
-def _gone(calls: dict[str, Future[None]], mine: Exception | None) -> Gone:
+def _watch(over: Watch, calls: Calls, ended: threading.Event) -> None:
+    done = wait(calls.values(), return_when=FIRST_EXCEPTION).done
+    failures = [str(error) for call in done if (error := call.exception())]
+    if failures and not ended.wait(over.seconds):
+        over.stuck(failures[0])
+
+
+def _gone(calls: Calls, mine: Exception | None) -> Gone:
     """Who failed. A refusal beside a failure may be its consequence, and so may silence, or an error of our own."""
     errors = {url: error for url, call in calls.items() if call.done() and (error := call.exception())}
     silent = {url: Unanswered("no answer yet") for url, call in calls.items() if not call.done()}

@@ -41,6 +41,7 @@ def meet(rank: int, world: int, store: dist.Store, device: torch.device) -> None
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # as SGLang sets it: both ends of a group must map memory alike
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=store,
