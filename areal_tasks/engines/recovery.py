@@ -29,7 +29,8 @@ class Replayed:
     """How `iterations` committed iterations from `first` on came out when they were trained again.
 
     `difference` is the largest of a metric (see `difference`), `metric` and `iteration` say which; `weights` is the
-    largest difference between a weight and the one that was published for the version, none where that is not stored.
+    largest difference between a weight and the one that was published for the version, none where that is not stored;
+    `loss` the largest of the loss.
     """
 
     first: int
@@ -38,6 +39,7 @@ class Replayed:
     metric: str
     iteration: int
     weights: float | None = None
+    loss: float = 0.0
 
     @property
     def same(self) -> bool:
@@ -70,18 +72,21 @@ def restore(run: Run, trainer: TrainerClient, initial: WeightsRef, version: int)
 def describe(found: Replayed) -> str:
     """A line for the log."""
     line = f"re-trained {found.iterations} committed iterations; largest difference in a metric: {found.difference:.3g}"
-    where = f" ({found.metric} of iteration {found.iteration})" if found.difference else ""
+    where = (
+        f" ({found.metric} of iteration {found.iteration}), in the loss: {found.loss:.3g}" if found.difference else ""
+    )
     weights = "" if found.weights is None else f"; in a weight: {found.weights:.3g}"
     return line + where + weights
 
 
-def worst(found: Iterable[Replayed]) -> Replayed:
+def worst(several: Iterable[Replayed]) -> Replayed:
     """Several replays as one, with the largest differences of any; the one that lasted longest says from where."""
-    parts = list(found)
+    parts = list(several)
     largest = max(parts, key=lambda part: part.difference)
     longest = max(parts, key=lambda part: part.iterations)
     weights = [part.weights for part in parts if part.weights is not None]
-    return replace(largest, first=longest.first, iterations=longest.iterations, weights=max(weights, default=None))
+    found = replace(largest, weights=max(weights, default=None), loss=max(part.loss for part in parts))
+    return replace(found, first=longest.first, iterations=longest.iterations)
 
 
 def newest_checkpoint(run: Run, version: int) -> WeightsRef | None:
@@ -101,7 +106,8 @@ def replay_stage(
     """As `replay`, of a train stage whose iteration need not be closed (then without a `commit`)."""
     done = trainer.train(replay_command(run, manifest, commit))
     apart, name = difference(manifest.metrics, done.metrics)
-    return Replayed(manifest.iteration, 1, apart, name, manifest.iteration)
+    loss = _apart(manifest.metrics.get("loss", 0.0), done.metrics.get("loss", 0.0))
+    return Replayed(manifest.iteration, 1, apart, name, manifest.iteration, loss=loss)
 
 
 def difference(committed: Mapping[str, float], again: Mapping[str, float]) -> tuple[float, str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from typing import Any, Final
 
 import pyarrow as pa
@@ -19,6 +20,7 @@ from benchmarks.gpu.mcnemar import Paired, compare
 from benchmarks.gpu.product import committed, rows
 from benchmarks.gpu.results import machine
 
+TRAIL: Final = 10
 CURVES: Final = (
     "WITH s AS (SELECT iteration, avg(reward) FILTER (NOT isnan(reward)) AS reward, avg(num_generated) AS tokens, "
     "avg(CAST(truncated AS INT)) AS truncated FROM scalars GROUP BY 1), "
@@ -140,12 +142,10 @@ def summary(
 
 
 def _block(part: Sequence[Mapping[str, Any]]) -> str:
-    def mean(name: str) -> float:
-        return sum(row[name] for row in part) / len(part)
-
+    of = {name: mean(row[name] for row in part) for name in ("reward", "tokens", "entropy", "approx_kl", "logprob_gap")}
     return (
-        f"| {part[0]['iteration']} to {part[-1]['iteration']} | {mean('reward'):.3f} | {mean('tokens'):.0f} | "
-        f"{mean('entropy'):.3f} | {mean('approx_kl'):.5f} | {mean('logprob_gap'):.4f} |"
+        f"| {part[0]['iteration']} to {part[-1]['iteration']} | {of['reward']:.3f} | {of['tokens']:.0f} | "
+        f"{of['entropy']:.3f} | {of['approx_kl']:.5f} | {of['logprob_gap']:.4f} |"
     )
 
 
@@ -154,6 +154,11 @@ def write_rows(file: Path, table: Sequence[Mapping[str, Any]]) -> None:
         writer = csv.DictWriter(sink, list(table[0]))
         writer.writeheader()
         writer.writerows(table)
+
+
+def trailing_mean(values: Sequence[float]) -> list[float]:
+    """At each place the mean of the last `TRAIL` values, or of as many as there are."""
+    return [mean(values[max(0, end - TRAIL) : end]) for end in range(1, len(values) + 1)]
 
 
 def plot(curves: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], file: Path) -> None:
@@ -167,10 +172,12 @@ def plot(curves: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str,
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    axes.plot([c["iteration"] for c in curves], [c["reward"] for c in curves], label="mean reward, sampled")
+    iterations, rewards = [c["iteration"] for c in curves], [c["reward"] for c in curves]
+    axes.plot(iterations, rewards, color="C0", alpha=0.25)
+    axes.plot(iterations, trailing_mean(rewards), color="C0", label=f"mean reward, sampled (of {TRAIL} iterations)")
     if evaluations:
         xs, ys = [e["version"] for e in evaluations], [e["accuracy"] for e in evaluations]
-        axes.plot(xs, ys, "o-", label="greedy accuracy, test split")
+        axes.plot(xs, ys, "o-", color="C1", label="greedy accuracy, test split")
     axes.set(xlabel="iteration", ylabel="share correct", title="GRPO on GSM8K, SmolLM2-135M-Instruct")
     axes.grid(alpha=0.3)
     axes.legend()

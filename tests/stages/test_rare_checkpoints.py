@@ -71,10 +71,10 @@ def test_a_replay_that_differs_is_told_and_recorded(tmp_path: Path, caplog: pyte
     assert 0 < replayed["difference"] < 1e-3 and 0 < replayed["weights"] < 1e-3 and replayed["iterations"] == 3
     query = "SELECT iteration FROM commits WHERE CAST(state->>'$.replayed.difference' AS DOUBLE) > 0"
     assert run_sql(store_in(tmp_path), "r", query).to_pylist() == [{"iteration": 3}]
+    assert 0 < replayed["loss"] <= replayed["difference"]
     [line] = [r for r in caplog.records if "re-trained 3 committed iterations" in r.message]
-    assert (
-        line.levelname == "WARNING" and f"({replayed['metric']} of iteration {replayed['iteration']})" in line.message
-    )
+    where = f"({replayed['metric']} of iteration {replayed['iteration']}), in the loss: {replayed['loss']:.3g}"
+    assert line.levelname == "WARNING" and where in line.message
 
 
 def test_weights_that_re_training_does_not_repeat_are_published_before_anything_is_generated(tmp_path: Path) -> None:
@@ -130,9 +130,9 @@ def test_how_far_two_summaries_are_apart(committed: dict[str, float], again: dic
 
 
 def test_the_worst_of_several_replays() -> None:
-    first = Replayed(first=2, iterations=3, difference=0.1, metric="kl", iteration=4, weights=0.5)
-    second = Replayed(first=5, iterations=1, difference=0.2, metric="loss", iteration=5)
-    assert worst([first, second]) == Replayed(2, 3, 0.2, "loss", 5, 0.5)
+    first = Replayed(first=2, iterations=3, difference=0.1, metric="kl", iteration=4, weights=0.5, loss=0.03)
+    second = Replayed(first=5, iterations=1, difference=0.2, metric="entropy", iteration=5, loss=0.02)
+    assert worst([first, second]) == Replayed(2, 3, 0.2, "entropy", 5, 0.5, 0.03)
     assert not second.same and Replayed(0, 2, 0.0, "loss", 0, 0.0).same and Replayed(0, 2, 0.0, "", 0).same
 
 
