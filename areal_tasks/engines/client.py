@@ -274,6 +274,8 @@ def _extend(work: _Work, answer: dict[str, Any], server: str) -> None:
     listed = meta["output_token_logprobs"]
     unlisted = max(meta["completion_tokens"] - len(listed), 0)
     first = len(result.output_ids) - work.begun - unlisted
+    if first < 0:
+        raise ServerDown(f"{server} counts {meta['completion_tokens']} tokens and lists the last {len(listed)} only")
     versions = [int(version) for version, count in version_runs(meta) for _ in range(count)]
     result.output_ids += [token for _, token, *_ in listed[first:]]
     result.logprobs += [logprob for logprob, *_ in listed[first:]]

@@ -223,8 +223,8 @@ class ServerPool:
     async def adopt(self, version: int) -> None:
         """Somebody else gave every healthy server `version`: have each say so. One that does not is evicted."""
         self._target, self._uri = version, None
-        await self._each(self._confirm)
-        self.version = version
+        if await self._each(self._confirm):  # else nobody is known to hold it
+            self.version = version
 
     async def _each(self, ask: Callable[[Server], Awaitable[T]]) -> list[T]:
         """Ask every healthy server at once; what those answered that did not fail. The others are evicted."""

@@ -235,7 +235,8 @@ def rare_collections() -> Iterator[None]:
     where Prefect and torch are loaded), though lists of numbers are no cycles and go by themselves.
     """
     before = gc.get_threshold()
-    gc.set_threshold(YOUNG_OBJECTS, *before[1:])
+    if before[0]:  # 0: whoever runs this has turned it off
+        gc.set_threshold(max(before[0], YOUNG_OBJECTS), *before[1:])
     try:
         yield
     finally:

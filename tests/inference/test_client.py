@@ -192,6 +192,38 @@ def test_a_server_that_aborts_for_ever_is_given_up() -> None:
     run(test)
 
 
+def test_an_answer_that_counts_tokens_it_does_not_list_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_pool, "NO_SERVER_SECONDS", 0.2)
+
+    async def test() -> None:
+        fake = Fake()
+        whole = fake.answer
+
+        def short(*arguments: Any) -> dict[str, Any]:
+            found = whole(*arguments)
+            del found["meta_info"]["output_token_logprobs"][0]
+            return found
+
+        fake.answer = short  # type: ignore[method-assign]
+        async with serving(fake) as client:
+            with pytest.raises(ServerDown, match="counts 3 tokens and lists the last 2"):
+                await client.generate(requests(1))
+
+    run(test)
+
+
+def test_a_version_that_no_server_confirms_is_not_held() -> None:
+    async def test() -> None:
+        fake = Fake(version=3)
+        async with serving(fake) as client:
+            await client.adopt(3)
+            assert client.version == 3
+            await client.adopt(4)
+            assert client.version == 3 and not client.pool.servers[0].healthy
+
+    run(test)
+
+
 def test_a_refusal_carries_the_reason_and_is_not_retried() -> None:
     async def test() -> None:
         fakes = [Fake(), Fake()]

@@ -39,3 +39,14 @@ def test_the_collector_is_as_before_also_after_a_failure() -> None:
         assert gc.isenabled() and gc.get_threshold() != before
         raise ValueError("stopped")
     assert gc.get_threshold() == before
+
+
+def test_a_collector_that_is_off_or_rarer_stays_so() -> None:
+    before = gc.get_threshold()
+    try:
+        for own in ((0, 10, 10), (10**9, 10, 10)):
+            gc.set_threshold(*own)
+            with rare_collections():
+                assert gc.get_threshold()[0] == own[0]
+    finally:
+        gc.set_threshold(*before)

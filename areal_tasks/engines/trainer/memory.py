@@ -15,8 +15,8 @@ from schemas.errors import UserError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: What torch says when the host has no more memory, in a plain RuntimeError.
-_HOST: Final = ("not enough memory", "can't allocate memory")
+#: What torch says in a RuntimeError when the host has no more memory, or none that can be page-locked.
+_HOST: Final = ("not enough memory", "can't allocate memory", "CUDA error: out of memory")
 
 
 def names_memory_knobs(command: Callable[P, T]) -> Callable[P, T]:

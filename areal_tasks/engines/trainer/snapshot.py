@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -98,10 +99,11 @@ def hand_on(source: Path, folder: Path, dtype: torch.dtype) -> None:
 
 
 def remove_weights(folder: Path) -> None:
-    """Delete the files of `folder` that `hand_on` does not need."""
+    """Delete the files of `folder` that `hand_on` does not need; what cannot go stays."""
     for file in folder.iterdir():
         if file.suffix not in HANDED_ON:
-            file.unlink()
+            with suppress(OSError):
+                file.unlink()
 
 
 def largest_difference(tensors: Named, folder: Path) -> float:
