@@ -104,16 +104,7 @@ def _start(port: int) -> Machine:
     if machine is None:
         if read() is not None or parts():
             _stop_all()  # half of it may still run, or an `up` was killed before it had written anything down
-        port = free_port(port)
-        api_url = f"http://127.0.0.1:{port}/api"
-        typer.echo(f"starting the Prefect server on port {port}")
-        server = start_server(api_url)
-        try:
-            machine = Machine(api_url, server, start_worker(api_url, server))
-            write(machine)
-        except BaseException:  # an interrupt too: `down` knows only what is written down
-            stop(server)
-            raise
+        machine = _server_and_worker(port)
     if not alive(machine.keeper):
         _stop_parts("keeper")  # one that was started and not written down: two would start everything twice
         machine = replace(machine, keeper=_spawn("keeper", [sys.executable, "-m", KEEPER], machine.api_url))
@@ -122,6 +113,29 @@ def _start(port: int) -> Machine:
     wait_for_api(machine.api_url)
     prefect(["--no-prompt", "deploy", "--all"], machine.api_url)
     return machine
+
+
+def _server_and_worker(port: int) -> Machine:
+    """Both, written down. The server gets another port if somebody else took its own while it was starting."""
+    port = free_port(port)
+    api_url = f"http://127.0.0.1:{port}/api"
+    typer.echo(f"starting the Prefect server on port {port}")
+    server = start_server(api_url)
+    try:
+        machine = Machine(api_url, server, start_worker(api_url, server))
+        write(machine)
+    except BaseException as error:  # an interrupt too: `down` knows only what is written down
+        stop(server)
+        if isinstance(error, UserError) and _answers(port):
+            return _server_and_worker(port)
+        raise
+    return machine
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
 
 
 @contextlib.contextmanager

@@ -167,6 +167,28 @@ def test_a_prefect_server_that_does_not_start_shows_its_log(tmp_path: Path, monk
     assert machine.running() is None
 
 
+def test_a_port_that_another_takes_meanwhile_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
+    tried: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        passes = iter([port])  # it looked free when we asked
+        look = machine.free_port
+        monkeypatch.setattr(machine, "free_port", lambda first: next(passes, None) or look(first))
+        monkeypatch.setattr(machine, "_spawn", lambda name, command, url: machine.started(os.getpid()))
+        monkeypatch.setattr(machine, "stop", lambda server: None)
+
+        def worker(url: str, server: machine.Started) -> machine.Started:
+            tried.append(url)
+            if len(tried) == 1:
+                raise UserError("the Prefect server did not start")
+            return server
+
+        monkeypatch.setattr(machine, "start_worker", worker)
+        found = machine._server_and_worker(port)
+    assert len(tried) == 2 and tried[0] == f"http://127.0.0.1:{port}/api" != tried[1] == found.api_url
+
+
 def test_of_two_ups_at_once_the_second_finds_what_the_first_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
