@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from areal_tasks.data.batching import make_layout, make_sequences
+from areal_tasks.engines.trainer.ahead import one_core
 from areal_tasks.engines.trainer.backend import Backend, Progress
 from areal_tasks.engines.trainer.forward import to_device
 from areal_tasks.engines.trainer.learner import Learner, make_plan
@@ -124,8 +125,10 @@ def loaded(settings: Settings, shape: str) -> Backend:
 
 def learn(backend: Backend, settings: Settings, batch: Batch) -> list[dict[str, Any]]:
     """One iteration of training; its rows of `train_steps`."""
-    plan = make_plan(batch, settings, 0, backend.world)
-    rows: list[dict[str, Any]] = Learner(backend, settings, batch, plan).learn(0, Progress()).train_steps.to_pylist()
+    with one_core(backend.device, settings.trainer):
+        plan = make_plan(batch, settings, 0, backend.world)
+        learned = Learner(backend, settings, batch, plan).learn(0, Progress())
+    rows: list[dict[str, Any]] = learned.train_steps.to_pylist()
     synchronize()
     return rows
 

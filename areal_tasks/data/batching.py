@@ -7,8 +7,9 @@ position, never by token id: a pad id may equal the end-of-sequence id.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -162,17 +163,25 @@ def micro_batches(lengths: Int[Tensor, " n"], budget: int, kind: LayoutKind, mul
     """
     ordered, order = lengths.sort(descending=True, stable=True)
     found = torch.empty_like(order)
-    for number, (begin, end) in enumerate(_runs(ordered, budget, kind, multiple_of)):
+    falling = _Falling(ordered.tolist(), ordered.cumsum(0).tolist())
+    for number, (begin, end) in enumerate(_runs(falling, budget, kind, multiple_of)):
         found[order[begin:end]] = number
     return found
 
 
-def _runs(ordered: Int[Tensor, " n"], budget: int, kind: LayoutKind, multiple_of: int) -> list[tuple[int, int]]:
+class _Falling(NamedTuple):
+    """Lengths of samples in falling order, and their running sum."""
+
+    lengths: list[int]
+    ends: list[int]
+
+
+def _runs(ordered: _Falling, budget: int, kind: LayoutKind, multiple_of: int) -> list[tuple[int, int]]:
     """Where to cut samples in falling order of length: under the smallest budget that needs no more runs than allowed.
 
     That budget balances them. The last few runs to a full multiple come from halving those of most samples.
     """
-    wanted = _rounded_up(len(_cut(ordered, budget, kind)), multiple_of, len(ordered))
+    wanted = _rounded_up(len(_cut(ordered, budget, kind)), multiple_of, len(ordered.lengths))
     cuts = _cut(ordered, _smallest_cap(ordered, budget, kind, wanted), kind)
     while len(cuts) < wanted:
         begin, end = max(cuts, key=lambda cut: cut[1] - cut[0])
@@ -187,7 +196,7 @@ def _rounded_up(number: int, multiple_of: int, most: int) -> int:
     return rounded if rounded <= most else number
 
 
-def _smallest_cap(ordered: Int[Tensor, " n"], budget: int, kind: LayoutKind, wanted: int) -> int:
+def _smallest_cap(ordered: _Falling, budget: int, kind: LayoutKind, wanted: int) -> int:
     """The smallest budget, up to `budget`, that needs no more than `wanted` runs."""
     low, high = 0, budget
     while wanted > 1 and high - low > 1:
@@ -196,20 +205,19 @@ def _smallest_cap(ordered: Int[Tensor, " n"], budget: int, kind: LayoutKind, wan
     return high
 
 
-def _cut(ordered: Int[Tensor, " n"], cap: int, kind: LayoutKind) -> list[tuple[int, int]]:
+def _cut(ordered: _Falling, cap: int, kind: LayoutKind) -> list[tuple[int, int]]:
     """Cut samples in falling order of length into runs that cost at most `cap` each (or hold one sample)."""
-    ends = ordered.cumsum(0)
+    samples, begin = len(ordered.lengths), 0
     cuts: list[tuple[int, int]] = []
-    begin = 0
-    while begin < len(ordered):
-        end = max(_reach(ordered, ends, begin, cap, kind), begin + 1)
-        cuts.append((begin, min(end, len(ordered))))
+    while begin < samples:
+        end = min(max(_reach(ordered, begin, cap, kind), begin + 1), samples)
+        cuts.append((begin, end))
         begin = end
     return cuts
 
 
-def _reach(ordered: Int[Tensor, " n"], ends: Int[Tensor, " n"], begin: int, cap: int, kind: LayoutKind) -> int:
-    width = int(ordered[begin])
+def _reach(ordered: _Falling, begin: int, cap: int, kind: LayoutKind) -> int:
+    width = ordered.lengths[begin]
     if kind == "padded":
         return begin + cap // max(width, 1)
-    return int(torch.searchsorted(ends, int(ends[begin]) - width + cap, right=True))
+    return bisect_right(ordered.ends, ordered.ends[begin] - width + cap)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -12,6 +9,7 @@ import torch
 
 from areal_tasks.algorithms.advantages import Advantages, grpo_advantages, kl_penalty
 from areal_tasks.data.ragged import Flat, flat, lengths, ragged, spread
+from areal_tasks.data.threads import one_thread
 from areal_tasks.rewards.protocol import UNVERIFIED
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
@@ -54,17 +52,6 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     with one_thread():
         table = advantage_table(rollout, verdicts, reference, recipe.algorithm, recipe.reward)
     return Output({"advantage": table}, {"kept": float(np.mean(table["kept"].to_numpy()))})
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """While inside, torch does its work here: to wake other threads takes several times as long as the work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def advantage_table(

@@ -1,4 +1,4 @@
-"""What is prepared in a thread is the same, comes in time, fails where it is used, and leaves no thread behind."""
+"""Beside a device the host takes one core; what a thread prepares is the same, in time, and fails where it is used."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from trainer_builders import advantage, rlhf_recipe, rollout
+from trainer_builders import World, advantage, rlhf_recipe, rollout
 
 from areal_tasks.data.batching import Layout, lay_out
-from areal_tasks.engines.trainer import ahead
+from areal_tasks.engines.trainer import ahead, service
 from areal_tasks.engines.trainer import learner as learner_module
-from areal_tasks.engines.trainer.ahead import Ahead, aside
+from areal_tasks.engines.trainer.ahead import Ahead, aside, one_core
 from areal_tasks.engines.trainer.backend import Progress
+from areal_tasks.engines.trainer.commands import Logprobs
 from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.rows import grpo_batch
 from areal_tasks.engines.trainer.settings import read_settings
+from schemas.recipe.sections import Trainer as TrainerSettings
 
 CPU = torch.device("cpu")
 LENGTHS = [9, 4, 13, 6, 11, 3, 8, 2, 10, 7, 12, 5]
@@ -97,6 +99,40 @@ def test_later_threads_begin_with_the_cores_of_the_process() -> None:
         assert found == [torch.get_num_threads()] == [3]
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "threads"), [("cuda", {}, 1), ("cuda", {"cpu_offload": True}, 3), ("cpu", {}, 3)]
+)
+def test_beside_a_gpu_the_host_takes_one_core(device: str, settings: dict[str, Any], threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with one_core(torch.device(device), TrainerSettings(**settings)):
+            assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_every_pass_of_the_service_finds_the_same_number_of_threads(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.recipe = rlhf_recipe()
+    monkeypatch.setattr(service, "one_core", lambda device, settings: one_core(torch.device("cuda"), settings))
+    found: list[int] = []
+    for name in ("learn", "score"):
+        own = getattr(LocalBackend, name)
+        monkeypatch.setattr(LocalBackend, name, lambda *a, own=own: found.append(torch.get_num_threads()) or own(*a))
+    torch.set_num_threads(2)
+    try:
+        trainer, table = world.trainer(), rollout(LENGTHS)
+        ref = world.write("rollout", table)
+        trainer.logprobs(Logprobs(owner=1, version=0, which="policy", table=ref, prefix=world.prefix()))
+        trainer.train(world.train_command(0, {"rollout": table, "advantage": advantage(table)}))
+    finally:
+        torch.set_num_threads(1)
+    assert len(found) > 2 and set(found) == {1}
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])

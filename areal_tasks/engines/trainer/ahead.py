@@ -1,4 +1,4 @@
-"""What the host prepares for the device: an item ahead, beside a GPU in a thread that launches nothing."""
+"""What the host does for the device: on one core, and an item ahead, beside a GPU in a thread that launches nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,20 @@ from typing import Generic, TypeVar
 
 import torch
 
+from areal_tasks.data.threads import one_thread
+from schemas.recipe.sections import Trainer
+
 T = TypeVar("T")
+
+
+def one_core(device: torch.device, settings: Trainer) -> AbstractContextManager[None]:
+    """While inside, torch's work in host memory takes one core where `device` is a GPU.
+
+    There it is a few passes over the batch, and to wake the other cores takes longer than all of them. A CPU that
+    computes keeps its threads, on whose number its bits hang, and so does an optimizer in host memory. What has been
+    compiled is compiled again for another number of threads: enter this before every pass, or before none.
+    """
+    return one_thread() if device.type == "cuda" and not settings.cpu_offload else nullcontext()
 
 
 def aside(device: torch.device) -> AbstractContextManager[Executor | None]:

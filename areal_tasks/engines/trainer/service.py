@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import shutil
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import pyarrow as pa
 import torch
@@ -20,15 +21,17 @@ from torch import Tensor
 
 from areal_tasks.data.batching import Sequences, lay_out, micro_batches
 from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.trainer.ahead import Ahead, aside
+from areal_tasks.engines.trainer.ahead import Ahead, aside, one_core
 from areal_tasks.engines.trainer.backend import Backend, Progress, TokenStats, Which
 from areal_tasks.engines.trainer.commands import (
+    Command,
     Compare,
     Compared,
     Health,
     Load,
     Loaded,
     Logprobs,
+    Message,
     Send,
     Sent,
     Tables,
@@ -57,6 +60,8 @@ from schemas.errors import UserError
 from schemas.manifest import TableRef, WeightsRef
 
 log = logging.getLogger(__name__)
+C = TypeVar("C", bound=Command)
+M = TypeVar("M", bound=Message)
 _NONE: Final = torch.zeros(0, dtype=torch.int64)
 
 
@@ -88,6 +93,17 @@ class Change:
 
     learned: Learned
     tables: dict[str, TableRef]
+
+
+def _beside_the_device(command: Callable[[Trainer, C], M]) -> Callable[[Trainer, C], M]:
+    """A command that makes passes; see `one_core`."""
+
+    @functools.wraps(command)
+    def obeyed(trainer: Trainer, body: C) -> M:
+        with one_core(trainer.backend.device, trainer.settings.trainer):
+            return command(trainer, body)
+
+    return obeyed
 
 
 class Trainer:
@@ -130,6 +146,7 @@ class Trainer:
         return Loaded(version=command.version, step=self.progress.step)
 
     @names_memory_knobs
+    @_beside_the_device
     def train(self, command: Train) -> Trained:
         """Make the next version, or recall that it was made; write the tables unless this is a replay."""
         self.fence.admit(command.owner)
@@ -143,6 +160,7 @@ class Trainer:
         return Trained(version=command.version + 1, tables=done.tables, metrics=done.learned.metrics)
 
     @names_memory_knobs
+    @_beside_the_device
     def logprobs(self, command: Logprobs) -> Tables:
         """Score a rollout under the policy (which must be of that version) or the frozen version 0.
 
