@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from areal_tasks.engines.trainer.commands import Receiver, Send, Write
 from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.files import commit_weights, common_folder, materialise, read_weights
+from areal_tasks.store.files import commit_weights, common_folder, digested, materialise, read_weights
 from areal_tasks.store.paths import weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run
@@ -22,6 +24,7 @@ from schemas.errors import UserError
 from schemas.manifest import FileRef, WeightsRef
 from schemas.recipe.recipe import Recipe, RlhfRecipe
 
+T = TypeVar("T")
 Transport = Literal["store", "tensor", "nccl"]
 MEMORY: Final = Path("/dev/shm")
 PREFIX: Final = "arealflow-weights-"  # of folders there
@@ -73,12 +76,67 @@ def send_command(owner: int, version: int, transport: Transport, urls: Sequence[
     return Send(owner=owner, version=version, transport=transport, receivers=receivers, token=token)
 
 
-def write_weights(run: Run, trainer: TrainerClient, version: int) -> tuple[WeightsRef, tuple[FileRef, ...]]:
-    """Have the trainer write the weights of `version`, which it holds, under a fresh attempt, and commit them."""
-    attempt, started = new_attempt(), now()
-    files = trainer.publish(Write(owner=run.owner, version=version, prefix=weights_attempt(run.name, version, attempt)))
-    provenance = make_provenance(run.owner, started)
-    return commit_weights(run.store, run.name, version, attempt, "weights", files.files, provenance), files.files
+@dataclass(frozen=True)
+class Published:
+    """Weights in the store, and how long it took until servers could load them, and each server to do so."""
+
+    ref: WeightsRef
+    files: tuple[FileRef, ...]
+    write_seconds: float
+    load_seconds: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Weights whose files lie in the store, durable, and which no manifest names yet: no reader can see them."""
+
+    run: Run
+    version: int
+    attempt: str
+    files: tuple[FileRef, ...]
+    started: str
+    began: float  # on the monotonic clock
+
+    def commit(self) -> Published:
+        """Make the digests that the trainer did not, and the manifest, which makes the files weights."""
+        run, files = self.run, digested(self.run.store, self.files)
+        provenance = make_provenance(run.owner, self.started)
+        ref = commit_weights(run.store, run.name, self.version, self.attempt, "weights", files, provenance)
+        return Published(ref, files, time.monotonic() - self.began)
+
+
+def draft_weights(run: Run, trainer: TrainerClient, version: int, digests: bool = True) -> Draft:
+    """Have the trainer write the weights of `version`, which it holds, under a fresh attempt.
+
+    Without `digests` the files are there sooner, and are hashed at the commit; the store must be on this machine.
+    """
+    attempt, started, began = new_attempt(), now(), time.monotonic()
+    prefix = weights_attempt(run.name, version, attempt)
+    written = trainer.publish(Write(owner=run.owner, version=version, prefix=prefix, digests=digests))
+    return Draft(run, version, attempt, written.files, started, began)
+
+
+def load_ahead(draft: Draft, load: Callable[[str], list[float]]) -> Published:
+    """Have servers `load` the folder of a draft, seconds for each, and commit the draft beside it.
+
+    Where either fails, servers may hold files that no manifest names, and say that they hold the version.
+    """
+    folder = draft.run.store.local(weights_attempt(draft.run.name, draft.version, draft.attempt))
+    written = time.monotonic() - draft.began
+    with beside(draft.commit) as committed:
+        loads = load(str(folder))
+    return replace(committed.result(), write_seconds=written, load_seconds=loads)
+
+
+@contextmanager
+def beside(work: Callable[[], T]) -> Iterator[Future[T]]:
+    """`work` in another thread. On leaving it has ended; its error is raised then, whatever else went wrong."""
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(work)
+        try:
+            yield found
+        finally:
+            found.result()
 
 
 @contextmanager
@@ -95,9 +153,5 @@ def local_weights(store: Store, ref: WeightsRef, fetched: ExitStack) -> Iterator
     there = store.local(common_folder(files))
     parent = MEMORY if MEMORY.is_dir() else None
     into = Path(fetched.enter_context(TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True)))
-    with ThreadPoolExecutor(1) as beside:
-        checked = beside.submit(materialise, store, files, into, verify=True)
-        try:
-            yield there or checked.result()
-        finally:
-            checked.result()
+    with beside(lambda: materialise(store, files, into, verify=True)) as checked:
+        yield there or checked.result()

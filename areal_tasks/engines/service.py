@@ -23,7 +23,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_tasks.store.backend import Unavailable, open_store
 from areal_tasks.store.paths import service as service_path
+from areal_tasks.store.runs import Run
 from schemas.manifest import ServiceRecord, WeightsRef
+from schemas.recipe.recipe import Recipe
 
 SPEC: Final = "AREAL_SERVICE_SPEC"
 TOKEN: Final = "AREAL_SERVICE_TOKEN"
@@ -45,6 +47,23 @@ class ServiceSpec(BaseModel):
     weights: WeightsRef | None = None
     gpus: tuple[str, ...] = ()  # those it may use, as CUDA_VISIBLE_DEVICES names them; empty: nothing is assigned
     gpu_users: int = 1  # services that share its most crowded GPU, itself included
+
+
+def spec_of(
+    run: Run, recipe: Recipe, name: str, weights: WeightsRef, gpus: tuple[str, ...] = (), gpu_users: int = 1
+) -> ServiceSpec:
+    """What a service of `run` is told when it is started for the first time."""
+    return ServiceSpec(
+        name=name,
+        restart=0,
+        store_url=run.store.url,
+        run=run.name,
+        owner=run.owner,
+        recipe=recipe.model_dump(mode="json"),
+        weights=weights,
+        gpus=gpus,
+        gpu_users=gpu_users,
+    )
 
 
 def read_spec() -> ServiceSpec:

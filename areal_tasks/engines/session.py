@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Coroutine, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,16 +24,18 @@ from areal_tasks.engines.answers import ServerDown
 from areal_tasks.engines.client import InferenceClient, WrongVersion
 from areal_tasks.engines.external import external_servers, external_token
 from areal_tasks.engines.handover import (
+    Published,
     Transport,
     choose_transport,
+    draft_weights,
+    load_ahead,
     local_weights,
     send_command,
-    write_weights,
 )
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.models import load_tokenizer
 from areal_tasks.engines.recovery import Replayed, replay_stage, restore, worst
-from areal_tasks.engines.service import ServiceSpec
+from areal_tasks.engines.service import spec_of
 from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.engines.watchdog import Sign, Watchdog
 from areal_tasks.launchers.gpus import Placement, describe, place_recipe, visible_gpus
@@ -63,7 +66,7 @@ class Engines:
         self.recipe = recipe
         self.generates = generates and not isinstance(recipe, SftRecipe)  # else there are no servers
         self.supervisor = Supervisor(run.store, recipe.launcher, logs)
-        self.watchdog = Watchdog(recipe.launcher, self._end_hung)
+        self.watchdog = Watchdog(recipe.launcher, self.supervisor.end_hung)
         self.external = external_servers() if self.generates else []
         self.placement = Placement()
         self.initial: WeightsRef | None = None
@@ -71,7 +74,7 @@ class Engines:
         self.written: WeightsRef | None = None  # what a server that starts can load
         self.transport: Transport = "store"
         self._replayed: list[Replayed] = []
-        self._unverified = False  # servers may hold files of which nobody knows yet that they are whole
+        self._doubted = False  # servers may hold files of which nobody knows that they are whole and committed
         self._fetched = ExitStack()  # written weights in memory, while a server has yet to load them
         self._feeding = threading.RLock()  # stages that run side by side both want the servers
         self._trainer: TrainerClient | None = None
@@ -113,11 +116,11 @@ class Engines:
         if self.store_only and isinstance(self.recipe, RlhfRecipe) and self.recipe.trainer.weights_every > 1:
             log.info("servers get new weights through the store here: all are written, whatever trainer.weights_every")
         if not isinstance(self.recipe, EvaluateRecipe):
-            spec = self._spec(TRAINER, initial, self.placement.trainer)
+            spec = spec_of(self.run, self.recipe, TRAINER, initial, self.placement.trainer)
             self.supervisor.start(MODULES[TRAINER], spec, self.recipe.trainer.threads)
         for i, name in enumerate(self.server_names):
             inference, gpus = self.recipe.inference, self.placement.servers[i : i + 1]  # type: ignore[union-attr]
-            spec = self._spec(name, written, gpus[0] if gpus else (), self.placement.users(i))
+            spec = spec_of(self.run, self.recipe, name, written, gpus[0] if gpus else (), self.placement.users(i))
             self.supervisor.start(MODULES[inference.engine], spec, inference.threads)
 
     @property
@@ -128,9 +131,14 @@ class Engines:
         return [f"inference-{i}" for i in range(self.recipe.inference.servers)]
 
     @property
+    def has_servers(self) -> bool:
+        """Whether there are inference servers, of this run or of somebody else."""
+        return bool(self.external) or bool(self.server_names)
+
+    @property
     def store_only(self) -> bool:
         """Whether there are servers that get new weights through the store, and not otherwise."""
-        return self.transport == "store" and (bool(self.external) or bool(self.server_names))
+        return self.transport == "store" and self.has_servers
 
     @property
     def verifiers(self) -> VerifierPool:
@@ -148,7 +156,7 @@ class Engines:
         """
         with self._feeding:
             client = self._servers()
-            while self._unverified or client.version != self._serving().version:
+            while self._doubted or client.version != self._serving().version:
                 self._catch_up(client)
                 client = self._servers()
             if self.recipe.inference.release_memory:  # type: ignore[union-attr]
@@ -174,9 +182,9 @@ class Engines:
         return self._inference
 
     def _catch_up(self, client: InferenceClient) -> None:
-        """Bring servers that this client does not know yet, or that may hold damaged files, to the weights in force."""
+        """Bring servers that this client does not know yet, or that are doubted, to the weights in force."""
         ref = self._serving()
-        trusted = ref == self.written and not self.external and not self._unverified  # what they say of themselves
+        trusted = ref == self.written and not self.external and not self._doubted  # what they say of themselves
         if trusted and self._met(client) == ref.version:
             return
         if ref.written:
@@ -214,15 +222,6 @@ class Engines:
 
         return self.watchdog.waiting("verdicts", look, ends=False)  # each has reward.timeout_seconds
 
-    def _end_hung(self, name: str, why: str) -> None:
-        """Kill a service that hangs: whoever waits for it sees its connection break, and has it started again.
-
-        One that has ended already, or is starting, is left to whoever does so.
-        """
-        service = self.supervisor.services.get(name)
-        if service is not None and service.url and service.handle.exit_code() is None:
-            self.supervisor.end([service.url], why, grace_seconds=0.0)
-
     def serve_weights(self, ref: WeightsRef, trainer: TrainerClient | None = None) -> list[float]:
         """Make every server generate with `ref`; seconds for each. Nothing to do without servers.
 
@@ -233,14 +232,36 @@ class Engines:
             self.serving = ref
             if ref.written:
                 self.written = ref
-            if not self.server_names and not self.external:
+            if not self.has_servers:
                 return []
             return self._give(self._servers(), ref, trainer)
 
-    def now_written(self, ref: WeightsRef, loads: list[float]) -> list[float]:
-        """The store has what the servers were handed already, in `loads` seconds."""
-        self.serving = self.written = ref
-        return loads
+    def write_weights(self, trainer: TrainerClient, version: int, handed: bool = False) -> Published:
+        """Have the trainer write the weights it holds, and the servers load them unless they were `handed` them.
+
+        From a store on this machine they do so while the files are hashed and the weights committed. Until all of it
+        has succeeded the older weights are in force, and servers that hold the new ones are doubted.
+        """
+        if handed or not self.has_servers or self.run.store.local("") is None:
+            done = draft_weights(self.run, trainer, version).commit()
+            loads = [] if handed else self.serve_weights(done.ref)
+            self.serving = self.written = done.ref
+            return replace(done, load_seconds=loads)
+        draft = draft_weights(self.run, trainer, version, digests=False)
+        with self._feeding:
+            self._fetched.close()
+            client = self._servers()
+            with self._doubting():
+                done = load_ahead(draft, lambda folder: self.call(client.update_weights(folder, version)))
+            self.serving = self.written = done.ref
+        return done
+
+    @contextmanager
+    def _doubting(self) -> Iterator[None]:
+        """While inside, and if it fails, nobody is to believe the version that servers say they hold (`inference`)."""
+        self._doubted = True
+        yield
+        self._doubted = False
 
     def _give(self, client: InferenceClient, ref: WeightsRef, trainer: TrainerClient | None = None) -> list[float]:
         """Bring the servers to `ref`, out of the store or from the trainer, which is restored if it is not given."""
@@ -250,24 +271,17 @@ class Engines:
         if not self.store_only:
             return self._hand_over(client, trainer, ref.version)
         log.info("version %d is not in the store, from which servers get their weights here: writing it", ref.version)
-        self.serving = self.written = write_weights(self.run, trainer, ref.version)[0]
-        return self._load_written(client, self.written)
+        return self.write_weights(trainer, ref.version).load_seconds
 
     def _load_written(self, client: InferenceClient, ref: WeightsRef) -> list[float]:
-        """Have the servers read the weights: the embedded ones from the store, SGLang's from a folder.
-
-        They say that they hold this version before its files are verified: until then they are not believed.
-        """
-        self._unverified = True
-        if self.recipe.inference.engine == "embedded":  # type: ignore[union-attr]
-            loads = self.call(client.update_weights(self.run.store.uri(ref.path), ref.version))
-        else:
-            self._fetched.close()
-            with local_weights(self.run.store, ref, self._fetched) as folder:
-                loads = self.call(client.update_weights(str(folder), ref.version))
-            if len(loads) == len(self._starts):  # else whoever failed loads them when it is well again
-                self._fetched.close()
-        self._unverified = False
+        """Have the servers read the weights: the embedded ones from the store, SGLang's from a folder."""
+        store, embedded = self.run.store, self.recipe.inference.engine == "embedded"  # type: ignore[union-attr]
+        self._fetched.close()
+        there = nullcontext(store.uri(ref.path)) if embedded else local_weights(store, ref, self._fetched)
+        with self._doubting(), there as where:
+            loads = self.call(client.update_weights(str(where), ref.version))
+        if len(loads) == len(self._starts):
+            self._fetched.close()  # else whoever failed loads them when it is well again
         return loads
 
     def _hand_over(self, client: InferenceClient, trainer: TrainerClient, version: int) -> list[float]:
@@ -288,7 +302,7 @@ class Engines:
         self.call(client.evict(gone))
         self.supervisor.end(gone, "did not take new weights", grace_seconds=0.0)
         self.call(client.adopt(version))
-        self._unverified = False
+        self._doubted = False
         if not (held := client.healthy()):
             raise ServerDown(f"no inference server took version {version}: {'; '.join(gone.values())}")
         return [time.monotonic() - started] * len(held)
@@ -305,9 +319,8 @@ class Engines:
         trainer = self._connected()
         held = trainer.health().version
         if held not in welcome:
-            log.info(
-                "the trainer holds %s; loading version %d", "nothing" if held is None else f"version {held}", version
-            )
+            now = "nothing" if held is None else f"version {held}"
+            log.info("the trainer holds %s; loading version %d", now, version)
             self._note(restore(self.run, trainer, self._initial(), version))
         return trainer
 
@@ -385,16 +398,3 @@ class Engines:
     def _initial(self) -> WeightsRef:
         assert self.initial is not None, "start() comes first"
         return self.initial
-
-    def _spec(self, name: str, weights: WeightsRef, gpus: tuple[str, ...] = (), gpu_users: int = 1) -> ServiceSpec:
-        return ServiceSpec(
-            name=name,
-            restart=0,
-            store_url=self.run.store.url,
-            run=self.run.name,
-            owner=self.run.owner,
-            recipe=self.recipe.model_dump(mode="json"),
-            weights=weights,
-            gpus=gpus,
-            gpu_users=gpu_users,
-        )

@@ -109,6 +109,15 @@ class Supervisor:
                     log.warning("service %s at %s %s; ending it", service.job.spec.name, service.url, why)
                     service.handle.stop(grace_seconds)
 
+    def end_hung(self, name: str, why: str) -> None:
+        """Kill a service that hangs: whoever waits for it sees its connection break, and has it started again.
+
+        One that has ended already, or is starting, is left to whoever does so.
+        """
+        service = self.services.get(name)
+        if service is not None and service.url and service.handle.exit_code() is None:
+            self.end([service.url], why, grace_seconds=0.0)
+
     def _restart(self, service: Service, weights: WeightsRef | None) -> None:
         spec = service.job.spec
         if service.failures >= self.settings.restarts:

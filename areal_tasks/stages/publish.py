@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from areal_tasks.engines.handover import write_weights
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from areal_tasks.store.backend import Store
@@ -42,10 +41,9 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     direct = engines.transport != "store"
     loads = engines.serve_weights(ref, trainer) if direct else []
     if engines.store_only or is_written(context.recipe, ref.version):
-        began = time.monotonic()
-        ref, files = write_weights(context.run, engines.trainer_after(train), ref.version)
-        row = publish_row(context.store, ref, files, engines.transport) | {"write_seconds": time.monotonic() - began}
-        loads = engines.now_written(ref, loads) if direct else engines.serve_weights(ref)
+        done = engines.write_weights(engines.trainer_after(train), ref.version, handed=direct)
+        row = publish_row(context.store, done.ref, done.files, engines.transport)
+        row["write_seconds"], loads = done.write_seconds, loads or done.load_seconds
     table = pa.Table.from_pylist([row | {"load_seconds": loads}], schema=PUBLISH)
     return Output({"publish": table}, {"publish_seconds": time.monotonic() - started})
 

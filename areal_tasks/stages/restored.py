@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from areal_tasks.engines.answers import ServerDown
-from areal_tasks.engines.handover import write_weights
 from areal_tasks.engines.recovery import stage_of
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.stages.context import Context
@@ -40,7 +39,6 @@ def _restored(context: Context, head: IterationCommit) -> WeightsRef | None:
     if replayed is None or replayed.same:
         return None
     trainer = context.engines.trainer_after(stage_of(context.run, head, "train"))
-    ref, _ = write_weights(context.run, trainer, version)
-    context.engines.serve_weights(ref)
+    ref = context.engines.write_weights(trainer, version).ref
     log.warning("version %d was published anew as attempt %s: re-training did not repeat it", version, ref.attempt)
     return ref

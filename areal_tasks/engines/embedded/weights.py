@@ -23,7 +23,7 @@ def weights_folder(store: Store, source: str) -> Iterator[Path]:
     stem = store.uri("x")[:-1]
     if "://" in source and not source.startswith(stem):
         raise UserError(f"{source} is not in this server's store ({store.url}); publish the weights there")
-    if not source.startswith(stem):
+    if not source.startswith(stem) or Path(source).is_dir():
         yield Path(source)
         return
     manifest = read_record(store, source.removeprefix(stem), WeightsManifest)

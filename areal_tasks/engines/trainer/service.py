@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -182,7 +183,7 @@ class Trainer:
     @names_memory_knobs
     def publish(self, command: Write) -> Written:
         """Write the policy as a Hugging Face folder, with the tokenizer it was loaded with."""
-        return self._written(command, self._save_folder)
+        return self._written(command, partial(self._save_folder, command.digests))
 
     @names_memory_knobs
     def send(self, command: Send) -> Sent:
@@ -318,7 +319,8 @@ class Trainer:
                 known = save(folder)
             except OSError as error:
                 raise unusable(error.filename or self.store.uri(command.prefix), error) from error
-            files = upload(self.store, command.prefix, folder, known) if self.group.rank == 0 else ()
+            first = self.group.rank == 0
+            files = upload(self.store, command.prefix, folder, known, digests=command.digests) if first else ()
         return Written(files=files, seconds=time.perf_counter() - started)
 
     @contextmanager
@@ -330,12 +332,12 @@ class Trainer:
     def _save_checkpoint(self, folder: Path) -> Mapping[str, str]:
         return self.backend.save_checkpoint(folder, self.progress)
 
-    def _save_folder(self, folder: Path) -> Mapping[str, str]:
+    def _save_folder(self, digests: bool, folder: Path) -> Mapping[str, str]:
         snapshot = self._snapshot()
         if self.backend.rank > 0 or self.weights is None:
             return {}
         hand_on(self.weights, folder, snapshot.dtype)
-        return snapshot.save(folder)
+        return snapshot.save(folder, digests)
 
     def _snapshot(self) -> Snapshot:
         """The policy's full weights as they are published, gathered once a version; every rank takes part."""

@@ -56,10 +56,11 @@ class Snapshot:
                 _copy_into(self.tensors, name, tensor.detach().to(self.dtype), tensor.device)
         self.version = version
 
-    def save(self, folder: Path) -> dict[str, str]:
+    def save(self, folder: Path, digests: bool = True) -> dict[str, str]:
         """Write the tensors as safetensors into `folder`: one file, or several of about SHARD_BYTES and their index.
 
-        Returns the SHA-256 of each, made from memory while they are written: together they take as long as the longer.
+        Returns the SHA-256 of each, made from memory while they are written: together they take as long as the longer,
+        which for a large file is hashing it. Without `digests` none are made.
         """
         shards = _shards(self.tensors)
         names = _file_names(len(shards))
@@ -67,7 +68,8 @@ class Snapshot:
             (folder / "model.safetensors.index.json").write_text(json.dumps(_index(names, shards), indent=1))
         largest_first = sorted(zip(names, shards, strict=True), key=lambda one: -_size(one[1]))
         coming = [(name, *self._copied(shard)) for name, shard in largest_first]
-        work = [partial(make, *one) for one in coming for make in (_sha256, partial(_write, folder))]
+        makers = (_sha256, partial(_write, folder)) if digests else (partial(_write, folder),)
+        work = [partial(make, *one) for one in coming for make in makers]
         made = parallel(lambda make: make(), work, max(_THREADS, os.cpu_count() or 1))
         return {name: digest for name, digest in made if digest}
 
