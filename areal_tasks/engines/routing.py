@@ -30,6 +30,7 @@ class Server:
     evicted: float = 0.0  # when, by the router's clock
     requests: int = 0  # under way
     asks: int = 0  # requests and orders that it has not answered
+    knows: bool = True  # which weights it holds: not while it loads some, nor if nobody has seen that end well
     lends: bool = False  # the memory of its cache, to the trainer: it must not generate
     load: int = 0  # samples under way
     done: float = 0.0  # samples finished, old ones counting less

@@ -240,13 +240,14 @@ class ServerPool:
 
     async def _update(self, server: Server) -> float:
         """Bring one server to the target and have it say so."""
-        started = time.perf_counter()
+        started, server.knows = time.perf_counter(), False
         where = {"model_path": self._uri, "weight_version": str(self._target)}
         body = where | {"flush_cache": True, "abort_all_requests": True}
         answer = await self._ask(server, "POST", "/update_weights_from_disk", body)
         if not answer.get("success", True):
             raise Refused(f"{server.url} did not load {self._uri}: {answer.get('message')}")
         await self._confirm(server)
+        server.knows = True
         return time.perf_counter() - started
 
     async def _confirm(self, server: Server) -> None:
@@ -327,9 +328,9 @@ class ServerPool:
             raise ServerDown(f"{server.url}: whether it lends its memory has changed meanwhile")
 
     async def _catch_up(self, server: Server) -> None:
-        """See to it that the server holds the target version."""
+        """See to it that the server holds the target version: not other files that somebody once gave that number."""
         held = (await self._ask(server, "GET", "/model_info"))["weight_version"]
-        if self._target is None or str(held) == str(self._target):
+        if self._target is None or (server.knows and str(held) == str(self._target)):
             return
         if self._uri is None:
             raise WrongVersion(f"it holds weights {held}, expected {self._target}")
