@@ -274,6 +274,9 @@ def test_weights_are_updated_from_a_manifest_or_a_folder(server: Process, model_
     assert after["output_ids"] != before["output_ids"]
     assert after["meta_info"]["weight_version"] == "1"
     assert server.http.get("/model_info").json()["weight_version"] == "1"
+    folder = server.uri(1).removesuffix(".json")  # of the store, whether or not a manifest names it
+    assert server.post("/update_weights_from_disk", model_path=folder, weight_version="2").status_code == 200
+    assert server.generate(sampling_params=greedy)["output_ids"] == after["output_ids"]
     server.post("/update_weights_from_disk", model_path=str(model_folder), weight_version=0)
     again = server.generate(sampling_params=greedy)
     assert again["meta_info"]["output_token_logprobs"] == before["meta_info"]["output_token_logprobs"]

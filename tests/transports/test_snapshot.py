@@ -46,6 +46,10 @@ def test_many_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     held.take(1, tensors().items())
     digests = held.save(tmp_path)
     assert digests == {path.name: file_sha256(path) for path in tmp_path.glob("*.safetensors")}
+    again = tmp_path / "again"
+    again.mkdir()
+    assert held.save(again, digests=False) == {}
+    assert {path.name: file_sha256(path) for path in again.glob("*.safetensors")} == digests
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors().values())
     assert len(set(index["weight_map"].values())) > 1
