@@ -125,7 +125,7 @@ PUBLISH: Final = _schema(  # one row per publication
     ("uri", pa.string()),
     ("bytes", pa.int64()),
     ("sha256", pa.string()),
-    ("write_seconds", pa.float32()),
+    ("write_seconds", pa.float32()),  # until servers could load them
     ("load_seconds", FLOATS),  # one element per server
 )
 
