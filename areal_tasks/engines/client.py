@@ -96,14 +96,20 @@ class InferenceClient:
         """The weights version all servers hold; None until a server was asked or updated."""
         return self.pool.version
 
-    async def generate(
-        self, requests: Sequence[GenerateRequest], done: Callable[[int, GenerateResult], None] = lambda i, result: None
-    ) -> list[GenerateResult]:
-        """Complete all requests, in order; `groups_per_request` groups go into one HTTP request.
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """Complete all requests, in order; `groups_per_request` groups go into one HTTP request."""
+        results: dict[int, GenerateResult] = {}
+        await self.generate_each(requests, results.__setitem__)
+        return [results[place] for place in range(len(requests))]
 
-        `done` is called with each request's place and result while others are still generated.
+    async def generate_each(
+        self, requests: Sequence[GenerateRequest], done: Callable[[int, GenerateResult], None]
+    ) -> None:
+        """The same; `done` is called with each request's place and result while others are still generated.
+
+        A result is not kept: to free the numbers of half a thousand takes ten milliseconds, which are spare till then.
         """
-        works = [_Work(request, place) for place, request in enumerate(requests)]
+        works = (_Work(request, place) for place, request in enumerate(requests))
 
         async def complete(chunk: list[_Work]) -> None:
             async with aclosing(self._complete(chunk)) as steps:
@@ -118,7 +124,6 @@ class InferenceClient:
         finally:
             for task in tasks:
                 task.cancel()
-        return [work.result for work in works]
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece]:
         """Complete one request, a piece at a time as its tokens come; the last piece says why it ended.
@@ -227,7 +232,7 @@ class InferenceClient:
         return await self.pool.server_info()
 
 
-def _chunks(works: list[_Work], groups: int) -> list[list[_Work]]:
+def _chunks(works: Iterable[_Work], groups: int) -> list[list[_Work]]:
     """The requests, `groups` groups at a time; a group's requests are found by its id."""
     by_group = groupby(sorted(works, key=_group), _group)
     members = [list(group) for _, group in by_group]

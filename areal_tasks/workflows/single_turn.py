@@ -24,7 +24,7 @@ class SingleTurn:
         def done(i: int, result: GenerateResult) -> None:
             samples[i] = _sample(*pairs[i], requests[i], result, context)
 
-        await context.client.generate(requests, done)
+        await context.client.generate_each(requests, done)
         return [samples[i] for i in range(len(pairs))]
 
 

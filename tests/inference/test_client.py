@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from areal_tasks.engines import server_pool
-from areal_tasks.engines.client import GenerateRequest, InferenceClient, ServerDown
+from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient, ServerDown
 from schemas.errors import UserError
 from schemas.recipe.sections import Inference
 from tests.inference.fake_server import Fake, check, requests, run, serving, until
+
+
+class Tokens(list[int]):
+    """Whoever refers to these weakly is told whether anybody holds them."""
 
 
 def test_results_are_in_order_and_groups_travel_together() -> None:
@@ -32,14 +38,22 @@ def test_results_are_in_order_and_groups_travel_together() -> None:
     run(test)
 
 
-def test_each_result_is_told_as_it_arrives() -> None:
+def test_each_result_is_told_as_it_arrives_and_not_kept() -> None:
     async def test() -> None:
         async with serving(Fake(per_sample=0.01)) as client:
-            asked, told = requests(3), list[tuple[int, int]]()
-            results = await client.generate(asked, lambda i, result: told.append((i, client.finished)))
-            assert sorted(i for i, _ in told) == list(range(6))
-            assert [finished for _, finished in told] == [2, 2, 4, 4, 6, 6]  # not when all have ended
-            check(asked, results)
+            asked, finished, kept = requests(3), list[int](), list[int]()
+            results, last = dict[int, GenerateResult](), weakref.WeakValueDictionary[int, list[int]]()
+
+            def done(place: int, result: GenerateResult) -> None:
+                kept.append(len(last))
+                finished.append(client.finished)
+                results[place] = replace(result)
+                last[place] = result.output_ids = Tokens(result.output_ids)
+
+            await client.generate_each(asked, done)
+            assert finished == [2, 2, 4, 4, 6, 6]  # not when all have ended
+            assert max(kept) <= 1  # the one before, at most
+            check(asked, [results[place] for place in range(len(asked))])
 
     run(test)
 

@@ -24,9 +24,9 @@ class Echo:
     def __init__(self) -> None:
         self.requests: list[GenerateRequest] = []
 
-    async def generate(
+    async def generate_each(
         self, requests: Sequence[GenerateRequest], done: Callable[[int, GenerateResult], None]
-    ) -> list[GenerateResult]:
+    ) -> None:
         self.requests += requests
         results = [
             GenerateResult([5, 6], [-0.5, -0.25], [3, 4], f"text of {r.group}", "length", "http://s", 0.5, 1)
@@ -34,7 +34,6 @@ class Echo:
         ]
         for i in reversed(range(len(results))):  # groups end in any order
             done(i, results[i])
-        return results
 
 
 class Mine:
