@@ -162,7 +162,7 @@ def _die_at_write(number: int) -> None:
 
         return call
 
-    for method in ("create", "put", "put_file"):
+    for method in ("create", "put", "put_file", "put_pieces"):
         setattr(LocalBackend, method, wrapped(getattr(LocalBackend, method)))
 
 

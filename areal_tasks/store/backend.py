@@ -7,6 +7,7 @@ Paths are relative to the store's root and use `/`.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +18,9 @@ from pyarrow.fs import FileSystem
 from areal_tasks.store.under_way import LEDGER
 from schemas.errors import UserError
 from schemas.recipe.sources import holds_credentials
+
+#: The bytes of a large object, in pieces that lie somewhere in memory.
+Content = Sequence[bytes | memoryview]
 
 
 class StoreError(UserError):
@@ -66,8 +70,11 @@ class Backend(Protocol):
     def put_file(self, path: str, source: Path) -> None:
         """As `put`, from a local file of any size."""
 
-    def fetch_file(self, path: str, target: Path) -> None:
-        """Copy an object of any size into a local file, or `Missing`."""
+    def put_pieces(self, path: str, pieces: Content) -> None:
+        """As `put`, from pieces of any size, laid end to end; they are not copied first."""
+
+    def fetch_file(self, path: str, target: Path) -> str:
+        """Copy an object of any size into a local file, or `Missing`; the SHA-256 of what came, in hex."""
 
     def size(self, path: str) -> int:
         """Bytes of the object, or `Missing`."""
@@ -115,9 +122,13 @@ class Store:
         with LEDGER.entry("put_file", self.uri(path)):
             self.backend.put_file(path, source)
 
-    def fetch_file(self, path: str, target: Path) -> None:
+    def put_pieces(self, path: str, pieces: Content) -> None:
+        with LEDGER.entry("put_pieces", self.uri(path)):
+            self.backend.put_pieces(path, pieces)
+
+    def fetch_file(self, path: str, target: Path) -> str:
         with LEDGER.entry("fetch_file", self.uri(path)):
-            self.backend.fetch_file(path, target)
+            return self.backend.fetch_file(path, target)
 
     def exists(self, path: str) -> bool:
         """Whether there is an object under this path."""

@@ -83,8 +83,9 @@ def _materialise(store: Store, file: FileRef, target: Path, verify: bool, fetch:
     if fetch and not _whole(target, file):
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}")
-        store.fetch_file(file.path, partial)
-        _check(store, file, partial, verify=True)  # what came over a network is always hashed
+        if store.fetch_file(file.path, partial) != file.sha256:  # what came over a network is always hashed
+            store.fetch_file(file.path, partial)  # it may have been damaged on its way
+            _check(store, file, partial, verify=True)
         partial.replace(target)
     else:
         _check(store, file, target, verify)

@@ -23,7 +23,8 @@ from botocore.exceptions import (
 from pyarrow.fs import FileSystem, S3FileSystem
 
 from areal_tasks.store import s3_environment
-from areal_tasks.store.backend import Exists, Missing, StoreError, Unavailable
+from areal_tasks.store.backend import Content, Exists, Missing, StoreError, Unavailable
+from areal_tasks.store.s3_bulk import Bulk, bulk_options
 from schemas.errors import UserError
 
 T = TypeVar("T")
@@ -40,7 +41,7 @@ _TORN: Final = (
     *(aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError),
     *(FlexibleChecksumError, IncompleteReadError, ResponseStreamingError),
 )
-_PARTS_AT_ONCE: Final = 8
+_ALTERED: Final = ("BadDigest", "XAmzContentChecksumMismatch")  # what the server says of bytes that came to it
 _SCAN_THREADS: Final = 32
 
 _KEYS_REMEDY: Final = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN"
@@ -71,9 +72,11 @@ class S3Backend:
     def __init__(self, bucket: str, prefix: str) -> None:
         self.root = f"{bucket}/{prefix}".rstrip("/")
         self.endpoint = s3_environment.endpoint() or None
-        self.fs = s3fs.S3FileSystem(**_options(self.endpoint))
+        options = _options(self.endpoint)
+        self.fs = s3fs.S3FileSystem(**options)
         self.fs.retries = 1  # botocore retries already
         self.known = False  # it has answered: what fails from then on is more likely to pass than a mistake
+        self.bulk = Bulk(self.root, bulk_options(options), self._patiently)
 
     def read(self, path: str) -> bytes:
         data: bytes = self._patiently(path, lambda: self.fs.cat_file(self._at(path)))
@@ -94,10 +97,13 @@ class S3Backend:
         self._put(path, data, mode="overwrite")
 
     def put_file(self, path: str, source: Path) -> None:
-        self._patiently(path, lambda: self.fs.put_file(str(source), self._at(path), max_concurrency=_PARTS_AT_ONCE))
+        self.bulk.put_file(path, source)
 
-    def fetch_file(self, path: str, target: Path) -> None:
-        self._patiently(path, lambda: self.fs.get_file(self._at(path), str(target)))
+    def put_pieces(self, path: str, pieces: Content) -> None:
+        self.bulk.put(path, pieces)
+
+    def fetch_file(self, path: str, target: Path) -> str:
+        return self.bulk.fetch(path, target)
 
     def size(self, path: str) -> int:
         bucket, key, _ = self.fs.split_path(self._at(path))
@@ -172,10 +178,10 @@ class S3Backend:
             return Exists(path)
         if code in ("ConditionalRequestConflict", "409"):
             return _Conflict(path)
-        if code in ("NoSuchKey", "404") or (not code and isinstance(error, FileNotFoundError)):
+        if code in ("NoSuchKey", "NoSuchUpload", "404") or (not code and isinstance(error, FileNotFoundError)):
             return Missing(self.uri(path))
         where = self.endpoint or "AWS"
-        if isinstance(error, _TORN):
+        if isinstance(error, _TORN) or code in _ALTERED:
             return _Torn(
                 f"{self.uri(path)} arrives incomplete or altered from {where} ({_short(error)}): {_TORN_REMEDY}."
             )

@@ -23,6 +23,7 @@ HANG_UP = (0, b"")
 TORN = (-1, b"")  # half of the true answer, then the connection ends
 SHORT = (-2, b"")  # half of the true answer, as if it were all of it
 FLIPPED = (-3, b"")  # the true answer with one bit altered
+ALTERED = (-5, b"")  # one bit of what is asked is altered before the server sees it
 EMPTY_LISTING = (-4, b"")  # the true answer to a listing without any of its entries
 _ENTRIES = re.compile(rb"<(Contents|CommonPrefixes)>.*?</\1>|<KeyCount>.*?</KeyCount>", re.DOTALL)
 
@@ -75,6 +76,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(*self._forward(body))
             return
         time.sleep(self.faults.seconds)
+        if self.faults.answer == ALTERED:
+            self._answer(*self._forward(bytes(b ^ 1 for b in body[:1]) + body[1:]))
+            return
         if self.faults.answer[0] < 0:
             self._distort(*self._forward(body))
             return

@@ -12,7 +12,9 @@ from safetensors.torch import load_file
 
 from areal_tasks.engines.trainer import snapshot
 from areal_tasks.engines.trainer.snapshot import Snapshot
+from areal_tasks.store.backend import open_store
 from areal_tasks.store.files import file_sha256
+from schemas.manifest import FileRef
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -22,10 +24,14 @@ def tensors() -> dict[str, torch.Tensor]:
     return found | {"turned": torch.randn(4, 6).T}
 
 
+def saved(held: Snapshot, folder: Path) -> list[FileRef]:
+    return held.save(open_store(folder.parent.as_uri()), folder.name)
+
+
 def test_one_file_reads_back_to_the_bit(tmp_path: Path) -> None:
     held = Snapshot(torch.float32)
     held.take(1, tensors().items())
-    held.save(tmp_path)
+    saved(held, tmp_path)
     read = load_file(tmp_path / "model.safetensors")
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
     assert all(torch.equal(read[n], t) and read[n].dtype == t.dtype for n, t in tensors().items())
@@ -35,7 +41,7 @@ def test_one_file_reads_back_to_the_bit(tmp_path: Path) -> None:
 def test_weights_are_published_in_the_precision_of_the_forward_pass(tmp_path: Path) -> None:
     held = Snapshot(torch.bfloat16)
     held.take(1, tensors().items())
-    held.save(tmp_path)
+    saved(held, tmp_path)
     read = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(read[n], t.to(torch.bfloat16)) for n, t in tensors().items())
 
@@ -44,12 +50,13 @@ def test_many_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(snapshot, "SHARD_BYTES", 100)
     held = Snapshot(torch.float32)
     held.take(1, tensors().items())
-    digests = held.save(tmp_path)
-    assert digests == {path.name: file_sha256(path) for path in tmp_path.glob("*.safetensors")}
-    again = tmp_path / "again"
-    again.mkdir()
-    assert held.save(again, digests=False) == {}
-    assert {path.name: file_sha256(path) for path in again.glob("*.safetensors")} == digests
+    files = saved(held, tmp_path)
+    assert {file.path.removeprefix(f"{tmp_path.name}/"): (file.sha256, file.bytes) for file in files} == {
+        path.name: (file_sha256(path), path.stat().st_size) for path in tmp_path.iterdir()
+    }
+    bare = held.save(open_store(tmp_path.as_uri()), "again", digests=False)
+    assert [(file.sha256, file.bytes) for file in bare] == [("", file.bytes) for file in files]
+    assert all((tmp_path / file.path).read_bytes() == (tmp_path / Path(file.path).name).read_bytes() for file in bare)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors().values())
     assert len(set(index["weight_map"].values())) > 1

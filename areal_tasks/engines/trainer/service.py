@@ -8,10 +8,10 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -58,7 +58,7 @@ from areal_tasks.store.local import unusable
 from areal_tasks.store.shards import read_table, write_table
 from areal_tasks.store.under_way import LEDGER
 from schemas.errors import UserError
-from schemas.manifest import TableRef, WeightsRef
+from schemas.manifest import FileRef, TableRef, WeightsRef
 
 log = logging.getLogger(__name__)
 C = TypeVar("C", bound=Command)
@@ -183,7 +183,9 @@ class Trainer:
     @names_memory_knobs
     def publish(self, command: Write) -> Written:
         """Write the policy as a Hugging Face folder, with the tokenizer it was loaded with."""
-        return self._written(command, partial(self._save_folder, command.digests))
+        started = self._begun(command)
+        snapshot = self._snapshot()
+        return Written(files=self._published(snapshot, command), seconds=time.perf_counter() - started)
 
     @names_memory_knobs
     def send(self, command: Send) -> Sent:
@@ -202,7 +204,13 @@ class Trainer:
     @names_memory_knobs
     def checkpoint(self, command: Write) -> Written:
         """Write everything that training goes on from. Nothing is visible until the caller commits the files."""
-        return self._written(command, self._save_checkpoint)
+        started = self._begun(command)
+        with self._folder(command.prefix) as folder:
+            with self._usable(command.prefix):
+                known = self.backend.save_checkpoint(folder, self.progress)
+            first = self.group.rank == 0
+            files = upload(self.store, command.prefix, folder, known, digests=command.digests) if first else ()
+        return Written(files=files, seconds=time.perf_counter() - started)
 
     @names_memory_knobs
     def compare(self, command: Compare) -> Compared:
@@ -306,22 +314,19 @@ class Trainer:
         self.backend.load_reference(self._fetch(self.initial))
         self.has_reference = True
 
-    def _written(self, command: Write, save: Callable[[Path], Mapping[str, str]]) -> Written:
-        """Let `save` fill a folder and upload it; where the store is on this disk, the folder is already in it.
-
-        It may return the SHA-256 of some of the files.
-        """
+    def _begun(self, command: Write) -> float:
+        """When the command was admitted."""
         self.fence.admit(command.owner)
         self.fence.expect(command.version)
-        started = time.perf_counter()
-        with self._folder(command.prefix) as folder:
-            try:
-                known = save(folder)
-            except OSError as error:
-                raise unusable(error.filename or self.store.uri(command.prefix), error) from error
-            first = self.group.rank == 0
-            files = upload(self.store, command.prefix, folder, known, digests=command.digests) if first else ()
-        return Written(files=files, seconds=time.perf_counter() - started)
+        return time.perf_counter()
+
+    @contextmanager
+    def _usable(self, prefix: str) -> Iterator[None]:
+        """Where a file cannot be written, the error names it and the remedy."""
+        try:
+            yield
+        except OSError as error:
+            raise unusable(error.filename or self.store.uri(prefix), error) from error
 
     @contextmanager
     def _folder(self, prefix: str) -> Iterator[Path]:
@@ -329,15 +334,17 @@ class Trainer:
         with tempfile.TemporaryDirectory(dir=self.scratch) as temporary:
             yield Path(self.group.from_first(lambda: _made(self.store.local(prefix) or Path(temporary))))
 
-    def _save_checkpoint(self, folder: Path) -> Mapping[str, str]:
-        return self.backend.save_checkpoint(folder, self.progress)
-
-    def _save_folder(self, digests: bool, folder: Path) -> Mapping[str, str]:
-        snapshot = self._snapshot()
+    def _published(self, snapshot: Snapshot, command: Write) -> tuple[FileRef, ...]:
+        """The snapshot's files, sorted by name, written by rank 0 from memory; what describes the model goes beside."""
         if self.backend.rank > 0 or self.weights is None:
-            return {}
-        hand_on(self.weights, folder, snapshot.dtype)
-        return snapshot.save(folder, digests)
+            return ()
+        with tempfile.TemporaryDirectory(dir=self.scratch) as folder, ThreadPoolExecutor(1) as beside:
+            with self._usable(command.prefix):
+                hand_on(self.weights, Path(folder), snapshot.dtype)
+            prefix, digests = command.prefix, command.digests
+            described = beside.submit(upload, self.store, prefix, Path(folder), digests=digests)
+            files = [*snapshot.save(self.store, prefix, digests), *described.result()]
+        return tuple(sorted(files, key=lambda file: file.path))
 
     def _snapshot(self) -> Snapshot:
         """The policy's full weights as they are published, gathered once a version; every rank takes part."""

@@ -21,7 +21,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from areal_tasks.store.backend import Content, Store
 from areal_tasks.store.parallel import parallel
+from schemas.manifest import FileRef
 
 Named = Mapping[str, Tensor]
 Wait = Callable[[], object]
@@ -56,22 +58,22 @@ class Snapshot:
                 _copy_into(self.tensors, name, tensor.detach().to(self.dtype), tensor.device)
         self.version = version
 
-    def save(self, folder: Path, digests: bool = True) -> dict[str, str]:
-        """Write the tensors as safetensors into `folder`: one file, or several of about SHARD_BYTES and their index.
+    def save(self, store: Store, prefix: str, digests: bool = True) -> list[FileRef]:
+        """Write the tensors as safetensors under `prefix`: one file, or several of about SHARD_BYTES and their index.
 
-        Returns the SHA-256 of each, made from memory while they are written: together they take as long as the longer,
-        which for a large file is hashing it. Without `digests` none are made.
+        They go from memory into the store and are hashed there meanwhile: together they take as long as the longer,
+        which for a large file may be hashing it. Without `digests` the SHA-256 are empty.
         """
         shards = _shards(self.tensors)
         names = _file_names(len(shards))
-        if len(shards) > 1:
-            (folder / "model.safetensors.index.json").write_text(json.dumps(_index(names, shards), indent=1))
         largest_first = sorted(zip(names, shards, strict=True), key=lambda one: -_size(one[1]))
-        coming = [(name, *self._copied(shard)) for name, shard in largest_first]
-        makers = (_sha256, partial(_write, folder)) if digests else (partial(_write, folder),)
-        work = [partial(make, *one) for one in coming for make in makers]
+        coming = [(f"{prefix}/{name}", partial(_content, *self._copied(shard))) for name, shard in largest_first]
+        if len(shards) > 1:
+            index = json.dumps(_index(names, shards), indent=1).encode()
+            coming.append((f"{prefix}/model.safetensors.index.json", partial(list, [index])))
+        work = [partial(make, *one) for one in coming for make in (partial(_named, digests), partial(_put, store))]
         made = parallel(lambda make: make(), work, max(_THREADS, os.cpu_count() or 1))
-        return {name: digest for name, digest in made if digest}
+        return [file for file in made if file is not None]
 
     def host(self) -> Named:
         """The tensors in host memory."""
@@ -168,32 +170,27 @@ def _index(names: Sequence[str], shards: Sequence[Named]) -> dict[str, object]:
     return {"metadata": {"total_size": total}, "weight_map": places}
 
 
-Content = Sequence[bytes | memoryview]
-
-
-def _content(tensors: Named) -> Content:
+def _content(tensors: Named, wait: Wait) -> Content:
     """The bytes of a safetensors file, in parts (an 8-byte length, a JSON header, the tensors' bytes end to end).
 
     The library's own writer first copies every tensor to a Python string while it holds the interpreter's lock, so
     that threads cannot write side by side.
     """
+    wait()
     return [_header(tensors), *_bytes(tensors)]
 
 
-def _write(folder: Path, name: str, tensors: Named, wait: Wait) -> tuple[str, str]:
-    wait()
-    with (folder / name).open("wb") as file:
-        for data in _content(tensors):
-            file.write(data)
-    return name, ""
+def _put(store: Store, path: str, content: Callable[[], Content]) -> None:
+    store.put_pieces(path, content())
 
 
-def _sha256(name: str, tensors: Named, wait: Wait) -> tuple[str, str]:
-    wait()
-    found = hashlib.sha256()
-    for data in _content(tensors):
-        found.update(data)
-    return name, found.hexdigest()
+def _named(digests: bool, path: str, content: Callable[[], Content]) -> FileRef:
+    found, size = hashlib.sha256(), 0
+    for data in content():
+        size += len(data)
+        if digests:
+            found.update(data)
+    return FileRef(path=path, sha256=found.hexdigest() if digests else "", bytes=size)
 
 
 def _header(tensors: Named) -> bytes:

@@ -33,7 +33,7 @@ class Armed(MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             execute(module)
-            for method in ("create", "put", "put_file"):
+            for method in ("create", "put", "put_file", "put_pieces"):
                 setattr(module.Store, method, wrapped(getattr(module.Store, method)))
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
