@@ -78,10 +78,15 @@ class LocalBackend:
         final = self._at(path)
         with self._errors(path):
             os.makedirs(os.path.dirname(final), exist_ok=True)
-            with open(final, "wb") as file:
-                for piece in pieces:
-                    file.write(piece)
-            _sync(final)
+            try:
+                with open(final, "wb") as file:
+                    for piece in pieces:
+                        file.write(piece)
+                _sync(final)
+            except OSError:
+                with suppress(OSError):  # the first error is the one to report
+                    os.unlink(final)
+                raise
 
     def fetch_file(self, path: str, target: Path) -> str:
         with self._errors(path):

@@ -48,8 +48,8 @@ class Ask(Protocol):
 class Bulk:
     """Transfers of objects below `root` (`bucket/prefix`); one for all threads of a process.
 
-    Integrity: a part carries its CRC32, which the server compares, also where it is signed unhashed; what is fetched
-    is hashed while it comes.
+    A part carries its CRC32, which the server compares; requests are signed without a hash of their bodies. What is
+    fetched is hashed while it comes. Bytes lie in the caller's memory, or in a file, and a run of them in each thread.
     """
 
     root: str
