@@ -200,6 +200,10 @@ class InferenceClient:
         """Addresses of the servers that are not evicted."""
         return [server.url for server in self.pool.servers if server.healthy]
 
+    def known(self) -> bool:
+        """Whether it was seen of every server which weights it holds."""
+        return all(server.knows for server in self.pool.servers)
+
     def lending(self) -> list[str]:
         """Addresses of the servers that lend the memory of their cache."""
         return [server.url for server in self.pool.servers if server.lends]
@@ -280,7 +284,10 @@ def _extend(work: _Work, answer: dict[str, Any], server: str) -> None:
     unlisted = max(meta["completion_tokens"] - len(listed), 0)
     first = len(result.output_ids) - work.begun - unlisted
     if first < 0:
-        raise ServerDown(f"{server} counts {meta['completion_tokens']} tokens and lists the last {len(listed)} only")
+        raise Refused(
+            f"{server} counts {meta['completion_tokens']} tokens and lists the last {len(listed)} only: start it "
+            "without flags that shorten answers"
+        )
     versions = [int(version) for version, count in version_runs(meta) for _ in range(count)]
     result.output_ids += [token for _, token, *_ in listed[first:]]
     result.logprobs += [logprob for logprob, *_ in listed[first:]]

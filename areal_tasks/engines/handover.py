@@ -130,13 +130,17 @@ def load_ahead(draft: Draft, load: Callable[[str], list[float]]) -> Published:
 
 @contextmanager
 def beside(work: Callable[[], T]) -> Iterator[Future[T]]:
-    """`work` in another thread. On leaving it has ended; its error is raised then, whatever else went wrong."""
+    """`work` in another thread. On leaving it has ended; its error is raised then, also over another.
+
+    Not over what ends the process, like a keyboard interrupt."""
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(work)
         try:
             yield found
-        finally:
-            found.result()
+        except Exception:
+            found.result()  # what failed beside it is the cause
+            raise
+        found.result()
 
 
 @contextmanager

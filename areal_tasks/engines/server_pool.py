@@ -241,19 +241,23 @@ class ServerPool:
     async def _update(self, server: Server) -> float:
         """Bring one server to the target and have it say so."""
         started, server.knows = time.perf_counter(), False
+        wanted = (self._uri, self._target)
         where = {"model_path": self._uri, "weight_version": str(self._target)}
         body = where | {"flush_cache": True, "abort_all_requests": True}
         answer = await self._ask(server, "POST", "/update_weights_from_disk", body)
         if not answer.get("success", True):
-            raise Refused(f"{server.url} did not load {self._uri}: {answer.get('message')}")
+            raise Refused(f"{server.url} did not load {wanted[0]}: {answer.get('message')}")
         await self._confirm(server)
-        server.knows = True
+        server.knows = wanted == (self._uri, self._target)
+        if not server.knows:  # perhaps of the same number: another attempt at that version
+            raise WrongVersion(f"{server.url} has loaded {wanted[0]}, and {self._uri} is wanted now")
         return time.perf_counter() - started
 
     async def _confirm(self, server: Server) -> None:
         held = (await self._ask(server, "GET", "/model_info"))["weight_version"]
         if str(held) != str(self._target):
             raise WrongVersion(f"{server.url} holds weights {held} after it was sent {self._target}")
+        server.knows = True
 
     async def broadcast(self, path: str, body: dict[str, Any]) -> None:
         """POST to every healthy server. A server that fails is evicted."""

@@ -173,9 +173,10 @@ class Engines:
         starts = {url: self.supervisor.restarts(url) for url in servers}
         if self._inference is None or self._starts != starts:
             lending: set[str] = set()
-            if self._inference is not None:
-                lending = {url for url in self._inference.lending() if self._starts[url] == starts.get(url)}
-                self.call(self._inference.close())
+            if (old := self._inference) is not None:
+                lending = {url for url in old.lending() if self._starts[url] == starts.get(url)}
+                self._doubted |= not old.known()
+                self.call(old.close())
             token = external_token() if self.external else self.supervisor.token
             self._inference = InferenceClient(servers, token, self.recipe.inference, lending)  # type: ignore[union-attr]
             self._starts = starts
@@ -239,8 +240,8 @@ class Engines:
     def write_weights(self, trainer: TrainerClient, version: int, handed: bool = False) -> Published:
         """Have the trainer write the weights it holds, and the servers load them unless they were `handed` them.
 
-        From a store on this machine they do so while the files are hashed and the weights committed. Until all of it
-        has succeeded the older weights are in force, and servers that hold the new ones are doubted.
+        From a store on this machine they do so while the files are hashed and the weights committed: until all of it
+        has succeeded the older weights are in force there, and servers that hold the new ones are doubted.
         """
         if handed or not self.has_servers or self.run.store.local("") is None:
             done = draft_weights(self.run, trainer, version).commit()
@@ -317,8 +318,7 @@ class Engines:
 
     def _holding(self, version: int, *welcome: int) -> TrainerClient:
         trainer = self._connected()
-        held = trainer.health().version
-        if held not in welcome:
+        if (held := trainer.health().version) not in welcome:
             now = "nothing" if held is None else f"version {held}"
             log.info("the trainer holds %s; loading version %d", now, version)
             self._note(restore(self.run, trainer, self._initial(), version))

@@ -23,7 +23,8 @@ from typing import Any, Final, Protocol, TypeVar
 
 import botocore.session
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, IncompleteReadError
+from botocore.exceptions import IncompleteReadError, ResponseStreamingError
+from urllib3.exceptions import HTTPError
 
 from areal_tasks.store.backend import Content, Missing, StoreError
 
@@ -103,7 +104,7 @@ class Bulk:
             self._complete(path, at, [part.result() for part in going], size)
         except BaseException:
             _stop(going)
-            with suppress(BotoCoreError, ClientError):  # the first error is the one to report
+            with suppress(Exception):  # the first error is the one to report
                 client.abort_multipart_upload(**at)
             raise
 
@@ -203,6 +204,8 @@ def _receive(body: Any, file: FileIO, start: int, end: int) -> None:
     try:
         while run := body.read(_RUN_BYTES):
             at += _write(file, run, at)
+    except HTTPError as error:  # botocore knows some of urllib3's; of TLS, for one, it does not
+        raise ResponseStreamingError(error=error) from error
     finally:
         body.close()
     if at != end:

@@ -127,7 +127,7 @@ def _server_and_worker(port: int) -> Machine:
     except BaseException as error:  # an interrupt too: `down` knows only what is written down
         stop(server)
         if isinstance(error, UserError) and _answers(port):
-            return _server_and_worker(port)
+            return _server_and_worker(port + 1)
         raise
     return machine
 

@@ -206,9 +206,7 @@ def test_a_server_that_aborts_for_ever_is_given_up() -> None:
     run(test)
 
 
-def test_an_answer_that_counts_tokens_it_does_not_list_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_pool, "NO_SERVER_SECONDS", 0.2)
-
+def test_an_answer_that_counts_tokens_it_does_not_list_is_not_taken() -> None:
     async def test() -> None:
         fake = Fake()
         whole = fake.answer
@@ -220,8 +218,33 @@ def test_an_answer_that_counts_tokens_it_does_not_list_is_not_taken(monkeypatch:
 
         fake.answer = short  # type: ignore[method-assign]
         async with serving(fake) as client:
-            with pytest.raises(ServerDown, match="counts 3 tokens and lists the last 2"):
+            with pytest.raises(UserError, match="counts 3 tokens and lists the last 2"):
                 await client.generate(requests(1))
+
+    run(test)
+
+
+def test_a_load_of_another_attempt_at_the_same_version_does_not_count() -> None:
+    async def test() -> None:
+        fake = Fake()
+        async with serving(fake) as client:
+            pool, [server] = client.pool, client.pool.servers
+            pool._target, pool._uri = 5, "attempt=a"
+
+            ask = pool._ask
+
+            async def slowly(server: Any, method: str, path: str, *body: Any) -> Any:
+                answer = await ask(server, method, path, *body)
+                if path == "/update_weights_from_disk":
+                    pool._uri = "attempt=b"
+                return answer
+
+            pool._ask = slowly  # type: ignore[method-assign]
+            with pytest.raises(ServerDown, match="has loaded attempt=a, and attempt=b is wanted now"):
+                await pool._update(server)
+            assert fake.version == 5 and not client.known()
+            await pool._catch_up(server)
+            assert fake.updates == ["attempt=a", "attempt=b"] and client.known()
 
     run(test)
 

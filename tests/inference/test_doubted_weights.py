@@ -224,3 +224,15 @@ def test_a_trainer_need_not_hash_what_is_hashed_at_the_commit(tmp_path: Path) ->
         engines.write_weights(trainer, 5, handed=True)  # type: ignore[arg-type]
         assert asked == [False, True] and engines.serving == engines.written
         assert engines.written is not None and engines.written.version == 5
+
+
+def test_the_failure_beside_a_failure_is_told_but_never_over_an_interrupt() -> None:
+    def fails() -> None:
+        raise StoreError("the disk is full")
+
+    with pytest.raises(StoreError, match="full"), handover.beside(fails):
+        raise ServerDown("no answer")
+    with pytest.raises(KeyboardInterrupt), handover.beside(fails):
+        raise KeyboardInterrupt
+    with pytest.raises(StoreError, match="full"), handover.beside(fails):
+        pass

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from botocore.exceptions import ResponseStreamingError
 from faulty_proxy import ALTERED, ERROR_503, HANG_UP, TORN, Faults, faulty_proxy
 from s3_server import BUCKET, S3Server
+from urllib3.exceptions import SSLError
 
 from areal_tasks.store import s3_bulk
 from areal_tasks.store.backend import Content, Exists, Store, StoreError, open_store
@@ -138,3 +140,17 @@ def test_many_files_at_once_share_the_threads(s3: S3Server, tmp_path: Path) -> N
         worker.join()
     assert most <= before + len(workers) + s3_bulk._THREADS
     assert all(fetched(store, f"{PATH}{n}", tmp_path / "out") == DATA for n in range(6))
+
+
+def test_a_broken_tls_connection_is_told_as_a_torn_answer(tmp_path: Path) -> None:
+    class Body:
+        def read(self, size: int) -> bytes:
+            raise SSLError("bad record mac")
+
+        def close(self) -> None: ...
+
+    with (
+        (tmp_path / "f").open("w+b", buffering=0) as file,
+        pytest.raises(ResponseStreamingError, match="bad record mac"),
+    ):
+        s3_bulk._receive(Body(), file, 0, 10)
