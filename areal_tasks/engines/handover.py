@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal
 
 from areal_tasks.engines.trainer.commands import Receiver, Send, Write
 from areal_tasks.engines.trainer_client import TrainerClient
@@ -17,6 +16,7 @@ from areal_tasks.launchers.gpus import Placement
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.files import commit_weights, common_folder, digested, materialise, read_weights
+from areal_tasks.store.parallel import beside
 from areal_tasks.store.paths import weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run
@@ -24,7 +24,6 @@ from schemas.errors import UserError
 from schemas.manifest import FileRef, WeightsRef
 from schemas.recipe.recipe import Recipe, RlhfRecipe
 
-T = TypeVar("T")
 Transport = Literal["store", "tensor", "nccl"]
 MEMORY: Final = Path("/dev/shm")
 PREFIX: Final = "arealflow-weights-"  # of folders there
@@ -126,21 +125,6 @@ def load_ahead(draft: Draft, load: Callable[[str], list[float]]) -> Published:
     with beside(draft.commit) as committed:
         loads = load(str(folder))
     return replace(committed.result(), write_seconds=written, load_seconds=loads)
-
-
-@contextmanager
-def beside(work: Callable[[], T]) -> Iterator[Future[T]]:
-    """`work` in another thread. On leaving it has ended; its error is raised then, also over another.
-
-    Not over what ends the process, like a keyboard interrupt."""
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(work)
-        try:
-            yield found
-        except Exception:
-            found.result()  # what failed beside it is the cause
-            raise
-        found.result()
 
 
 @contextmanager

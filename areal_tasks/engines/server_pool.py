@@ -223,8 +223,12 @@ class ServerPool:
     async def adopt(self, version: int) -> None:
         """Somebody else gave every healthy server `version`: have each say so. One that does not is evicted."""
         self._target, self._uri = version, None
-        if await self._each(self._confirm):  # else nobody is known to hold it
+        if await self._each(self._adopted):  # else nobody is known to hold it
             self.version = version
+
+    async def _adopted(self, server: Server) -> None:
+        await self._confirm(server)
+        server.knows = True
 
     async def _each(self, ask: Callable[[Server], Awaitable[T]]) -> list[T]:
         """Ask every healthy server at once; what those answered that did not fail. The others are evicted."""
@@ -241,23 +245,22 @@ class ServerPool:
     async def _update(self, server: Server) -> float:
         """Bring one server to the target and have it say so."""
         started, server.knows = time.perf_counter(), False
-        wanted = (self._uri, self._target)
-        where = {"model_path": self._uri, "weight_version": str(self._target)}
+        uri, version = self._uri, self._target
+        where = {"model_path": uri, "weight_version": str(version)}
         body = where | {"flush_cache": True, "abort_all_requests": True}
         answer = await self._ask(server, "POST", "/update_weights_from_disk", body)
         if not answer.get("success", True):
-            raise Refused(f"{server.url} did not load {wanted[0]}: {answer.get('message')}")
+            raise Refused(f"{server.url} did not load {uri}: {answer.get('message')}")
         await self._confirm(server)
-        server.knows = wanted == (self._uri, self._target)
-        if not server.knows:  # perhaps of the same number: another attempt at that version
-            raise WrongVersion(f"{server.url} has loaded {wanted[0]}, and {self._uri} is wanted now")
+        if (uri, version) != (self._uri, self._target):  # perhaps of the same number: another attempt at that version
+            raise WrongVersion(f"{server.url} has loaded {uri}, and {self._uri} is wanted now")
+        server.knows = True
         return time.perf_counter() - started
 
     async def _confirm(self, server: Server) -> None:
         held = (await self._ask(server, "GET", "/model_info"))["weight_version"]
         if str(held) != str(self._target):
             raise WrongVersion(f"{server.url} holds weights {held} after it was sent {self._target}")
-        server.knows = True
 
     async def broadcast(self, path: str, body: dict[str, Any]) -> None:
         """POST to every healthy server. A server that fails is evicted."""

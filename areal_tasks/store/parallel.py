@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 A = TypeVar("A")
@@ -16,3 +17,18 @@ def parallel(work: Callable[[A], B], items: Sequence[A], threads: int = 16) -> l
         return [work(item) for item in items]
     with ThreadPoolExecutor(min(threads, len(items))) as pool:
         return list(pool.map(work, items))
+
+
+@contextmanager
+def beside(work: Callable[[], B]) -> Iterator[Future[B]]:
+    """`work` in another thread. On leaving it has ended; its error is raised then, also over another.
+
+    Not over what ends the process, like a keyboard interrupt."""
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(work)
+        try:
+            yield found
+        except Exception:
+            found.result()  # what failed beside it is the cause
+            raise
+        found.result()

@@ -230,7 +230,6 @@ def test_a_load_of_another_attempt_at_the_same_version_does_not_count() -> None:
         async with serving(fake) as client:
             pool, [server] = client.pool, client.pool.servers
             pool._target, pool._uri = 5, "attempt=a"
-
             ask = pool._ask
 
             async def slowly(server: Any, method: str, path: str, *body: Any) -> Any:

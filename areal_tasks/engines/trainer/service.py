@@ -9,7 +9,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,6 +54,7 @@ from areal_tasks.engines.trainer.transport import Sender
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.files import materialise, read_weights, upload
 from areal_tasks.store.local import unusable
+from areal_tasks.store.parallel import beside
 from areal_tasks.store.shards import read_table, write_table
 from areal_tasks.store.under_way import LEDGER
 from schemas.errors import UserError
@@ -338,13 +338,13 @@ class Trainer:
         """The snapshot's files, sorted by name, written by rank 0 from memory; what describes the model goes beside."""
         if self.backend.rank > 0 or self.weights is None:
             return ()
-        with tempfile.TemporaryDirectory(dir=self.scratch) as folder, ThreadPoolExecutor(1) as beside:
-            with self._usable(command.prefix):
+        prefix, digests = command.prefix, command.digests
+        with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+            with self._usable(prefix):
                 hand_on(self.weights, Path(folder), snapshot.dtype)
-            prefix, digests = command.prefix, command.digests
-            described = beside.submit(upload, self.store, prefix, Path(folder), digests=digests)
-            files = [*snapshot.save(self.store, prefix, digests), *described.result()]
-        return tuple(sorted(files, key=lambda file: file.path))
+            with beside(lambda: upload(self.store, prefix, Path(folder), digests=digests)) as described:
+                files = snapshot.save(self.store, prefix, digests)
+        return tuple(sorted([*files, *described.result()], key=lambda file: file.path))
 
     def _snapshot(self) -> Snapshot:
         """The policy's full weights as they are published, gathered once a version; every rank takes part."""
