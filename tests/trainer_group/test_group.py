@@ -183,7 +183,7 @@ def test_rank_0_answers_with_why_the_group_ends(world: World, monkeypatch: pytes
     store = HashStore()
     group = Group(0, 2, store)
     app = make_app(world.spec(), group)
-    ending = threading.Timer(0.2, end_group, (group, "rank 1: out of memory"))
+    ending = threading.Timer(0.2, end_group, (group, GroupBroken("rank 1: out of memory")))
     ending.start()
     body = Load(owner=1, version=0, weights=world.initial).model_dump_json()
     try:

@@ -175,22 +175,32 @@ def test_those_that_are_left_get_the_weights_when_one_fails_before_the_group_is_
     assert given[-1] == ("http://good", "update_weights_from_distributed")
 
 
-def test_an_end_that_a_failed_server_leaves_waiting_is_told_so(failing: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("port", "kind", "words"), [(0, HandOver, "answered 500.*out of order.*transport=store"), (1, Unanswered, "no ans")]
+)
+def test_an_end_that_a_failed_server_leaves_waiting_is_told_so(
+    failing: list[str], port: int, kind: type[Exception], words: str
+) -> None:
+    """One that is alive would do the same another time; of one that is dead the next will not."""
     told, released = [], threading.Event()
 
-    def stuck(failure: str) -> None:
+    def stuck(failure: Exception) -> None:
         told.append(failure)
         released.set()
 
-    orders = Orders(sending(failing[:1], 1), "/update_weights_from_distributed", [{}])
-    gone = together(orders, lambda: _wait_for(released), over=Watch(0.2, stuck))
-    assert gone.keys() == {failing[0]} and len(told) == 1 and "answered 500" in told[0]
+    url = f"http://127.0.0.1:{port}" if port else failing[0]
+    orders = Orders(sending([url], 1), "/update_weights_from_distributed", [{}])
+    gone = together(orders, lambda: _wait_for(released), over=Watch(stuck, 0.2))
+    assert gone.keys() == {url}
+    with pytest.raises(kind, match=words):
+        raise told.pop()
+    assert not told
 
 
 def test_an_end_that_ends_is_left_alone(failing: list[str]) -> None:
-    told: list[str] = []
+    told: list[Exception] = []
     orders = Orders(sending(failing[:1], 1), "/update_weights_from_distributed", [{}])
-    assert together(orders, lambda: None, over=Watch(0.2, told.append)).keys() == {failing[0]}
+    assert together(orders, lambda: None, over=Watch(told.append, 0.2)).keys() == {failing[0]}
     time.sleep(0.5)
     assert not told
 

@@ -103,7 +103,7 @@ class _Desk:
             both: set[asyncio.Future[Any]] = {work, broken}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if broken.done():
-                raise GroupBroken(broken.result())
+                raise broken.result()
             return await work
         finally:
             self.waiting -= 1
@@ -114,7 +114,7 @@ class _Desk:
         try:
             return self.group.lead(text, lambda: _method(self.trainer, name)(command), self.trainer.state)
         except GroupBroken as error:
-            Thread(target=end_group, args=(self.group, str(error)), daemon=True).start()
+            Thread(target=end_group, args=(self.group, error), daemon=True).start()
             raise
         finally:
             self.trainer.clear()  # here all ranks have ended the command

@@ -71,7 +71,7 @@ class Group:
         self.store = store
         self.survived = survived
         self.grace = timedelta(seconds=grace_seconds)
-        self.broken: Future[str] = Future()  # why the group must end; set once, and then this process ends
+        self.broken: Future[Exception] = Future()  # why the group must end; set once, and then this process ends
         self._command = 0
         self._shared = 0
         self._posted: list[str] = []  # keys of this command, and of the one before

@@ -14,10 +14,13 @@ from typing import Any, Final
 import httpx
 
 from areal_tasks.engines.trainer.commands import Send
+from areal_tasks.engines.trainer.group import Group
+from areal_tasks.engines.trainer.ranks import end_group
 from schemas.errors import UserError
 
 log = logging.getLogger(__name__)
 TIMEOUT_SECONDS: Final = 120.0
+REMEDY: Final = "its log says more; with inference.transport=store the weights take another way"
 
 Gone = dict[str, str]  # why a server did not do what it was asked to, by its address
 Calls = dict[str, Future[None]]  # by the address
@@ -31,19 +34,30 @@ class Unanswered(Exception):
     """A server died, hangs, or failed by itself: nobody's mistake."""
 
 
-def end_process(failure: str) -> None:
-    """Make this process end at once, so that its supervisor starts it again."""
-    log.critical("waiting for a server that failed (%s) cannot be ended; the trainer is started again", failure)
+class Failed(Unanswered):
+    """A server answered that it failed: it is alive."""
+
+
+def end_stuck(group: Group, error: Exception) -> None:
+    """End this trainer, which waits for a server that failed, and which nothing can call back.
+
+    It answers with a refusal before: to start it again would bring the same. Of a server that died nobody is told:
+    whoever waits for the trainer has what ended started again, and gives the command anew.
+    """
+    log.critical("waiting for a server that failed (%s) cannot be ended; the trainer ends", error)
     sys.stderr.flush()
-    os._exit(1)
+    if isinstance(error, HandOver):
+        end_group(group, error)
+    else:
+        os._exit(1)
 
 
 @dataclass(frozen=True)
 class Watch:
     """What is done when this end has not ended so many `seconds` after another one failed."""
 
+    stuck: Callable[[Exception], None]  # is told how the other one failed: a HandOver if it is alive
     seconds: float = 20.0
-    stuck: Callable[[str], None] = end_process  # is told how the other one failed
 
 
 @dataclass(frozen=True)
@@ -60,13 +74,13 @@ def together(
     mine: Callable[[], None] | None = None,
     give_up: Callable[[], None] | None = None,
     grace_seconds: float = TIMEOUT_SECONDS,
-    over: Watch = Watch(),
+    over: Watch | None = None,
 ) -> Gone:
     """Give the orders, do `mine` beside them, and wait for the answers; the receivers that failed.
 
     Where they do something with each other, one's failure is everybody's: `give_up` says that nobody need go on, and
     those that have not answered `grace_seconds` later count as failed, too. `over` watches that `mine` ends after a
-    failure: NCCL waits for a member that died before the group had met, and nothing can call it back.
+    failure: NCCL waits for a member that failed before the group had met, and nothing can call it back.
 
     Raises:
         HandOver: a receiver refused, and none failed; the others may be at it still.
@@ -88,10 +102,11 @@ def together(
     return _gone(calls, error)
 
 
-def _beside(calls: Calls, mine: Callable[[], None], over: Watch) -> Exception | None:
+def _beside(calls: Calls, mine: Callable[[], None], over: Watch | None) -> Exception | None:
     """What `mine` raised, while `over` watches it."""
     ended = threading.Event()
-    threading.Thread(target=_watch, args=(over, calls, ended), daemon=True).start()
+    if over is not None:
+        threading.Thread(target=_watch, args=(over, calls, ended), daemon=True).start()
     try:
         mine()
     except Exception as error:
@@ -102,15 +117,27 @@ def _beside(calls: Calls, mine: Callable[[], None], over: Watch) -> Exception | 
 
 
 def _watch(over: Watch, calls: Calls, ended: threading.Event) -> None:
-    done = wait(calls.values(), return_when=FIRST_EXCEPTION).done
-    failures = [str(error) for call in done if (error := call.exception())]
-    if failures and not ended.wait(over.seconds):
-        over.stuck(failures[0])
+    wait(calls.values(), return_when=FIRST_EXCEPTION)
+    if _errors(calls) and not ended.wait(over.seconds):
+        over.stuck(_in_one(_errors(calls)))
+
+
+def _in_one(errors: dict[str, BaseException]) -> Exception:
+    """Receivers' failures as one error: a HandOver if all of them are alive, for they would do the same again."""
+    if not all(isinstance(error, (HandOver, Failed)) for error in errors.values()):
+        return Unanswered("; ".join(f"{url}: {error}" for url, error in errors.items()))
+    url, first = next(iter(errors.items()))
+    return first if isinstance(first, HandOver) else HandOver(f"{url} did not take the weights: {first}; {REMEDY}")
+
+
+def _errors(calls: Calls) -> dict[str, BaseException]:
+    """How receivers failed that have done so."""
+    return {url: error for url, call in calls.items() if call.done() and (error := call.exception())}
 
 
 def _gone(calls: Calls, mine: Exception | None) -> Gone:
     """Who failed. A refusal beside a failure may be its consequence, and so may silence, or an error of our own."""
-    errors = {url: error for url, call in calls.items() if call.done() and (error := call.exception())}
+    errors = _errors(calls)
     silent = {url: Unanswered("no answer yet") for url, call in calls.items() if not call.done()}
     refusal = next((error for error in errors.values() if isinstance(error, HandOver)), None)
     if refusal is not None and all(isinstance(error, HandOver) for error in errors.values()):
@@ -128,6 +155,6 @@ def _post(url: str, token: str, body: dict[str, Any]) -> None:
     except httpx.TransportError as error:
         raise Unanswered(f"no answer: {type(error).__name__}: {error}") from error
     if answer.is_server_error:
-        raise Unanswered(f"answered {answer.status_code} {answer.text[:500]}")
+        raise Failed(f"answered {answer.status_code} {answer.text[:500]}")
     if answer.is_error or not answer.json().get("success", True):
-        raise HandOver(f"{url} refused the weights: {answer.status_code} {answer.text[:500]}")
+        raise HandOver(f"{url} refused the weights: {answer.status_code} {answer.text[:500]}; {REMEDY}")

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from areal_tasks.engines.lifeline import LIFELINE
 from areal_tasks.engines.service import TOKEN
 from areal_tasks.engines.trainer.fencing import Refused
-from areal_tasks.engines.trainer.group import Group
+from areal_tasks.engines.trainer.group import Group, GroupBroken
 from areal_tasks.engines.trainer.learner import TrainingFailed
 from areal_tasks.engines.trainer.process_group import meet, rank_device
 from schemas.errors import UserError
@@ -125,12 +125,12 @@ def _end_with(process: subprocess.Popen[bytes], rank: int, group: Group) -> None
     words = group.last_words(rank)
     log.error("rank %d ended with %d, and with it the whole trainer. %s", rank, code, words)
     if words:
-        end_group(group, words)
+        end_group(group, GroupBroken(words))
     else:
         os.killpg(0, signal.SIGKILL)
 
 
-def end_group(group: Group, reason: str) -> None:
+def end_group(group: Group, reason: Exception) -> None:
     """Let rank 0 answer with `reason`, then kill every process of the group, this one included."""
     with suppress(InvalidStateError):  # another rank has said why already
         group.broken.set_result(reason)

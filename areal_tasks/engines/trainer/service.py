@@ -47,6 +47,7 @@ from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.learner import Learned, Learner, Work, make_plan, recorded_plan, shared_out
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.memory import make_room, names_memory_knobs
+from areal_tasks.engines.trainer.orders import Watch, end_stuck
 from areal_tasks.engines.trainer.rows import COLUMNS, Batch, grpo_batch, logprobs_table, read_sequences, sft_batch
 from areal_tasks.engines.trainer.settings import Settings, read_settings
 from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, hand_on, largest_difference, remove_weights
@@ -125,7 +126,7 @@ class Trainer:
         self.initial = spec.weights
         self.has_reference = False
         self.snapshot = Snapshot(DTYPES[self.settings.model.dtype])
-        self.sender = Sender()
+        self.sender = Sender(over=Watch(functools.partial(end_stuck, self.group)))
 
     @names_memory_knobs
     def load(self, command: Load) -> Loaded:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing  # teaches ForkingPickler to hand over CUDA memory
 
 from areal_tasks.engines.trainer.commands import Receiver, Send
-from areal_tasks.engines.trainer.orders import TIMEOUT_SECONDS, Gone, HandOver, Orders, together
+from areal_tasks.engines.trainer.orders import TIMEOUT_SECONDS, Gone, HandOver, Orders, Watch, together
 from areal_tasks.engines.trainer.snapshot import Named
 from areal_tasks.engines.trainer.weights_group import HOST, lead
 
@@ -31,9 +31,14 @@ class Sender:
     """Keeps what a transport needs between versions: NCCL's process group."""
 
     def __init__(
-        self, backend: str = "nccl", timeout_seconds: float = TIMEOUT_SECONDS, grace_seconds: float = GRACE_SECONDS
+        self,
+        backend: str = "nccl",
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        grace_seconds: float = GRACE_SECONDS,
+        over: Watch | None = None,
     ) -> None:
         self.backend = backend
+        self.over = over
         self.timeout = timedelta(seconds=timeout_seconds)
         self.grace_seconds = grace_seconds
         self.group: dist.ProcessGroup | None = None
@@ -66,7 +71,7 @@ class Sender:
 
         body = _description(tensors, command, self.name)
         orders = Orders(command, "/update_weights_from_distributed", [body] * len(command.receivers))
-        return together(orders, broadcast_all, self._drop, self.grace_seconds)
+        return together(orders, broadcast_all, self._drop, self.grace_seconds, self.over)
 
     def _broadcast_without(self, gone: Gone, tensors: Named, command: Send) -> Gone:
         """To those that are left: they met nobody, and over NCCL they have not even noticed yet."""
@@ -88,7 +93,7 @@ class Sender:
             self.group = lead(self.name, port, 1 + sum(sizes), self.backend, self.timeout)
 
         orders = Orders(command, "/init_weights_update_group", bodies)
-        return together(orders, open_group, self._drop, self.grace_seconds)
+        return together(orders, open_group, self._drop, self.grace_seconds, self.over)
 
     def _leave(self, command: Send) -> None:
         """End the group of before, here and at the servers that stay: it holds memory on each of their GPUs."""
@@ -102,7 +107,7 @@ class Sender:
             [{"group_name": self.name}] * len(staying),
         )
         try:
-            reasons = [*together(orders, self._drop, self._drop, self.grace_seconds).values()]
+            reasons = [*together(orders, self._drop, self._drop, self.grace_seconds, self.over).values()]
         except HandOver as error:
             reasons = [str(error)]
         if reasons:  # whether they can take weights is seen when they are asked to

@@ -1,0 +1,94 @@
+"""A trainer that a failed server leaves waiting in NCCL, which nothing can call back: what it says before it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from trainer_builders import World
+
+from areal_tasks.engines.trainer import orders, ranks, service, transport
+from areal_tasks.engines.trainer.app import make_app
+from areal_tasks.engines.trainer.commands import Load, Message, Receiver, Send
+from areal_tasks.engines.trainer.orders import HandOver, Unanswered, Watch
+
+SERVER = "http://server"
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+    """How the process was to end. The group's broadcast lasts until then, and so does the test."""
+    over, found = Event(), []
+
+    def end(*how: Any) -> None:
+        found.append(how)
+        over.set()
+
+    monkeypatch.setattr(os, "killpg", end)
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(ranks, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(service, "Watch", partial(Watch, seconds=0.1))
+    met = SimpleNamespace(broadcast=lambda *_, **__: SimpleNamespace(wait=lambda: over.wait(30)), abort=lambda: None)
+    monkeypatch.setattr(transport, "lead", lambda *_: met)
+    yield found
+    assert over.wait(20), "nothing ended it"  # before these calls are the real ones again
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def fails_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server joins the group, and does not take the weights."""
+
+    def post(url: str, _token: str, _body: dict[str, Any]) -> None:
+        if url.endswith("/update_weights_from_distributed"):
+            raise error
+
+    monkeypatch.setattr(orders, "_post", post)
+
+
+def sent(world: World) -> httpx.Response:
+    """The trainer's answer to a first hand-over."""
+    receivers = (Receiver(url=SERVER),)
+    send = Send(owner=1, version=0, transport="nccl", receivers=receivers, token="t")
+    commands: dict[str, Message] = {"/load": Load(owner=1, version=0, weights=world.initial), "/send": send}
+
+    async def ask() -> httpx.Response:
+        door = httpx.ASGITransport(app=make_app(world.spec()))
+        async with httpx.AsyncClient(transport=door, base_url="http://trainer") as client:
+            answers = [await client.post(path, content=body.model_dump_json()) for path, body in commands.items()]
+        return answers[-1]
+
+    return asyncio.run(ask())
+
+
+def test_a_refusal_is_the_answer_before_the_trainer_ends(
+    world: World, ended: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """400 is a UserError for whoever asked, and no trainer is started again for the same to happen."""
+    fails_with(HandOver(f"{SERVER} refused the weights: 400 no such group"), monkeypatch)
+    answer = sent(world)
+    assert (answer.status_code, answer.json()) == (400, {"error": f"{SERVER} refused the weights: 400 no such group"})
+    assert not ended, "it answers first"
+    until(lambda: ended == [(0, signal.SIGKILL)])
+
+
+def test_for_a_server_that_died_the_trainer_just_ends(
+    world: World, ended: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails_with(Unanswered("no answer: ReadError"), monkeypatch)
+    sent(world)
+    until(lambda: ended == [(1,)])
