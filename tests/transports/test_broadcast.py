@@ -117,6 +117,18 @@ def test_the_group_of_before_is_left_by_all_that_stay(urls: list[str]) -> None:
     assert sender.name in groups and before not in groups
 
 
+def test_the_group_that_a_server_has_failed_in_is_left_by_all_that_stay(urls: list[str]) -> None:
+    sender = Sender("gloo", 3.0, 1.0)
+    with receivers() as others:
+        sender.send(weights(0.5), sending([urls[0], others[0]], 1))
+        before = sender.name
+        fail(others[0], "dies")
+        assert others[0] in sender.send(weights(1.0), sending([urls[0], others[0]], 2))
+        assert before in httpx.get(urls[0]).json()["groups"]
+        assert not sender.send(weights(2.0), sending([urls[0], others[1]], 3))
+    assert before not in httpx.get(urls[0]).json()["groups"]
+
+
 @pytest.fixture
 def bound_default() -> Iterator[None]:
     """A default group of this process alone that is bound to a GPU, as a trainer's is (process_group.meet)."""

@@ -96,9 +96,12 @@ class Sender:
         return together(orders, open_group, self._drop, self.grace_seconds, self.over)
 
     def _leave(self, command: Send) -> None:
-        """End the group of before, here and at the servers that stay: it holds memory on each of their GPUs."""
+        """End the group of before, here and at the servers that stay: it holds memory on each of their GPUs.
+
+        They are in it still where it has been given up here.
+        """
         staying = tuple(r for r in command.receivers if r in self.members)
-        if self.group is None or not staying:
+        if not staying:
             self._drop()
             return
         orders = Orders(
