@@ -17,6 +17,7 @@ from itertools import groupby
 from typing import Any, Final
 
 from areal_tasks.engines.answers import Refused, ServerDown, WrongVersion, version_runs
+from areal_tasks.engines.lending import Lent
 from areal_tasks.engines.server_pool import ServerPool
 from areal_tasks.engines.watchdog import Sign
 from schemas.recipe.sections import Inference
@@ -78,12 +79,12 @@ class InferenceClient:
 
     Errors of all methods: UserError with the server's reason for a request that is refused; ServerDown when no server
     answers within the request timeout; WrongVersion when a server does not take the weights it was sent.
-    `lending`: those of the addresses whose servers another client has told to lend their memory.
+    `lent`: what another client has told those servers about lending their memory.
     """
 
-    def __init__(self, urls: Iterable[str], token: str, settings: Inference, lending: Container[str] = ()) -> None:
+    def __init__(self, urls: Iterable[str], token: str, settings: Inference, lent: Lent = Lent()) -> None:
         self.settings = settings
-        self.pool = ServerPool(urls, token, settings, lending)
+        self.pool = ServerPool(urls, token, settings, lent)
         self.finished = 0  # requests completed since this client was made
         self._aborts = 0  # calls of abort(): what they interrupt is not continued
 
@@ -204,9 +205,10 @@ class InferenceClient:
         """Whether it was seen of every server which weights it holds."""
         return all(server.knows for server in self.pool.servers)
 
-    def lending(self) -> list[str]:
-        """Addresses of the servers that lend the memory of their cache."""
-        return [server.url for server in self.pool.servers if server.lends]
+    def lent(self, urls: Container[str]) -> Lent:
+        """What a client that takes this one's place is to know of lent memory, `urls` being the servers that stay."""
+        by = frozenset(server.url for server in self.pool.servers if server.lends and server.url in urls)
+        return Lent(self.pool.lending.wanted, by)
 
     async def release_memory(self) -> None:
         """Have the servers lend the memory of their cache until `resume_memory`: until then nobody may generate."""

@@ -12,6 +12,7 @@ import orjson
 from areal_tasks.engines.answers import ServerDown, check_status, read_events, reason_of
 from areal_tasks.engines.routing import Server
 
+CLOSED: Final = "another client has taken the place of this one"
 CONNECT_SECONDS: Final = 10.0
 #: How long an unused connection is kept. Less than uvicorn's 5 s, which SGLang keeps to: a request that is sent while
 #: the server closes the connection fails, and is no reason to evict it.
@@ -25,9 +26,11 @@ class Connections:
         self._seconds = seconds
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._sessions: dict[Server, aiohttp.ClientSession] = {}
+        self.closed = False
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections: whoever asks a server from here on is told ServerDown, too."""
+        self.closed = True
         for session in self._sessions.values():
             await session.close()
 
@@ -80,6 +83,8 @@ class Connections:
 
     def _session(self, server: Server) -> aiohttp.ClientSession:
         """Connections of their own for each server, so that they can be dropped together."""
+        if self.closed:
+            raise ServerDown(CLOSED)
         if server not in self._sessions:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
             self._sessions[server] = aiohttp.ClientSession(headers=self._headers, connector=connector)

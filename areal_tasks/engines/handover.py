@@ -127,11 +127,38 @@ def load_ahead(draft: Draft, load: Callable[[str], list[float]]) -> Published:
     return replace(committed.result(), write_seconds=written, load_seconds=loads)
 
 
+class Fetched:
+    """Folders of fetched weights, in memory: the last, which a server that failed may load later, and the one before.
+
+    Such a server may still be loading the older ones when there are newer: SGLang does not survive that they go.
+    """
+
+    def __init__(self) -> None:
+        self._before, self._last = ExitStack(), ExitStack()
+
+    def outdate(self) -> None:
+        """There are newer weights, here or not: the folder before the last one goes."""
+        self._before.close()
+        self._before, self._last = self._last, ExitStack()
+
+    def folder(self) -> Path:
+        """An empty one, for newer weights."""
+        self.outdate()
+        parent = MEMORY if MEMORY.is_dir() else None
+        temporary = TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True)
+        return Path(self._last.enter_context(temporary))
+
+    def close(self) -> None:
+        """Nobody loads any of them any more."""
+        self._before.close()
+        self._last.close()
+
+
 @contextmanager
-def local_weights(store: Store, ref: WeightsRef, fetched: ExitStack) -> Iterator[Path]:
+def local_weights(store: Store, ref: WeightsRef, fetched: Fetched) -> Iterator[Path]:
     """The files of `ref` in a folder of this machine, for servers to load.
 
-    If they must be fetched, they lie in memory until `fetched` is closed: some server may load them later. Where they
+    If they must be fetched, they lie in a folder of `fetched`: some server may load them later. Where they
     lie on this machine they are hashed beside the loading, which is as long.
 
     Raises:
@@ -139,7 +166,6 @@ def local_weights(store: Store, ref: WeightsRef, fetched: ExitStack) -> Iterator
     """
     files = read_weights(store, ref).files
     there = store.local(common_folder(files))
-    parent = MEMORY if MEMORY.is_dir() else None
-    into = Path(fetched.enter_context(TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True)))
+    into = fetched.folder()
     with beside(lambda: materialise(store, files, into, verify=True)) as checked:
         yield there or checked.result()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from areal_tasks.engines.routing import Server
@@ -21,11 +22,19 @@ CACHE: Final = {"tags": ["kv_cache"]}
 Ask = Callable[..., Awaitable[Any]]  # as Connections.ask
 
 
-class Lending:
-    """What servers are to do with the memory of their cache, and what each has done."""
+@dataclass(frozen=True)
+class Lent:
+    """What a client takes over from another: whether servers are to lend that memory, and the addresses of who does."""
 
-    def __init__(self, ask: Ask) -> None:
-        self.wanted = False  # the servers are to lend it
+    wanted: bool = False
+    by: frozenset[str] = frozenset()
+
+
+class Lending:
+    """What servers are to do with the memory of their cache (`wanted`: to lend it), and what each has done."""
+
+    def __init__(self, ask: Ask, wanted: bool) -> None:
+        self.wanted = wanted
         self._ask = ask
         self._orders: defaultdict[Server, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._looks: defaultdict[Server, set[asyncio.Future[Any]]] = defaultdict(set)  # that may generate

@@ -11,14 +11,14 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from areal_tasks.engines.answers import ABORTED, Interrupted, Refused, ServerDown, WrongVersion, version_runs
-from areal_tasks.engines.connections import Connections
-from areal_tasks.engines.lending import Lending
+from areal_tasks.engines.connections import CLOSED, Connections
+from areal_tasks.engines.lending import Lending, Lent
 from areal_tasks.engines.routing import Router, Server
 from areal_tasks.engines.watchdog import Sign
 from schemas.errors import UserError
@@ -47,15 +47,15 @@ class _Waiter:
 class ServerPool:
     """Use within one event loop; `close()` when done."""
 
-    def __init__(self, urls: Iterable[str], token: str, settings: Inference, lending: Container[str] = ()) -> None:
+    def __init__(self, urls: Iterable[str], token: str, settings: Inference, lent: Lent = Lent()) -> None:
         self.settings = settings
-        self.servers = [Server(url, settings.max_concurrent_requests, lends=url in lending) for url in urls]
+        self.servers = [Server(url, settings.max_concurrent_requests, lends=url in lent.by) for url in urls]
         if not self.servers:
             raise UserError("no inference server: give the address of at least one")
         self.router = Router(self.servers)
         self.connections = Connections(token, settings.request_timeout_seconds)
         self._ask = self.connections.ask
-        self.lending = Lending(self._ask)
+        self.lending = Lending(self._ask, lent.wanted)
         self.paused = False  # then nobody generates, and silence is no sign of illness
         self.version: int | None = None  # what every healthy server holds
         self._target: int | None = None  # what they are being brought to
@@ -67,11 +67,15 @@ class ServerPool:
         self._meeting = asyncio.Lock()
 
     async def close(self) -> None:
-        """Stop probing and close all connections."""
+        """Stop probing and close all connections. Whoever is at a request still is told ServerDown."""
         for task in self._tasks.values():
             task.cancel()
+        for server in self.servers:  # nobody is given one, and none is probed, from here on
+            server.healthy = False
+        self._last_error = ServerDown(CLOSED)
         if self._end_of_hope is not None:
             self._end_of_hope.cancel()
+        self._give_up()
         await self.connections.close()
 
     async def signs(self, everyone: bool = False) -> dict[str, Sign]:
@@ -149,6 +153,8 @@ class ServerPool:
 
     async def _server_for(self, group: int, samples: int) -> tuple[Server, float]:
         """Wait for a server; the request counts as under way on it. ServerDown if there is none for too long."""
+        if self.connections.closed:
+            raise ServerDown(CLOSED)
         waiter = _Waiter(group, samples, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         self._dispatch()

@@ -24,6 +24,7 @@ from areal_tasks.engines.answers import ServerDown
 from areal_tasks.engines.client import InferenceClient, WrongVersion
 from areal_tasks.engines.external import external_servers, external_token
 from areal_tasks.engines.handover import (
+    Fetched,
     Published,
     Transport,
     choose_transport,
@@ -32,6 +33,7 @@ from areal_tasks.engines.handover import (
     local_weights,
     send_command,
 )
+from areal_tasks.engines.lending import Lent
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.models import load_tokenizer
 from areal_tasks.engines.recovery import Replayed, replay_stage, restore, worst
@@ -75,7 +77,7 @@ class Engines:
         self.transport: Transport = "store"
         self._replayed: list[Replayed] = []
         self._doubted = False  # servers may hold files of which nobody knows that they are whole and committed
-        self._fetched = ExitStack()  # written weights in memory, while a server has yet to load them
+        self._fetched = Fetched()  # written weights in memory, while a server has yet to load them
         self._feeding = threading.RLock()  # stages that run side by side both want the servers
         self._trainer: TrainerClient | None = None
         self._inference: InferenceClient | None = None
@@ -172,13 +174,13 @@ class Engines:
         servers = self.external or self._ready(self.server_names)
         starts = {url: self.supervisor.restarts(url) for url in servers}
         if self._inference is None or self._starts != starts:
-            lending: set[str] = set()
+            lent = Lent()
             if (old := self._inference) is not None:
-                lending = {url for url in old.lending() if self._starts[url] == starts.get(url)}
+                lent = old.lent({url for url in starts if self._starts.get(url) == starts[url]})
                 self._doubted |= not old.known()
                 self.call(old.close())
             token = external_token() if self.external else self.supervisor.token
-            self._inference = InferenceClient(servers, token, self.recipe.inference, lending)  # type: ignore[union-attr]
+            self._inference = InferenceClient(servers, token, self.recipe.inference, lent)  # type: ignore[union-attr]
             self._starts = starts
         return self._inference
 
@@ -229,7 +231,6 @@ class Engines:
         What the store does not have comes from `trainer`, which holds it.
         """
         with self._feeding:
-            self._fetched.close()  # older ones
             self.serving = ref
             if ref.written:
                 self.written = ref
@@ -250,7 +251,6 @@ class Engines:
             return replace(done, load_seconds=loads)
         draft = draft_weights(self.run, trainer, version, digests=False)
         with self._feeding:
-            self._fetched.close()
             client = self._servers()
             with self._doubting():
                 done = load_ahead(draft, lambda folder: self.call(client.update_weights(folder, version)))
@@ -277,7 +277,6 @@ class Engines:
     def _load_written(self, client: InferenceClient, ref: WeightsRef) -> list[float]:
         """Have the servers read the weights: the embedded ones from the store, SGLang's from a folder."""
         store, embedded = self.run.store, self.recipe.inference.engine == "embedded"  # type: ignore[union-attr]
-        self._fetched.close()
         there = nullcontext(store.uri(ref.path)) if embedded else local_weights(store, ref, self._fetched)
         with self._doubting(), there as where:
             loads = self.call(client.update_weights(str(where), ref.version))
@@ -298,6 +297,7 @@ class Engines:
             raise ServerDown("no inference server is well enough for new weights")
         ranks = self.recipe.inference.tensor_parallel  # type: ignore[union-attr]
         command = send_command(self.run.owner, version, self.transport, urls, ranks, self.supervisor.token)
+        self._fetched.outdate()
         with self.watchdog.waiting("weights from the trainer", lambda: self._server_signs(everyone=True)):
             gone = trainer.send(command).gone
         self.call(client.evict(gone))

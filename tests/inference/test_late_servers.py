@@ -75,6 +75,18 @@ def test_a_server_that_missed_a_version_loads_it_when_it_is_well(
     assert not list(memory.iterdir())
 
 
+def test_a_server_that_is_loading_keeps_its_weights_when_there_are_newer_ones(
+    engines: Engines, servers: list[Reader], memory: Path
+) -> None:
+    assert engines.initial is not None
+    servers[1].broken = True
+    for _ in range(3):
+        engines.serve_weights(engines.initial)
+    *_, older, newest = (Path(where) for where in servers[0].updates)
+    assert sorted(memory.iterdir()) == sorted([older, newest])
+    assert (older / "model.safetensors").is_file()
+
+
 def test_weights_that_all_have_loaded_are_not_kept(engines: Engines, memory: Path) -> None:
     assert engines.initial is not None
     assert len(engines.serve_weights(engines.initial)) == 2

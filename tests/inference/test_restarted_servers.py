@@ -18,7 +18,7 @@ from areal_tasks.launchers.gpus import Placement
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.runs import open_run
 from schemas.recipe.load import load_recipe
-from tests.inference.fake_server import serve
+from tests.inference.fake_server import serve, until
 
 
 class Pair:
@@ -112,6 +112,16 @@ def test_a_server_is_not_told_to_take_what_it_never_gave(engines: Engines, same_
     engines.inference()
     assert_well(engines, lend=False)
     assert [server.orders for server in pair(engines).servers] == [["/release", "/resume"], []]
+
+
+def test_a_new_client_leaves_lent_what_it_did_not_lend_itself(engines: Engines) -> None:
+    """A server that fails is brought to do as the others do when it is well again: that has not changed."""
+    engines._connected()
+    pair(engines).restart(1, same_port=True)
+    client, [first, _] = engines._servers(), pair(engines).servers
+    engines.call(client.evict({first.url: "it failed"}))
+    engines.call(until(lambda: first.url in client.healthy()))
+    assert (first.lends, first.orders, first.died_of) == (True, ["/release"], [])
 
 
 def test_nothing_is_ordered_twice_in_an_iteration(engines: Engines) -> None:
