@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -315,3 +316,11 @@ def test_memory_is_given_back_where_servers_wait_for_it(
     rlhf.recipe = rlhf_recipe(inference={"engine": "sglang", "release_memory": shared})
     rlhf.trainer().train(_grpo(rlhf, 0))
     assert given == ["train"] * shared
+
+
+def test_what_cannot_be_cleared_away_fails_no_command(rlhf: World) -> None:
+    """Somebody tidies up temporary folders while the trainer runs."""
+    trainer = rlhf.trainer()
+    shutil.rmtree(trainer.scratch)
+    trainer.clear()
+    assert trainer.train(_grpo(rlhf, 0)).version == 1

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
@@ -225,13 +225,15 @@ class Trainer:
     def clear(self) -> None:
         """Delete what a command has fetched from the store, when no rank needs it any more.
 
-        Of the weights that are loaded, what describes model and tokenizer stays: it goes with new weights.
+        Of the weights that are loaded, what describes model and tokenizer stays: it goes with new weights. What cannot
+        go now goes with the next command: this is no reason for the one that has ended to fail.
         """
-        for folder in self.scratch.iterdir():
-            if folder == self.weights:
-                remove_weights(folder)
-            else:
-                shutil.rmtree(folder, ignore_errors=True)  # what cannot go now goes with the next command
+        with suppress(OSError):
+            for folder in self.scratch.iterdir():
+                if folder == self.weights:
+                    remove_weights(folder)
+                else:
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def state(self) -> str:
         """What all ranks must agree on after a command."""
