@@ -225,8 +225,8 @@ class Engines:
 
         return self.watchdog.waiting("verdicts", look, ends=False)  # each has reward.timeout_seconds
 
-    def serve_weights(self, ref: WeightsRef, trainer: TrainerClient | None = None) -> list[float]:
-        """Make every server generate with `ref`; seconds for each. Nothing to do without servers.
+    def serve_weights(self, ref: WeightsRef, trainer: TrainerClient | None = None, handed: bool = False) -> list[float]:
+        """Make every server generate with `ref`; seconds for each. Nothing to do without servers, or if they hold it.
 
         What the store does not have comes from `trainer`, which holds it.
         """
@@ -234,7 +234,7 @@ class Engines:
             self.serving = ref
             if ref.written:
                 self.written = ref
-            if not self.has_servers:
+            if handed or not self.has_servers:
                 return []
             return self._give(self._servers(), ref, trainer)
 
@@ -246,9 +246,7 @@ class Engines:
         """
         if handed or not self.has_servers or self.run.store.local("") is None:
             done = draft_weights(self.run, trainer, version).commit()
-            loads = [] if handed else self.serve_weights(done.ref)
-            self.serving = self.written = done.ref
-            return replace(done, load_seconds=loads)
+            return replace(done, load_seconds=self.serve_weights(done.ref, handed=handed))
         draft = draft_weights(self.run, trainer, version, digests=False)
         with self._feeding:
             client = self._servers()

@@ -11,6 +11,7 @@ from typing import Final
 from areal_tasks.store.backend import Store, StoreError
 from areal_tasks.store.commit import commit_once, decode, read_verified
 from areal_tasks.store.keys import combine_digests
+from areal_tasks.store.local import file_sha256
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.paths import checkpoint, weights
 from schemas.manifest import FileRef, Provenance, WeightsManifest, WeightsRef
@@ -56,12 +57,6 @@ def _digested(store: Store, file: FileRef) -> FileRef:
             "written. See to it that nothing else writes to the store's folder, then run again."
         )
     return file.model_copy(update={"sha256": file_sha256(place)})
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a local file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def materialise(store: Store, files: Sequence[FileRef], into: Path, *, verify: bool = False) -> Path:

@@ -34,6 +34,12 @@ _REMEDIES: Final = {
 }
 
 
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a local file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 class LocalBackend:
     """Objects below the folder `root`. Names that begin with a dot are unfinished files, which no listing shows."""
 
@@ -91,8 +97,7 @@ class LocalBackend:
     def fetch_file(self, path: str, target: Path) -> str:
         with self._errors(path):
             shutil.copyfile(self._at(path), target)
-            with target.open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
+            return file_sha256(target)
 
     def size(self, path: str) -> int:
         with self._errors(path):

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import aiohttp
 import httpx
 import orjson
 
+from areal_tasks.engines.ports import loopback_port
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.sglang.command import arguments, environment
 from benchmarks.gpu.results import end_tree
@@ -27,8 +27,7 @@ from schemas.recipe.load import load_recipe
 @contextlib.contextmanager
 def server(model: Path, recipe: str, overrides: Sequence[str], log: Path, seconds: float = 300) -> Iterator[str]:
     """A server with exactly the flags that the recipe's own would get; its URL once it generates."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = loopback_port()
     command = [sys.executable, "-m", "sglang.launch_server", *server_flags(model, recipe, overrides, port)]
     log.parent.mkdir(parents=True, exist_ok=True)
     print(f"$ {' '.join(command)}", flush=True)

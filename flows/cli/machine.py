@@ -21,6 +21,7 @@ import httpx
 import psutil
 import typer
 
+from areal_tasks.engines.ports import loopback_port
 from flows.cli.strays import PART, parts
 from flows.home import home
 from schemas.errors import UserError
@@ -262,21 +263,14 @@ def write(machine: Machine) -> None:
 def free_port(first: int) -> int:
     """The first port from `first` on that nothing listens on; says so when it is not `first`."""
     for port in range(first, first + 50):
-        with contextlib.closing(socket.socket()) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if _binds(probe, port):
-                if port != first:
-                    typer.echo(f"port {first} is taken; using {port}")
-                return port
+        try:
+            loopback_port(port)
+        except OSError:
+            continue
+        if port != first:
+            typer.echo(f"port {first} is taken; using {port}")
+        return port
     raise UserError(f"ports {first} to {first + 49} are all taken; name another with --port")
-
-
-def _binds(probe: socket.socket, port: int) -> bool:
-    try:
-        probe.bind(("127.0.0.1", port))
-    except OSError:
-        return False
-    return True
 
 
 def environment(api_url: str) -> dict[str, str]:

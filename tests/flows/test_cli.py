@@ -151,7 +151,10 @@ def test_a_taken_port_is_passed_over_and_said_so(capsys: pytest.CaptureFixture[s
 
 
 def test_all_ports_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_binds", lambda probe, port: False)
+    def taken(port: int) -> int:
+        raise OSError(98, "Address already in use")
+
+    monkeypatch.setattr(machine, "loopback_port", taken)
     with pytest.raises(UserError, match="ports 4200 to 4249 are all taken; name another with --port"):
         machine.free_port(4200)
 

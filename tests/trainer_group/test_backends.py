@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from safetensors.torch import load_file
 from trainer_builders import World, advantage, rollout, with_column
 from two_ranks import STEPS, Player, go_on, play
 
+from areal_tasks.engines.ports import loopback_port
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.ranks import environment
 from areal_tasks.store.shards import read_table
@@ -117,8 +117,7 @@ def answers(script: dict[str, Any], alone: dict[str, Any], tmp_path_factory: pyt
     checkpoints = {name: alone[_dtype(name)]["checkpoint"] for name in BACKENDS}
     text = json.dumps({**script, "backends": ranked, "local_checkpoints": checkpoints})
     (folder / "script.json").write_text(text)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = loopback_port()
     ranks = [_start(folder, rank, port) for rank in (0, 1)]
     ends = [process.wait(200) for process in ranks]
     assert ends == [0, 0], "\n".join((folder / f"{rank}.log").read_text()[-3000:] for rank in (0, 1))

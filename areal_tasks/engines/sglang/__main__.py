@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from types import FrameType
 import httpx
 
 from areal_tasks.engines.lifeline import watch_lifeline
+from areal_tasks.engines.ports import loopback_port
 from areal_tasks.engines.service import TOKEN, ServiceSpec, read_spec, register, store_may_be_away
 from areal_tasks.engines.sglang.child import GUARD
 from areal_tasks.engines.sglang.command import arguments, environment, server_index
@@ -84,8 +84,7 @@ def choose_port(first: int, name: str) -> int:
     """A free port of the loopback interface, or the one that `inference.first_port` gives this server."""
     port = first + server_index(name) if first else 0
     try:
-        with socket.create_server(("127.0.0.1", port)) as probe:
-            return int(probe.getsockname()[1])
+        return loopback_port(port)
     except (OSError, OverflowError) as error:
         raise UserError(
             f"inference.first_port: {name} cannot listen on port {port} ({error}); choose others"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import logging
-import socket
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from secrets import token_hex
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing  # teaches ForkingPickler to hand over CUDA memory
 
+from areal_tasks.engines.ports import loopback_port
 from areal_tasks.engines.trainer.commands import Receiver, Send
 from areal_tasks.engines.trainer.orders import TIMEOUT_SECONDS, Gone, HandOver, Orders, Watch, together
 from areal_tasks.engines.trainer.snapshot import Named
@@ -81,7 +81,7 @@ class Sender:
     def _meet(self, command: Send) -> Gone:
         """Make the process group of this process (rank 0) and every rank of every receiver."""
         self._leave(command)
-        port = _free_port()
+        port = loopback_port()
         self.name = f"areal-weights-{token_hex(6)}"
         self.members = command.receivers
         sizes = [r.ranks for r in command.receivers]
@@ -146,8 +146,3 @@ def _description(tensors: Named, command: Send, group: str) -> dict[str, Any]:
 
 def _update(command: Send, **fields: Any) -> dict[str, Any]:
     return {**fields, "weight_version": str(command.version), "flush_cache": True}
-
-
-def _free_port() -> int:
-    with socket.create_server((HOST, 0)) as listener:
-        return int(listener.getsockname()[1])
