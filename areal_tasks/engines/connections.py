@@ -24,7 +24,7 @@ class Connections:
 
     def __init__(self, token: str, seconds: float) -> None:
         self._seconds = seconds
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self.headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._sessions: dict[Server, aiohttp.ClientSession] = {}
         self.closed = False
 
@@ -87,5 +87,5 @@ class Connections:
             raise ServerDown(CLOSED)
         if server not in self._sessions:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
-            self._sessions[server] = aiohttp.ClientSession(headers=self._headers, connector=connector)
+            self._sessions[server] = aiohttp.ClientSession(headers=self.headers, connector=connector)
         return self._sessions[server]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -27,8 +28,9 @@ from typing import Any
 from areal_tasks.store.backend import open_store
 from benchmarks.gpu.product import committed, deploy_run, follow, show_failure, start_machine
 from benchmarks.gpu.prompts import make_prompts
+from benchmarks.gpu.raw_rounds import read_rounds
 from benchmarks.gpu.results import Record, add_results_option, device_name, load, measure, record
-from benchmarks.gpu.run_times import Cadence, Row, iteration_rows, summary
+from benchmarks.gpu.run_times import Cadence, Row, beside_raw, iteration_rows, summary
 from benchmarks.gpu.server_log import cache_of
 from benchmarks.gpu.settings import concurrency_of, recipe_of_shape, samples_of, step_length, words_of
 from benchmarks.gpu.shapes import SHAPES, make_shape
@@ -48,6 +50,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/gpu-bench"), help="models, store; memory-backed")
     parser.add_argument("--name", default="", help="of the run; the same again goes on with it")
     parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument(
+        "--raw-rounds",
+        choices=("", "yes", "no-cache"),
+        default="",
+        help="raw SGLang's rounds in turns with the run's rollouts; no-cache: for a server without a cache to flush",
+    )
     parser.add_argument("--step", default="layers,layers+master", help="variants of the plain step")
     parser.add_argument("--trl", default="float32,bf16", help="variants of TRL's iteration")
     parser.add_argument("--seconds", type=float, default=420, help="time limit of the run")
@@ -73,7 +81,15 @@ def overrides(arguments: argparse.Namespace) -> dict[str, str]:
     """Of the benchmark's recipe."""
     model, prompts, store = paths(arguments)
     own = {"model.path": str(model), "data.source": str(prompts), "store.url": store}
+    if arguments.raw_rounds:
+        words = {"results": str(raw_file(arguments))} | ({} if arguments.raw_rounds == "yes" else {"flush": False})
+        own |= {"workflow.name": "benchmarks.gpu.raw_rounds:RawRounds", "workflow.arguments": json.dumps(words)}
     return own | dict(override.split("=", 1) for override in words_of(arguments.shape, arguments.overrides))
+
+
+def raw_file(arguments: argparse.Namespace) -> Path:
+    """Where a run's raw rounds are told."""
+    return arguments.folder.resolve() / f"raw-rounds-{arguments.name}.jsonl"
 
 
 def recipe_of(arguments: argparse.Namespace) -> RlhfRecipe:
@@ -98,9 +114,10 @@ def run_product(arguments: argparse.Namespace) -> None:
         down()
     if not committed(store, name):
         raise SystemExit(f"the flow run ended {ended or 'not'} before its first iteration was committed")
-    table = iteration_rows(store, name)
+    table = iteration_rows(store, name, read_rounds(raw_file(arguments)))
     write_csv(arguments.results.parent / f"{name}-iterations.csv", table)
-    found = {key: _rounded(value) for key, value in summary(table, min(WARM, len(table) - 1), cadence()).items()}
+    warm = min(WARM, len(table) - 1)
+    found = {key: _rounded(value) for key, value in summary(table, warm, cadence()).items()}
     record(
         arguments.results,
         "our_iteration",
@@ -115,6 +132,9 @@ def run_product(arguments: argparse.Namespace) -> None:
         **cache_of(*(home / "logs" / name).glob("inference-*.log")),
         seconds_in_all=round(time.monotonic() - started, 1),
     )
+    if among := beside_raw(table, warm):
+        size = {"shape": arguments.shape, "run": name, "new_tokens": recipe.rollout.max_new_tokens}
+        record(arguments.results, "raw_sglang", alternating=True, **size, **among)
 
 
 def settings_of(recipe: RlhfRecipe) -> dict[str, Any]:

@@ -44,7 +44,8 @@ def deploy_run(machine: Machine, deployment: str, run: str, overrides: Mapping[s
 
 def create(machine: Machine, deployment: str, run: str, overrides: str) -> str:
     """`prefect deployment run`; the id of the flow run."""
-    command = ["deployment", "run", deployment, "--param", f"run={run}", "--param", f"overrides={overrides}"]
+    quoted = json.dumps(overrides)  # as it is, Prefect takes a text with a brace or a quote for broken JSON
+    command = ["deployment", "run", deployment, "--param", f"run={run}", "--param", f"overrides={quoted}"]
     print(f"$ prefect {' '.join(command)}", flush=True)
     done = subprocess.run(
         [sys.executable, "-m", "prefect", *command], env=environment(machine.api_url), capture_output=True, text=True

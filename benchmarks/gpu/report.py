@@ -144,8 +144,9 @@ def generation(results: Results, ours: Record) -> Iterator[Figure]:
     """The rollout stage beside raw SGLang."""
     if raw := raw_server(results, ours):
         ratio = ours["rollout_tokens_per_second"] / raw["tokens_per_second"]
+        turns = f", {len(raw['rounds'])} rounds in turns" if raw.get("alternating") else ""
         mine = f"{ours['rollout_tokens_per_second']:,.0f} tokens/s, stage{_cache(ours)}"
-        theirs = f"{_rate(raw)}{_cache(raw)}"
+        theirs = f"{_rate(raw)}{_cache(raw)}{turns}"
         yield figure("rollout stage ÷ raw SGLang", ours, ratio, at_least(0.97), mine, theirs)
 
 
@@ -193,7 +194,9 @@ def shares(ours: Record) -> Iterator[Figure]:
 
 
 def raw_server(results: Results, ours: Record) -> Record | None:
-    """The best raw SGLang for as many requests of as many tokens."""
+    """Raw SGLang for as many requests of as many tokens: in turns with this run if it was, else the best."""
+    if among := results.newest("raw_sglang", run=ours["run"], alternating=True):
+        return among
     return results.best("raw_sglang", shape=ours["shape"], new_tokens=ours["new_tokens"], requests=_samples(ours))
 
 

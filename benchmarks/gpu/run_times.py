@@ -28,9 +28,9 @@ QUERIES: Final = {
 }
 
 
-def iteration_rows(store: Store, run: str) -> list[Row]:
-    """One row per iteration of a run."""
-    return join({name: rows(store, run, query) for name, query in QUERIES.items()})
+def iteration_rows(store: Store, run: str, raw: Sequence[Row] = ()) -> list[Row]:
+    """One row per iteration of a run; `raw`: the raw rounds within its rollouts, whose time is not the run's."""
+    return join({name: rows(store, run, query) for name, query in QUERIES.items()} | {"raw": list(raw)})
 
 
 def join(tables: dict[str, list[Row]]) -> list[Row]:
@@ -39,7 +39,8 @@ def join(tables: dict[str, list[Row]]) -> list[Row]:
     `wall` is the time between two commits (the first of an owner: since its own start); `age` counts the iterations
     since the services started; `resumed` are the first ones of later owners, which pick up what others began.
     """
-    by = {name: {row["iteration"]: row for row in tables[name]} for name in ("rollout", "train", "publish")}
+    names = ("rollout", "train", "publish", "raw")
+    by = {name: {row["iteration"]: row for row in tables.get(name, [])} for name in names}
     found: list[Row] = []
     before: Row = {}
     for commit in sorted(tables["commits"], key=lambda row: row["iteration"]):
@@ -56,9 +57,35 @@ def join(tables: dict[str, list[Row]]) -> list[Row]:
         row["after_checkpoint"] = not fresh and found[-1]["checkpoint"]
         for table in by.values():
             row |= table.get(k, {})
+        row |= without_raw(row)
         found.append(row | split(row) | ready(row, stages))
         before = commit
     return found
+
+
+def without_raw(row: Row) -> Row:
+    """The times that a raw round was part of, without it."""
+    spent = row.get("raw_spent", 0.0)
+    return {name: row[name] - spent for name in ("wall", "stage_rollout") if spent and name in row}
+
+
+def beside_raw(table: Sequence[Row], warm: int) -> Row:
+    """The run's rollouts beside the raw rounds among the steady iterations; {} without any.
+
+    `ratios`: of each iteration, tokens a second of the stage ÷ those of the raw round before or after it.
+    """
+    steady = [row for row in steady_rows(table, warm) if "raw_seconds" in row]
+    if not steady:
+        return {}
+    ours = [float(row["generated"]) / row["stage_rollout"] for row in steady]
+    ratios = [rate / (row["raw_tokens"] / row["raw_seconds"]) for rate, row in zip(ours, steady, strict=True)]
+    return {
+        "tokens_per_second": sum(row["raw_tokens"] for row in steady) / sum(row["raw_seconds"] for row in steady),
+        "rounds": [{"tokens": row["raw_tokens"], "seconds": round(row["raw_seconds"], 4)} for row in steady],
+        "requests": steady[0]["samples"],
+        "ratios": [round(ratio, 4) for ratio in ratios],
+        "standard_error": round(statistics.stdev(ratios) / len(ratios) ** 0.5, 5) if len(ratios) > 1 else None,
+    }
 
 
 def split(row: Row) -> Row:

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +68,29 @@ def generate(
 async def _rounds(
     url: str, prompts: Sequence[Sequence[int]], new_tokens: int, concurrency: int, rounds: int
 ) -> list[dict[str, float]]:
+    async with bare_client() as session:
+        found = []
+        for _ in range(rounds):
+            await flush_cache(session, url)
+            found.append(await one_round(session, url, prompts, new_tokens, concurrency))
+        return found
+
+
+def bare_client(headers: Mapping[str, str] = {}) -> aiohttp.ClientSession:
+    """As many connections as there are requests."""
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=900)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        return [await _round(session, url, prompts, new_tokens, concurrency) for _ in range(rounds)]
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
 
 
-async def _round(
+async def flush_cache(session: aiohttp.ClientSession, url: str) -> None:
+    """So that no round finds what another has left."""
+    await _post(session, f"{url}/flush_cache", {})
+
+
+async def one_round(
     session: aiohttp.ClientSession, url: str, prompts: Sequence[Sequence[int]], new_tokens: int, concurrency: int
 ) -> dict[str, float]:
-    await _post(session, f"{url}/flush_cache", {})
+    """Complete all prompts, `concurrency` at a time: {tokens, seconds}."""
     gate, sampling = asyncio.Semaphore(concurrency), {"max_new_tokens": new_tokens, "temperature": 1.0}
 
     async def one(ids: Sequence[int]) -> int:
@@ -91,11 +105,11 @@ async def _round(
 
 
 async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> bytes:
-    headers = {"Content-Type": "application/json"}
-    async with session.post(url, data=orjson.dumps(body), headers=headers) as response:
+    kind = {"Content-Type": "application/json"}
+    async with session.post(url, data=orjson.dumps(body), headers=kind) as response:
         answer = await response.read()
         if response.status != 200:
-            raise SystemExit(f"{url} answered {response.status}: {answer[:500]!r}")
+            raise RuntimeError(f"{url} answered {response.status}: {answer[:500]!r}")
         return answer
 
 

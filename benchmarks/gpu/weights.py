@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--store", default="", help="URL; the folder's own otherwise, which is memory-backed")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/gpu-bench"), help="models, prompts, store")
     parser.add_argument("--repeats", type=int, default=4, help="versions by each transport, the first left out")
-    parser.set_defaults(prompt_tokens=64)
+    parser.set_defaults(prompt_tokens=64, raw_rounds="")
     add_results_option(parser)
     arguments = parser.parse_intermixed_args()
     if arguments.store:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from benchmarks.gpu.mcnemar import compare, exact_p
 from benchmarks.gpu.packed_model import VARLEN, packed_inputs, random_policy
 from benchmarks.gpu.report import Figure, Results, bare_seconds, figures, markdown
 from benchmarks.gpu.results import load, record, run_limited
-from benchmarks.gpu.run_times import Cadence, at_cadence, join, split, steady_rows, summary
+from benchmarks.gpu.run_times import Cadence, at_cadence, beside_raw, join, split, steady_rows, summary
 from benchmarks.gpu.server_log import cache_of
 from benchmarks.gpu.settings import OF_SHAPE, concurrency_of, recipe_of_shape, samples_of
 from benchmarks.gpu.shapes import SHAPES, learn_tokenizer, make_shape, mfu
@@ -150,6 +151,37 @@ def test_an_iteration_is_split_without_counting_anything_twice() -> None:
 def test_overhead_is_what_neither_generates_nor_trains() -> None:
     row = {"wall": 5.0, "generation": 3.0, "steps": 1.5, "stage_publish": 0.2, "closing": 0.1, "checkpoint": False}
     assert split(row) == pytest.approx({"overhead": 0.5, "tables_and_orchestration": 0.3})
+
+
+def raw_rows(iterations: int = 4) -> list[dict[str, Any]]:
+    """Raw rounds of 2 s each, in 2.5 s."""
+    return [{"iteration": k, "raw_tokens": 160.0, "raw_seconds": 2.0, "raw_spent": 2.5} for k in range(iterations)]
+
+
+def test_a_raw_round_within_a_rollout_is_no_time_of_the_runs() -> None:
+    longer = tables()
+    for commit in longer["commits"]:
+        commit |= {"started": commit["started"] + 2.5 * commit["iteration"], "committed": commit["committed"] + 2.5}
+    for before, after in pairwise(longer["commits"]):
+        after["committed"] = before["committed"] + 12.5
+    for stage in longer["stages"]:
+        stage["committed"] += 2.5 * (stage["iteration"] + 1)
+        stage["started"] += 2.5 * (stage["iteration"] + 1)
+        stage["seconds"] += 2.5 if stage["stage"] == "rollout" else 0.0
+    names = ("wall", "stage_rollout", "overhead", "tables_and_orchestration")
+    for among, alone in zip(join(longer | {"raw": raw_rows()}), join(tables()), strict=True):
+        assert [among[name] for name in names] == pytest.approx([alone[name] for name in names])
+
+
+def test_raw_rounds_are_compared_with_the_rollout_they_belong_to() -> None:
+    rows = join(tables() | {"raw": raw_rows()})
+    for row, seconds in zip(rows, (9.9, 4.0, 5.0, 8.0), strict=True):
+        row["stage_rollout"] = seconds
+    found = beside_raw(rows, 1)
+    assert found["tokens_per_second"] == 80.0 and found["requests"] == 4 and len(found["rounds"]) == 3
+    assert found["ratios"] == [400 / 4 / 80, 400 / 5 / 80, 400 / 8 / 80]
+    assert found["standard_error"] == pytest.approx(0.3146 / 3**0.5, abs=1e-3)
+    assert beside_raw(join(tables()), 1) == {}
 
 
 def test_a_summary_leaves_the_first_iterations_out() -> None:
@@ -293,6 +325,11 @@ def test_an_iteration_is_compared_with_the_bare_parts_for_its_tokens() -> None:
         *(row("weights", transport=t, through=on, **since) for t, on in WAYS),
     ]
     assert bare_seconds(Results(rows), ours) == pytest.approx((5.0, 4.0, "layers"))
+    turns = row("raw_sglang", run="r", alternating=True, tokens_per_second=50.0, rounds=[{}, {}], requests=4)
+    assert bare_seconds(Results([*rows, turns, turns | {"run": "another"}]), ours) == pytest.approx(
+        (8.0, 4.0, "layers")
+    )
+    assert by_name([*rows, turns])["rollout stage ÷ raw SGLang"].baseline.endswith("2 rounds in turns")
     found = by_name(rows)
     assert found["iteration ÷ bare parts"].value == pytest.approx(10 / 9, abs=1e-4)
     assert found["iteration ÷ bare parts"].reached is False

@@ -78,7 +78,7 @@ def test_every_prompt_is_asked_in_every_round_and_no_more_at_once_than_told(fake
 
 def test_a_refusal_ends_the_measurement(fake: FakeServer) -> None:
     fake.status = 400
-    with pytest.raises(SystemExit, match="answered 400"):
+    with pytest.raises(RuntimeError, match="answered 400"):
         generate(fake.url, [[1]], 5, concurrency=1, rounds=1)
 
 

@@ -1,0 +1,55 @@
+"""A workflow that has raw SGLang do the same work as a run, in turns with it: on the same server, within seconds.
+
+What a host has to spare changes by a tenth and more from one minute to the next, so that a run and a server that is
+measured after it differ by that, too. As `workflow.name=benchmarks.gpu.raw_rounds:RawRounds` each rollout is made as
+`single_turn` makes it, and a bare client asks the same server for as many completions of the same prompts: after it in
+even iterations, before it in odd ones. `run_times.iteration_rows` takes that time out of the run's.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext
+from benchmarks.gpu.sglang_load import bare_client, flush_cache, one_round
+
+
+@dataclass(frozen=True)
+class RawRounds:
+    """`results`: a file to which each round appends a line. `flush`: false for a server that has no cache to flush."""
+
+    results: str
+    flush: bool = True
+
+    async def run(self, prompts: Sequence[Prompt], context: WorkflowContext) -> list[Sample]:
+        """`group_size` samples of each prompt, in order of (prompt, sample index)."""
+        iteration = prompts[0].group_id // len(prompts)
+        if iteration % 2:
+            await self._round(iteration, prompts, context)
+        samples = await SingleTurn().run(prompts, context)
+        if not iteration % 2:
+            await self._round(iteration, prompts, context)
+        return samples
+
+    async def _round(self, iteration: int, prompts: Sequence[Prompt], context: WorkflowContext) -> None:
+        began, [url] = time.perf_counter(), context.client.healthy()
+        asked = [prompt.input_ids for prompt in prompts for _ in range(context.group_size)]
+        async with bare_client(context.client.pool.connections.headers) as session:
+            if self.flush:
+                await flush_cache(session, url)
+            found = await one_round(session, url, asked, context.max_new_tokens, len(asked))
+            if self.flush:
+                await flush_cache(session, url)
+        row = {"iteration": iteration, "raw_tokens": found["tokens"], "raw_seconds": found["seconds"]}
+        with Path(self.results).open("a") as sink:
+            sink.write(json.dumps(row | {"raw_spent": time.perf_counter() - began}) + "\n")
+
+
+def read_rounds(file: Path) -> list[dict[str, Any]]:
+    """A row per iteration: raw_tokens, raw_seconds, and raw_spent with what was around the round; none if no file."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
