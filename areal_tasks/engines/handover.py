@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, Literal
 
+from areal_tasks.engines.fetching import fetch_meanwhile
 from areal_tasks.engines.trainer.commands import Receiver, Send, Write
 from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.launchers.gpus import Placement
@@ -25,6 +26,7 @@ from schemas.manifest import FileRef, WeightsRef
 from schemas.recipe.recipe import Recipe, RlhfRecipe
 
 Transport = Literal["store", "tensor", "nccl"]
+Memory = TemporaryDirectory[str]
 MEMORY: Final = Path("/dev/shm")
 PREFIX: Final = "arealflow-weights-"  # of folders there
 
@@ -91,10 +93,17 @@ class Draft:
 
     run: Run
     version: int
-    attempt: str
-    files: tuple[FileRef, ...]
-    started: str
-    began: float  # on the monotonic clock
+    attempt: str = field(default_factory=new_attempt)
+    files: tuple[FileRef, ...] = ()
+    folder: Path | None = None  # of this machine, with the files
+    memory: Memory | None = None  # that folder, if they were fetched
+    started: str = field(default_factory=now)
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def prefix(self) -> str:
+        """Where the files lie in the store."""
+        return weights_attempt(self.run.name, self.version, self.attempt)
 
     def commit(self) -> Published:
         """Make the digests that the trainer did not, and the manifest, which makes the files weights."""
@@ -104,27 +113,55 @@ class Draft:
         return Published(ref, files, time.monotonic() - self.began)
 
 
-def draft_weights(run: Run, trainer: TrainerClient, version: int, digests: bool = True) -> Draft:
-    """Have the trainer write the weights of `version`, which it holds, under a fresh attempt.
+def draft_weights(run: Run, trainer: TrainerClient, version: int) -> Draft:
+    """Have the trainer write the weights of `version`, which it holds, under a fresh attempt."""
+    draft = Draft(run, version)
+    return replace(draft, files=_write(draft, trainer))
 
-    Without `digests` the files are there sooner, and are hashed at the commit; the store must be on this machine.
+
+def local_draft(run: Run, trainer: TrainerClient, version: int) -> Draft:
+    """As `draft_weights`, with the files in a folder of this machine.
+
+    From a store elsewhere they are fetched into memory while the trainer writes them. One on this machine has them
+    sooner without their digests, which are made at the commit.
+
+    Raises:
+        UserError: a file cannot be fetched, or not as it was written.
     """
-    attempt, started, began = new_attempt(), now(), time.monotonic()
-    prefix = weights_attempt(run.name, version, attempt)
-    written = trainer.publish(Write(owner=run.owner, version=version, prefix=prefix, digests=digests))
-    return Draft(run, version, attempt, written.files, started, began)
+    draft = Draft(run, version)
+    there = run.store.local(draft.prefix)
+    if there is not None:
+        return replace(draft, folder=there, files=_write(draft, trainer, digests=False))
+    memory = new_memory()
+    try:
+        into = Path(memory.name)
+        files = fetch_meanwhile(run.store, draft.prefix, into, lambda: _write(draft, trainer))
+    except BaseException:
+        memory.cleanup()
+        raise
+    return replace(draft, folder=into, files=files, memory=memory)
+
+
+def _write(draft: Draft, trainer: TrainerClient, digests: bool = True) -> tuple[FileRef, ...]:
+    command = Write(owner=draft.run.owner, version=draft.version, prefix=draft.prefix, digests=digests)
+    return trainer.publish(command).files
 
 
 def load_ahead(draft: Draft, load: Callable[[str], list[float]]) -> Published:
-    """Have servers `load` the folder of a draft, seconds for each, and commit the draft beside it.
+    """Have servers `load` the folder of a local draft, seconds for each, and commit the draft beside it.
 
     Where either fails, servers may hold files that no manifest names, and say that they hold the version.
     """
-    folder = draft.run.store.local(weights_attempt(draft.run.name, draft.version, draft.attempt))
     written = time.monotonic() - draft.began
     with beside(draft.commit) as committed:
-        loads = load(str(folder))
+        loads = load(str(draft.folder))
     return replace(committed.result(), write_seconds=written, load_seconds=loads)
+
+
+def new_memory() -> Memory:
+    """An empty folder in memory."""
+    parent = MEMORY if MEMORY.is_dir() else None
+    return TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True)
 
 
 class Fetched:
@@ -144,9 +181,19 @@ class Fetched:
     def folder(self) -> Path:
         """An empty one, for newer weights."""
         self.outdate()
-        parent = MEMORY if MEMORY.is_dir() else None
-        temporary = TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True)
-        return Path(self._last.enter_context(temporary))
+        return Path(self._last.enter_context(new_memory()))
+
+    def keep(self, memory: Memory | None) -> None:
+        """Newer weights lie there, or (None) elsewhere."""
+        self.outdate()
+        if memory is not None:
+            self._last.enter_context(memory)
+
+    def loaded(self, seconds: list[float], servers: int) -> list[float]:
+        """Some of so many servers have loaded the last ones, each in `seconds`; who failed does when well again."""
+        if len(seconds) == servers:
+            self.close()
+        return seconds
 
     def close(self) -> None:
         """Nobody loads any of them any more."""

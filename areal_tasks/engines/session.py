@@ -30,6 +30,7 @@ from areal_tasks.engines.handover import (
     choose_transport,
     draft_weights,
     load_ahead,
+    local_draft,
     local_weights,
     send_command,
 )
@@ -67,6 +68,7 @@ class Engines:
         self.run = run
         self.recipe = recipe
         self.generates = generates and not isinstance(recipe, SftRecipe)  # else there are no servers
+        self._embedded = self.generates and recipe.inference.engine == "embedded"  # type: ignore[union-attr]
         self.supervisor = Supervisor(run.store, recipe.launcher, logs)
         self.watchdog = Watchdog(recipe.launcher, self.supervisor.end_hung)
         self.external = external_servers() if self.generates else []
@@ -241,18 +243,20 @@ class Engines:
     def write_weights(self, trainer: TrainerClient, version: int, handed: bool = False) -> Published:
         """Have the trainer write the weights it holds, and the servers load them unless they were `handed` them.
 
-        From a store on this machine they do so while the files are hashed and the weights committed: until all of it
-        has succeeded the older weights are in force there, and servers that hold the new ones are doubted.
+        Servers that load a folder do so while the weights are committed (in a store on this machine: also hashed):
+        until all of it has succeeded the older weights are in force there, and servers that hold the new are doubted.
         """
-        if handed or not self.has_servers or self.run.store.local("") is None:
+        if handed or not self.has_servers or (self._embedded and self.run.store.local("") is None):
             done = draft_weights(self.run, trainer, version).commit()
             return replace(done, load_seconds=self.serve_weights(done.ref, handed=handed))
-        draft = draft_weights(self.run, trainer, version, digests=False)
+        draft = local_draft(self.run, trainer, version)
         with self._feeding:
+            self._fetched.keep(draft.memory)
             client = self._servers()
             with self._doubting():
                 done = load_ahead(draft, lambda folder: self.call(client.update_weights(folder, version)))
             self.serving = self.written = done.ref
+            self._fetched.loaded(done.load_seconds, len(self._starts))
         return done
 
     @contextmanager
@@ -274,13 +278,11 @@ class Engines:
 
     def _load_written(self, client: InferenceClient, ref: WeightsRef) -> list[float]:
         """Have the servers read the weights: the embedded ones from the store, SGLang's from a folder."""
-        store, embedded = self.run.store, self.recipe.inference.engine == "embedded"  # type: ignore[union-attr]
-        there = nullcontext(store.uri(ref.path)) if embedded else local_weights(store, ref, self._fetched)
+        store = self.run.store
+        there = nullcontext(store.uri(ref.path)) if self._embedded else local_weights(store, ref, self._fetched)
         with self._doubting(), there as where:
             loads = self.call(client.update_weights(str(where), ref.version))
-        if len(loads) == len(self._starts):
-            self._fetched.close()  # else whoever failed loads them when it is well again
-        return loads
+        return self._fetched.loaded(loads, len(self._starts))
 
     def _hand_over(self, client: InferenceClient, trainer: TrainerClient, version: int) -> list[float]:
         """Have the trainer send the weights it holds, and every server say that it has them.
