@@ -68,13 +68,15 @@ class Author:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[tuple[Engines, list[Loader], Author]]:
+def running(
+    folder: Path, url: str = "", make: Callable[[str], Loader] = Loader
+) -> Iterator[tuple[Engines, list[Loader], Author]]:
     """Engines whose two servers hold the weights in force, and the trainer."""
     recipe = load_recipe("gsm8k", ["inference.servers=2"])
-    run = open_run(open_store(f"file://{folder}/store"), "r", "rlhf", recipe)
+    run = open_run(open_store(url or f"file://{folder}/store"), "r", "rlhf", recipe)
     with Engines(run, recipe, folder / "logs") as engines:
         first = weights(run, folder / "model")
-        loaders = [Loader(name) for name in ("one", "other")]
+        loaders = [make(name) for name in ("one", "other")]
         runners = [engines.call(serve(loader)) for loader in loaders]
         found = supervisor("")
         found.wait = lambda _names: [loader.url for loader in loaders]
