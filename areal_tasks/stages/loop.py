@@ -24,7 +24,6 @@ from areal_tasks.stages.restored import restored_weights
 from areal_tasks.stages.stage import Stage
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.compact import Compactor
-from areal_tasks.store.parallel import beside
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run
 from areal_tasks.store.written import newest_written
@@ -162,18 +161,17 @@ class Loop:
     ) -> dict[str, Built]:
         """Build stages that do not wait for each other."""
         found: dict[str, Built] = {}
-        tracked: list[Job] = []
-        untracked: list[Job] = []
+        jobs: list[Job] = []
         for stage in stages:
             job = Job(_label(stage, context), stage, context, {name: built[name] for name in plan.inputs(stage)})
             if (known := carried(stage, context, job.inputs)) is not None:
                 found[stage.name] = known
+            elif stage.name in UNTRACKED:
+                found[stage.name] = job.run(self.ids)
             else:
-                (untracked if stage.name in UNTRACKED else tracked).append(job)
-        with beside(lambda: [job.run(self.ids) for job in untracked]) as others:
-            done = self.execute(tracked) if tracked else []
-        jobs, results = [*untracked, *tracked], [*others.result(), *done]
-        return found | {job.stage.name: result for job, result in zip(jobs, results, strict=True)}
+                jobs.append(job)
+        done = self.execute(jobs) if jobs else []
+        return found | {job.stage.name: result for job, result in zip(jobs, done, strict=True)}
 
     def _last_evaluation(self, context: Context, built: Mapping[str, Built]) -> dict[str, Built]:
         """Evaluate what the last iteration published: no iteration follows that would."""
