@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Final, Literal
 
 from areal_tasks.engines.fetching import fetch_meanwhile
+from areal_tasks.engines.memory_folder import MemoryFolder
 from areal_tasks.engines.trainer.commands import Receiver, Send, Write
 from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.launchers.gpus import Placement
@@ -26,9 +26,7 @@ from schemas.manifest import FileRef, WeightsRef
 from schemas.recipe.recipe import Recipe, RlhfRecipe
 
 Transport = Literal["store", "tensor", "nccl"]
-Memory = TemporaryDirectory[str]
 MEMORY: Final = Path("/dev/shm")
-PREFIX: Final = "arealflow-weights-"  # of folders there
 
 
 def choose_transport(recipe: Recipe, placement: Placement, external: bool) -> Transport:
@@ -96,7 +94,7 @@ class Draft:
     attempt: str = field(default_factory=new_attempt)
     files: tuple[FileRef, ...] = ()
     folder: Path | None = None  # of this machine, with the files
-    memory: Memory | None = None  # that folder, if they were fetched
+    memory: MemoryFolder | None = None  # that folder, if they were fetched
     started: str = field(default_factory=now)
     began: float = field(default_factory=time.monotonic)
 
@@ -158,10 +156,9 @@ def load_ahead(draft: Draft, load: Callable[[str], list[float]]) -> Published:
     return replace(committed.result(), write_seconds=written, load_seconds=loads)
 
 
-def new_memory() -> Memory:
+def new_memory() -> MemoryFolder:
     """An empty folder in memory."""
-    parent = MEMORY if MEMORY.is_dir() else None
-    return TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True)
+    return MemoryFolder(MEMORY if MEMORY.is_dir() else None)
 
 
 class Fetched:
@@ -183,7 +180,7 @@ class Fetched:
         self.outdate()
         return Path(self._last.enter_context(new_memory()))
 
-    def keep(self, memory: Memory | None) -> None:
+    def keep(self, memory: MemoryFolder | None) -> None:
         """Newer weights lie there, or (None) elsewhere."""
         self.outdate()
         if memory is not None:
