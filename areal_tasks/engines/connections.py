@@ -12,7 +12,7 @@ import orjson
 from areal_tasks.engines.answers import ServerDown, check_status, read_events, reason_of
 from areal_tasks.engines.routing import Server
 
-CLOSED: Final = "another client has taken the place of this one"
+CLOSED: Final = "this client of the servers is closed"
 CONNECT_SECONDS: Final = 10.0
 #: How long an unused connection is kept. Less than uvicorn's 5 s, which SGLang keeps to: a request that is sent while
 #: the server closes the connection fails, and is no reason to evict it.

@@ -85,8 +85,8 @@ class Fetching:
 
 
 def _is_file(name: str) -> bool:
-    """Whether it lies in the folder itself, as the files of weights do: a listing is no authority for others."""
-    return bool(name) and "/" not in name
+    """Whether it lies in the folder itself and is not hidden, as files of weights are: a listing is no authority."""
+    return bool(name) and "/" not in name and not name.startswith(".")
 
 
 def fetch_meanwhile(store: Store, prefix: str, into: Path, write: Callable[[], Files]) -> Files:

@@ -34,15 +34,11 @@ class Unanswered(Exception):
     """A server died, hangs, or failed by itself: nobody's mistake."""
 
 
-class Failed(Unanswered):
-    """A server answered that it failed: it is alive."""
-
-
 def end_stuck(group: Group, error: Exception) -> None:
     """End this trainer, which waits for a server that failed, and which nothing can call back.
 
-    It answers with a refusal before: to start it again would bring the same. Of a server that died nobody is told:
-    whoever waits for the trainer has what ended started again, and gives the command anew.
+    It answers with a refusal before: to start it again would bring the same. Of a server that died, or failed by
+    itself, nobody is told: whoever waits for the trainer has what ended started again, and gives the command anew.
     """
     log.critical("waiting for a server that failed (%s) cannot be ended; the trainer ends", error)
     sys.stderr.flush()
@@ -56,7 +52,7 @@ def end_stuck(group: Group, error: Exception) -> None:
 class Watch:
     """What is done when this end has not ended so many `seconds` after another one failed."""
 
-    stuck: Callable[[Exception], None]  # is told how the other one failed: a HandOver if it is alive
+    stuck: Callable[[Exception], None]  # is told how the other one failed: a HandOver if it refused
     seconds: float = 20.0
 
 
@@ -123,11 +119,11 @@ def _watch(over: Watch, calls: Calls, ended: threading.Event) -> None:
 
 
 def _in_one(errors: dict[str, BaseException]) -> Exception:
-    """Receivers' failures as one error: a HandOver if all of them are alive, for they would do the same again."""
-    if not all(isinstance(error, (HandOver, Failed)) for error in errors.values()):
-        return Unanswered("; ".join(f"{url}: {error}" for url, error in errors.items()))
-    url, first = next(iter(errors.items()))
-    return first if isinstance(first, HandOver) else HandOver(f"{url} did not take the weights: {first}; {REMEDY}")
+    """Receivers' failures as one error: a HandOver if all of them refused, for they would do the same again."""
+    refusals = [error for error in errors.values() if isinstance(error, HandOver)]
+    if len(refusals) == len(errors):
+        return refusals[0]
+    return Unanswered("; ".join(f"{url}: {error}" for url, error in errors.items()))
 
 
 def _errors(calls: Calls) -> dict[str, BaseException]:
@@ -155,6 +151,6 @@ def _post(url: str, token: str, body: dict[str, Any]) -> None:
     except httpx.TransportError as error:
         raise Unanswered(f"no answer: {type(error).__name__}: {error}") from error
     if answer.is_server_error:
-        raise Failed(f"answered {answer.status_code} {answer.text[:500]}")
+        raise Unanswered(f"answered {answer.status_code} {answer.text[:500]}")
     if answer.is_error or not answer.json().get("success", True):
         raise HandOver(f"{url} refused the weights: {answer.status_code} {answer.text[:500]}; {REMEDY}")

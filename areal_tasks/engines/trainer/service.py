@@ -230,10 +230,14 @@ class Trainer:
         """
         with suppress(OSError):
             for folder in self.scratch.iterdir():
-                if folder == self.weights:
-                    remove_weights(folder)
-                else:
-                    shutil.rmtree(folder, ignore_errors=True)
+                self._clear(folder)
+
+    def _clear(self, folder: Path) -> None:
+        if folder != self.weights:
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        with suppress(OSError):
+            remove_weights(folder)
 
     def state(self) -> str:
         """What all ranks must agree on after a command."""
