@@ -102,6 +102,8 @@ def run_product(arguments: argparse.Namespace) -> None:
     changes, home = overrides(arguments), Path(os.environ.get("AREALFLOW_HOME", "/tmp/gpu-bench/home"))
     recipe = recipe_of(arguments)
     store, name = open_store(changes["store.url"]), arguments.name
+    if arguments.raw_rounds:
+        prepare_raw_rounds(recipe, raw_file(arguments), fresh=not committed(store, name))
     started = time.monotonic()
     machine = start_machine(home, "benchmarks/gpu/prefect.yaml")
     try:
@@ -114,7 +116,7 @@ def run_product(arguments: argparse.Namespace) -> None:
         down()
     if not committed(store, name):
         raise SystemExit(f"the flow run ended {ended or 'not'} before its first iteration was committed")
-    table = iteration_rows(store, name, read_rounds(raw_file(arguments)))
+    table = iteration_rows(store, name, read_rounds(raw_file(arguments)) if arguments.raw_rounds else ())
     write_csv(arguments.results.parent / f"{name}-iterations.csv", table)
     warm = min(WARM, len(table) - 1)
     found = {key: _rounded(value) for key, value in summary(table, warm, cadence()).items()}
@@ -135,6 +137,14 @@ def run_product(arguments: argparse.Namespace) -> None:
     if among := beside_raw(table, warm):
         size = {"shape": arguments.shape, "run": name, "new_tokens": recipe.rollout.max_new_tokens}
         record(arguments.results, "raw_sglang", alternating=True, **size, **among)
+
+
+def prepare_raw_rounds(recipe: RlhfRecipe, file: Path, fresh: bool) -> None:
+    """See that what is told there will be of this run alone. SystemExit where rounds would come elsewhere, too."""
+    if recipe.evaluation.every:
+        raise SystemExit("--raw-rounds: evaluations would have raw rounds, too; set evaluation.every=0")
+    if fresh:
+        file.unlink(missing_ok=True)
 
 
 def settings_of(recipe: RlhfRecipe) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 What a host has to spare changes by a tenth and more from one minute to the next, so that a run and a server that is
 measured after it differ by that, too. As `workflow.name=benchmarks.gpu.raw_rounds:RawRounds` each rollout is made as
-`single_turn` makes it, and a bare client asks the same server for as many completions of the same prompts: after it in
-even iterations, before it in odd ones. `run_times.iteration_rows` takes that time out of the run's.
+`single_turn` makes it, and then a bare client asks the same server for as many completions of the same prompts, each by
+a request of its own. The rollout comes first, as in any run: it bears what follows new weights or a checkpoint.
+`run_times.iteration_rows` takes the raw rounds' time out of the run's. One server, no evaluations.
 """
 
 from __future__ import annotations
@@ -28,12 +29,8 @@ class RawRounds:
 
     async def run(self, prompts: Sequence[Prompt], context: WorkflowContext) -> list[Sample]:
         """`group_size` samples of each prompt, in order of (prompt, sample index)."""
-        iteration = prompts[0].group_id // len(prompts)
-        if iteration % 2:
-            await self._round(iteration, prompts, context)
         samples = await SingleTurn().run(prompts, context)
-        if not iteration % 2:
-            await self._round(iteration, prompts, context)
+        await self._round(prompts[0].group_id // len(prompts), prompts, context)
         return samples
 
     async def _round(self, iteration: int, prompts: Sequence[Prompt], context: WorkflowContext) -> None:
@@ -43,8 +40,6 @@ class RawRounds:
             if self.flush:
                 await flush_cache(session, url)
             found = await one_round(session, url, asked, context.max_new_tokens, len(asked))
-            if self.flush:
-                await flush_cache(session, url)
         row = {"iteration": iteration, "raw_tokens": found["tokens"], "raw_seconds": found["seconds"]}
         with Path(self.results).open("a") as sink:
             sink.write(json.dumps(row | {"raw_spent": time.perf_counter() - began}) + "\n")

@@ -70,12 +70,12 @@ def without_raw(row: Row) -> Row:
 
 
 def beside_raw(table: Sequence[Row], warm: int) -> Row:
-    """The run's rollouts beside the raw rounds among the steady iterations; {} without any.
+    """The run's rollouts beside the raw rounds among the steady iterations; {} with less than two.
 
-    `ratios`: of each iteration, tokens a second of the stage ÷ those of the raw round before or after it.
+    `ratios`: of each iteration, tokens a second of the stage ÷ those of the raw round in turn with it.
     """
     steady = [row for row in steady_rows(table, warm) if "raw_seconds" in row]
-    if not steady:
+    if len(steady) < 2:
         return {}
     ours = [float(row["generated"]) / row["stage_rollout"] for row in steady]
     ratios = [rate / (row["raw_tokens"] / row["raw_seconds"]) for rate, row in zip(ours, steady, strict=True)]
@@ -84,7 +84,7 @@ def beside_raw(table: Sequence[Row], warm: int) -> Row:
         "rounds": [{"tokens": row["raw_tokens"], "seconds": round(row["raw_seconds"], 4)} for row in steady],
         "requests": steady[0]["samples"],
         "ratios": [round(ratio, 4) for ratio in ratios],
-        "standard_error": round(statistics.stdev(ratios) / len(ratios) ** 0.5, 5) if len(ratios) > 1 else None,
+        "standard_error": round(statistics.stdev(ratios) / len(ratios) ** 0.5, 5),
     }
 
 

@@ -181,7 +181,7 @@ def test_raw_rounds_are_compared_with_the_rollout_they_belong_to() -> None:
     assert found["tokens_per_second"] == 80.0 and found["requests"] == 4 and len(found["rounds"]) == 3
     assert found["ratios"] == [400 / 4 / 80, 400 / 5 / 80, 400 / 8 / 80]
     assert found["standard_error"] == pytest.approx(0.3146 / 3**0.5, abs=1e-3)
-    assert beside_raw(join(tables()), 1) == {}
+    assert beside_raw(join(tables()), 1) == beside_raw(rows, 3) == {}
 
 
 def test_a_summary_leaves_the_first_iterations_out() -> None:
@@ -325,11 +325,16 @@ def test_an_iteration_is_compared_with_the_bare_parts_for_its_tokens() -> None:
         *(row("weights", transport=t, through=on, **since) for t, on in WAYS),
     ]
     assert bare_seconds(Results(rows), ours) == pytest.approx((5.0, 4.0, "layers"))
-    turns = row("raw_sglang", run="r", alternating=True, tokens_per_second=50.0, rounds=[{}, {}], requests=4)
+    pairs = {"ratios": [0.9, 1.1], "standard_error": 0.1}
+    turns = row("raw_sglang", run="r", alternating=True, tokens_per_second=50.0, requests=4, **pairs)
     assert bare_seconds(Results([*rows, turns, turns | {"run": "another"}]), ours) == pytest.approx(
         (8.0, 4.0, "layers")
     )
-    assert by_name([*rows, turns])["rollout stage ÷ raw SGLang"].baseline.endswith("2 rounds in turns")
+    in_turns = by_name([*rows, turns])["rollout stage ÷ raw SGLang"]
+    assert (in_turns.value, in_turns.reached, in_turns.target) == (1.0, None, "≥ 0.97, undecided")
+    for error, ratios, reached in ((0.02, [0.9, 1.1], True), (0.02, [0.9, 0.96], False)):
+        said = turns | {"ratios": ratios, "standard_error": error}
+        assert by_name([*rows, said])["rollout stage ÷ raw SGLang"].reached is reached
     found = by_name(rows)
     assert found["iteration ÷ bare parts"].value == pytest.approx(10 / 9, abs=1e-4)
     assert found["iteration ÷ bare parts"].reached is False

@@ -9,12 +9,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
 
+from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext
 from benchmarks.gpu.baseline_sglang import RECIPE, completed
+from benchmarks.gpu.iteration import prepare_raw_rounds
+from benchmarks.gpu.raw_rounds import RawRounds, read_rounds
+from benchmarks.gpu.settings import recipe_of_shape
 from benchmarks.gpu.sglang_load import generate, reload_seconds, server_flags
 
 
@@ -101,3 +106,41 @@ def test_the_server_gets_the_recipes_flags() -> None:
     assert pairs["--model-path"] == "/model" and pairs["--port"] == "30000"
     assert pairs["--attention-backend"] == "triton" and pairs["--mem-fraction-static"] == "0.25"
     assert "--disable-prefill-cuda-graph" in words and "True" not in words
+
+
+def test_raw_rounds_of_an_iteration_follow_its_rollout_and_ask_for_the_same(
+    fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rollout bears what follows new weights, as in any run."""
+    order: list[int] = []
+
+    async def rollout(workflow: SingleTurn, prompts: list[Prompt], context: WorkflowContext) -> list[Sample]:
+        order.append(len(fake.bodies))
+        return []
+
+    monkeypatch.setattr(SingleTurn, "run", rollout)
+    prompts = [Prompt(0, 6, 0, "", "", [1]), Prompt(1, 7, 0, "", "", [2, 3])]
+    client = SimpleNamespace(
+        healthy=lambda: [fake.url], pool=SimpleNamespace(connections=SimpleNamespace(headers={"Authorization": "B"}))
+    )
+    context = WorkflowContext(
+        client=cast(Any, client), seed=0, group_size=3, max_new_tokens=5, temperature=1.0, max_length=9
+    )
+    told = tmp_path / "rounds.jsonl"
+    assert asyncio.run(RawRounds(str(told)).run(prompts, context)) == [] and order == [0]
+    assert sorted(body["input_ids"] for body in fake.bodies) == [[1]] * 3 + [[2, 3]] * 3
+    [row] = read_rounds(told)
+    assert (row["iteration"], row["raw_tokens"]) == (3, 30.0) and 0 < row["raw_seconds"] <= row["raw_spent"]
+    assert read_rounds(tmp_path / "none") == []
+
+
+def test_raw_rounds_are_of_one_run_and_of_rollouts_alone(tmp_path: Path) -> None:
+    told = tmp_path / "rounds.jsonl"
+    told.write_text("{}\n")
+    prepare_raw_rounds(recipe_of_shape("1.5b"), told, fresh=False)
+    assert told.exists()
+    prepare_raw_rounds(recipe_of_shape("1.5b"), told, fresh=True)
+    assert not told.exists()
+    evaluated = ["evaluation.every=2", "data.source=/data/{split}.jsonl"]
+    with pytest.raises(SystemExit, match=r"evaluation\.every=0"):
+        prepare_raw_rounds(recipe_of_shape("1.5b", evaluated), told, fresh=True)
