@@ -58,9 +58,9 @@ def test_every_stage_that_may_take_long_reports(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0.002)
-    slow = {"verifier": "slow_reward:slow_digits", "workers": 1}
+    slow = {"reward": {"verifier": "slow_reward:slow_digits"}, "workflow": {"name": "slow_workflow:SlowTurn"}}
     with caplog.at_level(logging.INFO, LOGGER):
-        drive(tmp_path, "r", tiny(schedule={"iterations": 1}, reward=slow))
+        drive(tmp_path, "r", tiny(schedule={"iterations": 1}, **slow))
     said = [record.getMessage() for record in caplog.records if record.name == LOGGER]
     reported_by = {line.split(":")[0] for line in said}
     assert {"rollout 0", "verify 0", "train 0", "evaluate version 0"} <= reported_by
