@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ import psutil
 import torch
 
 from areal_tasks.engines.fetching import fetch_meanwhile
-from areal_tasks.engines.handover import MEMORY
+from areal_tasks.engines.handover import new_memory
 from areal_tasks.engines.trainer.snapshot import Snapshot
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, open_store
@@ -109,7 +108,7 @@ def one_by_one(store: Store, run: str, version: int, held: Snapshot, gb: float, 
     with measured("written from memory", gb, server):
         files = held.save(store, prefix)
         ref = commit_weights(store, run, version, attempt, "weights", files, make_provenance(1, started))
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+    with new_memory() as folder:
         with measured("fetched and verified", gb, server):
             there = materialise(store, read_weights(store, ref).files, Path(folder), verify=True)
         again = paths.checkpoint_attempt(run, version, attempt)
@@ -121,7 +120,7 @@ def one_by_one(store: Store, run: str, version: int, held: Snapshot, gb: float, 
 def side_by_side(store: Store, run: str, version: int, writer: Writer, gb: float, server: int | None) -> None:
     """Fetching while another process writes."""
     prefix = paths.weights_attempt(run, version, new_attempt())
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+    with new_memory() as folder:
         with measured("fetched while written", gb, server, writer.process):
             seconds = writer.fetched(store, prefix, Path(folder))
         print(f"  {'  of which it was written':<28} {seconds:6.2f} s", flush=True)

@@ -93,8 +93,7 @@ class Draft:
     version: int
     attempt: str = field(default_factory=new_attempt)
     files: tuple[FileRef, ...] = ()
-    folder: Path | None = None  # of this machine, with the files
-    memory: MemoryFolder | None = None  # that folder, if they were fetched
+    memory: MemoryFolder | None = None  # with the files, if they were fetched
     started: str = field(default_factory=now)
     began: float = field(default_factory=time.monotonic)
 
@@ -102,6 +101,11 @@ class Draft:
     def prefix(self) -> str:
         """Where the files lie in the store."""
         return weights_attempt(self.run.name, self.version, self.attempt)
+
+    @property
+    def folder(self) -> Path | None:
+        """Of this machine, with the files; none where they are elsewhere alone."""
+        return Path(self.memory.name) if self.memory else self.run.store.local(self.prefix)
 
     def commit(self) -> Published:
         """Make the digests that the trainer did not, and the manifest, which makes the files weights."""
@@ -127,17 +131,15 @@ def local_draft(run: Run, trainer: TrainerClient, version: int) -> Draft:
         UserError: a file cannot be fetched, or not as it was written.
     """
     draft = Draft(run, version)
-    there = run.store.local(draft.prefix)
-    if there is not None:
-        return replace(draft, folder=there, files=_write(draft, trainer, digests=False))
+    if draft.folder is not None:
+        return replace(draft, files=_write(draft, trainer, digests=False))
     memory = new_memory()
     try:
-        into = Path(memory.name)
-        files = fetch_meanwhile(run.store, draft.prefix, into, lambda: _write(draft, trainer))
+        files = fetch_meanwhile(run.store, draft.prefix, Path(memory.name), lambda: _write(draft, trainer))
     except BaseException:
         memory.cleanup()
         raise
-    return replace(draft, folder=into, files=files, memory=memory)
+    return replace(draft, files=files, memory=memory)
 
 
 def _write(draft: Draft, trainer: TrainerClient, digests: bool = True) -> tuple[FileRef, ...]:

@@ -115,15 +115,14 @@ def _beside(calls: Calls, mine: Callable[[], None], over: Watch | None) -> Excep
 def _watch(over: Watch, calls: Calls, ended: threading.Event) -> None:
     wait(calls.values(), return_when=FIRST_EXCEPTION)
     if _errors(calls) and not ended.wait(over.seconds):
-        over.stuck(_in_one(_errors(calls)))
+        errors = _errors(calls)
+        over.stuck(_refusal(errors) or Unanswered("; ".join(f"{url}: {error}" for url, error in errors.items())))
 
 
-def _in_one(errors: dict[str, BaseException]) -> Exception:
-    """Receivers' failures as one error: a HandOver if all of them refused, for they would do the same again."""
+def _refusal(errors: dict[str, BaseException]) -> HandOver | None:
+    """The first refusal, if nobody failed otherwise: one beside a failure may be its consequence."""
     refusals = [error for error in errors.values() if isinstance(error, HandOver)]
-    if len(refusals) == len(errors):
-        return refusals[0]
-    return Unanswered("; ".join(f"{url}: {error}" for url, error in errors.items()))
+    return refusals[0] if refusals and len(refusals) == len(errors) else None
 
 
 def _errors(calls: Calls) -> dict[str, BaseException]:
@@ -132,11 +131,10 @@ def _errors(calls: Calls) -> dict[str, BaseException]:
 
 
 def _gone(calls: Calls, mine: Exception | None) -> Gone:
-    """Who failed. A refusal beside a failure may be its consequence, and so may silence, or an error of our own."""
+    """Who failed. Beside a failure silence may be its consequence, and so may an error of our own."""
     errors = _errors(calls)
     silent = {url: Unanswered("no answer yet") for url, call in calls.items() if not call.done()}
-    refusal = next((error for error in errors.values() if isinstance(error, HandOver)), None)
-    if refusal is not None and all(isinstance(error, HandOver) for error in errors.values()):
+    if (refusal := _refusal(errors)) is not None:
         raise refusal
     if not errors and not silent and mine is not None:
         raise mine
