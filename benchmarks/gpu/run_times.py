@@ -30,17 +30,17 @@ QUERIES: Final = {
 
 def iteration_rows(store: Store, run: str, raw: Sequence[Row] = ()) -> list[Row]:
     """One row per iteration of a run; `raw`: the raw rounds within its rollouts, whose time is not the run's."""
-    return join({name: rows(store, run, query) for name, query in QUERIES.items()} | {"raw": list(raw)})
+    return join({name: rows(store, run, query) for name, query in QUERIES.items()}, raw)
 
 
-def join(tables: dict[str, list[Row]]) -> list[Row]:
+def join(tables: dict[str, list[Row]], raw: Sequence[Row] = ()) -> list[Row]:
     """One row per iteration.
 
     `wall` is the time between two commits (the first of an owner: since its own start); `age` counts the iterations
     since the services started; `resumed` are the first ones of later owners, which pick up what others began.
     """
-    names = ("rollout", "train", "publish", "raw")
-    by = {name: {row["iteration"]: row for row in tables.get(name, [])} for name in names}
+    parts = (tables["rollout"], tables["train"], tables["publish"], raw)
+    by = [{row["iteration"]: row for row in part} for part in parts]
     found: list[Row] = []
     before: Row = {}
     for commit in sorted(tables["commits"], key=lambda row: row["iteration"]):
@@ -55,7 +55,7 @@ def join(tables: dict[str, list[Row]]) -> list[Row]:
         row["closing"] = commit["committed"] - last
         row["checkpoint"] = commit["checkpoint_version"] == k + 1
         row["after_checkpoint"] = not fresh and found[-1]["checkpoint"]
-        for table in by.values():
+        for table in by:
             row |= table.get(k, {})
         row |= without_raw(row)
         found.append(row | split(row) | ready(row, stages))
