@@ -1,0 +1,34 @@
+"""Which groups of a run are settled: consumed by an iteration, or rejected for good. All others are still to come.
+
+Group i is prompt position i of the run (DESIGN §6), so that this is all there is to know about where the data stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count
+
+
+@dataclass(frozen=True)
+class Settled:
+    """All groups below `prefix`, and those in `beyond`, none of which is below it or adjacent to it."""
+
+    prefix: int = 0
+    beyond: frozenset[int] = frozenset()
+
+    def __contains__(self, index: int) -> bool:
+        return index < self.prefix or index in self.beyond
+
+    def add(self, indices: Iterable[int]) -> Settled:
+        """These groups are settled too. Those that were settled before stay so."""
+        beyond = set(self.beyond).union(index for index in indices if index >= self.prefix)
+        prefix = self.prefix
+        while prefix in beyond:
+            beyond.remove(prefix)
+            prefix += 1
+        return Settled(prefix, frozenset(beyond))
+
+    def missing(self) -> Iterator[int]:
+        """The groups that are not settled, lowest first; without end."""
+        return (index for index in count(self.prefix) if index not in self.beyond)

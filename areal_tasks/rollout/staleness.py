@@ -1,0 +1,88 @@
+"""The staleness rule: which groups may begin, and which of them an iteration takes (DESIGN §9).
+
+Weights version v is what iterations 0 … v-1 have made, and iteration k trains version k. A group whose oldest token was
+sampled by version u may therefore be trained on by iterations u … u + η: u + η is its deadline. It is live from its
+beginning until it is consumed or rejected. With B_j groups taken by iteration j, the invariant is
+
+    I(k):  no live deadline is below k, and for every j ≥ k
+           at most B_k + … + B_j live groups have a deadline ≤ j,
+
+where k is the next iteration to take groups: Hall's condition for a schedule that meets every deadline. Groups begin
+only where it holds with them, and are taken only where it goes on to hold without them; so none is ever too old, and
+none is dropped for being slow. For constant B and groups begun in order this is AReaL's rule (arXiv:2505.24298, §5.1).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Rule = Literal["strict", "admission"]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A group that can be trained on: its number, and the oldest weights version among its tokens."""
+
+    index: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """η, the iterations of the run and their batches, as one rule. `last` is the run's last iteration.
+
+    `admission` keeps only AReaL's bound on how many groups begin: a slow group may be older than η when it is used.
+    """
+
+    eta: int
+    last: int
+    batch: Callable[[int], int]  # groups that an iteration takes
+    rule: Rule = "strict"
+
+    def deadline(self, version: int) -> int:
+        """The last iteration that may train on a group whose oldest token is of `version`."""
+        return min(version + self.eta, self.last)
+
+    def capacity(self, k: int, j: int) -> int:
+        """Groups that iterations k … j take together."""
+        return sum(map(self.batch, range(k, j + 1)))
+
+    def holds(self, k: int, live: Iterable[int]) -> bool:
+        """I(k), for live groups whose oldest tokens are of these versions."""
+        counts = self._counts(live)
+        return all(d >= k and self._up_to(counts, d) <= self.capacity(k, d) for d in counts)
+
+    def room(self, k: int, live: Iterable[int], version: int) -> int:
+        """How many more groups may begin on a server that holds `version`; k is the next iteration to take groups."""
+        deadline = self.deadline(version)
+        if deadline < k:
+            return 0
+        counts = self._counts(live)
+        if self.rule == "admission":
+            return max(0, self.capacity(k, deadline) - counts.total())
+        tight = [self.capacity(k, j) - self._up_to(counts, j) for j in {deadline, *counts} if j >= deadline]
+        return max(0, min(tight))
+
+    def take(self, k: int, finished: Iterable[Finished], running: Iterable[int]) -> list[Finished] | None:
+        """The groups that iteration k trains on, in order of their numbers; None if it must wait for running ones.
+
+        `running` are the versions of the oldest tokens, or the floors, of the groups that have not finished.
+        """
+        ordered = sorted(finished, key=lambda group: (self.deadline(group.version), group.index))
+        chosen, left = ordered[: self.batch(k)], ordered[self.batch(k) :]
+        if len(chosen) < self.batch(k):
+            return None
+        if self.rule == "strict" and not self.holds(k + 1, [*(group.version for group in left), *running]):
+            return None
+        return sorted(chosen, key=lambda group: group.index)
+
+    def _counts(self, versions: Iterable[int]) -> Counter[int]:
+        """Groups by deadline."""
+        return Counter(map(self.deadline, versions))
+
+    @staticmethod
+    def _up_to(counts: Mapping[int, int], deadline: int) -> int:
+        return sum(n for d, n in counts.items() if d <= deadline)

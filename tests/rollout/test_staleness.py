@@ -1,0 +1,239 @@
+"""The staleness rule against its definition, and the book under random interleavings."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from areal_tasks.rollout.book import Book
+from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.staleness import Finished, Staleness
+
+BATCHES = st.lists(st.integers(1, 5), min_size=1, max_size=12)
+
+
+def staleness(eta: int, batches: list[int]) -> Staleness:
+    return Staleness(eta, len(batches) - 1, batches.__getitem__)
+
+
+def schedulable(k: int, deadlines: list[int], batches: list[int]) -> bool:
+    """By trying: iterations k … last take the most urgent groups; every group must be taken by its deadline."""
+    left = sorted(deadlines)
+    for j in range(k, len(batches)):
+        taken, left = left[: batches[j]], left[batches[j] :]
+        if any(deadline < j for deadline in taken):
+            return False
+    return not left
+
+
+@given(st.integers(0, 4), BATCHES, st.lists(st.integers(0, 11), max_size=20), st.integers(0, 11))
+def test_the_invariant_holds_exactly_where_a_schedule_exists(
+    eta: int, batches: list[int], versions: list[int], k: int
+) -> None:
+    rule_, k = staleness(eta, batches), min(k, len(batches) - 1)
+    assert rule_.holds(k, versions) == schedulable(k, [rule_.deadline(v) for v in versions], batches)
+
+
+@given(st.integers(0, 4), BATCHES, st.lists(st.integers(0, 11), max_size=20), st.integers(0, 11), st.integers(0, 11))
+def test_room_is_the_largest_number_that_keeps_the_invariant(
+    eta: int, batches: list[int], versions: list[int], version: int, k: int
+) -> None:
+    rule_, k = staleness(eta, batches), min(k, len(batches) - 1)
+    if not rule_.holds(k, versions):
+        return
+    room = rule_.room(k, versions, version)
+    assert rule_.holds(k, versions + [version] * room)
+    assert not rule_.holds(k, versions + [version] * (room + 1))
+
+
+@given(st.integers(0, 6), st.integers(1, 8), st.integers(0, 5), st.integers(0, 200))
+def test_with_constant_batches_begun_in_order_it_is_the_rule_of_areal(eta: int, b: int, k: int, live: int) -> None:
+    """accepted + running < (η + version + 1) · B, where version is k and k · B groups have been consumed."""
+    rule_ = Staleness(eta, 10_000, lambda j: b)
+    oldest_first = [
+        k + i // b - eta for i in range(live) if k + i // b - eta <= k
+    ]  # begun in order, as early as allowed
+    room = rule_.room(k, oldest_first, k) if rule_.holds(k, oldest_first) else 0
+    assert room == max(0, (eta + k + 1) * b - k * b - len(oldest_first))
+
+
+def test_synchronous_training_admits_one_batch_of_the_newest_version() -> None:
+    rule_ = Staleness(0, 9, lambda j: 4)
+    assert [rule_.room(3, [], version) for version in (2, 3)] == [0, 4]
+    assert rule_.room(3, [3] * 4, 3) == 0
+
+
+def test_the_weaker_rule_lets_an_iteration_leave_a_slow_group_behind() -> None:
+    finished = [Finished(i, 0) for i in (1, 2, 3, 4)]
+    strict = Staleness(0, 9, lambda j: 4)
+    weak = Staleness(0, 9, lambda j: 4, "admission")
+    assert strict.take(0, finished, [0]) is None  # the slow one may be trained on by iteration 0 alone
+    assert weak.take(0, finished, [0]) == finished
+
+
+@given(st.lists(st.integers(0, 40), unique=True), st.integers(0, 10))
+def test_settled_groups_are_a_set(indices: list[int], prefix: int) -> None:
+    settled = Settled(prefix).add(indices)
+    expected = set(range(prefix)) | set(indices)
+    assert {i for i in range(60) if i in settled} == expected
+    missing = settled.missing()
+    assert [next(missing) for _ in range(5)] == [i for i in range(100) if i not in expected][:5]
+    assert all(b > settled.prefix for b in settled.beyond)
+
+
+class Run(RuleBasedStateMachine):
+    """A run with workers that die, servers that lag, groups that are rejected, and batches that change."""
+
+    @initialize(eta=st.integers(0, 3), batches=BATCHES, servers=st.integers(1, 3), pace=st.none() | st.integers(0, 4))
+    def begin(self, eta: int, batches: list[int], servers: int, pace: int | None) -> None:
+        self.batches, self.eta = batches, eta
+        self.book = Book(staleness(eta, batches), 0, pace=pace)
+        self.servers = [0] * servers
+        self.trained = 0  # iterations trained: the newest version
+        self.consumed: dict[int, int] = {}  # group -> iteration
+        self.rejected: set[int] = set()
+
+    @property
+    def over(self) -> bool:
+        return self.book.next == len(self.batches)
+
+    def running(self) -> list[int]:
+        return sorted(index for index, live in self.book.live.items() if not live.finished)
+
+    @rule(worker=st.sampled_from("ab"), pick=st.integers(0, 2))
+    def lease(self, worker: str, pick: int) -> None:
+        if not self.over:
+            for lease in self.book.lease(worker, self.servers[pick % len(self.servers)]):
+                assert lease.index not in self.consumed and lease.index not in self.rejected
+
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        if running := self.running():
+            index = data.draw(st.sampled_from(running))
+            floor = self.book.live[index].version
+            self.book.finish(index, data.draw(st.integers(floor, max(floor, max(self.servers)))))
+
+    @rule(data=st.data(), rejected=st.booleans())
+    def fail(self, data: st.DataObject, rejected: bool) -> None:
+        if running := self.running():
+            index = data.draw(st.sampled_from(running))
+            if rejected:
+                self.book.reject(index)
+                self.rejected.add(index)
+            else:
+                self.book.fail(index)
+
+    @rule(data=st.data())
+    def spool(self, data: st.DataObject) -> None:
+        done = sorted(i for i, live in self.book.live.items() if live.finished and not live.spooled)
+        if done:
+            self.book.spool(data.draw(st.sampled_from(done)))
+
+    @rule(worker=st.sampled_from("ab"))
+    def die(self, worker: str) -> None:
+        kept = {i for i, live in self.book.live.items() if live.spooled or live.worker != worker}
+        for index in self.book.lose(worker):
+            self.book.reject(index)
+            self.rejected.add(index)
+        assert set(self.book.live) == kept
+
+    @rule()
+    def take(self) -> None:
+        """At most one iteration ahead of the trainer."""
+        if self.over or self.book.next > self.trained + 1:
+            return
+        if (chosen := self.book.take()) is not None:
+            k = self.book.next
+            assert len(chosen) == self.batches[k]
+            assert all(0 <= k - group.version <= self.eta for group in chosen)
+            assert not any(group.index in self.consumed for group in chosen)
+            self.consumed |= {group.index: k for group in chosen}
+            self.book.consume(group.index for group in chosen)
+
+    @precondition(lambda self: self.trained < self.book.next)
+    @rule()
+    def train(self) -> None:
+        self.trained += 1
+
+    @rule(pick=st.integers(0, 2))
+    def update(self, pick: int) -> None:
+        """A lagging server skips to the newest version."""
+        self.servers[pick % len(self.servers)] = self.trained
+
+    @invariant()
+    def the_rule_holds(self) -> None:
+        if not hasattr(self, "book"):
+            return
+        live = [live.version for live in self.book.live.values()]
+        if not self.over:
+            assert self.book.rule.holds(self.book.next, live)
+        else:
+            assert not live  # nothing is generated without an iteration left to train on it
+
+    def teardown(self) -> None:
+        """Whatever has happened, the run comes to its end when servers and groups do what they do: no deadlock."""
+        if not hasattr(self, "book"):
+            return
+        for _ in range(4 * len(self.batches) + 4):
+            self.servers = [self.trained] * len(self.servers)
+            for worker in "ab" * 8:  # suspects go one at a time
+                if not self.over:
+                    self.lease(worker, 0)
+                for index in self.running():
+                    self.book.finish(index, self.book.live[index].version)
+            self.take()
+            if self.trained < self.book.next:
+                self.trained += 1
+        assert self.over and sum(self.batches) == len(self.consumed)
+        assert not self.rejected & set(self.consumed)
+        assert all(index in self.book.settled for index in self.consumed.keys() | self.rejected)
+
+
+Run.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestRun = Run.TestCase
+
+
+def test_the_group_that_kills_its_workers_is_found_and_its_neighbours_are_kept() -> None:
+    book, killer, deaths = Book(Staleness(1, 99, lambda j: 8), 0), 3, 0
+    while book.settled.prefix < 16:
+        book.lease("a", book.next)
+        in_flight = [index for index, live in book.live.items() if not live.finished]
+        if killer in in_flight:
+            deaths += 1
+            for index in book.lose("a"):
+                assert index == killer  # its neighbours are kept
+                book.reject(index)
+        else:
+            for index in in_flight:
+                book.finish(index, book.live[index].version)
+                book.spool(index)
+        if (chosen := book.take()) is not None:
+            book.consume(group.index for group in chosen)
+    assert deaths == 3
+
+
+@pytest.mark.parametrize("eta", [0, 1, 4])
+def test_lengths_trained_on_are_the_lengths_generated(eta: int) -> None:
+    """With heavy-tailed lengths no group is dropped or overtaken for ever: the two multisets are one."""
+    import random
+
+    draw, batches = random.Random(eta), [6] * 40
+    lengths = {i: draw.lognormvariate(0, 1.5) for i in range(6 * 40 + 200)}
+    book, clock, ends, order = Book(staleness(eta, batches), 0), 0.0, {}, []
+    version = 0
+    while book.next < len(batches):
+        ends |= {lease.index: clock + lengths[lease.index] for lease in book.lease("a", version)}
+        if (chosen := book.take()) is not None:
+            book.consume(group.index for group in chosen)
+            order += [group.index for group in chosen]
+            version = book.next
+            continue
+        index = min(ends, key=ends.__getitem__)
+        clock = ends.pop(index)
+        book.finish(index, book.live[index].version)
+    assert sorted(order) == list(range(6 * 40))
+    assert all(a != b for a, b in pairwise(sorted(order)))
