@@ -1,0 +1,270 @@
+"""What asynchrony should bring: a discrete-event simulation with measured times and the product's own staleness rule.
+
+    python -m benchmarks.simulate                       # speed-up by η, rule and split, then up to 1,024 GPUs
+    python -m benchmarks.simulate times.json            # with the times of another model or machine
+
+A server decodes n samples at once in steps of `step + step_per_sample · n` seconds; each step adds a token to each.
+Groups begin and are taken by `areal_tasks.rollout.book`, exactly as in a run. Training takes its tokens over the speed
+of its GPUs; new weights take `publish` seconds to reach the servers, and interrupt them by what the mode costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from areal_tasks.rollout.book import Book
+from areal_tasks.rollout.staleness import Rule, Staleness
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds and rates of one model on one kind of GPU. The defaults: 1.5B on H200s, see `benchmarks/results`."""
+
+    step: float = 0.0033  # of decoding, however few samples
+    step_per_sample: float = 6.6e-6
+    prefill_rate: float = 175_000.0  # tokens a second that a server prefills
+    train_rate: float = 53_000.0  # tokens a second and GPU
+    train_fixed: float = 0.15  # of an iteration, whatever its tokens: commit, pure stages
+    publish: float = 0.2
+    pause: float = 0.005  # in place: what the servers stand still
+    abort: float = 1.0  # until an abort is answered
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a run generates: groups of samples with log-normal lengths, in tokens."""
+
+    groups: int = 64
+    group_size: int = 8
+    median: float = 600.0
+    sigma: float = 1.0
+    longest: int = 8192
+    prompt: int = 100
+    iterations: int = 60
+
+    def lengths(self, index: int) -> list[int]:
+        """The lengths of a group's samples: a function of its number alone, so that every layout has the same."""
+        draw = random.Random(index)
+        return [
+            min(self.longest, max(1, round(draw.lognormvariate(math.log(self.median), self.sigma))))
+            for _ in range(self.group_size)
+        ]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """GPUs that generate and GPUs that train; `shared`: the same ones do both in turn (synchronous only)."""
+
+    generating: int
+    training: int
+    eta: int
+    rule: Rule = "strict"
+    mode: str = "in_place"  # or abort, drain
+    shared: bool = False
+    slots: int = 512  # samples that one server decodes at once
+    pace: int | None = None
+
+    @property
+    def gpus(self) -> int:
+        return self.generating if self.shared else self.generating + self.training
+
+
+@dataclass
+class Server:
+    """Samples share each decoding step, so that progress is counted in steps and the earliest end is on a heap."""
+
+    times: Times
+    slots: int
+    version: int = 0
+    progress: float = 0.0
+    clock: float = 0.0
+    running: list[tuple[float, int]] = field(default_factory=list)
+    waiting: deque[tuple[int, int]] = field(default_factory=deque)  # length, group
+
+    def next_end(self) -> float:
+        """When the next sample ends; infinite if none is running."""
+        self._admit()
+        if not self.running:
+            return math.inf
+        return self.clock + (self.running[0][0] - self.progress) * self._step()
+
+    def advance(self, clock: float) -> None:
+        if self.running and clock > self.clock:
+            self.progress += (clock - self.clock) / self._step()
+        self.clock = max(self.clock, clock)
+
+    def ended(self) -> Iterator[int]:
+        """The groups of samples that have ended by now."""
+        while self.running and self.running[0][0] <= self.progress + 1e-6:
+            yield heapq.heappop(self.running)[1]
+
+    def stall(self, seconds: float) -> None:
+        """The server decodes nothing for so long."""
+        self.clock += seconds
+
+    def held_tokens(self, prompt: int) -> float:
+        """Tokens whose cache is lost if it is flushed now, roughly: half of what a sample will have, and its prompt."""
+        return sum((end - self.progress) / 2 + prompt for end, _ in self.running)
+
+    def _step(self) -> float:
+        return self.times.step + self.times.step_per_sample * len(self.running)
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.slots:
+            length, group = self.waiting.popleft()
+            heapq.heappush(self.running, (self.progress + length, group))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Seconds of a run, the share in which the trainer had nothing to do, and the lag of each group consumed."""
+
+    seconds: float
+    trainer_idle: float
+    lags: dict[int, int]
+
+
+class Simulation:
+    """One run."""
+
+    def __init__(self, load: Load, layout: Layout, times: Times) -> None:
+        self.load, self.layout, self.times = load, layout, times
+        rule = Staleness(layout.eta, load.iterations - 1, lambda j: load.groups, layout.rule)
+        self.book = Book(rule, 0, pace=layout.pace)
+        self.servers = [Server(times, layout.slots) for _ in range(layout.generating)]
+        self.left: dict[int, int] = {}
+        self.tokens: dict[int, int] = {}
+        self.lags: Counter[int] = Counter()
+        self.clock, self.trained, self.trained_seconds = 0.0, 0, 0.0
+        self.ready: deque[int] = deque()  # tokens of the batches that wait for the trainer
+        self.training_ends = math.inf
+        self.arrivals: list[tuple[float, int]] = []  # when servers get a version
+
+    def run(self) -> Outcome:
+        while self.trained < self.load.iterations:
+            self._begin_groups()
+            self._take()
+            self._train()
+            self._step()
+        return Outcome(self.clock, 1 - self.trained_seconds / self.clock, dict(sorted(self.lags.items())))
+
+    def _begin_groups(self) -> None:
+        while self.book.next < self.load.iterations:
+            server = min(self.servers, key=lambda s: len(s.running) + len(s.waiting))
+            room = self.layout.slots * 2 - len(server.running) - len(server.waiting)
+            leases = self.book.lease("worker", server.version) if room > 0 else []
+            for lease in leases:
+                lengths = self.load.lengths(lease.index)
+                self.left[lease.index], self.tokens[lease.index] = len(lengths), sum(lengths)
+                target = min(self.servers, key=lambda s: len(s.running) + len(s.waiting))
+                target.waiting.extend((length, lease.index) for length in lengths)
+            if not leases:
+                return
+
+    def _take(self) -> None:
+        """At most one iteration ahead of the trainer."""
+        if self.book.next >= self.load.iterations or self.book.next > self.trained + 1 or len(self.ready) > 1:
+            return
+        chosen = self.book.take()
+        if chosen is not None:
+            self.lags.update(self.book.next - group.version for group in chosen)
+            self.ready.append(sum(self.tokens.pop(group.index) for group in chosen))
+            self.book.consume(group.index for group in chosen)
+
+    def _train(self) -> None:
+        if self.ready and self.training_ends == math.inf:
+            tokens = self.ready.popleft() + self.load.prompt * self.load.groups * self.load.group_size
+            seconds = tokens / (self.times.train_rate * self.layout.training)
+            self.trained_seconds += seconds
+            self.training_ends = self.clock + seconds + self.times.train_fixed
+
+    def _step(self) -> None:
+        """On to the next thing that happens."""
+        arrival = min((when for when, _ in self.arrivals), default=math.inf)
+        ends = min(server.next_end() for server in self.servers)
+        now = min(arrival, ends, self.training_ends)
+        if now == math.inf:
+            raise RuntimeError("nothing can happen any more: the rule has led into a deadlock")
+        self.clock = now
+        for server in self.servers:
+            server.advance(now)
+            for group in server.ended():
+                self.left[group] -= 1
+                if not self.left[group]:
+                    self.book.finish(group, self.book.live[group].version)
+        if now >= self.training_ends:
+            self.trained, self.training_ends = self.trained + 1, math.inf
+            self.arrivals.append((now + self.times.publish, self.trained))
+        for when, version in [pair for pair in self.arrivals if pair[0] <= now]:
+            self.arrivals.remove((when, version))
+            self._deliver(version)
+
+    def _deliver(self, version: int) -> None:
+        for server in self.servers:
+            server.version = max(server.version, version)
+            if not server.running:
+                continue
+            if self.layout.mode == "in_place":
+                server.stall(self.times.pause)
+            elif self.layout.mode == "abort":
+                server.stall(self.times.abort + server.held_tokens(self.load.prompt) / self.times.prefill_rate)
+
+
+def synchronous(gpus: int) -> Layout:
+    """All GPUs generate, then all train."""
+    return Layout(gpus, gpus, 0, shared=True)
+
+
+def speed_up(load: Load, layout: Layout, times: Times) -> tuple[float, Outcome]:
+    """Against synchronous over as many GPUs."""
+    base = Simulation(load, synchronous(layout.gpus), times).run()
+    found = Simulation(load, layout, times).run()
+    return base.seconds / found.seconds, found
+
+
+def row(load: Load, layout: Layout, times: Times) -> str:
+    ratio, found = speed_up(load, layout, times)
+    total = sum(found.lags.values())
+    lags = " ".join(f"{lag}:{n / total:.0%}" for lag, n in found.lags.items())
+    name = f"{layout.generating} + {layout.training}, η = {layout.eta}, {layout.rule}, {layout.mode}"
+    seconds = found.seconds / load.iterations
+    return f"| {name} | {ratio:.2f} | {seconds:.1f} | {found.trainer_idle:.0%} | {lags} |"
+
+
+HEAD = "| layout | speed-up | seconds an iteration | trainer idle | groups by lag |\n|---|---|---|---|---|"
+
+
+def tables(load: Load, times: Times) -> Iterator[str]:
+    """The tables of the results page."""
+    etas: Sequence[int] = (1, 2, 4, 8)
+    yield f"{load}\n\n{HEAD}"
+    for half in (1, 2):
+        yield from (row(load, Layout(half, half, eta), times) for eta in etas)
+    yield from (row(load, Layout(1, 1, eta, "admission"), times) for eta in etas)
+    yield row(load, Layout(1, 1, 4, mode="abort"), times)
+    equal = replace(load, sigma=0.0)
+    yield f"\nAll lengths {equal.median:g}:\n\n{HEAD}"
+    yield from (row(equal, Layout(half, half, 2), times) for half in (1, 2))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("times", nargs="?", type=Path, help="JSON with fields of Times")
+    parser.add_argument("--iterations", type=int, default=Load.iterations)
+    options = parser.parse_args()
+    times = Times(**json.loads(options.times.read_text())) if options.times else Times()
+    print(json.dumps(asdict(times)))
+    for line in tables(Load(iterations=options.iterations), times):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
