@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -240,6 +240,43 @@ class ServiceRecord(StoredRecord):
     started: str
 
 
+class SpooledGroup(Record):
+    """A finished group in the spool. `version` and `newest` are those of its oldest and its newest token."""
+
+    index: int
+    version: int
+    newest: int
+    samples: int
+    tokens: int
+    digests: dict[str, str] = Field(description="content digest of its rows, by table")
+
+
+class RejectedGroup(Record):
+    """A group that will not be trained on."""
+
+    index: int
+    reason: str = Field(description='"failed", or the name of the filter that rejected it')
+    detail: str = ""
+
+
+class SpoolRecord(StoredRecord):
+    """`spool/<start>/<n>.json`: what a start of a rollout worker has to say, in order.
+
+    The first record opens the start. A `closed` one ends it: the flow that replaces the worker writes it, so that the
+    next put of a worker that lives on fails.
+    """
+
+    start: int
+    n: int
+    attempt: str
+    kind: Literal["opened", "groups", "closed"]
+    made_with: str = Field(default="", description="digest of the settings that decide what a group contains")
+    finished: tuple[SpooledGroup, ...] = ()
+    rejected: tuple[RejectedGroup, ...] = ()
+    tables: dict[str, TableRef] = {}
+    provenance: Provenance
+
+
 class LogRecord(StoredRecord):
     """`log/<n>.json`: who did what to the run, and when. The records are a hash chain of their own."""
 
@@ -317,5 +354,5 @@ class Signature(StoredRecord):
 #: Records of which there is one under a name, whoever comes first: `attempt` tells whose it is.
 Claimed = (
     StageManifest | WeightsManifest | IterationCommit | RunRecord | Segment | OwnerRecord
-    | LogRecord | Reference | Tag | Tombstone | Signature
+    | LogRecord | Reference | Tag | Tombstone | Signature | SpoolRecord
 )  # fmt: skip

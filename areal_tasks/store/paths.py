@@ -47,6 +47,16 @@ def service(run: str, owner: int, name: str, restart: int) -> str:
     return f"{run}/services/owner={owner}/{name}-{restart}.json"
 
 
+def spool_record(run: str, start: int, n: int) -> str:
+    """The n-th record of the rollout workers' start number `start`."""
+    return f"{run}/spool/{start}/{n}.json"
+
+
+def spool_attempt(run: str, start: int, attempt: str) -> str:
+    """The folder of a record's shards."""
+    return f"{run}/spool/{start}/attempt={attempt}"
+
+
 def iteration(run: str, k: int) -> str:
     return f"{run}/iteration={k:06d}"
 

@@ -1,0 +1,96 @@
+"""The spool: finished groups that wait for their iteration, and groups that were rejected, as records in the store.
+
+Each start of a rollout worker writes records of its own, numbered from 0 and created once. What a record says has
+happened; what a worker held in memory only has not. The starts themselves are numbered without gaps, so that all
+records of a run are found without a listing.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from areal_tasks.store import paths
+from areal_tasks.store.backend import Missing, Store
+from areal_tasks.store.commit import commit_once, new_attempt, read_record
+from areal_tasks.store.provenance import make_provenance, now
+from areal_tasks.store.search import last_present
+from schemas.errors import UserError
+from schemas.manifest import RejectedGroup, SpooledGroup, SpoolRecord, TableRef
+
+
+class StartClosed(UserError):
+    """Another process has closed this start of a rollout worker: its groups begin again elsewhere, and it must end."""
+
+
+def number_of_starts(store: Store, run: str) -> int:
+    """How many starts of rollout workers the run has had; O(log n) requests."""
+    return last_present(lambda n: store.exists(paths.spool_record(run, n, 0))) + 1
+
+
+def open_start(store: Store, run: str, owner: int, made_with: str) -> int:
+    """Claim the number of the next start; its first record says with which settings its groups are made."""
+    number = number_of_starts(store, run)
+    while not commit_once(store, paths.spool_record(run, number, 0), _record("opened", number, 0, owner, made_with))[1]:
+        number += 1
+    return number
+
+
+def append(
+    store: Store,
+    run: str,
+    start: int,
+    n: int,
+    owner: int,
+    *,
+    attempt: str,
+    finished: tuple[SpooledGroup, ...] = (),
+    rejected: tuple[RejectedGroup, ...] = (),
+    tables: dict[str, TableRef] | None = None,
+) -> SpoolRecord:
+    """Commit record `n` of a start, whose tables lie below `attempt` already.
+
+    Raises:
+        StartClosed: another process has put an end to this start.
+    """
+    record = _record("groups", start, n, owner).model_copy(
+        update={"attempt": attempt, "finished": finished, "rejected": rejected, "tables": tables or {}}
+    )
+    there, mine = commit_once(store, paths.spool_record(run, start, n), record)
+    if not mine:
+        raise StartClosed(f"start {start} of the rollout workers of run {run!r} was ended by owner {_owner(there)}")
+    return there
+
+
+def read_start(store: Store, run: str, start: int, first: int = 0) -> list[SpoolRecord]:
+    """The records of a start from number `first` on."""
+    found: list[SpoolRecord] = []
+    while (record := _find(store, run, start, first + len(found))) is not None:
+        found.append(record)
+    return found
+
+
+def close_start(store: Store, run: str, start: int, owner: int, first: int = 0) -> list[SpoolRecord]:
+    """End a start, unless it has ended: its worker can add nothing from here on. Its records from `first` on."""
+    found = read_start(store, run, start, first)
+    while not found or found[-1].kind != "closed":
+        n = first + len(found)
+        found.append(commit_once(store, paths.spool_record(run, start, n), _record("closed", start, n, owner))[0])
+    return found
+
+
+def _find(store: Store, run: str, start: int, n: int) -> SpoolRecord | None:
+    try:
+        return read_record(store, paths.spool_record(run, start, n), SpoolRecord)
+    except Missing:
+        return None
+
+
+def _record(
+    kind: Literal["opened", "groups", "closed"], start: int, n: int, owner: int, made_with: str = ""
+) -> SpoolRecord:
+    provenance = make_provenance(owner, now())
+    return SpoolRecord(start=start, n=n, attempt=new_attempt(), kind=kind, made_with=made_with, provenance=provenance)
+
+
+def _owner(record: SpoolRecord) -> int:
+    return record.provenance.owner
