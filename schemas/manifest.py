@@ -1,7 +1,8 @@
 """The JSON records of the store: whatever exists under these names is a commit (DESIGN §4).
 
-Schema 2 adds a seal to every file, the log, references of children, tags, tombstones and signatures. Files of schema 1
-are read as they are: every field that they lack has a default.
+Schema 2 adds a seal to every file, the log, references of children, tags, tombstones and signatures; schema 3 the
+spool, and tables that several workers write. Files of earlier schemas are read as they are: every field that they lack
+has a default.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 _SEAL: Final = re.compile(rb'\A\{\n "seal": "([0-9a-f]{64})",\n')
 
 
@@ -28,10 +29,10 @@ class StoredRecord(Record):
     schema_version: int = SCHEMA_VERSION
 
     def encode(self) -> bytes:
-        """The bytes that are stored (and hashed): of schema 1 as that program wrote them, later ones sealed."""
+        """The bytes that are stored (and hashed): of earlier schemas as those programs wrote them; from 2 on sealed."""
+        body = self.model_dump_json(indent=1, exclude_unset=self.schema_version < SCHEMA_VERSION).encode()
         if self.schema_version < 2:
-            return self.model_dump_json(indent=1, exclude_unset=True).encode()
-        body = self.model_dump_json(indent=1).encode()
+            return body
         return b'{\n "seal": "' + _digest(body) + b'",\n' + body[2:]
 
     @classmethod
@@ -84,11 +85,16 @@ class ShardRef(FileRef):
 
 
 class TableRef(Record):
-    """A table: its shards in order, and the digest of its deterministic columns."""
+    """A table: its shards in order, and the digest of its deterministic columns.
+
+    A `grouped` table was written by rollout workers, each of which wrote some groups: its digest is made from those of
+    its groups, whatever shards they lie in, and readers put the rows of several shards in order of group and sample.
+    """
 
     name: str
     digest: str
     shards: tuple[ShardRef, ...]
+    grouped: bool = False
 
     @property
     def rows(self) -> int:
