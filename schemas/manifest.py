@@ -88,7 +88,7 @@ class TableRef(Record):
     """A table: its shards in order, and the digest of its deterministic columns.
 
     A `grouped` table was written by rollout workers, each of which wrote some groups: its digest is made from those of
-    its groups, whatever shards they lie in. Rows are in order of group and sample within each shard; readers put those of
+    its groups, whatever shards they lie in. Within a shard, rows are in order of group and sample; readers put those of
     several shards in that order.
     """
 
