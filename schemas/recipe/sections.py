@@ -116,6 +116,14 @@ class Grpo(Section):
         le=1e6,
         description="Cap of the weight π_proximal/π_behaviour of a token, where engine and trainer differ in rounding.",
     )
+    max_log_ratio: float = semantic(
+        20.0,
+        before=0.0,
+        ge=0,
+        le=80,
+        description="Bound of the log-ratio of two policies, in nats, so that no ratio overflows (`clamped` counts the "
+        "tokens above); 0: none.",
+    )
     max_logprob_gap: float = operational(
         0.1,
         gt=0,

@@ -81,6 +81,7 @@ def test_it_is_resumed_with_the_values_it_was_begun_with(resumed: Path, unpacked
     assert run.recipe_at(2) == before.recipe_at(2)
     made = {ref.key for ref in run.commit(1).stages}
     assert set(recorded(unpacked, name, 1).values()) <= made
+    assert run.commit(1).state["replayed"]["difference"] < 1e-3, "trained again as it was trained then, to rounding"
     assert audit(store, name).defects == ()
 
 
