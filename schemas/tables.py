@@ -84,7 +84,7 @@ TRAIN_STEPS: Final = _schema(  # one row per optimizer step
     ("minibatch", pa.int32()),
     ("loss", pa.float64()),
     ("policy_loss", pa.float64()),
-    ("kl", pa.float64()),  # policy against reference, k3, token mean; 0 without a reference
+    ("kl", pa.float64()),  # policy against reference, k3, token mean; 0 without a KL term
     ("approx_kl", pa.float64()),  # new against behaviour policy, k3, token mean
     ("entropy", pa.float64()),
     ("clip_fraction", pa.float64()),

@@ -96,8 +96,16 @@ def newest_checkpoint(run: Run, version: int) -> WeightsRef | None:
 
 def replay(run: Run, trainer: TrainerClient, iteration: int) -> Replayed:
     """Re-train one committed iteration by its recorded plan, and compare what it says of itself."""
+    run = trained(run)
     commit = run.commit(iteration)
     return replay_stage(run, trainer, stage_of(run, commit, "train"), commit)
+
+
+def trained(run: Run) -> Run:
+    """The run whose train stages made the policy of `run`: of a replay that trains nothing, the one it replays."""
+    if run.record.replay_until and run.parent is not None:
+        return trained(replace(run.parent, owner=run.owner))
+    return run
 
 
 def replay_stage(
