@@ -43,6 +43,7 @@ def advantage(recipe: RlhfRecipe) -> Stage:
         fields=(
             "algorithm.reward_norm",
             "algorithm.advantage_norm",
+            "algorithm.std_unbiased",
             "reward.on_unverified",
             *(("algorithm.kl", "algorithm.kl_coef") if penalty else ()),
         ),
@@ -103,6 +104,7 @@ def _advantages(
         how.reward_norm,
         how.advantage_norm,
         penalty,
+        how.std_unbiased,
     )
 
 

@@ -16,6 +16,7 @@ from areal_tasks.stages.loop import Loop
 from areal_tasks.store.audit import audit
 from areal_tasks.store.diff import diff_runs
 from areal_tasks.store.fork import Origin, parent_values
+from areal_tasks.store.keys import semantic_values
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.segments import continued
@@ -82,6 +83,13 @@ def test_the_keys_of_a_whole_iteration_come_out_again(unpacked: Path, tmp_path: 
     shutil.copytree(unpacked / "store", tmp_path / "store")
     (tmp_path / "store" / name / "iteration=000000" / "commit.json").unlink()
     assert standing(tmp_path, name) == unchanged(recorded(tmp_path, name, 0), name)
+
+
+def test_what_is_kept_of_a_run_that_divides_by_the_populations_deviation(unpacked: Path) -> None:
+    recipe, kept_values = continued(store_in(unpacked), "grpo", recipes()["grpo"])
+    former = {"algorithm.std_unbiased": False, "algorithm.max_log_ratio": 0.0}
+    assert kept_values.items() >= former.items()
+    assert semantic_values(recipe).items() >= former.items() and recipe != recipes()["grpo"]
 
 
 @pytest.mark.parametrize("name", NAMES)

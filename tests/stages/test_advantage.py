@@ -79,14 +79,26 @@ def generated(row: dict[str, Any]) -> list[float]:
     return row["advantages"][2:]
 
 
-def test_every_generated_token_has_its_samples_relative_reward() -> None:
-    found = advantages([Row(0, 1.0, generated=3), Row(0, 0.0, generated=1), Row(0, 0.5)])
-    deviation = math.sqrt((0.25 + 0.25 + 0.0) / 3)
+@pytest.mark.parametrize("unbiased", [True, False])
+def test_every_generated_token_has_its_samples_relative_reward(unbiased: bool) -> None:
+    found = advantages([Row(0, 1.0, generated=3), Row(0, 0.0, generated=1), Row(0, 0.5)], std_unbiased=unbiased)
+    deviation = math.sqrt((0.25 + 0.25 + 0.0) / (2 if unbiased else 3))
     expected = [0.5 / (deviation + EPS), -0.5 / (deviation + EPS), 0.0]
     for row, value, length in zip(found, expected, (3, 1, 2), strict=True):
         assert generated(row) == pytest.approx([value] * length)
         assert row["shaped_reward"] == pytest.approx(value)
         assert (row["kept"], row["dropped_reason"]) == (True, "")
+
+
+def test_a_group_without_signal_has_no_advantage_where_the_batch_scales() -> None:
+    """Whitening the advantages over the batch's tokens gives it one, since longer samples weigh more in their mean."""
+    rows = [Row(0, 1.0, generated=9), Row(0, 0.0, generated=1), Row(1, 1.0), Row(1, 1.0)]
+    found = advantages(rows, reward_norm="mean_batch_std")
+    deviation = math.sqrt((3 * 0.25**2 + 0.75**2) / 3)  # of 1, 0, 1, 1
+    assert [generated(row)[0] for row in found] == pytest.approx([0.5 / deviation, -0.5 / deviation, 0, 0], rel=1e-5)
+    assert generated(found[2]) == [0.0, 0.0]
+    whitened = advantages(rows, reward_norm="mean", advantage_norm="batch")
+    assert generated(whitened[2])[0] < -0.5
 
 
 def test_groups_are_found_by_id_not_by_place() -> None:
