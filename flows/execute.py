@@ -128,7 +128,7 @@ def _start(
     if origin is not None:
         log.info("run %s is %s", name, origin)
     if kept:
-        log.info("run %s keeps what it was begun with, though the defaults are others now: %s", name, told(kept))
+        log.info("run %s keeps recorded values, whose defaults have changed since: %s", name, settings(kept))
     services = Engines(run, recipe, logs_folder(), generates=not run.record.counterfactual)
     patience.progressed()
 
@@ -143,8 +143,8 @@ def _start(
     return {"run": name, "store": store.url, "iterations": head.iteration + 1 if head else 0}
 
 
-def told(values: Mapping[str, Any]) -> str:
-    """`algorithm.minibatches=2, …`"""
+def settings(values: Mapping[str, Any]) -> str:
+    """Fields and values as overrides are written: `algorithm.minibatches=2, …`."""
     return ", ".join(f"{path}={json.dumps(value)}" for path, value in values.items())
 
 

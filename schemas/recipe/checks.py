@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticCustomError
 
 from schemas.recipe.agreement import bit_equal
-from schemas.recipe.fields import former_values, is_default
+from schemas.recipe.fields import is_set
 from schemas.recipe.sources import SPLIT, SUFFIXES, holds_credentials, source_kind
 
 if TYPE_CHECKING:
@@ -145,9 +145,7 @@ def idle_knobs(recipe: BaseRecipe) -> Iterator[str]:
 
 
 def _is_set(part: BaseModel, name: str) -> bool:
-    """Whether somebody has set the field: a resumed run may have a former default."""
-    info, value = type(part).model_fields[name], getattr(part, name)
-    return not is_default(info, value) and value not in former_values(info)
+    return is_set(type(part).model_fields[name], getattr(part, name))
 
 
 # ── every flow ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -66,7 +66,7 @@ def before(info: FieldInfo) -> Any:
 
 
 def former_values(info: FieldInfo) -> list[Any]:
-    """What a run may have been begun with that did not set the field, besides today's default."""
+    """The values that runs may have that did not set the field, besides today's default."""
     earlier = before(info)
     return [*([] if earlier is ALWAYS_THERE else [earlier]), *_extra(info).get("formerly", [])]
 
@@ -74,6 +74,11 @@ def former_values(info: FieldInfo) -> list[Any]:
 def is_default(info: FieldInfo, value: Any) -> bool:
     """Whether `value` is what the field has where nothing sets it."""
     return bool(value == info.get_default(call_default_factory=True))
+
+
+def is_set(info: FieldInfo, value: Any) -> bool:
+    """Whether `value` was chosen: a former default, which a resumed run may have, was not."""
+    return not is_default(info, value) and value not in former_values(info)
 
 
 def nested_section(info: FieldInfo) -> type[Section] | None:

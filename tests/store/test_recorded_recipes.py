@@ -116,7 +116,7 @@ def test_a_run_is_resumed_by_the_same_file(begun: Store, newer: None) -> None:
 
 
 def test_todays_defaults_alone_do_not_open_it(begun: Store, newer: None) -> None:
-    """Who forgets `continued` runs no other recipe than the recorded one."""
+    """A caller that omits `continued` is refused: no run goes on with another recipe."""
     with pytest.raises(UserError, match=r"algorithm\.whitening is 'old' there and 'new' here"):
         check_run(begun, "run", "rlhf", now())
 
@@ -130,7 +130,7 @@ def test_todays_defaults_alone_do_not_open_it(begun: Store, newer: None) -> None
         ("rollout.groups=7", "rollout.groups is 32 there and 7 here"),
     ],
 )
-def test_what_somebody_sets_is_not_kept(begun: Store, newer: None, override: str, message: str) -> None:
+def test_a_value_other_than_the_default_is_refused(begun: Store, newer: None, override: str, message: str) -> None:
     recipe, _ = continued(begun, "run", now(override))
     with pytest.raises(UserError, match=message):
         check_run(begun, "run", "rlhf", recipe)
