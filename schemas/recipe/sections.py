@@ -94,17 +94,35 @@ class Reward(Section):
 
 
 class Grpo(Section):
-    """Group-relative policy optimisation (DeepSeekMath, arXiv:2402.03300, §4.1)."""
+    """Group-relative policy optimisation (DeepSeekMath, arXiv:2402.03300, §4.1).
 
-    reward_norm: Literal["mean_std", "mean", "none"] = semantic(
-        "mean_std", description="Reward minus its group's mean, over its group's standard deviation; or less of it."
+    `reward_norm: mean_std` is GRPO's own. `mean_batch_std` (Lite PPO, arXiv:2508.08221; TRL's `scale_rewards="batch"`)
+    is recommended where many groups are nearly all right or all wrong: division by a group's own small deviation makes
+    those count most. Either gives groups of equal rewards no advantage at all; `advantage_norm: batch` gives them one,
+    and is not recommended.
+    """
+
+    reward_norm: Literal["mean_std", "mean_batch_std", "mean", "none"] = semantic(
+        "mean_std",
+        description="Reward minus its group's mean, over the standard deviation of its group (GRPO) or of the batch "
+        "(groups that are nearly all right or all wrong do not outweigh others); or less of it.",
     )
     advantage_norm: Literal["none", "group", "batch"] = semantic(
-        "none", description="Whiten the advantages over the generated tokens of the group or the batch."
+        "none",
+        description="Whiten the advantages over the generated tokens of the group or the batch. It centres them again: "
+        "with `batch`, groups without signal get an advantage; `reward_norm: mean_batch_std` scales by the batch only.",
+    )
+    std_unbiased: bool = semantic(
+        True,
+        before=False,
+        description="Divide by the sample's standard deviation (÷ n-1), as TRL, verl and AReaL do; else by the "
+        "population's (÷ n), which is smaller: at `group_size` 2 advantages are then 1.41 times as large.",
     )
     clip_ratio: float = semantic(0.2, gt=0, lt=1, description="PPO's ε: the ratio is clipped to [1-ε, 1+ε].")
     kl: Literal["none", "reward", "loss"] = semantic(
-        "none", description="KL to version 0: in the reward (k1, per token) or in the loss (k3)."
+        "none",
+        description="KL to version 0: in the reward (k1, per token) or in the loss (k3). In the reward it costs a "
+        "further forward pass where engines differ in rounding: both logprobs are then the trainer's.",
     )
     kl_coef: float = semantic(0.0, ge=0, le=100, description="Weight of the KL term.")
     loss: Literal["token_mean", "sequence_mean"] = semantic(
@@ -115,6 +133,14 @@ class Grpo(Section):
         ge=1,
         le=1e6,
         description="Cap of the weight π_proximal/π_behaviour of a token, where engine and trainer differ in rounding.",
+    )
+    max_log_ratio: float = semantic(
+        20.0,
+        before=0.0,
+        ge=0,
+        le=80,
+        description="Bound of the log-ratio of two policies, in nats, so that no ratio overflows (`clamped` counts the "
+        "tokens above); 0: none.",
     )
     max_logprob_gap: float = operational(
         0.1,
