@@ -106,6 +106,16 @@ class Names:
             for name in group.held:
                 self._of[name].append(group)
 
+    def check(self, source: object) -> Names:
+        """These names, if the checkpoint at `source` holds the model's tensors and nothing else. UserError if not."""
+        if self.missing or self.unexpected:
+            raise UserError(
+                f"{source} does not hold the weights of its architecture; missing: {shown(self.missing)}; unexpected: "
+                f"{shown(self.unexpected)}. What is missing would be random, and what is unexpected left out: name a "
+                "complete checkpoint as model.path"
+            )
+        return self
+
     def to_checkpoint(self, held: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The model's tensors, which come one at a time, under the checkpoint's names and in its shapes.
 
