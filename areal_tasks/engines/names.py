@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
-from schemas.errors import UserError
+from schemas.errors import UserError, shown
 
 INDEX: Final = "model.safetensors.index.json"
 WEIGHTS: Final = "model.safetensors"
@@ -143,13 +143,6 @@ class Names:
             )
 
 
-def shown(names: Iterable[str]) -> str:
-    """Names of tensors for people: the first ones, and how many there are."""
-    ordered = sorted(names, key=dot_natural_key)
-    more = f", … ({len(ordered)} in all)" if len(ordered) > 3 else ""
-    return ", ".join(ordered[:3]) + more or "none"
-
-
 class _Member(NamedTuple):
     """A stored tensor of a group."""
 
@@ -188,9 +181,9 @@ class _Plan:
 
     def _group(self, layer: str, members: Sequence[_Member]) -> Group:
         stored, patterns, renamed = zip(*members, strict=True)
-        if patterns[0] is None:
+        if not any(patterns):
             return Group(stored[:1], (self.tied[layer],))
-        converter = next(c for c in self.converters if patterns[0] in c.source_patterns)
+        converter = next(c for c in self.converters if not {*patterns}.isdisjoint(c.source_patterns))
         first = converter.target_patterns[0]
         held = tuple(layer.replace(first, target) for target in converter.target_patterns)
         forth, back = _Conversion(converter, layer, patterns, self.model), self._reverse(converter, held)
