@@ -55,11 +55,7 @@ T = TypeVar("T")
 
 TRAINER = "trainer"
 SIGN_SECONDS = 60.0  # looks at all servers, side by side
-MODULES = {
-    "embedded": "areal_tasks.engines.embedded",
-    "sglang": "areal_tasks.engines.sglang",
-    TRAINER: "areal_tasks.engines.trainer",
-}
+MODULES = {name: f"areal_tasks.engines.{name}" for name in ("embedded", "sglang", TRAINER)}
 
 
 class Engines:
