@@ -66,13 +66,16 @@ def _splits(recipe: Any) -> bool:
     return source_kind(recipe.data.source) != "file" or SPLIT in recipe.data.source
 
 
+SGLANG_ALONE: Final = (
+    "tensor_parallel", "gpus", "memory_fraction", "first_port", "release_memory", "transport", "prove_weights", "flags",
+)  # fmt: skip
 IDLE: Final = (
     Idle("inference.deterministic", _embedded, "with inference.engine sglang: it is the embedded engine's"),
     Idle("inference.slots", _embedded, "with inference.engine sglang: it is the embedded engine's"),
     Idle("inference.threads", _embedded, "with inference.engine sglang: it is the embedded engine's"),
     *(
         Idle(f"inference.{name}", lambda r: not _embedded(r), "with inference.engine embedded: it is SGLang's")
-        for name in ("tensor_parallel", "gpus", "memory_fraction", "first_port", "release_memory", "transport", "flags")
+        for name in SGLANG_ALONE
     ),
     *(
         Idle(f"inference.{name}", lambda r: r.flow == "rlhf", "in an evaluate recipe: it trains nothing")

@@ -241,6 +241,11 @@ class Inference(Section):
     release_memory: bool = operational(
         False, description="SGLang: give the GPU's memory back while the trainer works (both on the same GPU)."
     )
+    prove_weights: bool = operational(
+        True,
+        description="SGLang: give the servers the first weights twice, with their tensors overwritten in between, and "
+        "stop the run unless every tensor comes out the same.",
+    )
     flags: dict[str, Any] = semantic(
         {}, description="SGLang: further flags of launch_server, without dashes: `{attention-backend: triton}`."
     )

@@ -62,6 +62,7 @@ REFUSED = [
     ("inference.first_port", "quickstart", "inference.first_port=30000", "it is SGLang's"),
     ("inference.release_memory", "quickstart", "inference.release_memory=true", "it is SGLang's"),
     ("inference.transport", "quickstart", "inference.transport=nccl", "it is SGLang's"),
+    ("inference.prove_weights", "quickstart", "inference.prove_weights=false", "it is SGLang's"),
     ("inference.flags", "quickstart", "inference.flags={attention-backend: triton}", "it is SGLang's"),
     ("weights_every_written", "quickstart", "trainer.weights_every=5", "would keep new weights from the servers"),
     ("trainer.lr_final", "gsm8k", "trainer.lr_final=0.1", "set it to linear or cosine"),
