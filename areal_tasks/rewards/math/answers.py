@@ -73,7 +73,7 @@ _NUMBER: Final = re.compile(
     )""",
     re.VERBOSE,
 )
-_FRACTION: Final = re.compile(r"(\d*)\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
+_FRACTION: Final = re.compile(r"(?:(\d+)\s*)?\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 _FACTOR: Final = re.compile(r"\s*(?P<factor>[A-Za-z]+)(?![A-Za-z])")
 _SEPARATORS: Final = (r";", r",\s+(?:and|or)\s+|\s+(?:and|or)\s+|,\s+", r",")
 _CLOSES: Final = {"(": ")]", "[": ")]", "{": "}", r"\{": r"\}"}
@@ -126,7 +126,7 @@ def slashed(text: str) -> str:
 def _slashed(match: re.Match[str]) -> str:
     whole, *digits = match.groups()
     over, under = (digit for digit in digits if digit)
-    return f"{whole} {over}/{under}".lstrip()
+    return f"{whole} {over}/{under}" if whole else f"{over}/{under}"
 
 
 def _factor(word: str) -> int:

@@ -6,8 +6,17 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from areal_tasks.rewards.math.answers import MAX_ANSWER, Answer, Group, Words, leading_number, read_answer, slashed
-from areal_tasks.rewards.math.spelling import plain, tidy
+from areal_tasks.rewards.math.answers import (
+    MAX_ANSWER,
+    Answer,
+    Group,
+    Quantity,
+    Words,
+    leading_number,
+    read_answer,
+    slashed,
+)
+from areal_tasks.rewards.math.spelling import plain, respelled, tidy
 from areal_tasks.rewards.math.units import DOUBTS, VALUES, leading_unit, unit_of
 
 #: How much of the end of a text without a marked answer is searched, in characters.
@@ -133,18 +142,23 @@ def _has_words(answer: Answer) -> bool:
     return isinstance(answer, Words) or (isinstance(answer, Group) and any(map(_has_words, answer.items)))
 
 
+def _is_numbers(answer: Answer) -> bool:
+    return isinstance(answer, Quantity) or (isinstance(answer, Group) and all(map(_is_numbers, answer.items)))
+
+
 # ── answers without a mark ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _stated(text: str, words: bool) -> str:
-    """What the last `answer is …` says, if that is a value, else the last number or formula of the text."""
-    text = _MATH.sub(_inline, slashed(_EMPHASIS.sub("", text)))
+    """A value behind the last `answer is`; else the last line, if it is numbers; else the last number or formula."""
+    text = _MATH.sub(_inline, slashed(respelled(_EMPHASIS.sub("", text)))).strip()
     anchors = [anchor["said"] for anchor in _ANCHOR.finditer(text)]
     if anchors and len(anchors[-1]) <= MAX_ANSWER:
         said = _statement(anchors[-1])
         if words or not _has_words(read_answer(said)):
             return said
-    return _last_value(text)
+    line = text.rpartition("\n")[2]
+    return line if len(line) <= MAX_ANSWER and _is_numbers(read_answer(line)) else _last_value(text)
 
 
 def _last_value(text: str) -> str:

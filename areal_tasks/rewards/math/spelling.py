@@ -39,7 +39,7 @@ _CHARACTERS: Final = {**_DIGITS, **_FULL_WIDTH, **_FRACTIONS, **str.maketrans(_S
 _LAYOUT: Final = re.compile(
     r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|phantom\{[^{}]*\}|!)(?![a-zA-Z])|\\!"
 )
-_BLANKS: Final = re.compile(r"(?<!\\)\\(?:[,;:> ]|q?quad(?![a-zA-Z]))|(?<!~)~(?!~)|\s+")
+_BLANKS: Final = re.compile(r"(?<!\\)\\(?:[,;:> ]|q?quad(?![a-zA-Z]))|(?<!~)~(?!~)")
 _REPLACED: Final = (
     (_LAYOUT, ""),
     (re.compile(r"\{,\}"), ","),
@@ -69,9 +69,15 @@ def tidy(text: str) -> str:
     while text != before:
         before = text
         text = _undressed(text.strip(" \t\n*`").rstrip(".,;:"))
-        for pattern, replacement in _REPLACED:
-            text = pattern.sub(replacement, text)
+        text = respelled(text)
     return " ".join(text.replace(r"\$", "$").replace(r"\%", "%").split())
+
+
+def respelled(text: str) -> str:
+    r"""`text` without LaTeX that only lays it out, such as `\,` and `\text{}`."""
+    for pattern, replacement in _REPLACED:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def _undressed(text: str) -> str:
