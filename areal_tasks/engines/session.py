@@ -223,7 +223,7 @@ class Engines:
         def look() -> dict[str, Sign]:
             return {"the verifiers": Sign(pool.judged, f"{pool.judged} of {samples} judged")}
 
-        return self.watchdog.waiting("verdicts", look, ends=False)  # each has reward.timeout_seconds
+        return self.watchdog.waiting("verdicts", look, ends=False)  # each has reward.wall_seconds
 
     def serve_weights(self, ref: WeightsRef, trainer: TrainerClient | None = None, handed: bool = False) -> list[float]:
         """Make every server generate with `ref`; seconds for each. Nothing to do without servers, or if they hold it.

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 
 from areal_tasks.algorithms.advantages import Advantages, grpo_advantages, kl_penalty
 from areal_tasks.data.ragged import Flat, flat, lengths, ragged, spread
 from areal_tasks.data.threads import one_thread
-from areal_tasks.rewards.protocol import UNVERIFIED
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns, tables_of
 from schemas.recipe.agreement import bit_equal
@@ -115,10 +113,11 @@ def _penalty(read: Mapping[str, pa.Table], mask: Flat, kl_coef: float) -> torch.
 
 
 def dropped_reasons(rollout: pa.Table, verdicts: pa.Table, reward: Reward) -> list[str]:
-    """Why a sample is not trained on; "" where it is. `drop_group` drops the groups of the unverified samples."""
-    failed = _unverified(verdicts)
-    if reward.on_unverified == "reward":
-        failed = np.zeros_like(failed)
+    """Why a sample is not trained on: its verdict, where that gave it no reward (NaN), or "" where it is trained on.
+
+    `drop_group` also drops the groups of such samples.
+    """
+    failed = np.isnan(verdicts["reward"].to_numpy())
     kinds = verdicts["verdict"].to_pylist()
     reasons = [kinds[i] if failed[i] else "" for i in range(len(kinds))]
     if reward.on_unverified == "drop_group":
@@ -126,9 +125,3 @@ def dropped_reasons(rollout: pa.Table, verdicts: pa.Table, reward: Reward) -> li
         beside = np.isin(groups, groups[failed]) & ~failed
         reasons = ["group" if beside[i] else reasons[i] for i in range(len(reasons))]
     return reasons
-
-
-def _unverified(verdicts: pa.Table) -> Flat:
-    return np.asarray(
-        pc.is_in(verdicts["verdict"], pa.array(sorted(UNVERIFIED))).to_numpy(zero_copy_only=False), dtype=bool
-    )

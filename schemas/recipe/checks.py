@@ -317,10 +317,21 @@ def evaluation_stops(r: RlhfRecipe | EvaluateRecipe) -> Message:
     return "evaluation.stop: an empty string ends everything at once; remove it" if "" in r.evaluation.stop else None
 
 
+def wall_after_cpu(r: RlhfRecipe | EvaluateRecipe) -> Message:
+    cpu, wall = r.reward.timeout_seconds, r.reward.wall_seconds
+    if 0 < wall < cpu:
+        return (
+            f"reward.wall_seconds: {wall:g} ends a verifier before it can use reward.timeout_seconds {cpu:g} of CPU; "
+            "raise the one or lower the other"
+        )
+    return None
+
+
 EVALUATION_CHECKS: Final[tuple[Callable[[Any], Message], ...]] = (
     evaluation_fits,
     evaluation_samples,
     evaluation_stops,
+    wall_after_cpu,
 )
 
 

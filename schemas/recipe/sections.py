@@ -77,16 +77,31 @@ class Reward(Section):
     unparseable_reward: float = semantic(
         0.0, ge=-1e3, le=1e3, description="Reward where no answer can be found in the text."
     )
+    timeout_reward: float | None = semantic(
+        0.0,
+        before=None,
+        ge=-1e3,
+        le=1e3,
+        description="Reward of a `timeout` verdict; null: it is treated as an `error`.",
+    )
     on_unverified: Literal["drop_sample", "drop_group", "reward"] = semantic(
-        "drop_sample", description="What a `timeout` or `error` verdict costs."
+        "drop_sample", description="What becomes of a sample with an `error` verdict."
     )
     unverified_reward: float = semantic(
         0.0, ge=-1e3, le=1e3, description="The reward when `on_unverified` is `reward`."
     )
     max_unverified: float = semantic(
-        0.2, ge=0, le=1, description="Share of `timeout` and `error` verdicts that stops the run."
+        0.2, ge=0, le=1, description="Share of `error` verdicts (and of `timeout` without a reward) that stops the run."
     )
-    timeout_seconds: float = semantic(10.0, gt=0, le=3600, description="Deadline for one completion.")
+    timeout_seconds: float = semantic(
+        10.0, gt=0, le=3600, description="CPU seconds that one completion may take, with all processes it starts."
+    )
+    wall_seconds: float = operational(
+        0.0,
+        ge=0,
+        le=864_000,
+        description="Seconds after which a verifier that waits is ended, an `error`; 0: 60 times `timeout_seconds`.",
+    )
     memory_mb: int = semantic(
         2048, ge=128, le=1_048_576, description="Address space a verifier may use beyond its start."
     )

@@ -127,6 +127,12 @@ def test_an_unverified_sample_can_have_a_stated_reward() -> None:
     assert [generated(row)[0] for row in found] == [1.0, -1.0]
 
 
+def test_a_timeout_with_a_reward_counts_in_its_group() -> None:
+    found = advantages([Row(0, 1.0), Row(0, 0.0, "timeout")], reward_norm="mean")
+    assert [row["kept"] for row in found] == [True, True]
+    assert [generated(row)[0] for row in found] == [0.5, -0.5]
+
+
 def test_an_unparseable_answer_is_a_verdict_like_any_other() -> None:
     found = advantages([Row(0, 1.0), Row(0, 0.0, "unparseable")], reward_norm="mean")
     assert [row["kept"] for row in found] == [True, True]
