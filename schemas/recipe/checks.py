@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticCustomError
 
 from schemas.recipe.agreement import bit_equal
+from schemas.recipe.fields import former_values, is_default
 from schemas.recipe.sources import SPLIT, SUFFIXES, holds_credentials, source_kind
 
 if TYPE_CHECKING:
@@ -144,8 +145,9 @@ def idle_knobs(recipe: BaseRecipe) -> Iterator[str]:
 
 
 def _is_set(part: BaseModel, name: str) -> bool:
-    info = type(part).model_fields[name]
-    return bool(getattr(part, name) != info.get_default(call_default_factory=True))
+    """Whether somebody has set the field: a resumed run may have a former default."""
+    info, value = type(part).model_fields[name], getattr(part, name)
+    return not is_default(info, value) and value not in former_values(info)
 
 
 # ── every flow ──────────────────────────────────────────────────────────────────────────────────────────────────────
