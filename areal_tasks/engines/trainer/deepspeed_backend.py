@@ -38,7 +38,7 @@ from areal_tasks.data.batching import Layout
 from areal_tasks.engines.trainer import checkpoint
 from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, TokenStats, Which
 from areal_tasks.engines.trainer.forward import move, to_device
-from areal_tasks.engines.trainer.optimizer import clip_gradients, optimizer_options, prepare_state, use_options
+from areal_tasks.engines.trainer.optimizer import clip_gradients, parameter_groups, prepare_state, use_options
 from areal_tasks.engines.trainer.policy import Policy, load_policy, prepare, read_policy
 from areal_tasks.engines.trainer.precision import Rounded, cast_parameters
 from areal_tasks.engines.trainer.process_group import gather_stats, ranks_here
@@ -87,7 +87,9 @@ class DeepSpeedBackend:
         torch.manual_seed(seed)
         self._forget()
         policy = self._read_policy(weights)
-        self.optimizer = GatedAdamW(policy.parameters(), **optimizer_options(self.settings))
+        self.optimizer = GatedAdamW(
+            parameter_groups(policy.named_parameters(), self.settings), lr=self.settings.lr, fused=True
+        )
         config = make_config(self.settings, self.model_settings)
         buffers = [buffer.clone() for buffer in policy.buffers()]
         self.models["policy"], *_ = deepspeed.initialize(model=policy, optimizer=self.optimizer, config=config)

@@ -49,7 +49,7 @@ class Fsdp2Backend:
         self.roomy = self._has_room(policy, 6, ROOMY)  # bytes: bf16 and fp32
         self.models["policy"] = self._sharded(policy)
         self.parts = _parts(self.models["policy"])
-        self.optimizer = make_optimizer(self.models["policy"].parameters(), self.settings)
+        self.optimizer = make_optimizer(self.models["policy"].named_parameters(), self.settings)
 
     def load_reference(self, weights: Path) -> None:
         reference = load_policy(weights, self.settings, self.model_settings, self.device)

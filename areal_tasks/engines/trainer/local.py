@@ -45,7 +45,7 @@ class LocalBackend:
         rounded = self.dtype != torch.float32
         work = working_copy(self.master, self.dtype) if rounded else self.master
         self.models["policy"] = prepare(work, self.settings)
-        self.optimizer = make_optimizer(self._parameters(), self.settings)
+        self.optimizer = make_optimizer(self.master.named_parameters(), self.settings)
 
     def load_reference(self, weights: Path) -> None:
         reference = cast_parameters(read_policy(weights, self.settings, self.device), self.dtype)
