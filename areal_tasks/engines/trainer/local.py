@@ -105,7 +105,7 @@ class LocalBackend:
 def choose_device(settings: Trainer, model: Model) -> torch.device:
     """The GPU, where there is one, for bfloat16 or when `trainer.gpus` names it; else the CPU.
 
-    fp32 belongs on the CPU by default: there its bits are those of the embedded engine, and the same every time.
+    fp32 belongs on the CPU by default: there training repeats itself bitwise, given as many threads.
     """
     wanted = model.dtype == "bfloat16" or bool(settings.gpus)
     return (
