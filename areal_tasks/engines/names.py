@@ -125,6 +125,7 @@ class Names:
                 yield from zip(group.stored, group.to_checkpoint([waiting[n] for n in group.held]), strict=True)
             for done in {n for group in ready for n in group.held}:
                 del waiting[done]
+            del tensor  # before the next one is gathered
         if waiting or left:
             raise UserError(
                 "the weights to be published are not those of the model, so nothing was published; missing: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,26 @@ def test_tensors_that_make_one_may_come_in_any_order_and_do_not_wait_for_others(
         if len(group.held) == 3:
             assert torch.equal(tensor, torch.cat([values[n] for n in group.held]))
     assert {len(group.held) for group in names.groups} == {1, 3}
+
+
+def test_no_more_than_one_group_is_in_memory(tmp_path: Path) -> None:
+    model = loaded(make_family("qwen3_moe", tmp_path))
+    names = Names(model, stored_names(tmp_path))
+    alive: set[str] = set()
+    most = 0
+
+    def coming() -> Any:
+        for name, tensor in held(model, names).items():
+            whole = tensor.detach().clone()  # as one that was gathered from its shares
+            alive.add(name)
+            weakref.finalize(whole, alive.discard, name)
+            yield name, whole
+            del whole
+
+    for _, tensor in names.to_checkpoint(coming()):
+        most = max(most, len(alive))
+        assert tensor is not None
+    assert most == 1
 
 
 def nomic(folder: Path) -> tuple[Names, Tensors]:
