@@ -17,7 +17,7 @@ from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, Tok
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.optimizer import clip_gradients, make_optimizer, step_at, use_options
 from areal_tasks.engines.trainer.policy import Policy, prepare, read_policy
-from areal_tasks.engines.trainer.precision import cast_parameters, copy_weights, working_copy
+from areal_tasks.engines.trainer.precision import copy_weights, working_copy
 from schemas.recipe.sections import Model, Trainer
 
 
@@ -49,7 +49,7 @@ class LocalBackend:
         self.optimizer = make_optimizer(self.master.named_parameters(), self.settings)
 
     def load_reference(self, weights: Path) -> None:
-        reference = cast_parameters(read_policy(weights, self.settings, self.device), self.dtype)
+        reference = read_policy(weights, self.settings, self.device, self.dtype)
         self.models["reference"] = prepare(reference.requires_grad_(False), self.settings)
 
     def use(self, settings: Trainer) -> None:
