@@ -114,7 +114,7 @@ class Grpo(Section):
         2.0,
         ge=1,
         le=1e6,
-        description="Cap of the weight π_proximal/π_behaviour of a token, where engine and trainer differ in rounding.",
+        description="Cap of a token's weight π_proximal/π_behaviour; the weight is 1 with both on the CPU in float32.",
     )
     max_logprob_gap: float = operational(
         0.1,
