@@ -183,6 +183,15 @@ class InferenceClient:
         """The servers were handed `version` by the trainer: have each of them say so."""
         await self.pool.adopt(version)
 
+    async def checksums(self) -> dict[str, list[dict[str, str]]]:
+        """A checksum of each tensor, by its name, on each GPU of the SGLang servers, by their addresses."""
+        found = await self.pool.check_weights("checksum")
+        return {url: [rank["checksums"] for rank in answer["ranks"]] for url, answer in found.items()}
+
+    async def overwrite_weights(self) -> None:
+        """Fill the tensors of SGLang servers, which must be paused, with random numbers; weights must follow."""
+        await self.pool.overwrite_weights()
+
     async def evict(self, failed: Mapping[str, str]) -> None:
         """Give nothing more to servers of which somebody else has seen that they failed: why, by their address."""
         for server in self.pool.servers:

@@ -268,6 +268,20 @@ class ServerPool:
         if str(held) != str(self._target):
             raise WrongVersion(f"{server.url} holds weights {held} after it was sent {self._target}")
 
+    async def check_weights(self, action: str) -> dict[str, Any]:
+        """What each healthy server answers to `/weights_checker`, by its address. A server that fails is evicted."""
+
+        async def ask(server: Server) -> tuple[str, Any]:
+            return server.url, await self._ask(server, "POST", "/weights_checker", {"action": action})
+
+        return dict(await self._each(ask))
+
+    async def overwrite_weights(self) -> None:
+        """Have every healthy server put random numbers into its tensors: it holds no version until it is given one."""
+        for server in self.servers:
+            server.knows = server.knows and not server.healthy
+        await self.check_weights("reset_tensors")
+
     async def broadcast(self, path: str, body: dict[str, Any]) -> None:
         """POST to every healthy server. A server that fails is evicted."""
         await self._each(lambda server: self._ask(server, "POST", path, body))

@@ -37,6 +37,7 @@ from areal_tasks.engines.handover import (
 from areal_tasks.engines.lending import Lent
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.models import load_tokenizer
+from areal_tasks.engines.proof import Proof, is_proven
 from areal_tasks.engines.recovery import Replayed, replay_stage, restore, worst
 from areal_tasks.engines.service import spec_of
 from areal_tasks.engines.trainer_client import TrainerClient
@@ -54,11 +55,7 @@ T = TypeVar("T")
 
 TRAINER = "trainer"
 SIGN_SECONDS = 60.0  # looks at all servers, side by side
-MODULES = {
-    "embedded": "areal_tasks.engines.embedded",
-    "sglang": "areal_tasks.engines.sglang",
-    TRAINER: "areal_tasks.engines.trainer",
-}
+MODULES = {name: f"areal_tasks.engines.{name}" for name in ("embedded", "sglang", TRAINER)}
 
 
 class Engines:
@@ -87,6 +84,7 @@ class Engines:
         self._starts: dict[str, int] = {}  # the servers that the client knows, by address: whoever heals restarts all
         self._trainer_address = ""
         self._loop = LoopThread()
+        self._proof = Proof(self.call, is_proven(recipe))
         self._scratch = TemporaryDirectory(prefix="arealflow-flow-")
 
     def __enter__(self) -> Engines:
@@ -225,7 +223,7 @@ class Engines:
         def look() -> dict[str, Sign]:
             return {"the verifiers": Sign(pool.judged, f"{pool.judged} of {samples} judged")}
 
-        return self.watchdog.waiting("verdicts", look, ends=False)  # each has reward.timeout_seconds
+        return self.watchdog.waiting("verdicts", look, ends=False)  # each has reward.wall_seconds
 
     def serve_weights(self, ref: WeightsRef, trainer: TrainerClient | None = None, handed: bool = False) -> list[float]:
         """Make every server generate with `ref`; seconds for each. Nothing to do without servers, or if they hold it.
@@ -254,7 +252,7 @@ class Engines:
             self._fetched.keep(draft.memory)
             client = self._servers()
             with self._doubting():
-                done = load_ahead(draft, lambda folder: self.call(client.update_weights(folder, version)))
+                done = load_ahead(draft, lambda folder: self._proof.load(client, folder, version))
             self.serving = self.written = done.ref
             self._fetched.loaded(done.load_seconds, len(self._starts))
         return done
@@ -272,7 +270,8 @@ class Engines:
             return self._load_written(client, ref)
         trainer = trainer or self.trainer_at(ref.version)
         if not self.store_only:
-            return self._hand_over(client, trainer, ref.version)
+            with self._doubting():
+                return self._proof.of(client, lambda: self._hand_over(client, trainer, ref.version))
         log.info("version %d is not in the store, from which servers get their weights here: writing it", ref.version)
         return self.write_weights(trainer, ref.version).load_seconds
 
@@ -281,7 +280,7 @@ class Engines:
         store = self.run.store
         there = nullcontext(store.uri(ref.path)) if self._embedded else local_weights(store, ref, self._fetched)
         with self._doubting(), there as where:
-            loads = self.call(client.update_weights(str(where), ref.version))
+            loads = self._proof.load(client, str(where), ref.version)
         return self._fetched.loaded(loads, len(self._starts))
 
     def _hand_over(self, client: InferenceClient, trainer: TrainerClient, version: int) -> list[float]:
@@ -303,7 +302,6 @@ class Engines:
         self.call(client.evict(gone))
         self.supervisor.end(gone, "did not take new weights", grace_seconds=0.0)
         self.call(client.adopt(version))
-        self._doubted = False
         if not (held := client.healthy()):
             raise ServerDown(f"no inference server took version {version}: {'; '.join(gone.values())}")
         return [time.monotonic() - started] * len(held)

@@ -18,7 +18,7 @@ def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
     return Stage(
         name="train",
         kind=Kind.TRAIN_STEP,
-        version=2,  # 2: the decoupled objective where engines are not equal to the bit
+        version=2,  # 2: the decoupled objective where server and trainer differ by more than rounding on the CPU
         run=run,
         reads=tuple(name for table in _tables(recipe) for name in columns(table, *COLUMNS[table])),
         writes=("train_steps", "train_samples"),
@@ -32,10 +32,10 @@ def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
 
 
 def _tables(recipe: RlhfRecipe | SftRecipe) -> tuple[str, ...]:
-    """What the objective reads."""
+    """What the objective reads; the reference also where KL is in the reward, to measure it."""
     if isinstance(recipe, SftRecipe):
         return ("batch",)
-    reference = ("reference",) if recipe.algorithm.kl == "loss" else ()
+    reference = ("reference",) if recipe.algorithm.kl != "none" else ()
     return ("rollout", "advantage", *reference, *(("proximal",) if needs_proximal(recipe) else ()))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
+from recorded_runs import recipes, unpack
 from stage_driver import Digests, digests, drive, start_driver, store_in, tiny
 from task_states import task_states
 
@@ -218,6 +219,22 @@ def test_another_recipe_under_the_name_of_a_run_is_refused(prefect: Prefect, res
         rlhf(resumed.recipe, run="r", overrides="algorithm.clip_ratio=0.3")
     assert "algorithm.clip_ratio is 0.2 there and 0.3 here" in failure(prefect)
     assert digests(resumed.folder, "r") == resumed.whole
+
+
+def test_a_run_of_an_earlier_version_is_resumed_by_todays_recipe(
+    prefect: Prefect, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The deployment's parameters hold today's defaults, and nobody says what was not set."""
+    store, recipe = unpack(tmp_path), recipes()["grpo"]
+    assert recipe.algorithm.std_unbiased  # type: ignore[union-attr]
+    assert rlhf(moved(recipe, tmp_path), run="grpo")["iterations"] == 3
+    [line] = [message for message in caplog.messages if message.startswith("run grpo keeps")]
+    assert "algorithm.std_unbiased=false" in line and "algorithm.max_log_ratio=0.0" in line
+    run = load_run(store, "grpo")
+    assert len(run.segments) == 1 and run.recipe_at(2)["algorithm"]["std_unbiased"] is False
+    with pytest.raises(UserError):
+        rlhf(moved(recipe, tmp_path), run="grpo", overrides="algorithm.max_log_ratio=10")
+    assert "algorithm.max_log_ratio is 0.0 there and 10.0 here" in failure(prefect)
 
 
 def test_a_persons_mistake_is_logged_without_a_traceback(

@@ -13,14 +13,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
-from areal_tasks.engines.trainer.attention import NAME
+from areal_tasks.engines.names import Names, stored_names
 from areal_tasks.engines.trainer.backend import Scores, TokenLoss
 from areal_tasks.engines.trainer.forward import DeviceLayout, token_scores
 from areal_tasks.engines.trainer.head import HeadTask, TokenHead
-from schemas.recipe.sections import Model, Trainer
+from areal_tasks.engines.trainer.shares import Share, fill, share_of
+from areal_tasks.engines.trainer.skeleton import empty_model, replace_parameters, with_memory
+from schemas.recipe.sections import Trainer
 
 #: The loss to minimise, a scalar with gradient, and the rows of the `TokenLoss` behind it, without.
 Loss = tuple[Float[Tensor, ""], Float[Tensor, "K T"]]
@@ -40,12 +40,13 @@ class Policy(nn.Module):
 
     Call it, never its `forward`: sharding hangs on the call's hooks. Wrappers must not cast its floating-point
     arguments (`MixedPrecisionPolicy(cast_forward_inputs=False)`). Its parameters have the model's own names, after
-    `model.`.
+    `model.`; `names` says what they are called in the checkpoint. A model without one has the same names there.
     """
 
-    def __init__(self, model: Any, head_chunk_tokens: int, compiled: bool = False) -> None:
+    def __init__(self, model: Any, head_chunk_tokens: int, compiled: bool = False, names: Names | None = None) -> None:
         super().__init__()
         self.model = model
+        self.names = names or Names(model, model.state_dict())
         self.head_chunk_tokens = head_chunk_tokens
         self.compiled = compiled
         self.fused = has_plain_head(model)
@@ -71,13 +72,9 @@ class Policy(nn.Module):
         values = loss(scores.logprobs, scores.entropy, slice(0, len(layout.targets)))
         return (weights * values[0]).sum(), values.detach()
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's tensors under their own names, as they are held; one that is tied to another comes once."""
-        seen: set[int] = set()
-        for name, tensor in self.model.state_dict().items():
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                yield name, tensor
+    def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """What belongs to the checkpoint and is no parameter; whole on every rank."""
+        return ((name, self.model.get_buffer(name)) for name in self.names.buffers)
 
     def _logits(self, layout: DeviceLayout) -> Float[Tensor, "T V"]:
         """Logits at the positions that predict counted tokens, and nowhere else, all at once.
@@ -104,21 +101,28 @@ def has_plain_head(model: Any) -> bool:
     return isinstance(head, nn.Linear) and head.bias is None and model.config.model_type in PLAIN_HEADS
 
 
-def load_policy(folder: Path, settings: Trainer, model_settings: Model, device: torch.device) -> Policy:
-    """The causal language model in `folder` with fp32 parameters on `device`, dropout off, prepared for training.
-
-    In which precision it computes (`model.dtype`) is its backend's business.
-    """
-    return prepare(read_policy(folder, settings, device), settings)
+def empty_policy(folder: Path, settings: Trainer) -> Policy:
+    """The causal language model in `folder` without its weights, dropout off: fp32 parameters on `meta`."""
+    model = empty_model(folder)
+    return Policy(model, settings.head_chunk_tokens, settings.compile, Names(model, stored_names(folder)))
 
 
-def read_policy(folder: Path, settings: Trainer, device: torch.device) -> Policy:
-    """The same before it is prepared: it can still be copied."""
-    transformers_logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation=NAME, use_safetensors=True, trust_remote_code=False
-    )
-    return Policy(model.eval().to(device), settings.head_chunk_tokens, settings.compile)
+def read_policy(folder: Path, settings: Trainer, device: torch.device, dtype: torch.dtype = torch.float32) -> Policy:
+    """The causal language model in `folder`, whole, with parameters in `dtype` on `device`, not prepared yet."""
+    policy = empty_policy(folder, settings)
+    replace_parameters(policy, lambda parameter: with_memory(parameter, device, dtype))
+    fill_policy(policy, folder, device)
+    return policy
+
+
+def fill_policy(
+    policy: Policy, folder: Path, device: torch.device, share: Callable[[Tensor], Share] = share_of
+) -> None:
+    """Read what is here of each parameter, which has its memory, from `folder`; put the buffers on `device`."""
+    for buffer in policy.buffers():
+        buffer.data = buffer.data.to(device)
+    held = [*policy.model.named_parameters(), *policy.saved_buffers()]
+    fill(folder, policy.names, {policy.names.tied[name]: share(tensor) for name, tensor in held})
 
 
 def prepare(policy: Policy, settings: Trainer) -> Policy:
