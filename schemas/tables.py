@@ -1,7 +1,8 @@
 """Arrow schemas of every table a stage writes (one row per sample unless said otherwise).
 
-Index convention: `logprobs`, `versions`, `loss_mask`, `ref_logprobs`, `prox_logprobs` and `advantages` share the length
-of `input_ids`; element *i* speaks of token *i* of `input_ids`. Prompt positions hold 0 (version -1, mask False).
+Index convention: `logprobs`, `versions`, `stale_kv`, `loss_mask`, `ref_logprobs`, `prox_logprobs` and `advantages`
+share the length of `input_ids`; element *i* describes token *i* of `input_ids`. Prompt positions hold 0 (version -1,
+mask False).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ ROLLOUT: Final = _schema(
     ("loss_mask", MASK),
     ("logprobs", FLOATS),
     ("versions", TOKENS),
+    ("stale_kv", MASK),  # sampled over keys and values that weights older than the token's version computed
     ("num_tokens", pa.int32()),
     ("num_generated", pa.int32()),
     ("stop_reason", pa.string()),
@@ -63,6 +65,10 @@ VERIFY: Final = _schema(
     ("detail", pa.string()),
     ("verifier", pa.string()),
     ("verify_seconds", pa.float32()),
+)
+
+VERDICTS_TABLE: Final = pa.schema(  # the verdicts that accompanied the groups of a rollout
+    [*VERIFY, pa.field("judged_by", pa.string(), nullable=False)]  # digest of the verifier's settings
 )
 
 REFERENCE: Final = _schema(("sample_id", pa.string()), ("ref_logprobs", FLOATS))
@@ -148,6 +154,9 @@ SFT_BATCH: Final = _schema(  # the demonstrations one SFT iteration trains on
 
 TEXTS: Final = frozenset({"prompt", "completion", "answer", "parsed", "detail"})
 
+#: Columns of lists that tables of earlier programs lack: all False, as long as the named column.
+LATER: Final = {"stale_kv": "versions"}
+
 #: Short texts of which there are few, whatever the number of rows.
 REPEATED: Final = frozenset({"stop_reason", "server", "status", "verdict", "verifier", "dropped_reason", "transport"})
 
@@ -168,6 +177,7 @@ TABLES: Final[dict[str, pa.Schema]] = {
     "prompts": PROMPTS,
     "eval_prompts": PROMPTS,
     "rollout": ROLLOUT,
+    "verdicts": VERDICTS_TABLE,
     "verify": VERIFY,
     "reference": REFERENCE,
     "proximal": PROXIMAL,

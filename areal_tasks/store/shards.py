@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -15,7 +16,7 @@ from areal_tasks.store.commit import verified
 from areal_tasks.store.digest import content_digest
 from areal_tasks.store.parallel import parallel
 from schemas.manifest import ShardRef, TableRef
-from schemas.tables import FLOATS, TABLES, TEXTS
+from schemas.tables import FLOATS, LATER, TABLES, TEXTS
 
 __all__ = ["content_digest", "read_shard", "read_table", "write_table"]
 
@@ -175,6 +176,20 @@ def _difference(wanted: pa.Schema, given: pa.Schema) -> str:
 
 def read_shard(store: Store, shard: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
     """The rows of one shard, verified; those of `columns` that it has, or all that it has."""
-    data = verified(store, shard.path, shard.sha256)
-    names = None if columns is None else list(columns)
-    return pq.ParquetFile(pa.BufferReader(data)).read(columns=names, use_threads=False)
+    file = pq.ParquetFile(pa.BufferReader(verified(store, shard.path, shard.sha256)))
+    names = file.schema_arrow.names if columns is None else list(columns)
+    lacking = [name for name in names if name in LATER and name not in file.schema_arrow.names]
+    sources = [LATER[name] for name in lacking]
+    table = file.read(columns=[*names, *sources], use_threads=False)
+    for name, source in zip(lacking, sources, strict=True):
+        table = table.append_column(name, all_false(table[source]))
+    return table.select([name for name in names if name in table.column_names])
+
+
+def all_false(lists: pa.ChunkedArray) -> pa.ListArray:
+    """A list of False for each list, of its length."""
+    whole = lists.combine_chunks()
+    offsets = pc.cumulative_sum(
+        pa.concat_arrays([pa.array([0], pa.int32()), pc.list_value_length(whole).cast(pa.int32())])
+    )
+    return pa.ListArray.from_arrays(offsets, pa.array(np.zeros(offsets[-1].as_py(), dtype=bool)))

@@ -45,6 +45,7 @@ class Sample:
     server: str
     seconds: float
     turns: int = 1
+    stale_kv: Values | None = None  # none: no token was sampled over the cache of older weights
 
     @property
     def generated_versions(self) -> Flat:
@@ -99,11 +100,16 @@ def _scalars(sample: Sample) -> dict[str, Any]:
     }
 
 
+def _values(sample: Sample, name: str) -> Values:
+    found: Values | None = getattr(sample, name)
+    return np.zeros(len(sample.input_ids), bool) if found is None else found
+
+
 def _lists(samples: Sequence[Sample], name: str) -> pa.ListArray:
     """A column of lists, made from one flat array: a list at a time takes Arrow three times as long."""
     kind = ROLLOUT.field(name).type
     dtype = kind.value_type.to_pandas_dtype()
-    parts = [np.asarray(getattr(sample, name), dtype) for sample in samples]
+    parts = [np.asarray(_values(sample, name), dtype) for sample in samples]
     sizes = np.array([len(part) for part in parts], dtype=np.int64)
     return ragged(np.concatenate([np.zeros(0, dtype), *parts]), sizes, kind)
 

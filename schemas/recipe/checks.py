@@ -62,6 +62,10 @@ def _source(*kinds: str) -> Callable[[Any], bool]:
     return lambda recipe: source_kind(recipe.data.source) in kinds
 
 
+def _asynchronous(recipe: Any) -> bool:
+    return bool(recipe.rollout.max_head_offpolicyness > 0)
+
+
 def _splits(recipe: Any) -> bool:
     return source_kind(recipe.data.source) != "file" or SPLIT in recipe.data.source
 
@@ -126,6 +130,14 @@ IDLE: Final = (
         "trainer.cpu_offload",
         lambda r: r.trainer.backend == "fsdp2" or (r.trainer.backend == "deepspeed" and r.trainer.zero_stage > 0),
         "with trainer.backend local, or with trainer.zero_stage 0: set the backend to fsdp2, or a higher stage",
+    ),
+    *(
+        Idle(f"rollout.{name}", _asynchronous, "with rollout.max_head_offpolicyness 0: groups wait for new weights")
+        for name in ("bound", "interruption", "pace")
+    ),
+    *(
+        Idle(f"rollout.{name}", lambda r: r.rollout.filter != "none", "with rollout.filter none: nothing is rejected")
+        for name in ("filter_arguments", "max_rejected")
     ),
     Idle("evaluation.every", lambda r: r.flow != "evaluate", "in an evaluate recipe: it evaluates once"),
     *(

@@ -16,6 +16,7 @@ from schemas.recipe.checks import (
 )
 from schemas.recipe.fields import Section, section, semantic
 from schemas.recipe.inference_checks import INFERENCE_CHECKS, trainer_gpus_suffice
+from schemas.recipe.rollout_checks import ROLLOUT_CHECKS
 from schemas.recipe.sections import (
     Alerts,
     Data,
@@ -60,7 +61,7 @@ class BaseRecipe(Section):
 class RlhfRecipe(BaseRecipe):
     """Reinforcement learning from verified rewards: rollout → verify → advantage → train → publish."""
 
-    CHECKS = (*BASE_CHECKS, *TRAINING_CHECKS, *EVALUATION_CHECKS, *INFERENCE_CHECKS, *GRPO_CHECKS)
+    CHECKS = (*BASE_CHECKS, *TRAINING_CHECKS, *EVALUATION_CHECKS, *INFERENCE_CHECKS, *GRPO_CHECKS, *ROLLOUT_CHECKS)
 
     flow: Literal["rlhf"] = Field("rlhf", description=FLOW)
     rollout: Rollout = section(Rollout, "Sampling.")

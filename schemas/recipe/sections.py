@@ -60,10 +60,64 @@ class Rollout(Section):
     max_new_tokens: int = semantic(256, ge=1, le=131072, description="Longest completion, in tokens.")
     temperature: float = semantic(1.0, gt=0, le=10, description="Softmax temperature; logprobs are taken at it too.")
     stop: list[str] = semantic([], description="Strings that end a completion (kept in it).")
+    max_head_offpolicyness: int = semantic(
+        0,
+        before=0,
+        ge=0,
+        le=1024,
+        description="η: how many versions the newest weights may be ahead of those with which a sample began. "
+        "0 is synchronous: every sample is of the weights that train on it.",
+    )
+    bound: Literal["strict", "admission"] = semantic(
+        "strict",
+        before="strict",
+        description="`strict`: η is never exceeded. `admission`: only the number of groups that begin is bounded, "
+        "as in AReaL; slow groups may exceed η, and training waits for none.",
+    )
+    interruption: Literal["in_place", "abort", "drain"] = semantic(
+        "in_place",
+        before="in_place",
+        description="What new weights do to samples under way. `in_place`: they continue with the KV cache of older "
+        "weights, and their tokens are marked. `abort`: their cache is computed again. `drain`: weights wait for them.",
+    )
+    filter: str = semantic(
+        "none",
+        before="none",
+        description="Which groups are rejected by their rewards, and others generated: `none`, `zero_variance` (all "
+        "equal), `success_rate` (outside `filter_arguments` `low` and `high`), or your own as `package.module:object`.",
+    )
+    filter_arguments: dict[str, Any] = semantic({}, before={}, description="Keyword arguments of the filter.")
+    max_rejected: int = operational(
+        0, ge=0, description="Groups a filter may reject without a filled batch before the run ends; 0: ten batches."
+    )
+    pace: int | None = operational(
+        None, ge=0, description="Groups that may begin beyond what the next iteration takes; none: as many as η allows."
+    )
+    workers: int = operational(
+        1, ge=1, le=1024, description="Processes that run workflows; threads with launcher.type inline."
+    )
+    flush_seconds: float = operational(
+        30.0,
+        ge=0,
+        le=86400,
+        description="A finished group that no iteration has taken is in the store after this time.",
+    )
+    held_groups: int = operational(
+        4096, ge=1, le=1_000_000, description="Finished groups that a worker keeps in memory; further ones are stored."
+    )
+    group_seconds: float = operational(
+        3600.0, gt=0, le=864000, description="Time limit of one attempt at a group: verification and turns included."
+    )
+    group_attempts: int = operational(
+        3, ge=1, le=1000, description="Attempts at a group that fails, after which it is rejected."
+    )
+    max_failed_groups: int = operational(
+        32, ge=0, le=1_000_000, description="Groups rejected as failed, since the run was started, that end it."
+    )
 
 
 class Workflow(Section):
-    """How one sample is produced."""
+    """How one group of samples is produced."""
 
     name: str = semantic("single_turn", description="`single_turn`, or your own as `package.module:object`.")
     arguments: dict[str, Any] = semantic({}, description="Keyword arguments of your own workflow.")

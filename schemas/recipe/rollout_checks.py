@@ -1,0 +1,29 @@
+"""Checks of what generation that runs ahead of training, and filters of groups, need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from schemas.recipe.recipe import RlhfRecipe
+
+Message = str | None
+
+
+def memory_is_not_lent(r: RlhfRecipe) -> Message:
+    if r.rollout.max_head_offpolicyness > 0 and r.inference.release_memory:
+        return (
+            "inference.release_memory: servers cannot release their memory while they generate; "
+            "set rollout.max_head_offpolicyness to 0, or leave it out"
+        )
+    return None
+
+
+def filter_has_rewards(r: RlhfRecipe) -> Message:
+    if r.rollout.filter == "zero_variance" and r.rollout.group_size == 1:
+        return "rollout.filter: zero_variance rejects every group of one sample; raise rollout.group_size"
+    return None
+
+
+ROLLOUT_CHECKS: Final[tuple[Callable[[Any], Message], ...]] = (memory_is_not_lent, filter_has_rewards)
