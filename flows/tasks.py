@@ -55,20 +55,21 @@ class StageTasks:
         self._before()
         self._jobs |= {job.label: job for job in jobs}
         if len(jobs) == 1:
-            run_task_sync(self._task(jobs[0].stage), parameters={"label": jobs[0].label, "inputs": _paths(jobs[0])})
+            run_task_sync(self._task(jobs[0]), parameters={"label": jobs[0].label, "inputs": _paths(jobs[0])})
         else:
-            futures = [self._task(job.stage).submit(job.label, _paths(job)) for job in jobs]
+            futures = [self._task(job).submit(job.label, _paths(job)) for job in jobs]
             wait(futures)
             for future in futures:
                 future.result()
         return [self._built.pop(job.label) for job in jobs]
 
-    def _task(self, stage: Stage) -> Task[..., Any]:
-        if stage.name not in self._tasks:
-            self._tasks[stage.name] = self._make_task(stage)
-        return self._tasks[stage.name]
+    def _task(self, job: Job) -> Task[..., Any]:
+        name = job.stage.name
+        if name not in self._tasks:
+            self._tasks[name] = self._make_task(job.stage, job.context.recipe.launcher.restarts)
+        return self._tasks[name]
 
-    def _make_task(self, stage: Stage) -> Task[..., Any]:
+    def _make_task(self, stage: Stage, restarts: int) -> Task[..., Any]:
         def run_stage(label: str, inputs: dict[str, str]) -> State[Any]:
             ids = PrefectIds(flow_run=flow_run.get_id() or "", task_run=task_run.get_id() or "")
             self._built[label] = built = self._jobs[label].run(ids)
@@ -78,7 +79,7 @@ class StageTasks:
             run_stage,
             name=stage.name,
             task_run_name="{label}",  # no tags: each would cost a request for its concurrency limit, up to 2 s
-            retries=len(RETRY_DELAYS),
+            retries=max(len(RETRY_DELAYS), restarts + 1),  # the last of them finds that no restart is left, and why
             retry_delay_seconds=RETRY_DELAYS,
             retry_condition_fn=worth_retrying,
             persist_result=False,

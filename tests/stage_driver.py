@@ -101,7 +101,7 @@ def retrying(execute: Execute) -> Execute:
     """As the flow's tasks do: an engine that is gone may come back."""
 
     def attempt(job: Job) -> Built:
-        for _ in range(3):
+        for _ in range(4):  # one more than launcher.restarts
             try:
                 return execute([job])[0]
             except (TrainerDown, ServerDown):

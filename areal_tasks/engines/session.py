@@ -13,7 +13,7 @@ import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -365,7 +365,8 @@ class Engines:
         if self._trainer is None or self._trainer_address != url:
             if self._trainer is not None:
                 self._trainer.close()
-            self._trainer = TrainerClient(url, self.supervisor.token, watchdog=self.watchdog)
+            distrust = partial(self.supervisor.end, [url])
+            self._trainer = TrainerClient(url, self.supervisor.token, watchdog=self.watchdog, distrust=distrust)
             self._trainer_address = url
         return self._trainer
 

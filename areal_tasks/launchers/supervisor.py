@@ -40,6 +40,7 @@ class Service:
     handle: Handle
     url: str = ""
     failures: int = 0  # since something came of its work
+    reason: str = ""  # why it was ended
 
 
 class ServiceFailed(UserError):
@@ -97,16 +98,18 @@ class Supervisor:
                     self._restart(service, weights)
 
     def progressed(self) -> None:
-        """Something has come of the services' work: failures before that do not count any more."""
+        """Something has come of the work of the services that run: their failures before do not count any more."""
         for service in self.services.values():
-            service.failures = 0
+            if service.handle.exit_code() is None:
+                service.failures = 0
 
     def end(self, urls: Collection[str], why: str = "does not answer", grace_seconds: float = 5.0) -> None:
         """Stop the services that listen at `urls`: they run but are of no use. `heal` starts them again."""
         with self._healing:
             for service in self.services.values():
                 if service.url in urls:
-                    log.warning("service %s at %s %s; ending it", service.job.spec.name, service.url, why)
+                    log.warning("service %s at %s: %s; ending it", service.job.spec.name, service.url, why)
+                    service.reason = f"{why}\n"
                     service.handle.stop(grace_seconds)
 
     def end_hung(self, name: str, why: str) -> None:
@@ -123,7 +126,7 @@ class Supervisor:
         if service.failures >= self.settings.restarts:
             raise ServiceFailed(
                 f"service {spec.name!r} failed {service.failures + 1} times; launcher.restarts allows no more.\n"
-                f"{self._tail(service)}"
+                f"{service.reason}{self._tail(service)}"
             )
         log.warning("service %s ended with %s; starting it again", spec.name, service.handle.exit_code())
         service.handle.stop()
@@ -131,7 +134,7 @@ class Supervisor:
         service.failures += 1
         renewed = spec.model_copy(update={"restart": spec.restart + 1, "weights": weights or spec.weights})
         service.job = replace(service.job, spec=renewed, log=self._log(renewed))
-        service.handle, service.url = self.launcher.start(service.job), ""
+        service.handle, service.url, service.reason = self.launcher.start(service.job), "", ""
 
     def _address(self, service: Service, deadline: float) -> str:
         spec = service.job.spec

@@ -11,14 +11,19 @@ from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
-from stage_driver import Digests, digests, drive, start_driver, store_in, tiny
+from stage_driver import Digests, digests, drive, start_driver, store_in, tiny, tiny_sft
 from task_states import task_states
 
+from areal_tasks.engines.trainer.local import LocalBackend
+from areal_tasks.launchers.supervisor import ServiceFailed
 from areal_tasks.store.commit import commit_once
 from areal_tasks.store.journal import read_log
+from areal_tasks.store.paths import owner
 from areal_tasks.store.runs import Run, load_run, open_run
+from flows import tasks
 from flows.cli.automations import ask
 from flows.rlhf import rlhf
+from flows.sft import sft
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit
 from schemas.recipe.recipe import Recipe
@@ -218,6 +223,25 @@ def test_another_recipe_under_the_name_of_a_run_is_refused(prefect: Prefect, res
         rlhf(resumed.recipe, run="r", overrides="algorithm.clip_ratio=0.3")
     assert "algorithm.clip_ratio is 0.2 there and 0.3 here" in failure(prefect)
     assert digests(resumed.folder, "r") == resumed.whole
+
+
+def test_a_trainer_that_fails_again_and_again_ends_the_flow_run_with_its_reason(
+    prefect: Prefect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is restarted as often as the recipe says, whatever the number of retries, and the run is not begun again."""
+    steps: list[int] = []
+
+    def learn(*_: Any) -> None:
+        steps.append(1)
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    monkeypatch.setattr(LocalBackend, "learn", learn)
+    monkeypatch.setattr(tasks, "RETRY_DELAYS", [0.1])
+    recipe = tiny_sft(store={"url": store_in(tmp_path).url}, launcher={"restarts": 2})
+    with pytest.raises(ServiceFailed):
+        sft(recipe, run="fails")
+    assert len(steps) == 3 and not store_in(tmp_path).exists(owner("fails", 2))
+    assert "failed at /train: RuntimeError: NCCL error: unhandled system error (engines/" in failure(prefect)
 
 
 def test_a_persons_mistake_is_logged_without_a_traceback(

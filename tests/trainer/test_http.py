@@ -135,7 +135,7 @@ def _check_owners(world: World, two: Service) -> None:
     _good(Loaded, two.post("load", Load(owner=2, version=0, weights=world.initial)))
     for command in (_train(world, 0), _train(world, 6)):
         refusal = two.post("train", command)
-        assert refusal.status_code == 409
+        assert refusal.status_code == 403
         assert "owner 1 was superseded by owner 2" in refusal.json()["error"]
     health = _good(Health, two.http.get("/health")).model_dump(exclude={"stored"})
     assert health == {"version": 0, "step": 0, "owner": 2, "busy": False, "done": 0, "of": 0, "storing": ""}

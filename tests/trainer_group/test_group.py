@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -85,13 +86,15 @@ def test_ranks_that_hold_different_things_break_up() -> None:
     found = _command(groups, [lambda: 1, _raises(UserError("no memory"))], ["version 1", "version None"])
     assert [type(f) for f in found] == [GroupBroken, GroupBroken]
     assert str(found[0]) == "the ranks differ: rank 0 holds version 1; rank 1 holds version None no memory"
+    assert found[0].by_user, "a person can change it, though it broke the group"
 
 
 def test_an_unexpected_error_breaks_the_group_even_if_all_share_it() -> None:
     groups, _ = _groups()
     found = _command(groups, [_raises(RuntimeError("NCCL")), _raises(RuntimeError("NCCL"))])
     assert [type(f) for f in found] == [GroupBroken, GroupBroken]
-    assert str(found[0]) == "rank 0: RuntimeError: NCCL; rank 1: RuntimeError: NCCL"
+    assert re.fullmatch("rank 0: RuntimeError: NCCL .*; rank 1: RuntimeError: NCCL .*", str(found[0]))
+    assert not found[0].by_user
 
 
 def test_a_rank_that_fails_alone_says_why_while_the_others_are_stuck() -> None:
@@ -100,9 +103,10 @@ def test_a_rank_that_fails_alone_says_why_while_the_others_are_stuck() -> None:
     stuck = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(groups[0].lead, "go", stuck.wait, lambda: "same")
-        with pytest.raises(GroupBroken, match="rank 1: no memory"):
+        with pytest.raises(GroupBroken, match="rank 1: no memory") as broken:
             groups[1].follow(lambda text: _raises(UserError("no memory"))(), lambda: "same")
-        assert groups[0].last_words(1) == "no memory"
+        assert broken.value.by_user
+        assert groups[0].last_words(1) == Outcome(1, "same", "no memory")
         assert not leading.done()
         stuck.set()
         assert isinstance(leading.exception(5), UserError)
@@ -110,8 +114,8 @@ def test_a_rank_that_fails_alone_says_why_while_the_others_are_stuck() -> None:
 
 def test_a_rank_that_dies_without_a_word_has_none() -> None:
     groups, _ = _groups()
-    assert groups[0].last_words(1) == ""
-    assert Group().last_words(0) == ""
+    assert groups[0].last_words(1) is None
+    assert Group().last_words(0) is None
 
 
 def test_what_rank_0_finds_is_found_by_all() -> None:
@@ -192,7 +196,7 @@ def test_rank_0_answers_with_why_the_group_ends(world: World, monkeypatch: pytes
         ending.join()  # before `killpg` is the real one again
         _let_go(store)
     assert answer.status_code == 500
-    assert answer.json() == {"error": "GroupBroken: rank 1: out of memory"}
+    assert answer.json() == {"error": "rank 1: out of memory"}
     assert ended == [(0, signal.SIGKILL)]
 
 

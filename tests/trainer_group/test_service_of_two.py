@@ -12,7 +12,7 @@ from conftest import recipe
 from trainer_builders import World, advantage, rollout
 
 from areal_tasks.engines.trainer.commands import Load, Train, Write
-from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
+from areal_tasks.engines.trainer_client import OutOfOrder, TrainerClient, TrainerDown
 from areal_tasks.launchers.local import LocalHandle
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.store.shards import read_table
@@ -67,7 +67,7 @@ def _published(world: World, client: TrainerClient, attempt: str) -> list[str]:
 def test_commands_over_http(world: World, supervisor: Supervisor) -> None:
     client = _client(supervisor)
     assert client.health().version is None
-    with pytest.raises(UserError, match="nothing is loaded"):
+    with pytest.raises(OutOfOrder, match="nothing is loaded"):
         client.train(_train(world, 0))
     client.load(Load(owner=1, version=0, weights=world.initial))
     command = _train(world, 0)
@@ -75,7 +75,7 @@ def test_commands_over_http(world: World, supervisor: Supervisor) -> None:
     assert read_table(world.store, answer.tables["train_steps"]).num_rows == 1
     weights = _published(world, client, "one")
     assert client.train(command) == answer
-    with pytest.raises(UserError, match="version 1 is held"):
+    with pytest.raises(OutOfOrder, match="version 1 is held"):
         client.train(_train(world, 0, digest="another"))
     assert _published(world, client, "two") == weights
     assert client.train(_train(world, 1)).version == 2
