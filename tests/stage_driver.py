@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -31,6 +32,7 @@ MARK = "AREAL_TEST_RUN"
 #: Imported once, so that a driver starts in milliseconds.
 PRELOAD = ["areal_tasks.stages.loop", "areal_tasks.engines.trainer.process", "areal_tasks.engines.embedded.process"]
 GROUPS, ITERATIONS = 4, 3
+PAUSE_SECONDS = 0.5
 
 Digests = list[list[tuple[str, str]]]
 
@@ -105,7 +107,7 @@ def retrying(execute: Execute) -> Execute:
             try:
                 return execute([job])[0]
             except (TrainerDown, ServerDown):
-                continue
+                time.sleep(PAUSE_SECONDS)  # as tasks do: a process that is killed may take a moment to be gone
         return job.run(PrefectIds())
 
     def run(jobs: Sequence[Job]) -> list[Built]:

@@ -36,7 +36,8 @@ class Connections:
 
     async def drop(self, server: Server) -> None:
         """Close all connections to a server: whoever waits for its answers is told ServerDown."""
-        await self._sessions.pop(server).close()
+        if server in self._sessions:
+            await self._sessions.pop(server).close()
 
     async def answers(self, server: Server, body: dict[str, Any]) -> AsyncGenerator[list[dict[str, Any]]]:
         """What `/generate` answers to `body`: once, or for a stream as often as it grows. Raises as `ask` does."""

@@ -103,6 +103,14 @@ class TrainerClient:
             return 0, 0  # whoever waits for the command is told
         return (health.done, health.of) if health.busy else (0, 0)
 
+    def is_free(self, version: int) -> bool:
+        """Whether it holds that version and has nothing to do. Raises nothing."""
+        try:
+            health = self._look()
+        except (TrainerDown, UserError):
+            return False
+        return health.version == version and not health.busy
+
     def sign(self) -> Sign:
         """Whether the trainer gets on, for a watchdog."""
         try:

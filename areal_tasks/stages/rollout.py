@@ -79,7 +79,7 @@ def generate(
     work = load_workflow(recipe.workflow.name, recipe.workflow.arguments).run(prompts, settings)
     before, samples = client.finished, len(prompts) * group_size
     with reported(label, "samples", lambda: (min(samples, client.finished - before), samples)):
-        table = samples_to_table(context.engines.call(work))
+        table = samples_to_table(context.engines.call(work, generates=True))
     check_versions(client, context.weights.version)
     return table
 

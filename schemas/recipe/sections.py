@@ -65,7 +65,11 @@ class Rollout(Section):
 class Workflow(Section):
     """How one sample is produced."""
 
-    name: str = semantic("single_turn", description="`single_turn`, or your own as `package.module:object`.")
+    name: str = semantic(
+        "single_turn",
+        description="`single_turn`, or your own as `package.module:object`. It runs in the event loop of the servers' "
+        "client: one call that blocks stalls the traffic of all servers, so use `await asyncio.to_thread(...)` for it.",
+    )
     arguments: dict[str, Any] = semantic({}, description="Keyword arguments of your own workflow.")
 
 
@@ -257,7 +261,11 @@ class Launcher(Section):
     )
     startup_seconds: float = operational(180.0, gt=0, le=86400, description="A service must be ready within this time.")
     restarts: int = operational(
-        3, ge=0, le=1000, description="Restarts of a failed service, without a commit between, before the run stops."
+        3,
+        ge=0,
+        le=1000,
+        description="Restarts of a failed service, without a commit between, before the run stops; one of several "
+        "inference servers is left out instead.",
     )
     warn_seconds: float = operational(
         60.0,

@@ -29,6 +29,8 @@ class Fake:
         self.name = ""  # of the weights, until it gets others
         self.update_bodies: list[dict[str, Any]] = []
         self.on_generate = self.generate
+        self.on_update = self.update
+        self.deaf_to_prompts = False  # closes the connection, and seems well otherwise
         self.ended = asyncio.Event()
         self.busy = asyncio.Lock()
         self.url = ""
@@ -43,7 +45,7 @@ class Fake:
         version = self.version
         async with self.busy:
             await asyncio.sleep(self.delay + self.per_sample * len(body["input_ids"]))
-        if self.deaf:
+        if self.deaf or self.deaf_to_prompts:
             assert request.transport is not None
             request.transport.close()
         if self.broken:
@@ -51,7 +53,9 @@ class Fake:
         if any(999 in prompt for prompt in body["input_ids"]):
             return web.json_response({"error": "token id 999 is outside"}, status=400)
         self.interrupt -= 1
-        pairs = zip(body["input_ids"], body["sampling_params"], strict=True)
+        params = body["sampling_params"]
+        each = [params] * len(body["input_ids"]) if isinstance(params, dict) else params
+        pairs = zip(body["input_ids"], each, strict=True)
         interrupted = self.interrupt >= 0
         return web.json_response(
             [self.answer(prompt, p["max_new_tokens"], interrupted, version) for prompt, p in pairs]
@@ -113,7 +117,7 @@ async def serve(fake: Fake, port: int = 0) -> web.AppRunner:
     app.add_routes([web.post(path, fake.command) for path in commands])
     app.add_routes([web.get(path, fake.health) for path in ("/health", "/health_generate")])
     app.add_routes([web.get(path, fake.info) for path in ("/model_info", "/server_info")])
-    app.add_routes([web.post("/update_weights_from_disk", fake.update)])
+    app.add_routes([web.post("/update_weights_from_disk", lambda request: fake.on_update(request))])
     app.add_routes([web.post("/generate", lambda request: fake.on_generate(request))])
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()

@@ -20,7 +20,7 @@ def test_who_still_asks_is_told_at_once_that_servers_are_down(asked: str) -> Non
         fake = Fake(delay=0.2)
         runner = await serve(fake)
         client = InferenceClient([fake.url], "token", Inference(max_concurrent_requests=1))
-        await client.meet()
+        await client.pool.meet()
         if asked == "after":
             await client.close()
         work = asyncio.ensure_future(client.generate(requests(2 if asked == "waiting" else 1)))

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -24,6 +23,7 @@ from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 from schemas.recipe.load import load_recipe
 from tests.inference.fake_server import Fake, serve
+from tests.inference.fake_supervisor import FakeSupervisor
 
 VERSION = 3
 
@@ -41,16 +41,9 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         if request.param == "external":
             found.external = [fake.url]
         else:
-            monkeypatch.setattr(found, "supervisor", supervisor(fake.url))
+            monkeypatch.setattr(found, "supervisor", FakeSupervisor(fake.url))
         yield found
         found.call(runner.cleanup())
-
-
-def supervisor(url: str) -> SimpleNamespace:
-    """One whose only server is the one at `url`."""
-    nothing = {name: lambda *_: None for name in ("end", "heal", "__exit__")}
-    known = {"wait": lambda _: [url], "starting": lambda _: {}, "name_at": lambda found: found, "restarts": lambda _: 0}
-    return SimpleNamespace(**nothing, **known, token="token")
 
 
 def weights(run: Run, folder: Path) -> WeightsRef:

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_damaged_weights import supervisor, weights, within
+from test_damaged_weights import weights, within
 
 from areal_tasks.engines import handover, server_pool
 from areal_tasks.engines.answers import ServerDown
@@ -30,6 +30,7 @@ from schemas.errors import UserError
 from schemas.manifest import WeightsManifest
 from schemas.recipe.load import load_recipe
 from tests.inference.fake_server import Fake, serve
+from tests.inference.fake_supervisor import FakeSupervisor
 
 
 class Loader(Fake):
@@ -78,9 +79,7 @@ def running(
         first = weights(run, folder / "model")
         loaders = [make(name) for name in ("one", "other")]
         runners = [engines.call(serve(loader)) for loader in loaders]
-        found = supervisor("")
-        found.wait = lambda _names: [loader.url for loader in loaders]
-        engines.supervisor = found  # type: ignore[assignment]
+        engines.supervisor = FakeSupervisor(*(loader.url for loader in loaders))  # type: ignore[assignment]
         engines.serve_weights(first)
         yield engines, loaders, Author(run.store, folder / "written")
         for runner in runners:

@@ -35,10 +35,9 @@ def test_a_service_that_hangs_again_and_again_is_ended_each_time(tmp_path: Path)
         with engines.watchdog.waiting("work without end", looks_at(supervisor)):
             for _ in range(RESTARTS):
                 hang_until_ended(supervisor)
-                supervisor.heal()
             hang_until_ended(supervisor)
             with pytest.raises(ServiceFailed, match=r"failed 3 times; launcher\.restarts allows no more"):
-                supervisor.heal()
+                supervisor.look([NAME])
 
 
 def spec(store_url: str) -> ServiceSpec:

@@ -19,7 +19,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from s3_server import BUCKET, S3Server
 from stage_driver import tiny
 
-from areal_tasks.engines import session
+from areal_tasks.engines import servers
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.store import s3_environment
 from areal_tasks.store.backend import Store, open_store
@@ -31,6 +31,7 @@ from flows.credentials import BLOCK, NEEDED, PLACES, SECRETS, kept_by_prefect, o
 from flows.home import home
 from flows.rlhf import rlhf
 from schemas.errors import UserError
+from schemas.manifest import WeightsRef
 
 
 @dataclass
@@ -61,8 +62,8 @@ def watched(api: str, s3: S3Server) -> Iterator[Watched]:
     found = Watched(open_store(f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}"))
 
     class Recorded(Supervisor):
-        def wait(self, names: Sequence[str]) -> list[str]:
-            urls = super().wait(names)
+        def wait(self, names: Sequence[str], weights: WeightsRef | None = None) -> list[str]:
+            urls = super().wait(names, weights)
             found.tokens.append(self.token)
             found.commands += [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
             return urls
@@ -71,7 +72,7 @@ def watched(api: str, s3: S3Server) -> Iterator[Watched]:
     recipe = tiny(launcher={"type": "local"}, schedule={"iterations": 1}, store={"url": found.store.url})
     with pytest.MonkeyPatch.context() as patch:
         forget_keys(patch)
-        patch.setattr(session, "Supervisor", Recorded)
+        patch.setattr(servers, "Supervisor", Recorded)
         assert rlhf(recipe, run="kept")["iterations"] == 1
     yield found
     assert arealflow("s3-keys", "--remove") == 0

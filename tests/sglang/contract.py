@@ -12,8 +12,11 @@ from time import sleep
 from typing import Any, Final
 
 import httpx
+import pytest
 
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient, Refused
+from areal_tasks.engines.external import PROBE, check_temperature
+from schemas.errors import UserError
 from tests.sglang.contract_target import Json, Target, reference, scores_of, tokenizer_of
 
 #: Seconds after which much is being generated and little has ended: on a usual, a slow and a quick machine.
@@ -70,6 +73,19 @@ def logprobs_are_those_of_the_model_at_the_temperature(t: Target) -> None:
             prompts, t.generate(prompts, max_new_tokens=24, temperature=temperature), strict=True
         ):
             t.assert_logprobs(prompt, answer["output_ids"], logprobs_of(answer), temperature)
+
+
+def a_high_temperature_makes_all_tokens_equally_likely(t: Target) -> None:
+    """By which the client tells servers that give logprobs before the temperature is applied."""
+    answers = t.post("/generate", PROBE).raise_for_status().json()
+    assert len({answer["output_ids"][0] for answer in answers}) > 4
+    check_temperature(t.url, answers)
+    raw = t.generate(PROBE["input_ids"], max_new_tokens=1, temperature=1.0)
+    for answer, hot in zip(raw, answers, strict=True):
+        [[_, token, *_]] = hot["meta_info"]["output_token_logprobs"]
+        answer["meta_info"]["output_token_logprobs"] = [[reference(t.folder, [0], [token], 1.0)[0], token]]
+    with pytest.raises(UserError, match="before the temperature is applied"):
+        check_temperature(t.url, raw)
 
 
 def a_mixed_batch_keeps_its_parameters_apart(t: Target) -> None:
@@ -328,6 +344,7 @@ CASES = (
     an_answer_holds_tokens_logprobs_version_and_reason,
     a_single_prompt_is_answered_by_an_object,
     logprobs_are_those_of_the_model_at_the_temperature,
+    a_high_temperature_makes_all_tokens_equally_likely,
     a_mixed_batch_keeps_its_parameters_apart,
     greedy_is_greedy,
     samples_of_a_group_differ,

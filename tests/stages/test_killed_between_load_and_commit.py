@@ -43,8 +43,8 @@ def strike_between(strikes: Strikes, patch: pytest.MonkeyPatch) -> list[tuple[in
     load, digested, loaded = InferenceClient.update_weights, handover.digested, {v: threading.Event() for v in strikes}
     seen: list[tuple[int, bool]] = []
 
-    async def noted(client: InferenceClient, uri: str, version: int) -> list[float]:
-        seconds = await load(client, uri, version)  # they have said that they hold it
+    async def noted(client: InferenceClient, uri: str, version: int, key: str) -> list[float]:
+        seconds = await load(client, uri, version, key)  # they have said that they hold it
         loaded.get(version, threading.Event()).set()
         return seconds
 

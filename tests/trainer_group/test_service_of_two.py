@@ -33,7 +33,6 @@ def supervisor(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def _client(supervisor: Supervisor) -> TrainerClient:
     """The trainer; started again if it has ended."""
-    supervisor.heal()
     return TrainerClient(supervisor.wait(["trainer"])[0], supervisor.token, 60)
 
 
