@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -27,6 +28,7 @@ from areal_tasks.store.fork import Origin, check_forkable, inherit_model, origin
 from areal_tasks.store.journal import append
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import Run, load_run, open_run
+from areal_tasks.store.segments import continued
 from flows.credentials import take_s3_keys
 from flows.home import logs_folder
 from flows.messages import hide_tracebacks
@@ -119,11 +121,14 @@ def _start(
 ) -> dict[str, Any]:
     """One start of the run: from where it stands to its last iteration."""
     store, ids = open_store(recipe.store.url), PrefectIds(flow_run=flow_run.get_id() or "")
+    recipe, kept = continued(store, name, recipe)
     run = open_run(store, name, recipe.flow, recipe, origin=origin, segments=segments, prefect_flow_run_id=ids.flow_run)
     log = get_run_logger()
     log.info("run %s in %s, as owner %d", name, store.url, run.owner)
     if origin is not None:
         log.info("run %s is %s", name, origin)
+    if kept:
+        log.info("run %s keeps recorded values, whose defaults have changed since: %s", name, settings(kept))
     services = Engines(run, recipe, logs_folder(), generates=not run.record.counterfactual)
     patience.progressed()
 
@@ -136,6 +141,11 @@ def _start(
         loop_of(run)(run, recipe, engines, StageTasks(pauses.hold), closed, ids)()
     head = run.head()
     return {"run": name, "store": store.url, "iterations": head.iteration + 1 if head else 0}
+
+
+def settings(values: Mapping[str, Any]) -> str:
+    """Fields and values as overrides are written: `algorithm.minibatches=2, …`."""
+    return ", ".join(f"{path}={json.dumps(value)}" for path, value in values.items())
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from prefect import flow
 
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.runs import check_run
+from areal_tasks.store.segments import continued
 from flows.execute import child_recipe, execute, prepared, run_name
 from flows.patience import patiently
 from flows.sft import sft
@@ -41,6 +42,13 @@ def warm_started(recipe: RlhfRecipe, name: str) -> RlhfRecipe:
         raise UserError(f"model.warm_start: {recipe.model.warm_start!r} is a recipe for {first.flow}; name one for sft")
     model = recipe.model.model_copy(update={"path": f"run://{name}-sft", "warm_start": ""})
     warm = recipe.model_copy(update={"model": model})
-    patiently(lambda _: check_run(open_store(recipe.store.url), name, recipe.flow, warm))  # before the SFT run
+    patiently(lambda _: check_continued(warm, name))  # before the SFT run
     sft(first.model_copy(update={"store": recipe.store, "launcher": recipe.launcher}), run=f"{name}-sft")
     return warm
+
+
+def check_continued(recipe: RlhfRecipe, name: str) -> None:
+    """UserError if there is a run of that name that this recipe cannot continue."""
+    store = open_store(recipe.store.url)
+    recipe, _ = continued(store, name, recipe)
+    check_run(store, name, recipe.flow, recipe)

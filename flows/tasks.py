@@ -26,7 +26,7 @@ SHOWN = {
     "verify": ("reward", "correct", "incorrect", "unparseable", "timeout", "error"),
     "evaluate": ("accuracy", "unparseable", "timeout", "error", "mean_tokens", "truncated"),
     "train": (
-        *("loss", "grad_norm", "lr", "entropy", "kl", "approx_kl", "clip_fraction", "ratio_max"),
+        *("loss", "grad_norm", "lr", "entropy", "kl", "approx_kl", "clip_fraction", "ratio_max", "clamped"),
         *("logprob_gap_mean", "logprob_gap_max", "ratio_outside", "tokens", "skipped_steps", "train_seconds"),
     ),
 }
@@ -34,7 +34,7 @@ SHARES = (
     *("truncated", "correct", "incorrect", "unparseable", "timeout", "error", "kept", "accuracy", "clip_fraction"),
     "ratio_outside",
 )
-SILENT_AT_0 = ("truncated", "unparseable", "timeout", "error", "kl", "skipped_steps", "ratio_outside")
+SILENT_AT_0 = ("truncated", "unparseable", "timeout", "error", "kl", "skipped_steps", "ratio_outside", "clamped")
 
 
 class StageTasks:

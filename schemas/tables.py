@@ -84,12 +84,13 @@ TRAIN_STEPS: Final = _schema(  # one row per optimizer step
     ("minibatch", pa.int32()),
     ("loss", pa.float64()),
     ("policy_loss", pa.float64()),
-    ("kl", pa.float64()),  # policy against reference, k3, token mean; 0 without a reference
+    ("kl", pa.float64()),  # policy against reference, k3, token mean; 0 without a KL term
     ("approx_kl", pa.float64()),  # new against behaviour policy, k3, token mean
     ("entropy", pa.float64()),
     ("clip_fraction", pa.float64()),
     ("ratio_mean", pa.float64()),  # of new against proximal policy: what the clip sees
     ("ratio_max", pa.float64()),
+    ("clamped", pa.int64()),  # tokens with a log-ratio above algorithm.max_log_ratio
     # Agreement of trainer and server: proximal policy (of the iteration's start, by the trainer) against behaviour.
     # NaN where nobody measured it: in SFT, without tokens, and where engines are equal to the bit from the second
     # minibatch on, when the policy has moved and no proximal logprobs are kept.

@@ -24,6 +24,7 @@ from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.local import LocalBackend
 from areal_tasks.store.runs import Run, load_run, open_run
+from areal_tasks.store.segments import continued
 from schemas.recipe.load import parse_recipe
 from schemas.recipe.recipe import Recipe
 
@@ -93,7 +94,9 @@ def drive(
     store: Store | None = None,
 ) -> Run:
     """Bring a run to its end, in this process; its store is that of `folder` unless another one is named."""
-    run = open_run(store or store_in(folder), name, recipe.flow, recipe, origin=origin, segments=segments)
+    store = store or store_in(folder)
+    recipe, _ = continued(store, name, recipe)
+    run = open_run(store, name, recipe.flow, recipe, origin=origin, segments=segments)
     with Engines(run, recipe, folder / "logs", generates=not run.record.counterfactual) as engines:
         loop_of(run)(run, recipe, engines, retrying(execute))()
     return run

@@ -35,13 +35,15 @@ def grpo_advantages(
     reward_norm: RewardNorm,
     advantage_norm: AdvantageNorm,
     penalty: Float[Tensor, "T"] | None = None,
+    unbiased: bool = True,
 ) -> Advantages:
     """Advantages of every generated token (`lengths[i]` of them belong to sample i).
 
-    `penalty` is what `kl_penalty` gives, or None without KL in the reward. Values of samples that are not kept
-    (reward, penalty) are never looked at: they may be NaN.
+    `penalty` is what `kl_penalty` gives, or None without KL in the reward; `unbiased` says which standard deviation
+    norms divide by (`normalisation`). Values of samples that are not kept (reward, penalty) are never looked at: they
+    may be NaN.
     """
-    relative = group_rewards(rewards, groups, kept, reward_norm)
+    relative = group_rewards(rewards, groups, kept, reward_norm, unbiased)
     counted = torch.repeat_interleave(kept, lengths)
     returns = torch.repeat_interleave(relative, lengths)
     shaped = relative
@@ -49,7 +51,7 @@ def grpo_advantages(
         parts = torch.split(torch.where(counted, penalty, 0.0), lengths.tolist())
         returns = returns - torch.cat([_sum_from_here(part) for part in parts])
         shaped = relative - torch.stack([part.sum() for part in parts])
-    advantages = _normalise(returns, torch.repeat_interleave(groups, lengths), counted, advantage_norm)
+    advantages = _normalise(returns, torch.repeat_interleave(groups, lengths), counted, advantage_norm, unbiased)
     return Advantages(advantages, returns, shaped)
 
 
@@ -63,10 +65,14 @@ def _sum_from_here(values: Float[Tensor, "L"]) -> Float[Tensor, "L"]:
 
 
 def _normalise(
-    returns: Float[Tensor, "T"], groups: Int[Tensor, "T"], counted: Bool[Tensor, "T"], how: AdvantageNorm
+    returns: Float[Tensor, "T"],
+    groups: Int[Tensor, "T"],
+    counted: Bool[Tensor, "T"],
+    how: AdvantageNorm,
+    unbiased: bool,
 ) -> Float[Tensor, "T"]:
     if how == "none":
         return returns
     result = torch.zeros_like(returns)
-    result[counted] = whiten(returns[counted], groups[counted] if how == "group" else None)
+    result[counted] = whiten(returns[counted], groups[counted] if how == "group" else None, unbiased)
     return result

@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from areal_tasks.algorithms.log_ratios import LIMIT, bounded
+
 LossMean = Literal["token_mean", "sequence_mean"]
 
 
@@ -29,25 +31,28 @@ def policy_terms(
     proximal: Float[Tensor, "T"],
     advantages: Float[Tensor, "T"],
     clip_ratio: float,
+    limit: float = LIMIT,
 ) -> PolicyTerms:
     """-min(ratio · A, clip(ratio, 1-ε, 1+ε) · A): PPO (arXiv:1707.06347), §3, eq. 7; gradient flows to `logprobs`.
 
-    `proximal` is the policy that the clip keeps close to: the one that the iteration began with. A ratio that
-    overflows gives a non-finite loss or gradient, which the trainer records and skips.
+    `proximal` is the policy that the clip keeps close to: the one that the iteration began with. The ratio is at most
+    e^limit (see `log_ratios`).
     """
-    ratio = torch.exp(logprobs - proximal)
+    ratio = torch.exp(bounded(logprobs - proximal, limit))
     free = ratio * advantages
-    bounded = ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * advantages
-    return PolicyTerms(-torch.minimum(free, bounded), ratio.detach(), (bounded < free).detach())
+    clipped = ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * advantages
+    return PolicyTerms(-torch.minimum(free, clipped), ratio.detach(), (clipped < free).detach())
 
 
-def behaviour_weights(proximal: Float[Tensor, "T"], behaviour: Float[Tensor, "T"], cap: float) -> Float[Tensor, "T"]:
+def behaviour_weights(
+    proximal: Float[Tensor, "T"], behaviour: Float[Tensor, "T"], cap: float, limit: float = LIMIT
+) -> Float[Tensor, "T"]:
     """min(proximal / behaviour, cap): what a token's policy loss is multiplied by; no gradient, and 1 where both agree.
 
     The decoupled objective: AReaL (arXiv:2505.24298), §5.2, after Hilton et al. (arXiv:2110.00641).
     Sampling and clipping need not know the same policy; this weight corrects for tokens that another one has sampled.
     """
-    return torch.exp(proximal - behaviour).clamp(max=cap).detach()
+    return torch.exp(bounded(proximal - behaviour, limit)).clamp(max=cap).detach()
 
 
 def sft_terms(logprobs: Float[Tensor, "T"]) -> Float[Tensor, "T"]:

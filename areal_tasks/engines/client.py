@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from areal_tasks.engines.answers import Refused, ServerDown, WrongVersion, version_runs
 from areal_tasks.engines.ends import Ends
-from areal_tasks.engines.routing import Target
+from areal_tasks.engines.routing import Server, Target
 from areal_tasks.engines.server_pool import ServerPool
 from areal_tasks.engines.watchdog import Sign
 from schemas.recipe.sections import Inference
@@ -234,6 +234,24 @@ class InferenceClient:
     async def sync(self, starts: Mapping[str, int], current: Container[str]) -> None:
         """Have exactly these servers from now on: see the pool."""
         await self.pool.sync(starts, current)
+
+    async def checksums(self) -> dict[str, list[dict[str, str]]]:
+        """A checksum of each tensor, by its name, on each GPU of the SGLang servers, by their addresses."""
+        found = await self._check_weights("checksum")
+        return {url: [rank["checksums"] for rank in answer["ranks"]] for url, answer in found.items()}
+
+    async def overwrite_weights(self) -> None:
+        """Fill the tensors of SGLang servers, which must be paused, with random numbers; weights must follow."""
+        self.pool.doubt()
+        await self._check_weights("reset_tensors")
+
+    async def _check_weights(self, action: str) -> dict[str, Any]:
+        """What each healthy server answers to `/weights_checker`, by its address. A server that fails is evicted."""
+
+        async def ask(server: Server) -> tuple[str, Any]:
+            return server.url, await self.pool.connections.ask(server, "POST", "/weights_checker", {"action": action})
+
+        return dict(await self.pool.each(ask))
 
     async def evict(self, failed: Mapping[str, str]) -> None:
         """Give nothing more to servers of which somebody else has seen that they failed: why, by their address."""

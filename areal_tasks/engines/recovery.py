@@ -96,8 +96,16 @@ def newest_checkpoint(run: Run, version: int) -> WeightsRef | None:
 
 def replay(run: Run, trainer: TrainerClient, iteration: int) -> Replayed:
     """Re-train one committed iteration by its recorded plan, and compare what it says of itself."""
+    run = trained(run)
     commit = run.commit(iteration)
     return replay_stage(run, trainer, stage_of(run, commit, "train"), commit)
+
+
+def trained(run: Run) -> Run:
+    """The run whose train stages made the policy of `run`: of a replay that trains nothing, the one it replays."""
+    if run.record.replay_until and run.parent is not None:
+        return trained(replace(run.parent, owner=run.owner))
+    return run
 
 
 def replay_stage(
@@ -113,16 +121,17 @@ def replay_stage(
 def difference(committed: Mapping[str, float], again: Mapping[str, float]) -> tuple[float, str]:
     """The largest difference between two summaries of one iteration, and the metric's name; times do not count.
 
-    Absolute up to 1, relative above. Infinite where a metric is missing, or NaN, on one side only.
+    Absolute up to 1, relative above. Infinite where a committed metric does not come again, or is NaN on one side only.
+    A metric that was not committed says nothing: the version that committed the iteration did not have it.
     """
-    names = sorted(name for name in committed.keys() | again.keys() if not name.endswith(_TIMES))
-    apart = {name: _apart(committed.get(name), again.get(name)) for name in names}
+    names = sorted(name for name in committed if not name.endswith(_TIMES))
+    apart = {name: _apart(committed[name], again.get(name)) for name in names}
     name = max(apart, key=apart.__getitem__, default="")
     return apart.get(name, 0.0), name
 
 
-def _apart(one: float | None, other: float | None) -> float:
-    if one is None or other is None or math.isnan(one) != math.isnan(other):
+def _apart(one: float, other: float | None) -> float:
+    if other is None or math.isnan(one) != math.isnan(other):
         return math.inf
     if one == other or math.isnan(one):
         return 0.0

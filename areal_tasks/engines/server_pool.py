@@ -210,7 +210,7 @@ class ServerPool:
         async with self._meeting:
             if self.target is not None:
                 return
-            held = set(await self._each(self._version_of))
+            held = set(await self.each(self._version_of))
             if len(held) > 1:
                 raise WrongVersion(f"the servers hold different weights: {sorted(held)}; send them one version")
             for version in held:  # that of somebody else's server may have a name
@@ -244,7 +244,7 @@ class ServerPool:
         if not any(server.healthy for server in self.servers):
             await self._looked_at()
         self.aim(target)
-        seconds = await self._each(self._update)
+        seconds = await self.each(self._update)
         if not seconds:
             await self._until(lambda: any(server.able for server in self.servers))
         return seconds
@@ -252,7 +252,7 @@ class ServerPool:
     async def adopt(self, target: Target) -> None:
         """Somebody else gave every healthy server `target`: have each say so. One that does not is evicted."""
         self.aim(target)
-        await self._each(self._adopted)
+        await self.each(self._adopted)
 
     async def _adopted(self, server: Server) -> None:
         await self._confirm(server)
@@ -277,7 +277,7 @@ class ServerPool:
                 raise self._no_server()
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _each(self, ask: Callable[[Server], Awaitable[T]]) -> list[T]:
+    async def each(self, ask: Callable[[Server], Awaitable[T]]) -> list[T]:
         """Ask every healthy server at once; what those answered that did not fail. The others are evicted."""
         servers = [s for s in self.servers if s.healthy]
         outcomes = await asyncio.gather(*map(ask, servers), return_exceptions=True)
@@ -315,7 +315,7 @@ class ServerPool:
 
     async def broadcast(self, path: str, body: dict[str, Any]) -> None:
         """POST to every healthy server."""
-        await self._each(lambda server: self._ask(server, "POST", path, body))
+        await self.each(lambda server: self._ask(server, "POST", path, body))
 
     async def lend(self, wanted: bool) -> None:
         """Have every healthy server lend the memory of its cache, or take it back; one that has already is not asked.
@@ -323,7 +323,7 @@ class ServerPool:
         The others follow before they are let in again.
         """
         self.lending.wanted = wanted
-        await self._each(self.lending.settle)
+        await self.each(self.lending.settle)
 
     def evict(self, server: Server, error: ServerDown) -> None:
         """Give it nothing more until it is well again."""

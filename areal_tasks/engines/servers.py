@@ -11,8 +11,8 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -33,6 +33,7 @@ from areal_tasks.engines.handover import (
     send_command,
 )
 from areal_tasks.engines.loop_thread import LoopThread
+from areal_tasks.engines.proof import Proof, is_proven
 from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
 from areal_tasks.engines.watchdog import Sign, Watchdog
 from areal_tasks.launchers.supervisor import Ready, ServiceFailed, Supervisor
@@ -69,6 +70,7 @@ class Servers(ABC):
         self._ready_servers: list[Ready] = []  # as the client knows them
         self._trainer: TrainerClient | None = None
         self._loop = LoopThread()
+        self._proof = Proof(self.call, is_proven(recipe))
 
     @property
     @abstractmethod
@@ -230,7 +232,7 @@ class Servers(ABC):
         with self._feeding:
             self._fetched.keep(draft.memory)
             client = self._servers()
-            done = load_ahead(draft, lambda where: self.call(client.update_weights(where, version, draft.name)))
+            done = load_ahead(draft, lambda where: self._proof.load(client, where, version, draft.name))
             self.serving = self.written = done.ref
             self._fetched.loaded(done.load_seconds, self._server_count)
         return done
@@ -241,7 +243,8 @@ class Servers(ABC):
             return self._load_written(client, ref)
         trainer = trainer or self.trainer_at(ref.version)
         if not self.store_only:
-            return self._hand_over(client, trainer, ref)
+            with self._doubting(client):
+                return self._proof.of(client, lambda: self._hand_over(client, trainer, ref))
         log.info("version %d is not in the store, from which servers get their weights here: writing it", ref.version)
         return self.write_weights(trainer, ref.version).load_seconds
 
@@ -249,13 +252,18 @@ class Servers(ABC):
         """Have the servers read the weights: the embedded ones from the store, SGLang's from a folder."""
         store = self.run.store
         there = nullcontext(store.uri(ref.path)) if self._embedded else local_weights(store, ref, self._fetched)
+        with self._doubting(client), there as where:
+            loads = self._proof.load(client, str(where), ref.version, name_of(ref))
+        return self._fetched.loaded(loads, self._server_count)
+
+    @contextmanager
+    def _doubting(self, client: InferenceClient) -> Iterator[None]:
+        """If it fails inside, servers may hold what is damaged, or a part: none is used before it is given weights."""
         try:
-            with there as where:
-                loads = self.call(client.update_weights(str(where), ref.version, name_of(ref)))
-        except BaseException:  # the servers may have loaded what has been found to be damaged since
+            yield
+        except BaseException:
             self._loop.run(client.doubt())
             raise
-        return self._fetched.loaded(loads, self._server_count)
 
     @property
     def _server_count(self) -> int:

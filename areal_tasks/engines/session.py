@@ -32,11 +32,7 @@ from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 
 log = logging.getLogger(__name__)
 
-MODULES = {
-    "embedded": "areal_tasks.engines.embedded",
-    "sglang": "areal_tasks.engines.sglang",
-    TRAINER: "areal_tasks.engines.trainer",
-}
+MODULES = {name: f"areal_tasks.engines.{name}" for name in ("embedded", "sglang", TRAINER)}
 
 
 class Engines(Servers):
@@ -104,7 +100,7 @@ class Engines(Servers):
         def look() -> dict[str, Sign]:
             return {"the verifiers": Sign(pool.judged, f"{pool.judged} of {samples} judged")}
 
-        return self.watchdog.waiting("verdicts", look, ends=False)  # each has reward.timeout_seconds
+        return self.watchdog.waiting("verdicts", look, ends=False)  # each has reward.wall_seconds
 
     def trainer_at(self, version: int) -> TrainerClient:
         """The trainer, holding the policy of `version`: as it stands, or restored if it does not."""

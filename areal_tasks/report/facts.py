@@ -17,6 +17,7 @@ from areal_tasks.store.journal import read_log
 from areal_tasks.store.runs import Run
 from areal_tasks.store.search import last_present
 from schemas.manifest import IterationCommit, OwnerRecord, Segment
+from schemas.recipe.recorded import read_recorded
 
 MOST: Final = 200  # starts and log records that are shown, the newest ones
 UNSET: Final = "—"
@@ -133,7 +134,7 @@ def moment(time: str) -> str:
 
 def flat_recipe(run: Run) -> dict[str, str]:
     """The recipe in force at the end, by dotted path."""
-    return dict(flatten(run.segments[-1].recipe)) if run.segments else {}
+    return dict(flatten(read_recorded(run.segments[-1].recipe))) if run.segments else {}
 
 
 def flatten(values: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:

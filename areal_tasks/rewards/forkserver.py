@@ -23,6 +23,8 @@ import sys
 import time
 from typing import Any, Final
 
+import psutil
+
 from areal_tasks.rewards.load import load_verifier
 from areal_tasks.rewards.worker import leave, serve
 from schemas.errors import UserError
@@ -70,7 +72,7 @@ class _Server:
             if self.control.fileno() in ready and not self._obey():
                 break
         for pid in self.workers:
-            _kill_group(pid)
+            _kill_tree(pid)
             os.waitpid(pid, 0)
 
     def _obey(self) -> bool:
@@ -83,7 +85,7 @@ class _Server:
         if message == b"fork":
             self._fork(socket.socket(fileno=descriptors[0]))
         elif int(message) in self.workers:
-            _kill_group(int(message))
+            _kill_tree(int(message))
         return True
 
     def _fork(self, channel: socket.socket) -> None:
@@ -162,6 +164,15 @@ def _send(control: socket.socket, event: dict[str, Any]) -> None:
 def _kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
+
+
+def _kill_tree(pid: int) -> None:
+    """Also what the worker has started in a session of its own, as sandboxes do."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGKILL)
+    _kill_group(pid)
 
 
 def _kill_group(pid: int) -> None:

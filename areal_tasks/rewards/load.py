@@ -6,30 +6,57 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 
+from areal_tasks.rewards.protocol import Row
 from schemas.errors import UserError
 
-BUILT_IN: Final = {"math": "areal_tasks.rewards.math:verify", "exact": "areal_tasks.rewards.exact:verify"}
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A verifier of ours. `version` is raised when it judges a completion otherwise."""
+
+    target: str
+    version: int = 1
 
 
-def load_verifier(name: str, arguments: Mapping[str, Any]) -> Callable[[str, str, str], object]:
+BUILT_IN: Final = {
+    "math": BuiltIn("areal_tasks.rewards.math:verify", version=2),
+    "exact": BuiltIn("areal_tasks.rewards.exact:verify"),
+}
+
+#: What a verifier is given beyond prompt, completion and answer, if it has a parameter of that name.
+_OPTIONAL: Final = ("truncated", "stop_reason")
+
+
+def verifier_version(name: str) -> int:
+    """The version of a verifier's code, as far as it is known: that of a user's own is not."""
+    return BUILT_IN[name].version if name in BUILT_IN else 1
+
+
+def load_verifier(name: str, arguments: Mapping[str, Any]) -> Callable[[Row], object]:
     """The verifier `name` with its `arguments` bound; modules are also looked for in the working directory.
 
     UserError: no such module or object, not callable, or it does not take these arguments.
     """
-    target = BUILT_IN.get(name, name)
+    target = BUILT_IN[name].target if name in BUILT_IN else name
     module_name, _, attribute = target.partition(":")
     if not module_name or not attribute:
         raise UserError(f"reward.verifier: {name!r} is none of {', '.join(BUILT_IN)}, nor `package.module:object`.")
     found = _attribute(_module(module_name, name), attribute, name)
     if not callable(found):
         raise UserError(f"reward.verifier: {name} is a {type(found).__name__}, not something that can be called.")
-    _check_arguments(found, arguments, name)
-    return partial(found, **arguments)
+    optional = [part for part in _OPTIONAL if part in inspect.signature(found).parameters and part not in arguments]
+    _check_arguments(found, optional, arguments, name)
+
+    def judge(row: Row) -> object:
+        given = {part: getattr(row, part) for part in optional}
+        return found(row.prompt, row.completion, row.answer, **given, **arguments)
+
+    return judge
 
 
 def _module(module_name: str, name: str) -> ModuleType:
@@ -58,10 +85,12 @@ def _attribute(module: ModuleType, attribute: str, name: str) -> object:
     return found
 
 
-def _check_arguments(found: Callable[..., object], arguments: Mapping[str, Any], name: str) -> None:
+def _check_arguments(
+    found: Callable[..., object], optional: Sequence[str], arguments: Mapping[str, Any], name: str
+) -> None:
     signature = inspect.signature(found)
     try:
-        signature.bind("prompt", "completion", "answer", **arguments)
+        signature.bind("prompt", "completion", "answer", **dict.fromkeys(optional), **arguments)
     except TypeError as error:
         raise UserError(
             f"reward.verifier: {name}{signature} does not fit: {error}. It is called with (prompt, completion, answer) "

@@ -9,10 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import psutil
+
+from areal_tasks.rewards.protocol import Row
 from areal_tasks.rewards.worker import Result
 from schemas.errors import UserError
 
@@ -29,13 +33,29 @@ class Worker:
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid, self.channel = pid, channel
         self.rows: deque[int] = deque()
-        self.deadline = 0.0  # of the first of them, on the monotonic clock
+        self.began = 0.0  # with the first of them, on the monotonic clock
+        self.cpu = 0.0  # seconds it had used by then
+        self.look_at = 0.0  # when to find out how far it is
         self.ended = False
         self._buffer = b""
 
-    def send(self, rows: Sequence[tuple[str, str, str]], timeout: float) -> bool:
+    def begin(self, cpu: float) -> None:
+        """The process turns to its next row, having used so many seconds of CPU."""
+        self.began, self.cpu = time.monotonic(), cpu
+
+    def used(self) -> float:
+        """CPU seconds that the row has taken so far, in this process and in those it has started."""
+        total = 0.0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.pid)
+            for member in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    total += sum(member.cpu_times()[:4])  # user, system, and those of children it has waited for
+        return total - self.cpu
+
+    def send(self, rows: Sequence[Row]) -> bool:
         """Hands over a chunk; False when the process is gone or does not read."""
-        self.channel.settimeout(timeout)
+        self.channel.settimeout(_REPLY_SECONDS)
         try:
             self.channel.sendall(json.dumps(rows).encode() + b"\n")
         except OSError:
@@ -69,6 +89,7 @@ class Forkserver:
                 process_group=0,  # a Ctrl-C in the terminal is the caller's business
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             )
+        self.reply_seconds = _REPLY_SECONDS
         self.exited: list[tuple[int, int]] = []  # noticed, and not yet told by `exits`
         try:
             self._load(verifier, {"verifier": verifier, "arguments": dict(arguments), "memory_mb": memory_mb})
@@ -88,11 +109,11 @@ class Forkserver:
     def _reply(self) -> Any:
         """The next event. ConnectionError where the process hangs: whoever closes it then, kills it."""
         try:
-            return self._event(_REPLY_SECONDS)
+            return self._event(self.reply_seconds)
         except TimeoutError as error:
             raise ConnectionError(
-                f"the process that starts verifiers ({self._process.pid}) has not answered for {_REPLY_SECONDS:g} s; "
-                "it is ended, and the next call starts another"
+                f"the process that starts verifiers ({self._process.pid}) has not answered for "
+                f"{self.reply_seconds:g} s: it is ended"
             ) from error
 
     def kill(self, worker: Worker) -> None:
@@ -144,9 +165,7 @@ class Forkserver:
         return json.loads(message)
 
     def _gone(self) -> str:
-        return (
-            f"the process that starts verifiers ended with status {self._process.wait()}; the next call starts another"
-        )
+        return f"the process that starts verifiers ended with status {self._process.wait()}"
 
 
 def _result(line: bytes) -> Result:

@@ -5,14 +5,21 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol, get_args
+from typing import Any, Final, Literal, NamedTuple, Protocol, get_args
 
 VerdictName = Literal["correct", "incorrect", "unparseable", "timeout", "error"]
 
 VERDICTS: Final[tuple[str, ...]] = get_args(VerdictName)
 
-#: Verdicts without a reward: the recipe's `on_unverified` says what becomes of the sample.
-UNVERIFIED: Final = frozenset({"timeout", "error"})
+
+class Row(NamedTuple):
+    """A completion to be judged. `stop_reason` is the rollout's: `stop`, `length` or `abort`."""
+
+    prompt: str
+    completion: str
+    answer: str
+    truncated: bool = False
+    stop_reason: str = "stop"
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,10 @@ class Verdict:
 
 
 class Verifier(Protocol):
-    """Judges one completion. A bare number is a reward: `correct` above 0, else `incorrect`."""
+    """Judges one completion. A bare number is a reward: `correct` above 0, else `incorrect`.
+
+    A verifier with a parameter `truncated` or `stop_reason` is given that too, by keyword.
+    """
 
     def __call__(self, prompt: str, completion: str, answer: str, **arguments: Any) -> Verdict | float: ...
 

@@ -1,6 +1,7 @@
 """What runs in a verifier process: read rows, judge them one by one, answer each at once.
 
-Rows and results are JSON, a line each. A process that was short of memory says so in its last result and ends.
+Rows and results are JSON, a line each. A process that was short of memory, or in which a verifier left a thread or a
+process running, says so in its last result and ends: the next sample shall not pay for it.
 """
 
 from __future__ import annotations
@@ -10,51 +11,69 @@ import os
 import resource
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from areal_tasks.rewards.protocol import Verdict, as_verdict
+from areal_tasks.rewards.protocol import Row, Verdict, as_verdict
 
 #: Characters of `parsed` and `detail` that are kept.
 MAX_TEXT: Final = 500
 
 
 class Result(NamedTuple):
-    """One line from a worker; `last` when the process ends after it."""
+    """One line from a worker; `last` when the process ends after it. `cpu` is all that the process has used so far,
+    in seconds, with what it started and waited for."""
 
     reward: float
     verdict: str
     parsed: str
     detail: str
     seconds: float
+    cpu: float
     last: bool
 
 
-def serve(channel: socket.socket, verifier: Callable[[str, str, str], object], memory_mb: int) -> None:
+def serve(channel: socket.socket, verifier: Callable[[Row], object], memory_mb: int) -> None:
     """Answers chunks of rows until the other end closes. Never raises for what a verifier does."""
     limit_memory(memory_mb)
     sys.stdout = sys.stderr  # which is written at once: nothing is lost when the process is killed
     for line in channel.makefile("rb"):
-        for prompt, completion, answer in json.loads(line):
-            result = judge(verifier, prompt, completion, answer)
+        for row in json.loads(line):
+            result = judge(verifier, Row(*row))
             channel.sendall(json.dumps(result).encode() + b"\n")
             if result.last:
                 return
 
 
-def judge(verifier: Callable[[str, str, str], object], prompt: str, completion: str, answer: str) -> Result:
+def judge(verifier: Callable[[Row], object], row: Row) -> Result:
     """One row's result; whatever the verifier raises, `sys.exit` too, is an `error`."""
     started = time.perf_counter()
     last = False
     try:
-        verdict = as_verdict(verifier(prompt, completion, answer))
+        verdict = as_verdict(verifier(row))
     except MemoryError:
         verdict, last = Verdict(0.0, "error", detail="the verifier needed more memory than reward.memory_mb"), True
     except BaseException as error:
         verdict = Verdict(0.0, "error", detail=_describe(error))
     seconds = time.perf_counter() - started
-    return Result(verdict.reward, verdict.verdict, _text(verdict.parsed), _text(verdict.detail), seconds, last)
+    texts = _text(verdict.parsed), _text(verdict.detail)
+    return Result(verdict.reward, verdict.verdict, *texts, seconds, _cpu_seconds(), last or _left_running())
+
+
+def _cpu_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def _left_running() -> bool:
+    """Whether there is a thread besides this one, or a process that was not waited for."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return threading.active_count() > 1
+    return True
 
 
 def limit_memory(memory_mb: int) -> None:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 
 from areal_tasks.algorithms.advantages import Advantages, grpo_advantages, kl_penalty
 from areal_tasks.data.ragged import Flat, flat, lengths, ragged, spread
 from areal_tasks.data.threads import one_thread
-from areal_tasks.rewards.protocol import UNVERIFIED
 from areal_tasks.stages.context import Context
-from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
+from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns, tables_of
+from schemas.recipe.agreement import bit_equal
 from schemas.recipe.recipe import RlhfRecipe
 from schemas.recipe.sections import Grpo, Reward
 from schemas.tables import ADVANTAGE
 
 
 def advantage(recipe: RlhfRecipe) -> Stage:
-    """Per token `advantages` and `returns`; per sample what became of its reward and whether it is trained on."""
-    in_reward = recipe.algorithm.kl == "reward"
+    """Per token `advantages` and `returns`; per sample what became of its reward and whether it is trained on.
+
+    KL in the reward is that of the policy that the iteration begins with, by the trainer, which computes the reference
+    too: the servers' logprobs stand for it only where engines are equal to the bit, else their rounding would be
+    penalised.
+    """
+    penalty = _penalty_columns(recipe) if recipe.algorithm.kl == "reward" else ()
     return Stage(
         name="advantage",
         kind=Kind.PURE,
@@ -28,40 +34,49 @@ def advantage(recipe: RlhfRecipe) -> Stage:
         run=run,
         reads=(
             *columns("rollout", "sample_id", "group_id", "loss_mask", "num_generated"),
-            *(columns("rollout", "logprobs") + columns("reference", "sample_id", "ref_logprobs") if in_reward else ()),
+            *penalty,
             *columns("verify", "sample_id", "reward", "verdict"),
         ),
         writes=("advantage",),
         fields=(
             "algorithm.reward_norm",
             "algorithm.advantage_norm",
+            "algorithm.std_unbiased",
             "reward.on_unverified",
-            *(("algorithm.kl", "algorithm.kl_coef") if in_reward else ()),
+            *(("algorithm.kl", "algorithm.kl_coef") if penalty else ()),
         ),
     )
+
+
+def _penalty_columns(recipe: RlhfRecipe) -> tuple[str, ...]:
+    policy = ("rollout", "logprobs") if bit_equal(recipe) else ("proximal", "sample_id", "prox_logprobs")
+    return columns(*policy) + columns("reference", "sample_id", "ref_logprobs")
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     recipe = context.recipe
     assert isinstance(recipe, RlhfRecipe)
-    rollout, verdicts = inputs.read(context, "rollout"), inputs.read(context, "verify")
-    reference = inputs.read(context, "reference") if recipe.algorithm.kl == "reward" else None
-    for other in (verdicts, reference):
-        if other is not None and not rollout["sample_id"].equals(other["sample_id"]):
+    read = {table: inputs.read(context, table) for table in tables_of(inputs.reads)}
+    for table in read.values():
+        if not table["sample_id"].equals(read["rollout"]["sample_id"]):
             raise ValueError("the input tables do not hold the same samples in the same order")
     with one_thread():
-        table = advantage_table(rollout, verdicts, reference, recipe.algorithm, recipe.reward)
+        table = advantage_table(read, recipe.algorithm, recipe.reward)
     return Output({"advantage": table}, {"kept": float(np.mean(table["kept"].to_numpy()))})
 
 
-def advantage_table(
-    rollout: pa.Table, verdicts: pa.Table, reference: pa.Table | None, algorithm: Grpo, reward: Reward
-) -> pa.Table:
-    """The rows of `ADVANTAGE` for samples given in the same order in every table."""
+def advantage_table(read: Mapping[str, pa.Table], algorithm: Grpo, reward: Reward) -> pa.Table:
+    """The rows of `ADVANTAGE` for samples given in the same order in every table.
+
+    Args:
+        read: `rollout` and `verify`; with KL in the reward `reference` too, and `proximal` unless the rollout's
+            logprobs are the policy's own.
+    """
+    rollout, verdicts = read["rollout"], read["verify"]
     mask, sizes = flat(rollout["loss_mask"]), lengths(rollout["loss_mask"])
     reasons = dropped_reasons(rollout, verdicts, reward)
     kept = np.asarray([reason == "" for reason in reasons])
-    penalty = None if reference is None else _penalty(rollout, reference, mask, algorithm.kl_coef)
+    penalty = _penalty(read, mask, algorithm.kl_coef) if algorithm.kl == "reward" else None
     result = _advantages(rollout, verdicts, kept, penalty, algorithm)
     return pa.table(
         {
@@ -87,19 +102,22 @@ def _advantages(
         how.reward_norm,
         how.advantage_norm,
         penalty,
+        how.std_unbiased,
     )
 
 
-def _penalty(rollout: pa.Table, reference: pa.Table, mask: Flat, kl_coef: float) -> torch.Tensor:
-    behaviour, base = flat(rollout["logprobs"])[mask], flat(reference["ref_logprobs"])[mask]
-    return kl_penalty(torch.from_numpy(behaviour), torch.from_numpy(base), kl_coef)
+def _penalty(read: Mapping[str, pa.Table], mask: Flat, kl_coef: float) -> torch.Tensor:
+    policy = read["proximal"]["prox_logprobs"] if "proximal" in read else read["rollout"]["logprobs"]
+    logprobs, base = flat(policy)[mask], flat(read["reference"]["ref_logprobs"])[mask]
+    return kl_penalty(torch.from_numpy(logprobs), torch.from_numpy(base), kl_coef)
 
 
 def dropped_reasons(rollout: pa.Table, verdicts: pa.Table, reward: Reward) -> list[str]:
-    """Why a sample is not trained on; "" where it is. `drop_group` drops the groups of the unverified samples."""
-    failed = _unverified(verdicts)
-    if reward.on_unverified == "reward":
-        failed = np.zeros_like(failed)
+    """Why a sample is not trained on: its verdict, where that gave it no reward (NaN), or "" where it is trained on.
+
+    `drop_group` also drops the groups of such samples.
+    """
+    failed = np.isnan(verdicts["reward"].to_numpy())
     kinds = verdicts["verdict"].to_pylist()
     reasons = [kinds[i] if failed[i] else "" for i in range(len(kinds))]
     if reward.on_unverified == "drop_group":
@@ -107,9 +125,3 @@ def dropped_reasons(rollout: pa.Table, verdicts: pa.Table, reward: Reward) -> li
         beside = np.isin(groups, groups[failed]) & ~failed
         reasons = ["group" if beside[i] else reasons[i] for i in range(len(reasons))]
     return reasons
-
-
-def _unverified(verdicts: pa.Table) -> Flat:
-    return np.asarray(
-        pc.is_in(verdicts["verdict"], pa.array(sorted(UNVERIFIED))).to_numpy(zero_copy_only=False), dtype=bool
-    )

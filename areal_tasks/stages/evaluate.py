@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from areal_tasks.rewards.load import verifier_version
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.rollout import ENGINE_FIELDS, PROMPT_COLUMNS, generate, summary
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
@@ -21,7 +22,7 @@ def evaluate(recipe: RlhfRecipe | EvaluateRecipe) -> Stage:
     return Stage(
         name="evaluate",
         kind=Kind.GENERATE,
-        version=1,
+        version=verifier_version(recipe.reward.verifier),
         run=run,
         reads=columns("eval_prompts", *PROMPT_COLUMNS),
         writes=("evaluate",),
@@ -40,7 +41,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     with context.engines.judging(len(samples)):
         results = judge(context.engines.verifiers, samples, label)
     shares = verdict_shares(results)
-    check_failures(shares, recipe.reward.max_unverified, results)
+    check_failures(results, recipe.reward)
     table = joined(samples, verify_table(samples["sample_id"], results), context.weights.version)
     accuracy = {"accuracy": shares["correct"], "reward": mean_reward(results)}
     also_read = (InputRef(path=source.ref.path, digest=source.ref.digest),) if source else ()

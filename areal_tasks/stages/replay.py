@@ -91,13 +91,13 @@ def kept_stages(graph: Plan, origin: Origin, start: str) -> frozenset[str]:
     """The stages whose recorded results stand as they are, whatever would be asked for now.
 
     On policy that is what the run begins with. Else it is all that comes before the start: the rollouts, though other
-    weights would make others, and what was made of them, unless it depends on the weights. `start` is the first stage
-    that is built anew.
+    weights would make others, and what was made of them, unless it depends on the weights and these are trained anew.
+    `start` is the first stage that is built anew.
     """
     if not origin.counterfactual:
         return frozenset(s.name for s in graph.stages if s.once and not s.reads)
     earlier = before(graph, start)
-    return frozenset(s.name for s in earlier if s.source or not _POLICY & set(s.carries))
+    return frozenset(s.name for s in earlier if s.source or origin.replay_until or not _POLICY & set(s.carries))
 
 
 def loop_of(run: Run) -> type[Loop]:

@@ -32,10 +32,10 @@ def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
 
 
 def _tables(recipe: RlhfRecipe | SftRecipe) -> tuple[str, ...]:
-    """What the objective reads."""
+    """What the objective reads; the reference also where KL is in the reward, to measure it."""
     if isinstance(recipe, SftRecipe):
         return ("batch",)
-    reference = ("reference",) if recipe.algorithm.kl == "loss" else ()
+    reference = ("reference",) if recipe.algorithm.kl != "none" else ()
     return ("rollout", "advantage", *reference, *(("proximal",) if needs_proximal(recipe) else ()))
 
 

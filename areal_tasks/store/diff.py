@@ -126,7 +126,7 @@ def field_changes(a: Run, b: Run, length_a: int, length_b: int) -> list[FieldCha
         pair = segments[0].attempt, segments[1].attempt
         if pair not in seen:
             seen.add(pair)
-            for change in _changes(k, segments[0].recipe, segments[1].recipe):
+            for change in _changes(k, a.recipe_at(k), b.recipe_at(k)):
                 found.setdefault(change.field, change)
     return sorted(found.values(), key=lambda change: (not change.semantic, change.iteration, change.field))
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pydantic import BaseModel
 
-from schemas.recipe.fields import is_semantic
+from schemas.recipe.fields import before, is_semantic, leaves
 
 KEY_LENGTH: Final = 32
 
@@ -17,41 +17,23 @@ KEY_LENGTH: Final = 32
 def recipe_values(recipe: BaseModel, fields: Sequence[str]) -> dict[str, Any]:
     """The semantic values of `recipe` below each of `fields` (`"rollout"`, `"rollout.temperature"`), by dotted path.
 
-    Operational fields are left out. A field that does not exist, or that is operational itself, is a mistake of the
-    stage that names it: KeyError.
+    Operational fields are left out, and so is a field that was added later where it says what was computed before:
+    the keys of stages that were recorded then stay as they are. A field that does not exist, or that is operational
+    itself, is a mistake of the stage that names it: KeyError.
     """
+    found = {path: (value, info) for path, value, info in leaves(recipe) if is_semantic(info)}
     values: dict[str, Any] = {}
     for field in fields:
-        found = dict(_leaves(field, *_descend(recipe, field)))
-        if not found:
+        below = [path for path in found if path == field or path.startswith(f"{field}.")]
+        if not below:
             raise KeyError(f"{field} has no semantic field: a key cannot depend on it")
-        values |= found
+        values |= {path: found[path][0] for path in below if found[path][0] != before(found[path][1])}
     return values
 
 
 def semantic_values(recipe: BaseModel) -> dict[str, Any]:
     """All semantic values of `recipe`, by dotted path."""
-    return {k: v for name in type(recipe).model_fields for k, v in _leaves(name, *_descend(recipe, name))}
-
-
-def _descend(recipe: BaseModel, field: str) -> tuple[Any, bool]:
-    """The value at a dotted path and whether that field is marked semantic."""
-    value: Any = recipe
-    marked = False
-    for name in field.split("."):
-        if not isinstance(value, BaseModel):
-            raise KeyError(f"{field}: there is nothing below a plain value")
-        marked = is_semantic(type(value).model_fields[name])
-        value = getattr(value, name)
-    return value, marked
-
-
-def _leaves(path: str, value: Any, marked: bool) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, BaseModel):
-        for name in type(value).model_fields:
-            yield from _leaves(f"{path}.{name}", *_descend(value, name))
-    elif marked:
-        yield path, value
+    return {path: value for path, value, info in leaves(recipe) if is_semantic(info)}
 
 
 def stage_key(

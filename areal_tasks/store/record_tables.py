@@ -11,6 +11,7 @@ import pyarrow as pa
 from areal_tasks.store.journal import read_log
 from areal_tasks.store.runs import Run
 from schemas.manifest import LogRecord, Segment
+from schemas.recipe.recorded import read_recorded
 from schemas.views import LOG, SEGMENTS
 
 
@@ -39,7 +40,7 @@ def _segment_row(run: str, segment: Segment) -> dict[str, Any]:
         "run": run,
         "segment": segment.n,
         "from_iteration": segment.from_iteration,
-        "recipe": json.dumps(segment.recipe),
+        "recipe": json.dumps(read_recorded(segment.recipe)),
         "host": made.host,
         "owner": made.owner,
         "code_version": made.code_version,

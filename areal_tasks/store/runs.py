@@ -41,6 +41,7 @@ from areal_tasks.store.tombstones import check_history_kept, check_run_kept
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, OwnerRecord, RunRecord, Segment, StageManifest, StageRef
 from schemas.recipe.recipe import BaseRecipe
+from schemas.recipe.recorded import read_recorded
 
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
@@ -140,8 +141,8 @@ class Run:
         return known[-1]
 
     def recipe_at(self, k: int) -> dict[str, Any]:
-        """The recipe in force at iteration `k`, as JSON."""
-        return self.segment_at(k).recipe
+        """The recipe in force at iteration `k`, as JSON, with the fields that have been added since."""
+        return read_recorded(self.segment_at(k).recipe)
 
     def find_stage(self, k: int, stage: str, key: str) -> Found | None:
         """The committed result of a stage under this key: here, or in the parent before the fork."""
@@ -210,7 +211,8 @@ def open_run(
 ) -> Run:
     """Create the run, or take it over where it stands, as its next owner.
 
-    The recipe must be the run's own as far as it is semantic; it may ask for more iterations (a new segment).
+    The recipe must be the run's own as far as it is semantic (see `continued`); it may ask for more iterations (a new
+    segment).
 
     Args:
         origin: the parent, for a child. Whoever continues a fork that exists need not name it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
@@ -13,7 +13,9 @@ from areal_tasks.store.keys import semantic_values
 from schemas.errors import UserError
 from schemas.manifest import Segment
 from schemas.recipe.recipe import BaseRecipe
+from schemas.recipe.recorded import keep_recorded, read_recorded
 
+R = TypeVar("R", bound=BaseRecipe)
 Difference = dict[str, tuple[Any, Any]]  # field -> what the run has, what is asked for
 
 _LENGTH: Final = "schedule.iterations"
@@ -26,6 +28,16 @@ def read_segments(store: Store, run: str) -> tuple[Segment, ...]:
     while (found := find_record(store, paths.segment(run, len(segments)), Segment)) is not None:
         segments.append(found)
     return tuple(segments)
+
+
+def continued(store: Store, name: str, recipe: R) -> tuple[R, dict[str, Any]]:
+    """`recipe` as it continues the run `name`, which keeps the values that it was begun with where only a default has
+    changed since; and what is kept, by dotted path. As it is where there is no such run.
+    """
+    segments = read_segments(store, name)
+    if not segments or segments[-1].recipe.get("flow") != recipe.flow:
+        return recipe, {}
+    return keep_recorded(recipe, segments[-1].recipe)
 
 
 def compare(segment: Segment, recipe: BaseRecipe) -> Difference:
@@ -62,7 +74,7 @@ def _remedy(name: str) -> str:
 
 def _parse(segment: Segment, model: type[BaseRecipe]) -> BaseRecipe:
     try:
-        return model.model_validate(segment.recipe)
+        return model.model_validate(read_recorded(segment.recipe))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "recipe"

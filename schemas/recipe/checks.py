@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticCustomError
 
 from schemas.recipe.agreement import bit_equal
+from schemas.recipe.fields import is_set
 from schemas.recipe.sources import SPLIT, SUFFIXES, holds_credentials, source_kind
 
 if TYPE_CHECKING:
@@ -65,13 +66,16 @@ def _splits(recipe: Any) -> bool:
     return source_kind(recipe.data.source) != "file" or SPLIT in recipe.data.source
 
 
+SGLANG_ALONE: Final = (
+    "tensor_parallel", "gpus", "memory_fraction", "first_port", "release_memory", "transport", "prove_weights", "flags",
+)  # fmt: skip
 IDLE: Final = (
     Idle("inference.deterministic", _embedded, "with inference.engine sglang: it is the embedded engine's"),
     Idle("inference.slots", _embedded, "with inference.engine sglang: it is the embedded engine's"),
     Idle("inference.threads", _embedded, "with inference.engine sglang: it is the embedded engine's"),
     *(
         Idle(f"inference.{name}", lambda r: not _embedded(r), "with inference.engine embedded: it is SGLang's")
-        for name in ("tensor_parallel", "gpus", "memory_fraction", "first_port", "release_memory", "transport", "flags")
+        for name in SGLANG_ALONE
     ),
     *(
         Idle(f"inference.{name}", lambda r: r.flow == "rlhf", "in an evaluate recipe: it trains nothing")
@@ -144,8 +148,7 @@ def idle_knobs(recipe: BaseRecipe) -> Iterator[str]:
 
 
 def _is_set(part: BaseModel, name: str) -> bool:
-    info = type(part).model_fields[name]
-    return bool(getattr(part, name) != info.get_default(call_default_factory=True))
+    return is_set(type(part).model_fields[name], getattr(part, name))
 
 
 # ── every flow ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -314,10 +317,21 @@ def evaluation_stops(r: RlhfRecipe | EvaluateRecipe) -> Message:
     return "evaluation.stop: an empty string ends everything at once; remove it" if "" in r.evaluation.stop else None
 
 
+def wall_after_cpu(r: RlhfRecipe | EvaluateRecipe) -> Message:
+    cpu, wall = r.reward.timeout_seconds, r.reward.wall_seconds
+    if 0 < wall < cpu:
+        return (
+            f"reward.wall_seconds: {wall:g} ends a verifier before it can use reward.timeout_seconds {cpu:g} of CPU; "
+            "raise the one or lower the other"
+        )
+    return None
+
+
 EVALUATION_CHECKS: Final[tuple[Callable[[Any], Message], ...]] = (
     evaluation_fits,
     evaluation_samples,
     evaluation_stops,
+    wall_after_cpu,
 )
 
 

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from schemas.recipe.checks import IDLE, REFUSED_KEYS
-from schemas.recipe.fields import Section, is_semantic, nested_section
+from schemas.recipe.fields import Section, former_values, is_semantic, nested_section
 from schemas.recipe.load import RECIPES
 from schemas.recipe.recipe import BaseRecipe
 
@@ -32,6 +32,10 @@ by dotted keys, with values as in YAML: `rollout.groups=8`, `rollout.stop=["\\n"
 Unknown keys, contradictory settings and settings without effect are refused before anything starts. *Semantic* fields
 decide what is computed: changing one makes a different result with a different key. *Operational* ones decide where,
 how fast and how visibly; changing one recomputes nothing.
+
+A run that is resumed keeps the values that it was begun with. Where a default has changed since, or a field has been
+added, the recorded value stays in force, and the log says so ("In older runs" names it below); a field that the recipe
+sets to anything but today's default must agree with the run.
 """
 
 _TABLE: Final = "| field | type | default | bounds | kind | description |\n|---|---|---|---|---|---|"
@@ -95,7 +99,7 @@ def _table(model: type[Section]) -> str:
 
 def _row(name: str, info: FieldInfo) -> str:
     kind = "semantic" if is_semantic(info) else "operational"
-    cells = [f"`{name}`", _type(info.annotation), _default(info), _bounds(info), kind, info.description or ""]
+    cells = [f"`{name}`", _type(info.annotation), _default(info), _bounds(info), kind, _description(info)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -110,6 +114,12 @@ def _type(annotation: Any) -> str:
     if origin is not None:
         return f"{_NAMES[origin]} of {_type(arguments[-1])}"
     return _NAMES[annotation]
+
+
+def _description(info: FieldInfo) -> str:
+    """What the field does, and what it was in runs that were begun before it was what it is."""
+    former = ", ".join(_value(value) for value in former_values(info))
+    return f"{info.description or ''}{f' In older runs: {former}.' if former else ''}"
 
 
 _NAMES: Final[dict[Any, str]] = {

@@ -81,16 +81,31 @@ class Reward(Section):
     unparseable_reward: float = semantic(
         0.0, ge=-1e3, le=1e3, description="Reward where no answer can be found in the text."
     )
+    timeout_reward: float | None = semantic(
+        0.0,
+        before=None,
+        ge=-1e3,
+        le=1e3,
+        description="Reward of a `timeout` verdict; null: it is treated as an `error`.",
+    )
     on_unverified: Literal["drop_sample", "drop_group", "reward"] = semantic(
-        "drop_sample", description="What a `timeout` or `error` verdict costs."
+        "drop_sample", description="What becomes of a sample with an `error` verdict."
     )
     unverified_reward: float = semantic(
         0.0, ge=-1e3, le=1e3, description="The reward when `on_unverified` is `reward`."
     )
     max_unverified: float = semantic(
-        0.2, ge=0, le=1, description="Share of `timeout` and `error` verdicts that stops the run."
+        0.2, ge=0, le=1, description="Share of `error` verdicts (and of `timeout` without a reward) that stops the run."
     )
-    timeout_seconds: float = semantic(10.0, gt=0, le=3600, description="Deadline for one completion.")
+    timeout_seconds: float = semantic(
+        10.0, gt=0, le=3600, description="CPU seconds that one completion may take, with all processes it starts."
+    )
+    wall_seconds: float = operational(
+        0.0,
+        ge=0,
+        le=864_000,
+        description="Seconds after which a verifier that waits is ended, an `error`; 0: 60 times `timeout_seconds`.",
+    )
     memory_mb: int = semantic(
         2048, ge=128, le=1_048_576, description="Address space a verifier may use beyond its start."
     )
@@ -98,17 +113,35 @@ class Reward(Section):
 
 
 class Grpo(Section):
-    """Group-relative policy optimisation (DeepSeekMath, arXiv:2402.03300, §4.1)."""
+    """Group-relative policy optimisation (DeepSeekMath, arXiv:2402.03300, §4.1).
 
-    reward_norm: Literal["mean_std", "mean", "none"] = semantic(
-        "mean_std", description="Reward minus its group's mean, over its group's standard deviation; or less of it."
+    `reward_norm: mean_std` is GRPO's own. `mean_batch_std` (Lite PPO, arXiv:2508.08221; TRL's `scale_rewards="batch"`)
+    is recommended where many groups are nearly all right or all wrong: division by a group's own small deviation makes
+    those count most. Either gives groups of equal rewards no advantage at all; `advantage_norm: batch` gives them one,
+    and is not recommended.
+    """
+
+    reward_norm: Literal["mean_std", "mean_batch_std", "mean", "none"] = semantic(
+        "mean_std",
+        description="Reward minus its group's mean, over the standard deviation of its group (GRPO) or of the batch "
+        "(groups that are nearly all right or all wrong do not outweigh others); or less of it.",
     )
     advantage_norm: Literal["none", "group", "batch"] = semantic(
-        "none", description="Whiten the advantages over the generated tokens of the group or the batch."
+        "none",
+        description="Whiten the advantages over the generated tokens of the group or the batch. It centres them again: "
+        "with `batch`, groups without signal get an advantage; `reward_norm: mean_batch_std` scales by the batch only.",
+    )
+    std_unbiased: bool = semantic(
+        True,
+        before=False,
+        description="Divide by the sample's standard deviation (÷ n-1), as TRL, verl and AReaL do; else by the "
+        "population's (÷ n), which is smaller: at `group_size` 2 advantages are then 1.41 times as large.",
     )
     clip_ratio: float = semantic(0.2, gt=0, lt=1, description="PPO's ε: the ratio is clipped to [1-ε, 1+ε].")
     kl: Literal["none", "reward", "loss"] = semantic(
-        "none", description="KL to version 0: in the reward (k1, per token) or in the loss (k3)."
+        "none",
+        description="KL to version 0: in the reward (k1, per token) or in the loss (k3). In the reward it costs a "
+        "further forward pass where engines differ in rounding: both logprobs are then the trainer's.",
     )
     kl_coef: float = semantic(0.0, ge=0, le=100, description="Weight of the KL term.")
     loss: Literal["token_mean", "sequence_mean"] = semantic(
@@ -119,6 +152,14 @@ class Grpo(Section):
         ge=1,
         le=1e6,
         description="Cap of the weight π_proximal/π_behaviour of a token, where engine and trainer differ in rounding.",
+    )
+    max_log_ratio: float = semantic(
+        20.0,
+        before=0.0,
+        ge=0,
+        le=80,
+        description="Bound of the log-ratio of two policies, in nats, so that no ratio overflows (`clamped` counts the "
+        "tokens above); 0: none.",
     )
     max_logprob_gap: float = operational(
         0.1,
@@ -218,6 +259,11 @@ class Inference(Section):
     )
     release_memory: bool = operational(
         False, description="SGLang: give the GPU's memory back while the trainer works (both on the same GPU)."
+    )
+    prove_weights: bool = operational(
+        True,
+        description="SGLang: give the servers the first weights twice, with their tensors overwritten in between, and "
+        "stop the run unless every tensor comes out the same.",
     )
     flags: dict[str, Any] = semantic(
         {}, description="SGLang: further flags of launch_server, without dashes: `{attention-backend: triton}`."

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from areal_tasks.algorithms.advantages import Advantages, grpo_advantages, kl_penalty
 
 NAN = math.nan
-NORMS = st.sampled_from(["mean_std", "mean", "none"])
+OWN_GROUP = st.sampled_from(["mean_std", "mean", "none"])  # what depends on a sample's own group only
+NORMS = st.one_of(OWN_GROUP, st.just("mean_batch_std"))
 
 
 class Sample(NamedTuple):
@@ -50,9 +51,9 @@ def per_sample(samples: list[Sample], tokens: torch.Tensor) -> list[torch.Tensor
 
 def test_without_kl_each_token_has_its_samples_relative_reward() -> None:
     samples = [Sample(1, 5, True, [9, 9]), Sample(0, 5, True, [9]), Sample(1, 8, True, [9])]
-    result = compute(samples, kl=False)
-    torch.testing.assert_close(result.advantages.float(), torch.tensor([1.0, 1.0, -1.0, 0.0]), atol=1e-5, rtol=0)
-    torch.testing.assert_close(result.shaped_reward.float(), torch.tensor([1.0, -1.0, 0.0]), atol=1e-5, rtol=0)
+    result, half = compute(samples, kl=False), math.sqrt(0.5)
+    torch.testing.assert_close(result.advantages.float(), torch.tensor([half, half, -half, 0.0]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(result.shaped_reward.float(), torch.tensor([half, -half, 0.0]), atol=1e-5, rtol=0)
     assert torch.equal(result.returns, result.advantages)
 
 
@@ -77,15 +78,15 @@ def test_advantage_norm_counts_kept_tokens_only() -> None:
     ]
     batch = compute(samples, "none", "batch").advantages
     values = torch.tensor([4.0, 4.0, 1.0, 1.0], dtype=torch.float64)
-    expected = (values - 2.5) / 1.5
+    expected = (values - 2.5) / math.sqrt(3)
     torch.testing.assert_close(batch[[0, 1, 2, 4]], expected, atol=1e-5, rtol=0)
     group = compute(samples, "none", "group").advantages
-    torch.testing.assert_close(group[:3], (values[:3] - 3) / math.sqrt(2), atol=1e-5, rtol=0)
+    torch.testing.assert_close(group[:3], (values[:3] - 3) / math.sqrt(3), atol=1e-5, rtol=0)
     assert batch[3] == group[3] == group[4] == 0
 
 
 @pytest.mark.parametrize("advantage_norm", ["none", "group", "batch"])
-@pytest.mark.parametrize("reward_norm", ["mean_std", "mean", "none"])
+@pytest.mark.parametrize("reward_norm", ["mean_std", "mean_batch_std", "mean", "none"])
 def test_nan_of_dropped_samples_never_leaks(reward_norm: str, advantage_norm: str) -> None:
     samples = [Sample(1, 0, True, [0.1, 0.3]), Sample(NAN, 0, False, [NAN, NAN]), Sample(0, 0, True, [0.2])]
     with_nan = compute(samples, reward_norm, advantage_norm)
@@ -105,7 +106,7 @@ def test_permuted_samples_have_permuted_advantages(samples: list[Sample], norm: 
     torch.testing.assert_close(after.shaped_reward, before.shaped_reward[order])
 
 
-@given(SAMPLES, NORMS, st.sampled_from(["none", "group"]), st.booleans(), st.data())
+@given(SAMPLES, OWN_GROUP, st.sampled_from(["none", "group"]), st.booleans(), st.data())
 def test_a_dropped_sample_changes_only_its_own_group(
     samples: list[Sample], norm: str, advantage_norm: str, kl: bool, data: st.DataObject
 ) -> None:
@@ -117,7 +118,7 @@ def test_a_dropped_sample_changes_only_its_own_group(
         assert sample.group == samples[dropped].group or torch.equal(one, other)
 
 
-@given(SAMPLES, st.integers(-50, 50), st.sampled_from(["mean_std", "mean"]))
+@given(SAMPLES, st.integers(-50, 50), st.sampled_from(["mean_std", "mean_batch_std", "mean"]))
 def test_adding_a_constant_to_all_rewards_changes_nothing(samples: list[Sample], shift: int, norm: str) -> None:
     shifted = [s._replace(reward=s.reward + shift) for s in samples]
     torch.testing.assert_close(

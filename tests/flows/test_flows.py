@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
+from recorded_runs import recipes, unpack
 from stage_driver import Digests, digests, drive, start_driver, store_in, tiny, tiny_sft
 from task_states import task_states
 
@@ -242,6 +243,22 @@ def test_a_trainer_that_fails_again_and_again_ends_the_flow_run_with_its_reason(
         sft(recipe, run="fails")
     assert len(steps) == 3 and not store_in(tmp_path).exists(owner("fails", 2))
     assert "failed at /train: RuntimeError: NCCL error: unhandled system error (engines/" in failure(prefect)
+
+
+def test_a_run_of_an_earlier_version_is_resumed_by_todays_recipe(
+    prefect: Prefect, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The deployment's parameters hold today's defaults, and nobody says what was not set."""
+    store, recipe = unpack(tmp_path), recipes()["grpo"]
+    assert recipe.algorithm.std_unbiased  # type: ignore[union-attr]
+    assert rlhf(moved(recipe, tmp_path), run="grpo")["iterations"] == 3
+    [line] = [message for message in caplog.messages if message.startswith("run grpo keeps")]
+    assert "algorithm.std_unbiased=false" in line and "algorithm.max_log_ratio=0.0" in line
+    run = load_run(store, "grpo")
+    assert len(run.segments) == 1 and run.recipe_at(2)["algorithm"]["std_unbiased"] is False
+    with pytest.raises(UserError):
+        rlhf(moved(recipe, tmp_path), run="grpo", overrides="algorithm.max_log_ratio=10")
+    assert "algorithm.max_log_ratio is 0.0 there and 10.0 here" in failure(prefect)
 
 
 def test_a_persons_mistake_is_logged_without_a_traceback(

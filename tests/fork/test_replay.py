@@ -284,3 +284,19 @@ def test_what_is_built_of_the_iteration_under_way(whole: Path, tmp_path: Path) -
             loop = loop_of(run)(run, recipe, engines)
             assert loop.first == 1 and set(loop.standing()[1]) == built
             assert not engines.supervisor.services
+
+
+def test_a_replay_that_trains_nothing_can_ask_for_what_was_not_computed(tmp_path: Path) -> None:
+    """The trainer is brought to the original's policy of each iteration by the original's train stages."""
+    plain = {"kl": "none", "kl_coef": 0.0, "minibatches": 1}
+    drive(tmp_path, "whole", tiny(algorithm=plain, inference={"deterministic": False}, schedule={"iterations": 2}))
+    origin = kept("advantage", until="advantage")
+    run = replay(tmp_path, "penalised", origin, "algorithm.kl=reward", "algorithm.kl_coef=0.1")
+    for k in range(2):
+        assert made_by(tmp_path, "penalised", k) == {"reference", "proximal", "advantage"}
+    query = "SELECT iteration, max(abs(prox_logprob - logprob)) AS gap, max(abs(prox_logprob - ref_logprob)) AS moved"
+    first, second = run_sql(
+        run.store, run.name, f"{query} FROM tokens WHERE loss_mask GROUP BY 1 ORDER BY 1"
+    ).to_pylist()
+    assert max(first["gap"], second["gap"]) < 1e-4, "the policy of each iteration, which sampled its tokens"
+    assert first["moved"] < 1e-4 < second["moved"]

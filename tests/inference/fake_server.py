@@ -85,6 +85,11 @@ class Fake:
             self.version = int(body["weight_version"])
         return web.json_response({"success": True, "message": ""})
 
+    async def check_weights(self, request: web.Request) -> web.Response:
+        """As SGLang 0.5.17; there are no tensors here, so that they are always the same."""
+        ranks = [{"checksums": {"w": "0"}}] if (await request.json())["action"] == "checksum" else None
+        return web.json_response({"success": True, "message": "Success."} | ({"ranks": ranks} if ranks else {}))
+
     async def health(self, request: web.Request) -> web.Response:
         down = self.broken or self.deaf or self.broken_health
         return web.json_response({}, status=503 if down else 200)
@@ -118,6 +123,7 @@ async def serve(fake: Fake, port: int = 0) -> web.AppRunner:
     app.add_routes([web.get(path, fake.health) for path in ("/health", "/health_generate")])
     app.add_routes([web.get(path, fake.info) for path in ("/model_info", "/server_info")])
     app.add_routes([web.post("/update_weights_from_disk", lambda request: fake.on_update(request))])
+    app.add_routes([web.post("/weights_checker", fake.check_weights)])
     app.add_routes([web.post("/generate", lambda request: fake.on_generate(request))])
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()

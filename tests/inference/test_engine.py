@@ -184,7 +184,7 @@ def test_pause_with_abort_ends_what_runs_and_holds_what_comes(engine_of: EngineO
 
 
 def other_weights(folder: Path, engine: Engine) -> dict[str, torch.Tensor]:
-    return read_weights_folder(folder, engine.runner.parameter_names)
+    return read_weights_folder(folder, engine.runner.model)
 
 
 def test_new_weights_change_version_and_output(
@@ -239,7 +239,7 @@ def test_weights_of_another_model_are_refused_and_change_nothing(engine_of: Engi
     engine = engine_of()
     before = complete(engine, prompt(5), max_new_tokens=10, sampling_seed=1)
     wider = make_model(tmp_path / "wider", 0, intermediate_size=96)
-    with pytest.raises(UserError, match=r"do not fit .* 6 of \d+ parameters"):
+    with pytest.raises(UserError, match=r"do not fit .* 6 of \d+ tensors"):
         engine.update_weights(load_file(wider / "model.safetensors"), "1", False).result()
     assert engine.version == "0"
     assert complete(engine, prompt(5), max_new_tokens=10, sampling_seed=1).logprobs == before.logprobs
@@ -292,4 +292,4 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no config\.json"):
         Runner(tmp_path, 8, 64, torch.float32)
     with pytest.raises(UserError, match="safetensors"):
-        read_weights_folder(tmp_path, set())
+        read_weights_folder(tmp_path, None)

@@ -57,7 +57,7 @@ def test_what_is_told_on_the_way_changes_no_token(engine_of: EngineOf) -> None:
 def test_new_weights_on_the_way_are_told_from_then_on(engine_of: EngineOf, other_folder: Path) -> None:
     engine = engine_of()
     [sequence] = sequences(max_new_tokens=60, ignore_eos=True)
-    weights = read_weights_folder(other_folder, engine.runner.parameter_names)
+    weights = read_weights_folder(other_folder, engine.runner.model)
     told: list[Sequence] = []
 
     def listen(now: Sequence) -> None:

@@ -103,7 +103,7 @@ def test_when_all_fail_the_next_ones_are_handed_the_weights_again(
     assert trainer.sent == [[bad.url]] == [engines.supervisor.end_of]  # type: ignore[attr-defined]
     (healed,) = begin(1)
     assert engines.inference().version == healed.version == VERSION
-    assert trainer.sent == [[bad.url], [healed.url]]
+    assert trainer.sent == [[bad.url], [healed.url], [healed.url]], "and again, to prove that they arrive"
 
 
 def test_weights_that_cannot_be_handed_over_are_written_for_the_servers(

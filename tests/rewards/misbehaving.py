@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from areal_tasks.rewards.protocol import Verdict
@@ -41,6 +43,33 @@ def segfault() -> None:
     ctypes.string_at(0)
 
 
+def burn(seconds: float) -> None:
+    """Uses so much CPU, however long that takes."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+BURN = "import time\nwhile time.process_time() < {}: pass"
+
+
+def start_to_burn(seconds: float, session: bool = False) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-S", "-c", BURN.format(seconds), os.environ["MISBEHAVING_NAP"]]
+    return subprocess.Popen(command, start_new_session=session)
+
+
+def kill_the_forkserver() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
+def pass_the_gate(folder: str) -> None:
+    """Says that it is there, and waits for the gate to open."""
+    Path(folder, "reached").touch()
+    while not Path(folder, "open").exists():
+        time.sleep(0.01)
+
+
 def start_a_process_and_hang() -> None:
     subprocess.Popen(["sleep", os.environ["MISBEHAVING_NAP"]])
     time.sleep(1000)
@@ -68,6 +97,14 @@ ACTS: dict[str, Any] = {
     "loop": loop_in_python,
     "regex": loop_in_c,
     "sleep": lambda: time.sleep(1000),
+    "nap": lambda: time.sleep(1.0) or 1.0,
+    "busy child": lambda: start_to_burn(1000).wait(),
+    "busy session": lambda: start_to_burn(1000, session=True).wait(),
+    "late": lambda: burn(1.0) or 1.0,
+    "late child": lambda: start_to_burn(1.0).wait() or 1.0,
+    "kill": kill_the_forkserver,
+    "gate": lambda: pass_the_gate(os.environ["MISBEHAVING_GATE"]) or 1.0,
+    "background": lambda: start_to_burn(1000) and 1.0,
     "memory": eat_memory,
     "segfault": segfault,
     "leave": lambda: os._exit(3),
@@ -101,6 +138,14 @@ def unparseable(prompt: str, completion: str, answer: str) -> Verdict:
 
 def returns_process_id(prompt: str, completion: str, answer: str) -> Verdict:
     return Verdict(1.0, "correct", str(os.getpid()))
+
+
+def old_signature(prompt: str, completion: str, answer: str, **arguments: Any) -> Verdict:
+    return Verdict(1.0, "correct", repr(arguments))
+
+
+def takes_more(prompt: str, completion: str, answer: str, stop_reason: str, *, truncated: bool = True) -> Verdict:
+    return Verdict(1.0, "correct", f"{truncated} {stop_reason}")
 
 
 def takes_two(prompt: str, completion: str) -> float:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import math
 import os
 import random
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from areal_tasks.rewards import processes
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult
+from areal_tasks.rewards.processes import Forkserver
+from areal_tasks.rewards.protocol import Row
 from schemas.errors import UserError
 from schemas.recipe.sections import Reward
 
@@ -27,8 +32,8 @@ NAP = os.environ["MISBEHAVING_NAP"] = str(10_000_000 + os.getpid())
 
 
 def settings(**changes: Any) -> Reward:
-    given = {"verifier": "misbehaving:act", "timeout_seconds": DEADLINE, "memory_mb": 128, "workers": 2}
-    return Reward(**{**given, **changes})
+    given = {"verifier": "misbehaving:act", "timeout_seconds": DEADLINE, "wall_seconds": 600, "workers": 2}
+    return Reward(**{"memory_mb": 128, **given, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +44,16 @@ def pool() -> Iterator[VerifierPool]:
 
 @pytest.fixture(scope="module")
 def patient() -> Iterator[VerifierPool]:
-    """For verdicts that do not depend on time, however busy the machine."""
+    """For verdicts that do not depend on time."""
     with VerifierPool(settings(timeout_seconds=30)) as pool:
         yield pool
 
 
 def judge(pool: VerifierPool, *completions: str) -> list[VerifyResult]:
-    return pool.verify([("prompt", completion, "answer") for completion in completions])
+    return pool.verify([Row("prompt", completion, "answer") for completion in completions])
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
@@ -59,6 +64,11 @@ def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
+def processes_left() -> bool:
+    """Whether a process that a verifier of this session started still runs."""
+    return any(NAP in (p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
+
+
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
@@ -66,7 +76,10 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
 MISDEEDS = {
     "loop": ("timeout", "reward.timeout_seconds = 0.5"),
     "regex": ("timeout", "reward.timeout_seconds"),
-    "sleep": ("timeout", "reward.timeout_seconds"),
+    "busy child": ("timeout", "reward.timeout_seconds"),
+    "busy session": ("timeout", "reward.timeout_seconds"),
+    "late": ("timeout", "reward.timeout_seconds"),
+    "late child": ("timeout", "reward.timeout_seconds"),
     "memory": ("error", "reward.memory_mb"),
     "segfault": ("error", "signal 11"),
     "abort": ("error", "signal 6"),
@@ -93,7 +106,8 @@ def test_a_misdeed_costs_its_own_sample_and_nothing_else(
     results = judge(pool if verdict == "timeout" else patient, *completions)
     culprit = results.pop(17)
     assert culprit.verdict == verdict and detail in culprit.detail
-    assert math.isnan(culprit.reward) and culprit.verifier == "misbehaving:act"
+    assert culprit.reward == 0.0 if verdict == "timeout" else math.isnan(culprit.reward)
+    assert culprit.verifier == "misbehaving:act"
     del completions[17]
     assert [r.reward for r in results] == [float(len(c)) for c in completions]
     assert [r.verdict for r in results] == ["correct" if c else "incorrect" for c in completions]
@@ -107,20 +121,31 @@ def test_misdeeds_in_any_mixture(patient: VerifierPool) -> None:
         assert result.verdict == ("correct" if completion == "xx" else "error")
 
 
-def test_time_is_lost_per_culprit_not_per_chunk(pool: VerifierPool) -> None:
-    started = time.monotonic()
+def test_every_culprit_has_the_deadline_for_itself(pool: VerifierPool) -> None:
     results = judge(pool, *["regex", "regex", *["xx"] * 60])
     assert [r.verdict for r in results] == ["timeout"] * 2 + ["correct"] * 60
-    assert time.monotonic() - started < 2 * DEADLINE + 1.0
-    assert results[0].seconds == pytest.approx(DEADLINE, abs=0.3)
+    assert all(r.seconds > 0.9 * DEADLINE for r in results[:2])  # one core: no more CPU seconds than others
 
 
-def test_a_thread_left_in_c_is_killed_with_its_worker(pool: VerifierPool) -> None:
-    """It holds the interpreter's lock, so that the sample after it cannot be judged by that worker."""
-    results = judge(pool, "thread", *["xx"] * 20)
-    assert [r.verdict for r in results].count("timeout") <= 2
-    assert [r.verdict for r in judge(pool, *["xx"] * 20)].count("correct") >= 19
-    assert {r.verdict for r in judge(pool, *["xx"] * 20)} == {"correct"}
+def test_the_deadline_counts_cpu_seconds_not_those_of_the_wall_clock(pool: VerifierPool) -> None:
+    """`nap` waits for twice the deadline, as a verifier does whose machine is busy with something else."""
+    (result,) = judge(pool, "nap")
+    assert result.verdict == "correct" and result.seconds > DEADLINE
+
+
+def test_what_waits_for_ever_is_ended_by_the_wall_clock() -> None:
+    with VerifierPool(settings(wall_seconds=0.6)) as pool:
+        (result,) = judge(pool, "sleep")
+    assert result.verdict == "error" and math.isnan(result.reward)
+    assert result.detail == "wall clock: not finished within 0.6 s (reward.wall_seconds)"
+
+
+@pytest.mark.parametrize("culprit", ["thread", "background"])
+def test_what_a_call_leaves_running_costs_no_other_sample(pool: VerifierPool, culprit: str) -> None:
+    """A thread in C that holds the interpreter's lock, and a process that uses CPU."""
+    results = judge(pool, culprit, *["xx"] * 40)
+    assert {r.verdict for r in results[1:]} == {"correct"}
+    assert eventually(lambda: not processes_left())
 
 
 def test_texts_are_cut_and_valid_and_prints_do_no_harm(patient: VerifierPool) -> None:
@@ -135,13 +160,11 @@ def test_no_rows_and_rows_larger_than_any_buffer(patient: VerifierPool) -> None:
     assert [r.reward for r in judge(patient, *["x" * 2_000_000] * 8)] == [2_000_000.0] * 8
 
 
-@pytest.mark.parametrize(("misdeed", "verdict"), [("child", "timeout"), ("abandon", "error")])
-def test_what_a_verifier_started_dies_with_it(pool: VerifierPool, misdeed: str, verdict: str) -> None:
-    def sleeping() -> bool:
-        return any(NAP in (p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
-
-    assert judge(pool, misdeed)[0].verdict == verdict
-    assert eventually(lambda: not sleeping())
+@pytest.mark.parametrize("misdeed", ["child", "abandon", "busy child", "busy session"])
+def test_what_a_verifier_started_dies_with_it(misdeed: str) -> None:
+    with VerifierPool(settings(wall_seconds=2.0)) as pool:
+        assert judge(pool, misdeed)[0].verdict in ("timeout", "error")
+        assert eventually(lambda: not processes_left())
 
 
 def test_rewards_follow_the_recipe() -> None:
@@ -150,6 +173,18 @@ def test_rewards_follow_the_recipe() -> None:
     with VerifierPool(settings(verifier="misbehaving:unparseable", unparseable_reward=-0.5)) as pool:
         result = judge(pool, "x")[0]
     assert (result.reward, result.verdict) == (-0.5, "unparseable")
+
+
+@pytest.mark.parametrize(("timeout_reward", "expected"), [(0.0, 0.0), (-1.5, -1.5), (None, -2.0)])
+def test_a_timeout_has_its_own_reward_or_is_treated_as_an_error(timeout_reward: float | None, expected: float) -> None:
+    stated = {"on_unverified": "reward", "unverified_reward": -2.0, "timeout_reward": timeout_reward}
+    with VerifierPool(settings(timeout_seconds=0.1, **stated)) as pool:
+        assert judge(pool, "loop")[0].reward == expected
+
+
+def test_a_timeout_without_a_reward_has_none() -> None:
+    with VerifierPool(settings(timeout_seconds=0.1, timeout_reward=None)) as pool:
+        assert math.isnan(judge(pool, "loop")[0].reward)
 
 
 def test_workers_are_fresh_only_after_harm() -> None:
@@ -184,20 +219,54 @@ def test_close_leaves_no_process_and_the_pool_can_be_used_again() -> None:
     assert {p.pid for p in descendants(os.getpid())} <= before
 
 
-def test_losing_the_forkserver_is_an_error_once() -> None:
-    """Its workers die with it, also one that loops in C; the next call starts another."""
+def forkserver_of(pool: VerifierPool) -> psutil.Process:
+    """The process that starts the pool's workers, started now."""
     before = psutil.Process().children()
-    pool = VerifierPool(settings(timeout_seconds=60))
     pool.__enter__()
-    (forkserver,) = [p for p in psutil.Process().children() if p not in before]
+    (found,) = [p for p in psutil.Process().children() if p not in before]
+    return found
+
+
+def test_losing_the_forkserver_in_a_call_costs_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers die with it; another is started, and what had no result is judged again."""
+    monkeypatch.setenv("MISBEHAVING_GATE", str(tmp_path))
+    pool = VerifierPool(settings())
+    forkserver = forkserver_of(pool)
     started = [forkserver, *forkserver.children()]
-    killer = threading.Timer(0.3, forkserver.kill)
-    killer.start()
-    with pytest.raises(ConnectionError, match="ended with status -9; the next call starts another"):
-        judge(pool, "regex")
-    assert eventually(lambda: not alive(started))
+    with ThreadPoolExecutor(1) as caller:
+        results = caller.submit(judge, pool, *["xx"] * 40, "gate", *["xx"] * 40)
+        assert eventually((tmp_path / "reached").exists)
+        os.kill(forkserver.pid, signal.SIGKILL)
+        assert eventually(lambda: not alive(started))
+        (tmp_path / "open").touch()
+        assert {r.verdict for r in results.result()} == {"correct"}
+    pool.close()
+
+
+def test_losing_the_forkserver_between_calls_costs_nothing() -> None:
+    pool = VerifierPool(settings())
+    forkserver = forkserver_of(pool)
+    forkserver.kill()
     assert judge(pool, "xx")[0].reward == 2.0
     pool.close()
+
+
+def test_a_verifier_that_kills_the_forkserver_costs_its_own_sample() -> None:
+    with VerifierPool(settings(workers=1)) as pool:
+        first, culprit, last = judge(pool, "xx", "kill", "xx")
+    assert culprit.verdict == "error" and "the process that starts verifiers ended with status -9" in culprit.detail
+    assert first.reward == last.reward == 2.0
+
+
+def test_a_forkserver_that_is_lost_again_and_again_without_a_verifier_at_work_is_an_error() -> None:
+    class Doomed(VerifierPool):
+        def _start(self) -> Forkserver:
+            server = super()._start()
+            server.control.shutdown(socket.SHUT_RDWR)
+            return server
+
+    with pytest.raises(ConnectionError, match="the process that starts verifiers ended with status"):
+        judge(Doomed(settings(workers=1)), "xx")
 
 
 PARENT = """
@@ -246,7 +315,7 @@ def test_a_verifier_that_cannot_be_loaded_is_the_users_mistake() -> None:
 def test_warm_pool_is_quick() -> None:
     """Measured 5 ms for 256 rows on two idle cores; the bound leaves room for busy ones."""
     with VerifierPool(Reward(verifier="exact")) as pool:
-        rows = [("1+1=", "2", "2")] * 256
+        rows = [Row("1+1=", "2", "2")] * 256
         seconds = []
         for _ in range(6):
             started = time.perf_counter()
@@ -255,17 +324,16 @@ def test_warm_pool_is_quick() -> None:
     assert min(seconds) < 0.05
 
 
-def test_a_process_that_starts_verifiers_and_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_REPLY_SECONDS", 0.5)
-    before = set(psutil.Process().children())
-    with VerifierPool(settings(timeout_seconds=30, workers=1)) as pool:
-        assert judge(pool, "correct")[0].verdict == "correct"
-        [server] = set(psutil.Process().children()) - before
-        workers = server.children()
-        server.suspend()
-        for worker in workers:
-            worker.kill()
-        with pytest.raises(ConnectionError, match=rf"starts verifiers \({server.pid}\) has not answered for 0\.5 s"):
-            judge(pool, "correct", "correct")
-        assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
-        assert judge(pool, "correct")[0].verdict == "correct"
+def test_a_forkserver_that_hangs_is_replaced_in_the_same_call() -> None:
+    pool = VerifierPool(settings(workers=1))
+    server = forkserver_of(pool)
+    assert pool._server is not None
+    pool._server.reply_seconds = 0.2
+    workers = server.children()
+    server.suspend()
+    for worker in workers:
+        worker.kill()
+    results = judge(pool, "correct", "correct")
+    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+    assert results[1].verdict == "correct"  # the first may have been given to the process that was killed
+    pool.close()

@@ -17,7 +17,7 @@ import pytest
 from areal_tasks.rewards.exact import verify
 from areal_tasks.rewards.load import load_verifier
 from areal_tasks.rewards.pool import VerifierPool
-from areal_tasks.rewards.protocol import VERDICTS, Verdict, as_verdict
+from areal_tasks.rewards.protocol import VERDICTS, Row, Verdict, as_verdict
 from schemas import tables
 from schemas.errors import UserError
 from schemas.recipe.sections import Reward
@@ -89,18 +89,41 @@ def test_a_name_that_cannot_be_resolved_says_why(name: str, arguments: dict[str,
 
 
 def test_built_in_and_own_verifiers_with_arguments() -> None:
-    assert load_verifier("exact", {})("", "4", "4") == Verdict(1.0, "correct", "4")
+    assert load_verifier("exact", {})(Row("", "4", "4")) == Verdict(1.0, "correct", "4")
     strict = load_verifier("example_reward:tagged", {"ignore_case": False})
-    assert strict("", "<answer>Paris</answer>", "paris") == Verdict(0.5, "incorrect", "Paris")
+    assert strict(Row("", "<answer>Paris</answer>", "paris")) == Verdict(0.5, "incorrect", "Paris")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "given"),
+    [
+        ("misbehaving:takes_more", {}, "False length"),
+        ("misbehaving:takes_more", {"truncated": "mine"}, "mine length"),  # the recipe's own argument of that name
+        ("misbehaving:old_signature", {}, "{}"),
+        ("misbehaving:old_signature", {"strict": True}, "{'strict': True}"),
+    ],
+)
+def test_a_verifier_is_given_how_the_completion_ended_if_it_has_a_parameter_for_it(
+    name: str, arguments: dict[str, Any], given: str
+) -> None:
+    verdict = load_verifier(name, arguments)(Row("", "", "", False, "length"))
+    assert isinstance(verdict, Verdict) and verdict.parsed == given
+
+
+def test_how_a_completion_ended_reaches_a_verifier_through_the_pool() -> None:
+    rows = [Row("", "There are 5", "5", True, "length"), Row("", "There are 5", "5", False, "stop")]
+    with VerifierPool(Reward(workers=1)) as pool:
+        assert [result.verdict for result in pool.verify(rows)] == ["unparseable", "correct"]
 
 
 def test_modules_are_found_in_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "only_here.py").write_text("def f(prompt, completion, answer):\n    return 0.5\n")
     code = (
         "from areal_tasks.rewards.pool import VerifierPool\n"
+        "from areal_tasks.rewards.protocol import Row\n"
         "from schemas.recipe.sections import Reward\n"
         "with VerifierPool(Reward(verifier='only_here:f')) as pool:\n"
-        "    print(pool.verify([('', '', '')])[0].reward)\n"
+        "    print(pool.verify([Row('', '', '')])[0].reward)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     ran = subprocess.run(
@@ -111,7 +134,8 @@ def test_modules_are_found_in_the_working_directory(tmp_path: Path) -> None:
 
 def test_the_example_in_a_real_pool() -> None:
     rows = [
-        ("", text, "Paris") for text in ("<answer>PARIS</answer>", "<answer>Rome</answer>", "Paris", "<answer> paris ")
+        Row("", text, "Paris")
+        for text in ("<answer>PARIS</answer>", "<answer>Rome</answer>", "Paris", "<answer> paris ")
     ]
     with VerifierPool(Reward(verifier="example_reward:tagged", workers=1, unparseable_reward=-1)) as pool:
         results = pool.verify(rows)

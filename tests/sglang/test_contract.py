@@ -3,7 +3,8 @@
     AREAL_TEST_SGLANG_MODEL=/path/to/model python3 -m pytest -o addopts= tests/sglang/test_contract.py -q -k real_server
 
 `-k real_server` takes the cases on SGLang only, `-k embedded_server` those on our own; `sglang` is in every name, since
-it is the folder's. Add `and stream` for those of streaming.
+it is the folder's. Add `and stream` for those of streaming, `and experts` for those of a mixture of experts, which need
+no model; `and proof` takes those that SGLang alone has, on whether all weights arrive.
 `AREAL_TEST_SGLANG_DTYPE` (bfloat16) and `AREAL_TEST_SGLANG_FLAGS` (JSON, as `inference.flags`) can be set. Where time
 is limited, `-v -o timeout=240 --session-timeout=300` ends a case that hangs, then the run, and prints the failures; a
 `timeout` around it would leave nothing of them.
@@ -35,6 +36,13 @@ from tests.inference.conftest import make_model
 from tests.sglang.contract import CASES
 from tests.sglang.contract_streaming import STREAMING_CASES
 from tests.sglang.contract_target import Target
+from tests.sglang.contract_weights import (
+    EXPERT_CASES,
+    SGLANG_CASES,
+    SGLANG_EXPERT_CASES,
+    make_experts,
+    published,
+)
 
 MODEL = os.environ.get("AREAL_TEST_SGLANG_MODEL", "")
 DTYPE = os.environ.get("AREAL_TEST_SGLANG_DTYPE", "bfloat16")
@@ -61,7 +69,9 @@ def moved(folder: Path, into: Path, dtype: torch.dtype) -> Path:
     return into
 
 
-def start(root: Path, engine: str, folder: Path, model: dict[str, Any], inference: dict[str, Any]) -> Iterator[Target]:
+def start(
+    root: Path, engine: str, folder: Path, model: dict[str, Any], inference: dict[str, Any], other: Path | None = None
+) -> Iterator[Target]:
     """The server as the product starts it: a supervised service on weights of a store."""
     store = open_store((root / "store").as_uri())
     attempt = new_attempt()
@@ -72,14 +82,15 @@ def start(root: Path, engine: str, folder: Path, model: dict[str, Any], inferenc
     spec = ServiceSpec(
         name="inference-0", restart=0, store_url=store.url, run="contract", owner=1, recipe=recipe, weights=weights
     )
-    other = moved(folder, root / "other", getattr(torch, model["dtype"]))
+    other = other or moved(folder, root / "other", getattr(torch, model["dtype"]))
     with Supervisor(store, Launcher(startup_seconds=600.0), root / "logs") as supervisor:
         supervisor.start(f"areal_tasks.engines.{engine}", spec, threads=1 if engine == "embedded" else 0)
         [url] = supervisor.wait(["inference-0"])
         yield Target(url, supervisor.token, folder, other, model["max_length"], *(EXACT if exact else ROUNDED))
 
 
-SERVERS = [pytest.param("embedded", id="embedded_server"), pytest.param("sglang", id="real_server")]
+REAL = pytest.param("sglang", id="real_server")
+SERVERS = [pytest.param("embedded", id="embedded_server"), REAL]
 
 
 @pytest.fixture(scope="module", params=SERVERS)
@@ -97,6 +108,43 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     yield from start(root, "sglang", Path(MODEL).resolve(), model, {"flags": flags, "memory_fraction": 0.5})
 
 
-@pytest.mark.parametrize("case", CASES + STREAMING_CASES, ids=lambda case: case.__name__)
+@pytest.fixture(scope="module", params=SERVERS)
+def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    """A server of a mixture of experts; its other weights are published by our trainer."""
+    root = tmp_path_factory.mktemp(f"experts-{request.param}")
+    if request.param == "sglang" and not installed():
+        pytest.skip("SGLang is not installed")
+    folder = make_experts(root / "model", max_length=256)
+    if request.param == "embedded":
+        model, settings = {"max_length": 256, "dtype": "float32"}, {"slots": 8, "threads": 1}
+    else:
+        flags = json.loads(os.environ.get("AREAL_TEST_SGLANG_FLAGS", TRIMMED)) | {"moe-runner-backend": "triton"}
+        model, settings = {"max_length": 256, "dtype": DTYPE}, {"flags": flags, "memory_fraction": 0.3}
+    other = published(folder, root / "other", str(model["dtype"]))
+    yield from start(root, request.param, folder, model, settings, other)
+
+
+def named(case: Callable[[Target], None]) -> str:
+    return case.__name__
+
+
+@pytest.mark.parametrize("case", CASES + STREAMING_CASES, ids=named)
 def test_contract(case: Callable[[Target], None], target: Target) -> None:
     case(target)
+
+
+@pytest.mark.parametrize("target", [REAL], indirect=True)
+@pytest.mark.parametrize("case", SGLANG_CASES, ids=named)
+def test_proof(case: Callable[[Target], None], target: Target) -> None:
+    case(target)
+
+
+@pytest.mark.parametrize("case", EXPERT_CASES, ids=named)
+def test_experts(case: Callable[[Target], None], experts: Target) -> None:
+    case(experts)
+
+
+@pytest.mark.parametrize("experts", [REAL], indirect=True)
+@pytest.mark.parametrize("case", SGLANG_EXPERT_CASES, ids=named)
+def test_proof_of_experts(case: Callable[[Target], None], experts: Target) -> None:
+    case(experts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -31,35 +31,44 @@ class Row:
     generated: int = 2
     logprobs: tuple[float, ...] = ()
     reference: tuple[float, ...] = ()
+    proximal: tuple[float, ...] = ()
 
     @property
     def mask(self) -> list[bool]:
         return [False, False] + [True] * self.generated
 
 
-def tables(rows: list[Row]) -> tuple[pa.Table, pa.Table, pa.Table]:
-    """`rollout`, `verify` and `reference` as the stage reads them. Prompt positions hold NaN, which must not matter."""
+def tables(rows: list[Row]) -> dict[str, pa.Table]:
+    """What the stage reads; `proximal` if a row has it. Prompt positions hold NaN, which must not matter."""
     ids = [f"s{i}" for i in range(len(rows))]
-    padded = [[NAN, NAN, *(row.logprobs or (0.0,) * row.generated)] for row in rows]
-    base = [[NAN, NAN, *(row.reference or (0.0,) * row.generated)] for row in rows]
+
+    def flat(values: list[tuple[float, ...]]) -> pa.Array:
+        lists = [[NAN, NAN, *(given or (0.0,) * row.generated)] for row, given in zip(rows, values, strict=True)]
+        return pa.array(lists, FLOATS)
+
     rollout = {
         "sample_id": ids,
         "group_id": [row.group for row in rows],
         "loss_mask": pa.array([row.mask for row in rows], MASK),
         "num_generated": pa.array([row.generated for row in rows], pa.int32()),
-        "logprobs": pa.array(padded, FLOATS),
+        "logprobs": flat([row.logprobs for row in rows]),
     }
     rewards = pa.array([row.reward for row in rows], pa.float32())
-    verdicts = {"sample_id": ids, "reward": rewards, "verdict": [row.verdict for row in rows]}
-    return pa.table(rollout), pa.table(verdicts), pa.table({"sample_id": ids, "ref_logprobs": pa.array(base, FLOATS)})
+    found = {
+        "rollout": rollout,
+        "verify": {"sample_id": ids, "reward": rewards, "verdict": [row.verdict for row in rows]},
+        "reference": {"sample_id": ids, "ref_logprobs": flat([row.reference for row in rows])},
+    }
+    if any(row.proximal for row in rows):
+        found["proximal"] = {"sample_id": ids, "prox_logprobs": flat([row.proximal for row in rows])}
+    return {name: pa.table(columns) for name, columns in found.items()}
 
 
 def advantages(
     rows: list[Row], on_unverified: str = "drop_sample", kl: bool = False, **algorithm: Any
 ) -> list[dict[str, Any]]:
-    rollout, verdicts, reference = tables(rows)
-    how, reward = Grpo(**algorithm), Reward(on_unverified=on_unverified)  # type: ignore[arg-type]
-    table = advantage_table(rollout, verdicts, reference if kl else None, how, reward)
+    how, reward = Grpo(kl="reward" if kl else "none", **algorithm), Reward(on_unverified=on_unverified)  # type: ignore[arg-type]
+    table = advantage_table(tables(rows), how, reward)
     assert table.schema == ADVANTAGE
     return table.to_pylist()
 
@@ -70,14 +79,26 @@ def generated(row: dict[str, Any]) -> list[float]:
     return row["advantages"][2:]
 
 
-def test_every_generated_token_has_its_samples_relative_reward() -> None:
-    found = advantages([Row(0, 1.0, generated=3), Row(0, 0.0, generated=1), Row(0, 0.5)])
-    deviation = math.sqrt((0.25 + 0.25 + 0.0) / 3)
+@pytest.mark.parametrize("unbiased", [True, False])
+def test_every_generated_token_has_its_samples_relative_reward(unbiased: bool) -> None:
+    found = advantages([Row(0, 1.0, generated=3), Row(0, 0.0, generated=1), Row(0, 0.5)], std_unbiased=unbiased)
+    deviation = math.sqrt((0.25 + 0.25 + 0.0) / (2 if unbiased else 3))
     expected = [0.5 / (deviation + EPS), -0.5 / (deviation + EPS), 0.0]
     for row, value, length in zip(found, expected, (3, 1, 2), strict=True):
         assert generated(row) == pytest.approx([value] * length)
         assert row["shaped_reward"] == pytest.approx(value)
         assert (row["kept"], row["dropped_reason"]) == (True, "")
+
+
+def test_a_group_without_signal_has_no_advantage_where_the_batch_scales() -> None:
+    """Whitening the advantages over the batch's tokens gives it one, since longer samples weigh more in their mean."""
+    rows = [Row(0, 1.0, generated=9), Row(0, 0.0, generated=1), Row(1, 1.0), Row(1, 1.0)]
+    found = advantages(rows, reward_norm="mean_batch_std")
+    deviation = math.sqrt((3 * 0.25**2 + 0.75**2) / 3)  # of 1, 0, 1, 1
+    assert [generated(row)[0] for row in found] == pytest.approx([0.5 / deviation, -0.5 / deviation, 0, 0], rel=1e-5)
+    assert generated(found[2]) == [0.0, 0.0]
+    whitened = advantages(rows, reward_norm="mean", advantage_norm="batch")
+    assert generated(whitened[2])[0] < -0.5
 
 
 def test_groups_are_found_by_id_not_by_place() -> None:
@@ -106,6 +127,12 @@ def test_an_unverified_sample_can_have_a_stated_reward() -> None:
     assert [generated(row)[0] for row in found] == [1.0, -1.0]
 
 
+def test_a_timeout_with_a_reward_counts_in_its_group() -> None:
+    found = advantages([Row(0, 1.0), Row(0, 0.0, "timeout")], reward_norm="mean")
+    assert [row["kept"] for row in found] == [True, True]
+    assert [generated(row)[0] for row in found] == [0.5, -0.5]
+
+
 def test_an_unparseable_answer_is_a_verdict_like_any_other() -> None:
     found = advantages([Row(0, 1.0), Row(0, 0.0, "unparseable")], reward_norm="mean")
     assert [row["kept"] for row in found] == [True, True]
@@ -126,6 +153,19 @@ def test_kl_in_the_reward_is_paid_by_every_token_from_it_on() -> None:
     assert generated(first) == pytest.approx([0.5 - 2.0 * (0.5 + 0.25), 0.5 - 2.0 * 0.25])
     assert generated(second) == pytest.approx([-0.5, -0.5])
     assert [first["shaped_reward"], second["shaped_reward"]] == pytest.approx([-1.0, -0.5])
+
+
+def test_the_trainers_own_logprobs_are_penalised_and_not_the_servers() -> None:
+    """The server rounds otherwise than the trainer, who computes policy and reference: that is no KL."""
+    rows = [Row(0, 1.0, logprobs=(-9.0, 9.0), reference=(-1.5, -2.25), proximal=(-1.0, -2.0)), Row(0, 0.0)]
+    first, second = advantages(rows, kl=True, reward_norm="mean", kl_coef=2.0)
+    assert generated(first) == pytest.approx([0.5 - 2.0 * (0.5 + 0.25), 0.5 - 2.0 * 0.25])
+    assert generated(second) == pytest.approx([-0.5, -0.5])
+    same = [replace(row, proximal=(-1.0, -2.0), reference=(-1.0, -2.0)) for row in rows]
+    assert [generated(row) for row in advantages(same, kl=True, reward_norm="mean", kl_coef=2.0)] == [
+        [0.5] * 2,
+        [-0.5] * 2,
+    ]
 
 
 def test_a_dropped_sample_may_hold_any_logprobs() -> None:

@@ -81,12 +81,37 @@ def test_no_kl_no_reference() -> None:
     assert "reference" not in names("quickstart")
 
 
-@pytest.mark.parametrize("where", ["loss", "reward"])
-def test_kl_pulls_in_the_reference(where: str) -> None:
-    found = names("quickstart", f"algorithm.kl={where}", "algorithm.kl_coef=0.01")
-    assert found.index("rollout") < found.index("reference") < found.index("train")
-    if where == "reward":
-        assert found.index("reference") < found.index("advantage")
+@pytest.mark.parametrize(("where", "readers"), [("loss", {"train"}), ("reward", {"advantage", "train"})])
+def test_kl_pulls_in_the_reference_which_is_measured_wherever_it_counts(where: str, readers: set[str]) -> None:
+    assert readers_of("reference", f"algorithm.kl={where}", "algorithm.kl_coef=0.01") == readers
+
+
+def readers_of(table: str, *overrides: str) -> set[str]:
+    """The stages that read a table; empty where no stage writes it."""
+    graph = iteration_plan(load_recipe("quickstart", overrides), 1)
+    found = {stage.name for stage in graph.stages if table in stage.inputs}
+    assert all(table in graph.waits[name] for name in found)
+    return found
+
+
+ROUNDS = "inference.deterministic=false"  # servers differ from the trainer in rounding
+IN_REWARD = ("algorithm.kl=reward", "algorithm.kl_coef=0.01")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "readers"),
+    [
+        ((*IN_REWARD, ROUNDS, "algorithm.minibatches=1"), {"advantage"}),
+        ((*IN_REWARD, ROUNDS, "algorithm.minibatches=2"), {"advantage", "train"}),
+        ((*IN_REWARD, "algorithm.minibatches=2"), set()),  # equal to the bit: the servers' logprobs are the trainer's
+        ((ROUNDS, "algorithm.minibatches=1"), set()),
+        ((ROUNDS, "algorithm.minibatches=2"), {"train"}),
+    ],
+)
+def test_kl_in_the_reward_is_of_the_trainers_logprobs_where_engines_differ(
+    overrides: tuple[str, ...], readers: set[str]
+) -> None:
+    assert readers_of("proximal", *overrides) == readers
 
 
 def test_evaluation_stands_beside_training_when_due() -> None:

@@ -119,7 +119,8 @@ def test_iterations_without_a_step_are_replayed(tmp_path: Path) -> None:
         ({"loss": 0.5, "kl": 0.1}, {"loss": 0.25, "kl": 0.1}, 0.25),
         ({"tokens": 200.0}, {"tokens": 100.0}, 0.5),
         ({"loss": 0.5}, {}, math.inf),
-        ({}, {"loss": 0.5}, math.inf),
+        ({"skipped_steps": 2.0}, {"skipped_steps": 0.0, "loss": 0.5}, 1.0),  # a step was made this time
+        ({"loss": 0.5}, {"loss": 0.5, "clamped": 0.0}, 0.0),  # a newer version counts more
         ({"loss": math.nan}, {"loss": math.nan}, 0.0),
         ({"loss": math.nan}, {"loss": 1.0}, math.inf),
         ({}, {}, 0.0),

@@ -100,7 +100,28 @@ def test_the_first_pass_of_one_minibatch_is_the_weighted_policy_gradient(
     torch.testing.assert_close(gradient, -weight * torch.tensor(advantages))
 
 
+def test_tokens_with_a_log_ratio_above_the_bound_are_counted_once_each() -> None:
+    """The policy above the proximal one, that above the behaviour policy, the reference above the policy; below is
+    no matter."""
+    columns = {
+        "behaviour": [-1.0, -90.0, -1.0, -1.0, -1.0],
+        "proximal": [-90.0, -1.0, -1.0, -1.0, -1.0],
+        "reference": [-1.0, -1.0, -1.0, -1.0, -90.0],
+        "advantages": [2.0, 2.0, 2.0, 2.0, 2.0],
+    }
+    logprobs = [-1.0, -1.0, -90.0, -1.0, -1.0]
+    chosen = replace(made(algorithm={"kl": "loss", "kl_coef": 0.5}), behaviour_cap=2.0)
+    assert chosen.log_ratio_limit == 20.0
+    found, gradient = stats(columns, logprobs, chosen)
+    assert found["clamped"].tolist() == [1, 1, 1, 0, 0]
+    assert all(row.isfinite().all() for row in found.values())
+    torch.testing.assert_close(gradient, torch.tensor([0.0, -2.0 * 2.0, 0.0, -2.0, -2.0 + 0.5]))
+    found, gradient = stats(columns, logprobs, replace(chosen, log_ratio_limit=math.inf))
+    assert not found["clamped"].any() and gradient[0].isnan(), "what runs computed that were recorded before"
+
+
 def test_what_the_recipe_says_reaches_the_objective() -> None:
+    assert made(algorithm={"max_log_ratio": 0.0}).log_ratio_limit == math.inf
     assert not made().own_proximal and not made(algorithm={"minibatches": 1}).own_proximal
     one = made(algorithm={"minibatches": 1, "behaviour_cap": 3.0}, inference=ROUNDS)
     assert one.own_proximal and one.behaviour_cap == 3.0
@@ -144,6 +165,20 @@ def test_a_table_is_compared_in_every_minibatch_and_masked_nan_never_matters(tin
     assert torch.isfinite(moved).all()
 
 
+def test_one_far_token_that_the_clip_cuts_off_spoils_no_step(tiny: Path) -> None:
+    """Without the bound its gradient is NaN, and with it the step's, which is then skipped."""
+    lists = tables()["rollout"]["logprobs"].to_pylist()
+    lists[0][-1] = -100.0
+    far = with_column(tables()["rollout"], "logprobs", lists)
+    given = {"rollout": far, "advantage": advantage(far)}
+    for limit, skipped in ((20.0, False), (0.0, True)):
+        algorithm = {"max_log_ratio": limit, "max_logprob_gap": 100.0}
+        learned, moved = learn(tiny, given, made(algorithm=algorithm))
+        assert any(learned.train_steps["skipped"].to_pylist()) == skipped
+        assert learned.metrics["clamped"] == sum(learned.train_steps["clamped"].to_pylist()) == (not skipped)
+        assert moved.isfinite().all()
+
+
 def test_rows_of_the_proximal_table_are_joined_by_sample(tiny: Path) -> None:
     chosen, given = made(inference=ROUNDS), tables()
     shuffled = {**given, "proximal": given["proximal"].take([*range(11, -1, -1)])}
@@ -171,7 +206,7 @@ def test_without_a_table_only_the_first_minibatch_is_compared(tiny: Path) -> Non
 
 def test_the_summary_weighs_by_tokens_and_leaves_out_what_nobody_measured() -> None:
     keys = ("loss", "policy_loss", "kl", "approx_kl", "entropy", "clip_fraction", "ratio_mean", "ratio_max")
-    others = dict.fromkeys((*keys, "grad_norm", "lr", "total_tokens", "samples", "step_seconds"), 0.0)
+    others = dict.fromkeys((*keys, "clamped", "grad_norm", "lr", "total_tokens", "samples", "step_seconds"), 0.0)
 
     def row(tokens: int, mean: float, peak: float) -> dict[str, Any]:
         found = {"logprob_gap_mean": mean, "logprob_gap_max": peak, "ratio_outside": mean}

@@ -129,6 +129,19 @@ def test_loss_in_closed_form(tiny: Path) -> None:
     assert (row["samples"], row["total_tokens"], row["skipped"]) == (12, sum(LENGTHS) - 12, False)
 
 
+def test_kl_in_the_reward_is_measured_and_not_minimised(tiny: Path) -> None:
+    """The advantages have it already: no bit of the step depends on the reference, which `kl` and `sample_kl` show."""
+    settings, tables = _settings(algorithm={"minibatches": 1, "kl": "reward", "kl_coef": 0.3}), _tables()
+    measured, gradient = _run(tiny, tables, settings)
+    blind, same = _run(tiny, {name: table for name, table in tables.items() if name != "reference"}, settings)
+    [row], [other] = measured.train_steps.to_pylist(), blind.train_steps.to_pylist()
+    assert row["kl"] > 0 and other["kl"] == 0.0
+    assert measured.metrics["kl"] == row["kl"]
+    assert row["loss"] == row["policy_loss"] == other["loss"] and torch.equal(gradient, same)
+    counted = [n > 2 for n in LENGTHS]
+    assert [kl > 0 for kl in measured.train_samples["sample_kl"].to_pylist()] == counted
+
+
 def test_sequence_mean_weighs_sequences_alike(tiny: Path) -> None:
     settings = _settings(algorithm={"minibatches": 1, "loss": "sequence_mean"})
     learned, _ = _run(tiny, _tables(), settings)

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from families import make_family
 from safetensors.torch import load_file
 from trainer_builders import World, advantage, rollout, with_column
-from two_ranks import STEPS, Player, go_on, play
+from two_ranks import STEPS, Player, go_on, play, publish_twice
 
 from areal_tasks.engines.ports import loopback_port
 from areal_tasks.engines.trainer.group import Group
@@ -38,6 +39,8 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "zero-2-bf16-offload": _made("deepspeed", "bfloat16", zero_stage=2, cpu_offload=True),
 }
 LOCAL = {"float32": "local", "bfloat16": "local-bf16"}
+#: Those that are given a mixture of experts as well.
+EXPERTS = ["fsdp2", "zero-2", "zero-3"]
 
 
 @dataclass(frozen=True)
@@ -71,16 +74,22 @@ ROWS = 12
 
 
 @pytest.fixture(scope="module")
-def script(world: World) -> dict[str, Any]:
+def experts(world: World, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Another run in that store, with a tiny DeepSeek-V3: experts, and buffers that belong to the checkpoint."""
+    return World(world.store, make_family("deepseek_v3", tmp_path_factory.mktemp("experts")), world.recipe, "experts")
+
+
+@pytest.fixture(scope="module")
+def script(world: World, experts: World) -> dict[str, Any]:
     """The commands. The last iteration's loss is infinite."""
     trains = [_train(world, version, lengths) for version, lengths in enumerate(LENGTHS)]
     table = world.write("rollout", rollout(LENGTHS[0]))
-    return {
-        "spec": world.spec().model_dump(mode="json"),
-        "initial": world.initial.model_dump(mode="json"),
-        "trains": trains,
-        "logprobs": {"owner": 1, "table": table.model_dump(mode="json")},
-    }
+    made = {"trains": trains, "logprobs": {"owner": 1, "table": table.model_dump(mode="json")}}
+    return {**_named(world), **made, "experts": _named(experts) | {"trains": trains[:1], "backends": EXPERTS}}
+
+
+def _named(world: World) -> dict[str, Any]:
+    return {"spec": world.spec().model_dump(mode="json"), "initial": world.initial.model_dump(mode="json")}
 
 
 def _train(world: World, version: int, lengths: list[int]) -> dict[str, Any]:
@@ -221,3 +230,17 @@ def test_a_step_that_is_not_finite_changes_no_weight(
     found = {**answers, **alone}[name]
     assert (found["poisoned"]["skipped_steps"], found["poisoned"]["optimizer_steps"]) == (1, 0)
     assert _distance(_weights(world, found["six"]), _weights(world, found["skipped"])) == 0
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_that_are_split_over_ranks_are_published_as_the_checkpoint_has_them(
+    name: str, experts: World, script: dict[str, Any], answers: dict[str, Any]
+) -> None:
+    """Names, shapes and values before the first step; after it what `local` publishes."""
+    before, after = (_weights(experts, prefix) for prefix in answers[name]["experts"])
+    initial = load_file(experts.model / "model.safetensors")
+    assert len([n for n in initial if ".experts." in n]) == 36 and any("correction_bias" in n for n in initial)
+    assert _distance(before, initial) == 0
+    alone = publish_twice(Player(script["experts"], f"experts-beside-{name}", _made("local"), Group()))[1]
+    assert _distance(after, _weights(experts, alone)) <= Close().weights
+    assert _distance(after, initial) > 1e-4

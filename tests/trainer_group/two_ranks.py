@@ -98,6 +98,14 @@ def go_on(player: Player, checkpoint: dict[str, Any], label: str) -> dict[str, A
     return {"sixth": player.train(STEPS), "six": player.publish(label), "step": player.trainer.progress.step}
 
 
+def publish_twice(player: Player) -> list[str]:
+    """Where the weights lie before and after a step."""
+    player.load()
+    before = player.publish("before")
+    player.train(0)
+    return [before, player.publish("after")]
+
+
 def main(folder: Path) -> None:
     checkpoint_files.PIECE_BYTES = 1024  # type: ignore[misc]  # cuts tensors of these models, too
     script = json.loads((folder / "script.json").read_text())
@@ -109,6 +117,9 @@ def main(folder: Path) -> None:
         player = Player(script, name, changes, group)
         answers[name] = play(player)
         answers[name]["from_local"] = go_on(player, script["local_checkpoints"][name], "from-local")
+    experts = script["experts"]
+    for name in experts["backends"]:
+        answers[name]["experts"] = publish_twice(Player(experts, f"experts-{name}", script["backends"][name], group))
     if group.rank == 0:
         (folder / "answers.json").write_text(json.dumps(answers))
 

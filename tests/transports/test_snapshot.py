@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from areal_tasks.engines.trainer import snapshot
-from areal_tasks.engines.trainer.snapshot import Snapshot
+from areal_tasks.engines.trainer.snapshot import TYPES, Snapshot
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.local import file_sha256
 from schemas.manifest import FileRef
@@ -38,12 +38,24 @@ def test_one_file_reads_back_to_the_bit(tmp_path: Path) -> None:
     assert set(read) == set(tensors())
 
 
-def test_weights_are_published_in_the_precision_of_the_forward_pass(tmp_path: Path) -> None:
+def test_each_tensor_keeps_its_type(tmp_path: Path) -> None:
+    """Weights come rounded; buffers beside them need not be floating-point numbers at all."""
+    mixed = {str(dtype): torch.arange(6).to(dtype) for dtype in TYPES}
     held = Snapshot(torch.bfloat16)
-    held.take(1, tensors().items())
+    held.take(1, mixed.items())
     saved(held, tmp_path)
     read = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(read[n], t.to(torch.bfloat16)) for n, t in tensors().items())
+    assert all(torch.equal(read[n], t) and read[n].dtype == t.dtype for n, t in mixed.items())
+
+
+def test_a_tensor_that_no_longer_comes_is_not_published(tmp_path: Path) -> None:
+    """The policy was loaded again from weights with other names."""
+    held = Snapshot(torch.float32)
+    held.take(1, tensors().items())
+    others = {name: tensor for name, tensor in tensors().items() if name != "odd"} | {"new": torch.ones(2)}
+    held.take(2, others.items())
+    saved(held, tmp_path)
+    assert set(load_file(tmp_path / "model.safetensors")) == set(others)
 
 
 def test_many_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

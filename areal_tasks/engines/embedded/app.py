@@ -134,7 +134,7 @@ class Server:
 
     def _read(self, source: str) -> dict[str, Any]:
         with weights_folder(self.store, source) as folder:
-            return read_weights_folder(folder, self.engine.runner.parameter_names)
+            return read_weights_folder(folder, self.engine.runner.model)
 
     async def health(self, request: Request) -> Response:
         if self.engine.failure is not None:

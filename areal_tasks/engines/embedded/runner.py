@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_tasks.engines.embedded import attention
 from areal_tasks.engines.embedded.cache import SlotCache
+from areal_tasks.engines.names import Names, stored_names
 from schemas.errors import UserError
 
 ROW_MULTIPLE: Final = 8  # below 8 rows a linear layer takes other paths and gives a row other bits
@@ -71,11 +72,8 @@ class Runner:
             {chunk: ladder(1, min(PREFILL_TOKENS // chunk, self.rows)) for chunk in (SHORT_CHUNK, CHUNK)},
         )
         self._range = torch.arange(self.capacity)
-
-    @property
-    def parameter_names(self) -> set[str]:
-        """The model's parameters; a tied weight has one name."""
-        return {name for name, _ in self.model.named_parameters()}
+        held = Names(self.model, stored_names(folder)).check(folder).tied.values()  # names a tied weight once
+        self._held = {name: tensor for name, tensor in self.model.state_dict().items() if name in set(held)}
 
     @property
     def spare_row(self) -> int:
@@ -122,12 +120,12 @@ class Runner:
         return logits
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the weights in place. Nothing is changed unless every parameter is there, in its shape and finite."""
-        mine = dict(self.model.named_parameters())  # names a tied weight once
+        """Replace the weights in place. Nothing is changed unless every tensor is there, in its shape and finite."""
+        mine = self._held
         wrong = [n for n, p in mine.items() if n not in weights or weights[n].shape != p.shape]
         if wrong:
             raise UserError(
-                f"the weights do not fit the running model: {len(wrong)} of {len(mine)} parameters are missing or of "
+                f"the weights do not fit the running model: {len(wrong)} of {len(mine)} tensors are missing or of "
                 f"another shape, the first is {wrong[0]}. Start a new server for another architecture"
             )
         damaged = [name for name in mine if not torch.isfinite(weights[name]).all()]
@@ -137,21 +135,22 @@ class Runner:
             parameter.copy_(weights[name])
 
 
-def read_weights_folder(folder: Path, expected: set[str]) -> dict[str, Tensor]:
-    """The tensors of a Hugging Face folder under the model's parameter names (`expected`).
+def read_weights_folder(folder: Path, model: Any) -> dict[str, Tensor]:
+    """The tensors of a Hugging Face folder under the names that `model` has for them.
 
-    Errors: UserError when the folder holds no readable weights.
+    Errors: UserError when the folder holds no readable weights, or not exactly those of the model.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"{folder} holds no *.safetensors file; name a Hugging Face model folder")
     try:
         tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    except SafetensorError as error:
+        stored = stored_names(folder)
+    except (OSError, SafetensorError) as error:
         raise UserError(f"{folder} holds damaged weights ({error}); publish them again") from error
-    if expected <= tensors.keys():
-        return tensors
-    return dict(_load(folder, torch.float32).named_parameters())  # transformers renames what was saved otherwise
+    names = Names(model, tensors.keys() & stored).check(folder)
+    made = (zip(group.held, group.to_model([tensors[n] for n in group.stored]), strict=True) for group in names.groups)
+    return {name: tensor for pairs in made for name, tensor in pairs}
 
 
 def _load(folder: Path, dtype: torch.dtype) -> Any:

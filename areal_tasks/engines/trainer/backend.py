@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from areal_tasks.data.batching import Layout
+from areal_tasks.engines.names import Names
 from schemas.recipe.sections import Trainer
 
 Which = Literal["policy", "reference"]
@@ -96,8 +97,12 @@ class Backend(Protocol):
         """The statistics of all ranks, on the CPU: the same on every rank, in a fixed order."""
         ...
 
+    def names(self) -> Names:
+        """How the policy's tensors correspond to those of the checkpoint that it was loaded from."""
+        ...
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under their Hugging Face names, in the dtype they are published in (`model.dtype`).
+        """Whole tensors under the model's names: weights in the dtype they are published in (`model.dtype`), buffers.
 
         One at a time, on `device`; every rank takes part.
         """

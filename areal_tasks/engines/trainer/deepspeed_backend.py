@@ -35,6 +35,7 @@ from deepspeed.utils import (
 )
 
 from areal_tasks.data.batching import Layout
+from areal_tasks.engines.names import Names
 from areal_tasks.engines.trainer import checkpoint
 from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, TokenStats, Which
 from areal_tasks.engines.trainer.forward import move, to_device
@@ -137,10 +138,14 @@ class DeepSpeedBackend:
     def gather(self, stats: TokenStats) -> TokenStats:
         return gather_stats(stats)
 
+    def names(self) -> Names:
+        return self._policy().names
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._policy().model.named_parameters():
             with self._gathered(parameter):
                 yield name, parameter.detach().to(self.dtype, copy=True)
+        yield from self._policy().saved_buffers()
 
     def save_checkpoint(self, folder: Path, progress: Progress) -> Mapping[str, str]:
         if self.settings.zero_stage == 0:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from areal_tasks.data.batching import Layout
+from areal_tasks.engines.names import Names
 from areal_tasks.engines.trainer import checkpoint
 from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, TokenStats, Which
 from areal_tasks.engines.trainer.forward import move, to_device
@@ -85,10 +86,15 @@ class Fsdp2Backend:
     def gather(self, stats: TokenStats) -> TokenStats:
         return gather_stats(stats)
 
+    def names(self) -> Names:
+        return self.models["policy"].names
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         published = torch.bfloat16 if self.model_settings.dtype == "bfloat16" else torch.float32
-        for name, shard in self.models["policy"].model.named_parameters():
+        policy = self.models["policy"]
+        for name, shard in policy.model.named_parameters():
             yield name, whole(shard.detach().to(published)).to(self.device)
+        yield from policy.saved_buffers()
 
     def save_checkpoint(self, folder: Path, progress: Progress) -> Mapping[str, str]:
         return checkpoint.save_state(folder, self.models["policy"].model, self.optimizer, progress)

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from areal_tasks.data.batching import Layout
+from areal_tasks.engines.names import Names
 from areal_tasks.engines.trainer import checkpoint
 from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, TokenStats, Which
 from areal_tasks.engines.trainer.forward import move, to_device
@@ -78,8 +79,13 @@ class LocalBackend:
     def gather(self, stats: TokenStats) -> TokenStats:
         return stats
 
+    def names(self) -> Names:
+        return self.master.names
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.models["policy"].named_weights()
+        policy = self.models["policy"]
+        yield from ((name, parameter.detach()) for name, parameter in policy.model.named_parameters())
+        yield from policy.saved_buffers()
 
     def save_checkpoint(self, folder: Path, progress: Progress) -> Mapping[str, str]:
         return checkpoint.save_state(folder, self.master.model, self.optimizer, progress)

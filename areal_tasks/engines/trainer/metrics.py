@@ -18,7 +18,7 @@ from areal_tasks.engines.trainer.rows import make_table
 from schemas.tables import TRAIN_STEPS
 
 _WEIGHTED: Final = ("loss", "policy_loss")  # the others are means over tokens
-_ELSEWHERE: Final = ("ratio", "logprob_gap", "ratio_outside")  # said under other names
+_ELSEWHERE: Final = ("ratio", "clamped", "logprob_gap", "ratio_outside")  # no means, or under other names
 #: Columns of `train_samples` and the rows of STATS they are means of.
 _OF_SAMPLES: Final = {
     "sample_ratio": "ratio",
@@ -62,6 +62,7 @@ def step_statistics(found: Float[Tensor, "3 K"], tokens: int, measured: bool) ->
         **{name: (weighted if name in _WEIGHTED else means)[name] for name in STATS if name not in _ELSEWHERE},
         "ratio_mean": means["ratio"],
         "ratio_max": largest["ratio"] if tokens else 0.0,
+        "clamped": int(found[0][STATS.index("clamped")]),
         "tokens": tokens,
         **(agreed if tokens and measured else dict.fromkeys(agreed, math.nan)),
     }
@@ -106,7 +107,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     made = [row for row in rows if row["tokens"] and not row["skipped"]]
     means = {name: sum(row[name] for row in made) / len(made) for name in _MEANS} if made else {}
     peak = {"ratio_max": max(row["ratio_max"] for row in made)} if made else {}
-    totals = {name: float(sum(row[name] for row in rows)) for name in ("tokens", "total_tokens", "samples")}
+    totals = {name: float(sum(row[name] for row in rows)) for name in ("clamped", "tokens", "total_tokens", "samples")}
     return {
         **means,
         **peak,

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from areal_tasks.engines.names import Names, stored_names
 from areal_tasks.engines.trainer.attention import NAME
 from areal_tasks.engines.trainer.backend import Scores, TokenLoss
 from areal_tasks.engines.trainer.forward import DeviceLayout, token_scores
@@ -40,12 +41,13 @@ class Policy(nn.Module):
 
     Call it, never its `forward`: sharding hangs on the call's hooks. Wrappers must not cast its floating-point
     arguments (`MixedPrecisionPolicy(cast_forward_inputs=False)`). Its parameters have the model's own names, after
-    `model.`.
+    `model.`; `names` says what they are called in the checkpoint. A model without one has the same names there.
     """
 
-    def __init__(self, model: Any, head_chunk_tokens: int, compiled: bool = False) -> None:
+    def __init__(self, model: Any, head_chunk_tokens: int, compiled: bool = False, names: Names | None = None) -> None:
         super().__init__()
         self.model = model
+        self.names = names or Names(model, model.state_dict())
         self.head_chunk_tokens = head_chunk_tokens
         self.compiled = compiled
         self.fused = has_plain_head(model)
@@ -71,13 +73,9 @@ class Policy(nn.Module):
         values = loss(scores.logprobs, scores.entropy, slice(0, len(layout.targets)))
         return (weights * values[0]).sum(), values.detach()
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's tensors under their own names, as they are held; one that is tied to another comes once."""
-        seen: set[int] = set()
-        for name, tensor in self.model.state_dict().items():
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                yield name, tensor
+    def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """What belongs to the checkpoint and is no parameter; whole on every rank."""
+        return ((name, self.model.get_buffer(name)) for name in self.names.buffers)
 
     def _logits(self, layout: DeviceLayout) -> Float[Tensor, "T V"]:
         """Logits at the positions that predict counted tokens, and nowhere else, all at once.
@@ -118,7 +116,8 @@ def read_policy(folder: Path, settings: Trainer, device: torch.device) -> Policy
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=NAME, use_safetensors=True, trust_remote_code=False
     )
-    return Policy(model.eval().to(device), settings.head_chunk_tokens, settings.compile)
+    names = Names(model, stored_names(folder))
+    return Policy(model.eval().to(device), settings.head_chunk_tokens, settings.compile, names)
 
 
 def prepare(policy: Policy, settings: Trainer) -> Policy:

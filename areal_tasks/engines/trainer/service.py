@@ -355,9 +355,10 @@ class Trainer:
 
     def _snapshot(self) -> Snapshot:
         """The policy's full weights as they are published, gathered once a version; every rank takes part."""
-        version = self.fence.version
+        version, keep = self.fence.version, self.backend.rank == 0
         if version is not None and self.snapshot.version != version:
-            self.snapshot.take(version, self.backend.named_weights(), keep=self.backend.rank == 0)
+            held = self.backend.named_weights()
+            self.snapshot.take(version, self.backend.names().to_checkpoint(held) if keep else held, keep)
         return self.snapshot
 
     def _fetch(self, ref: WeightsRef) -> Path:

@@ -28,6 +28,7 @@ class Settings:
     clip_ratio: float = 0.0
     kl_coef: float = 0.0  # of the KL term in the loss
     behaviour_cap: float = 1.0
+    log_ratio_limit: float = math.inf  # nats
     max_logprob_gap: float = math.inf
     makes_room: bool = False  # for servers that take their memory back between the commands
     own_proximal: bool = False  # without a table `proximal`, it is the step's own forward, not the behaviour policy
@@ -65,6 +66,7 @@ def _grpo_settings(recipe: RlhfRecipe) -> Settings:
         clip_ratio=algorithm.clip_ratio,
         kl_coef=algorithm.kl_coef if algorithm.kl == "loss" else 0.0,
         behaviour_cap=algorithm.behaviour_cap,
+        log_ratio_limit=algorithm.max_log_ratio or math.inf,
         max_logprob_gap=algorithm.max_logprob_gap,
         makes_room=recipe.inference.release_memory,
         own_proximal=algorithm.minibatches == 1 and not bit_equal(recipe),

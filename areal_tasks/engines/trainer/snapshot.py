@@ -1,4 +1,4 @@
-"""The policy as it is published: full tensors under their Hugging Face names, kept on the device between versions.
+"""The policy as it is published: full tensors under their checkpoint's names, kept on the device between versions.
 
 The buffers are the same for every version. So a server that shares the GPU maps them once, and the copy to the host
 goes through page-locked memory that is allocated once.
@@ -34,12 +34,15 @@ _THREADS: Final = 16  # at least: a disk takes several files at once
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Suffixes of the files that describe a model and its tokenizer, handed on with new weights.
 HANDED_ON: Final = frozenset({".json", ".txt", ".model", ".jinja"})
-#: safetensors' names of the types that weights have.
-TYPES: Final = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+#: safetensors' names of the types that weights have, and buffers beside them.
+TYPES: Final = {
+    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float64: "F64", torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 class Snapshot:
-    """The full weights of one version in `dtype`, on the device, and their page-locked mirror on the host."""
+    """The full tensors of one version, weights in `dtype`, on the device, and their page-locked mirror on the host."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -53,9 +56,13 @@ class Snapshot:
         A rank that does not `keep` them only takes part in gathering.
         """
         self.version = None
+        came = set()
         for name, tensor in named:
             if keep:
-                _copy_into(self.tensors, name, tensor.detach().to(self.dtype), tensor.device)
+                _copy_into(self.tensors, name, tensor, tensor.device)
+                came.add(name)
+        for name in self.tensors.keys() - came:  # of a policy that was loaded from other names
+            del self.tensors[name]
         self.version = version
 
     def save(self, store: Store, prefix: str, digests: bool = True) -> list[FileRef]:

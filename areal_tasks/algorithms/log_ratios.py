@@ -1,0 +1,28 @@
+"""Log-ratios of two policies, bounded before they are exponentiated.
+
+exp overflows above 88 in float32, and 0 · inf is NaN: a single token would spoil the gradient of the whole minibatch,
+even one that the clip cuts off, or whose advantage is 0. Only large ratios overflow, so only they are bounded: small
+ones vanish in the ratio, and in k3 the linear term pulls a policy back that has left the reference far behind. verl
+bounds both sides, to ±20 (`verl/trainer/ppo/core_algos.py`, policy loss and `kl_penalty`).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+#: In nats: a ratio of 4.9e8.
+LIMIT: Final = 20.0
+
+
+def bounded(log_ratio: Float[Tensor, "T"], limit: float) -> Float[Tensor, "T"]:
+    """The log-ratio, at most `limit` nats; no gradient above. To the bit as it is where it is not above."""
+    return log_ratio.clamp(max=limit)
+
+
+def beyond(limit: float, *log_ratios: Float[Tensor, "T"]) -> Bool[Tensor, "T"]:
+    """The tokens of which `bounded` changes one of these log-ratios."""
+    return torch.stack(log_ratios).gt(limit).any(0)

@@ -1,0 +1,206 @@
+"""Which tensors of a checkpoint make which tensors of the model that transformers builds of it, and the way back.
+
+transformers 5 renames and merges tensors when it loads a checkpoint: the experts of a layer, three matrices each,
+become two tensors. Other programs, such as SGLang, know the checkpoint's names only. So weights are published under
+the names that they were loaded from. `Names` plans transformers' own conversion for the names of one checkpoint, a
+`Group` of tensors that belong together at a time; a group is converted in either direction by itself.
+
+Uses `get_model_conversion_mapping` and its converters as they are in transformers 5.12 to 5.23.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
+from schemas.errors import UserError, shown
+
+INDEX: Final = "model.safetensors.index.json"
+WEIGHTS: Final = "model.safetensors"
+#: Tensors of old checkpoints that models make themselves; transformers ignores them, too.
+_SELF_MADE: Final = r"rotary_emb\.inv_freq"
+
+
+def stored_names(folder: Path) -> list[str]:
+    """The names of the tensors in the safetensors files of a Hugging Face folder."""
+    if (folder / INDEX).is_file():
+        return list(json.loads((folder / INDEX).read_text())["weight_map"])
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        return list(file.keys())
+
+
+@dataclass(frozen=True)
+class _Conversion:
+    """One use of a converter of transformers, of tensors that match its `patterns` in this order."""
+
+    converter: Any
+    layer: str  # what transformers calls the group: its first tensor's name afterwards
+    patterns: tuple[str, ...]
+    model: Any = field(repr=False)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        once = deepcopy(self.converter)  # it keeps what it is given
+        for pattern, tensor in zip(self.patterns, tensors, strict=True):
+            once.add_tensor(self.layer, self.layer, pattern, tensor)
+        made = once.convert(self.layer, model=self.model, config=self.model.config)
+        return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that are converted together: their names in the checkpoint (`stored`) and in the model (`held`)."""
+
+    stored: tuple[str, ...]
+    held: tuple[str, ...]
+    _forth: _Conversion | None = None  # none: it is one tensor, and the same in both
+    _back: _Conversion | None = None
+    _made: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # what the two call `held` and `stored`
+
+    def to_model(self, stored: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors named `held`, made of those named `stored`, on their device and in their dtype."""
+        return list(stored) if self._forth is None else [*map(self._forth(stored).__getitem__, self._made[0])]
+
+    def to_checkpoint(self, held: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors named `stored`, made of those named `held`; some may be views of these."""
+        return list(held) if self._back is None else [*map(self._back(held).__getitem__, self._made[1])]
+
+
+class Names:
+    """The plan for a checkpoint of tensors named `stored` and `model`, on any device (also `meta`), not sharded yet.
+
+    groups: what the checkpoint makes of the model, in the checkpoint's natural order.
+    tied: for each name in the model's state, the first name of the same tensor; groups hold first names.
+    buffers: those names that are no parameters.
+    missing: tensors of the model that nothing stored makes. unexpected: stored ones that make nothing. Both without
+    what the model's class declares that it may lack or ignore.
+
+    Raises:
+        UserError: transformers cannot undo what it does to a group.
+    """
+
+    def __init__(self, model: Any, stored: Iterable[str]) -> None:
+        every: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        first: dict[int, str] = {}
+        self.tied = {name: first.setdefault(id(tensor), name) for name, tensor in every.items()}
+        parameters = {name for name, _ in model.named_parameters()}
+        self.buffers = tuple(name for name in first.values() if name not in parameters)
+        self.groups, useless = _Plan(model, every, self.tied).groups(stored)
+        made = {name for group in self.groups for name in group.held}
+        alone = [name for name in first.values() if name not in made]
+        self.missing = _without(alone, model._keys_to_ignore_on_load_missing or ())
+        self.unexpected = _without(useless, [_SELF_MADE, *(model._keys_to_ignore_on_load_unexpected or ())])
+        self._of: defaultdict[str, list[Group]] = defaultdict(list)
+        for group in (*self.groups, *(Group((name,), (name,)) for name in alone)):
+            for name in group.held:
+                self._of[name].append(group)
+
+    def check(self, source: object) -> Names:
+        """These names, if the checkpoint at `source` holds the model's tensors and nothing else. UserError if not."""
+        if self.missing or self.unexpected:
+            raise UserError(
+                f"{source} does not hold the weights of its architecture; missing: {shown(self.missing)}; unexpected: "
+                f"{shown(self.unexpected)}. What is missing would be random, and what is unexpected left out: name a "
+                "complete checkpoint as model.path"
+            )
+        return self
+
+    def to_checkpoint(self, held: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The model's tensors, which come one at a time, under the checkpoint's names and in its shapes.
+
+        A group is converted when it is complete. Beyond the tensors that wait for others, this takes the memory of one
+        group. What the checkpoint does not have comes under the model's own name.
+
+        Raises:
+            UserError: at the end, a tensor of the model has not come.
+        """
+        waiting: dict[str, Tensor] = {}
+        left = set(self._of)
+        for name, tensor in held:
+            waiting[name] = tensor
+            left.discard(name)
+            ready = [group for group in self._of.get(name, ()) if waiting.keys() >= set(group.held)]
+            for group in ready:
+                yield from zip(group.stored, group.to_checkpoint([waiting[n] for n in group.held]), strict=True)
+            for done in {n for group in ready for n in group.held}:
+                del waiting[done]
+            del tensor  # before the next one is gathered
+        if waiting or left:
+            raise UserError(
+                "the weights to be published are not those of the model, so nothing was published; missing: "
+                f"{shown(left)}; left over: {shown(waiting)}"
+            )
+
+
+class _Member(NamedTuple):
+    """A stored tensor of a group."""
+
+    stored: str
+    pattern: str | None  # of the group's converter
+    renamed: str  # what the converter knows it as
+
+
+class _Plan:
+    """Sorts stored tensors into groups."""
+
+    def __init__(self, model: Any, every: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
+        self.model, self.every, self.tied = model, every, tied
+        transforms = get_model_conversion_mapping(model)
+        self.converters = [t for t in transforms if isinstance(t, WeightConverter)]
+        self.renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
+
+    def groups(self, stored: Iterable[str]) -> tuple[tuple[Group, ...], list[str]]:
+        """The groups, and the stored tensors that belong to none."""
+        members: defaultdict[str, list[_Member]] = defaultdict(list)
+        for name in sorted(stored, key=dot_natural_key):  # so that expert 10 comes after expert 9
+            layer, member = self._placed(name)
+            members[layer].append(member)
+        known = {layer: found for layer, found in members.items() if layer in self.tied}
+        useless = [m.stored for layer, found in members.items() if layer not in known for m in found]
+        return tuple(self._group(layer, found) for layer, found in known.items()), useless
+
+    def _placed(self, name: str) -> tuple[str, _Member]:
+        """A stored tensor, and what transformers calls the group that it belongs to."""
+        layer, pattern = rename_source_key(
+            name, self.renamings, self.converters, self.model.base_model_prefix, self.tied
+        )
+        if layer not in self.tied and name in self.tied:  # it was saved under the model's own name
+            return name, _Member(name, None, name)
+        return layer, _Member(name, pattern, rename_source_key(name, self.renamings, [])[0] if pattern else name)
+
+    def _group(self, layer: str, members: Sequence[_Member]) -> Group:
+        stored, patterns, renamed = zip(*members, strict=True)
+        if not any(patterns):
+            return Group(stored[:1], (self.tied[layer],))
+        converter = next(c for c in self.converters if not {*patterns}.isdisjoint(c.source_patterns))
+        first = converter.target_patterns[0]
+        held = tuple(layer.replace(first, target) for target in converter.target_patterns)
+        forth, back = _Conversion(converter, layer, patterns, self.model), self._reverse(converter, held)
+        if back([torch.empty_like(self.every[name], device="meta") for name in held]).keys() != set(renamed):
+            raise UserError(
+                f"of {shown(stored)} in the checkpoint transformers makes {shown(held)}, and cannot do the reverse, so "
+                "new weights could not be published under the checkpoint's names. Is the checkpoint complete? Name one "
+                "as model.path that is, with the names that are usual for its family"
+            )
+        return Group(stored, tuple(self.tied[name] for name in held), forth, back, (held, renamed))
+
+    def _reverse(self, converter: Any, held: Sequence[str]) -> _Conversion:
+        reverse = converter.reverse_transform()
+        layers, patterns = zip(*(reverse.rename_source_key(name) for name in held), strict=True)
+        return _Conversion(reverse, layers[0], patterns, self.model)
+
+
+def _without(names: Iterable[str], patterns: Iterable[str]) -> tuple[str, ...]:
+    """The names in which no pattern is found."""
+    return tuple(name for name in names if not any(re.search(pattern, name) for pattern in patterns))

@@ -1,0 +1,116 @@
+"""Proves, once in each start of a flow, that new weights reach every tensor of SGLang's servers.
+
+SGLang 0.5.17 leaves out tensors whose names it does not know: without a word in `qwen2_moe`, `qwen3_moe`, `glm4_moe`
+and others, with a line in its log in `mixtral`, `deepseek_v2` and dense models. It answers that the update has
+succeeded, and generates with older tensors from then on. So after the first weights it is asked for a checksum of each
+tensor, has all of them overwritten with random numbers, is given the same weights again, and must have the same
+checksums: where an element does not come from the weights, they differ. Later weights have the same names and shapes,
+which the trainer sees to (`Names`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Protocol, TypeVar
+
+from areal_tasks.engines.answers import Refused
+from areal_tasks.engines.client import InferenceClient
+from schemas.errors import UserError, shown
+from schemas.recipe.recipe import Recipe, SftRecipe
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Checksums = Mapping[str, Sequence[Mapping[str, str]]]  # by server, GPU and tensor
+Give = Callable[[], list[float]]
+
+#: Buffers that models of SGLang 0.5.17 compute themselves and no checkpoint holds: Gemma 2 and 4, Phi-3-small,
+#: Falcon-H1, Apertus, rotary positions of several axes. Those that SGLang's checker knows itself it leaves alone.
+COMPUTED: Final = frozenset({"normalizer", "root_size", "dummy_token_indices", "mup_vector", "beta", "eps", "axis_map"})
+WITHOUT: Final = "inference.prove_weights=false goes on without this proof"
+
+
+class Call(Protocol):
+    def __call__(self, work: Coroutine[Any, Any, T], /) -> T: ...
+
+
+class Proof:
+    """`due` until it has succeeded. `call` runs the client's coroutines."""
+
+    def __init__(self, call: Call, due: bool) -> None:
+        self.call = call
+        self.due = due
+
+    def load(self, client: InferenceClient, source: str, version: int, key: str) -> list[float]:
+        """As `client.update_weights`. Raises what `of` raises."""
+        return self.of(client, lambda: self.call(client.update_weights(source, version, key)))
+
+    def of(self, client: InferenceClient, give: Give) -> list[float]:
+        """`give` weights to the client's servers, and return what it returns; while `due`, do so twice and compare.
+
+        Raises:
+            UserError: a tensor does not come from the weights; the message names it and the remedy.
+        """
+        seconds = give()
+        if self.due:
+            self.call(client.pause())
+            try:
+                self.due = not self._succeeds(client, give)
+            finally:
+                self.call(client.resume())
+        return seconds
+
+    def _succeeds(self, client: InferenceClient, give: Give) -> bool:
+        """False if the servers failed meanwhile, so that nothing was proven."""
+        started, before = time.perf_counter(), self._checksums(client)
+        if computed := computed_tensors(before):
+            log.warning("not proven that new weights reach all tensors: the servers compute %s", shown(computed))
+            return True
+        with _refusals():
+            self.call(client.overwrite_weights())
+        give()
+        after = self._checksums(client)
+        check_same(before, after)
+        seconds, tensors = time.perf_counter() - started, sum(len(names) for ranks in after.values() for names in ranks)
+        log.info("new weights reach all %d tensors on the servers' GPUs (proven in %.2f s)", tensors, seconds)
+        return not before.keys().isdisjoint(after)
+
+    def _checksums(self, client: InferenceClient) -> Checksums:
+        with _refusals():
+            return self.call(client.checksums())
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """A server that refuses is too old for this, or lacks memory: the error says how to go on."""
+    try:
+        yield
+    except Refused as error:
+        raise UserError(f"it could not be proven that new weights reach all tensors: {error}; {WITHOUT}") from error
+
+
+def is_proven(recipe: Recipe) -> bool:
+    """Whether a recipe asks for the proof. The embedded engine needs none: it takes its model's tensors or refuses."""
+    return not isinstance(recipe, SftRecipe) and recipe.inference.engine == "sglang" and recipe.inference.prove_weights
+
+
+def computed_tensors(found: Checksums) -> set[str]:
+    """Tensors that no weights reach, and none has to."""
+    every = {name for ranks in found.values() for names in ranks for name in names}
+    return {name for name in every if name.rpartition(".")[2] in COMPUTED}
+
+
+def check_same(before: Checksums, after: Checksums) -> None:
+    """UserError if a tensor of a server in both has another checksum, or is not there any more."""
+    pairs = [pair for url in before.keys() & after.keys() for pair in zip(before[url], after[url], strict=True)]
+    apart = {name for one, other in pairs for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+    if apart:
+        raise UserError(
+            "new weights do not reach every tensor of the inference servers: overwritten and given the same weights "
+            f"again, these are not what they were: {shown(apart)}. SGLang leaves out tensors whose names it does not "
+            "know. Name a model.path whose tensors have the names that are usual for its family, or try another "
+            f"inference.transport. Where the servers compute these tensors themselves, {WITHOUT}"
+        )

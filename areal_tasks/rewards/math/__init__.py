@@ -1,0 +1,44 @@
+r"""Mathematical answers: what the completion's final answer is (`final`), what it says (`answers`), whether it is right
+(`equal`). The rule is the table of cases in docs/rewards.md."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from areal_tasks.rewards.math.answers import Answer, TooLarge, Words, read_answer
+from areal_tasks.rewards.math.equal import equal
+from areal_tasks.rewards.math.final import NoAnswer, final_answer, reference_answer
+from areal_tasks.rewards.protocol import Verdict
+
+
+def verify(prompt: str, completion: str, answer: str, truncated: bool = False, stop_reason: str = "stop") -> Verdict:
+    """1 when the completion's final answer equals the reference: a number, LaTeX, or a whole GSM8K solution.
+
+    ValueError when the reference holds no answer; the sample's verdict is then `error`.
+    """
+    reference = _reference(answer)
+    found = ""
+    try:
+        unfinished = truncated or stop_reason == "abort"
+        found = final_answer(completion, prompt, unfinished, words=isinstance(reference, Words))
+        right = equal(reference, read_answer(found))
+    except NoAnswer as error:
+        return Verdict(0.0, "unparseable", detail=str(error))
+    except TooLarge as error:
+        return Verdict(0.0, "incorrect", found, str(error))
+    return Verdict(1.0, "correct", found) if right else Verdict(0.0, "incorrect", found)
+
+
+@lru_cache(maxsize=1024)  # the samples of a group share it
+def _reference(answer: str) -> Answer:
+    try:
+        found = read_answer(reference_answer(answer))
+    except TooLarge as error:
+        raise ValueError(f"the reference answer cannot be compared: {error}") from error
+    if found == Words(""):
+        raise ValueError(f"the reference answer {answer[-200:]!r} holds no answer")
+    return found
+
+
+# Regexes, antlr's tables and sympy's caches are made at first use: do it before the workers are forked, once.
+verify("", r"\boxed{\sqrt{2} + x}", r"x + \sqrt{2}")

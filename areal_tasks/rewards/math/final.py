@@ -1,0 +1,191 @@
+r"""Which part of a text is its final answer: the last `\boxed{…}` or `#### …`, else the last number it states."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from areal_tasks.rewards.math.answers import (
+    MAX_ANSWER,
+    Answer,
+    Group,
+    Quantity,
+    Words,
+    leading_number,
+    read_answer,
+    slashed,
+)
+from areal_tasks.rewards.math.spelling import plain, respelled, tidy
+from areal_tasks.rewards.math.units import DOUBTS, VALUES, leading_unit, unit_of
+
+#: How much of the end of a text without a marked answer is searched, in characters.
+MAX_TAIL: Final = 2000
+
+_END_OF_TURN: Final = re.compile(
+    r"<\|(?:im_end|eot_id|eom_id|endoftext|end_of_text|return)\|>|</s>|<eos>|<end_of_turn>|<[|｜]end▁of▁sentence[|｜]>"
+)
+_THOUGHTS: Final = "(?:think|thinking|thought|reasoning)"
+_THOUGHT: Final = re.compile(rf"<(?P<closes>/?){_THOUGHTS}>", re.IGNORECASE)
+_THINKS_FROM_THE_START: Final = re.compile(rf"<{_THOUGHTS}>\s*\Z", re.IGNORECASE)
+_BRACES: Final = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
+_LINE: Final = re.compile(r"(?<!#)####(?!#)[ \t]*(?P<said>[^\n#]*)")
+_HEADING: Final = re.compile(r"(?![-+(\[{\\$€£¥₹.\d]|[A-Za-z](?:$|\s*[-+*^=(\d]))|\d+[.)]\s+[A-Za-z]")
+_CODE: Final = re.compile(r"```[A-Za-z]+\n.*?(?:```|\Z)", re.DOTALL)
+_EMPHASIS: Final = re.compile(r"\*\*|__|`")
+_MATH: Final = re.compile(
+    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\$\w])\$(?=\S)([^$\n]+?)(?<=\S)\$(?!\d)", re.DOTALL
+)
+_ANCHOR: Final = re.compile(
+    r"(?:^\s*a\s*:|\banswer\b[^\n.:=\d]{0,60}?(?:\bis\b|[:=]))\s*(?P<said>[^\n]+)", re.IGNORECASE | re.MULTILINE
+)
+_NUMBER: Final = re.compile(r"(?<![\w.)^_])[-+]?(?:[$€£¥₹]\s*)?[-+]?(?:\d|\.\d)")
+_SENTENCE_END: Final = re.compile(r"[.!?](?:\s|$)|\n")
+#: Where another clause begins, which may say why.
+_CLAUSE: Final = re.compile(r"[.;:](?=\s)|\(|,?\s+(?:which|so|because|since|as|for|that|where|with|when)\b")
+_TAKEN_BACK: Final = re.compile(rf"\b(?:{'|'.join(sorted(DOUBTS))})\b|n't\b", re.IGNORECASE)
+_CONTINUED: Final = re.compile(
+    r"\s*(?:[\^_]|~~|[*/]\s*[\d(\\]|\\[a-z]|(?![ahsmgl])[a-z]\b|and (?:a|one|two|three)\b"
+    rf"|-?(?:{'|'.join(sorted(VALUES))})\b)",
+    re.IGNORECASE,
+)
+_REFUSED: Final = re.compile(r"(?:\b(?:or|not|nor|than)|n't)\s+(?:[a-z]+\s+)?$", re.IGNORECASE)
+
+
+class NoAnswer(ValueError):
+    """The text has no final answer; the message says why."""
+
+
+def final_answer(completion: str, prompt: str = "", unfinished: bool = False, words: bool = False) -> str:
+    """The text of the final answer. NoAnswer where there is none.
+
+    Args:
+        prompt: May end with an opened `<think>`.
+        unfinished: The completion was cut off.
+        words: The answer may be words, which are a heading otherwise.
+    """
+    turn, *more = _END_OF_TURN.split(completion, maxsplit=1)
+    text = plain(_spoken(turn, prompt))
+    marked = _marked(text, unfinished and not more, words)
+    if marked is not None:
+        return marked
+    if unfinished and not more:
+        raise NoAnswer("the text was cut off before a marked answer")
+    return _stated(_CODE.sub("", text)[-MAX_TAIL:], words)
+
+
+def reference_answer(answer: str) -> str:
+    r"""What a data set's answer column holds: the last `#### …` or `\boxed{…}` of a solution, else all of it."""
+    text = plain(answer)
+    return _marked(text, unfinished=False, words=True) or text.replace("####", "").strip()
+
+
+def _spoken(text: str, prompt: str) -> str:
+    """What is not thought: the text behind the last `</think>`."""
+    tags = list(_THOUGHT.finditer(text))
+    closed = tags[-1]["closes"] if tags else not _THINKS_FROM_THE_START.search(prompt)
+    if not closed:
+        raise NoAnswer("the thinking never ends")
+    return text[tags[-1].end() :] if tags else text
+
+
+# ── marked answers ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _marked(text: str, unfinished: bool, words: bool) -> str | None:
+    """The last marked answer that is not empty; None without one. NoAnswer where it is cut off."""
+    boxes, opened = _boxes(text)
+    said = [(line.end(), line["said"]) for line in _LINE.finditer(text)]
+    lines = [line for line in said if words or not _is_heading(line[1])]
+    end, found = max((mark for mark in (*boxes, *lines) if mark[1].strip(" \t*")), default=(0, None))
+    is_line = (end, found) in lines
+    if unfinished and (opened > end or (is_line and end == len(text))):
+        raise NoAnswer("the text was cut off in its last marked answer")
+    return _statement(found) if found and is_line else found
+
+
+def _boxes(text: str) -> tuple[list[tuple[int, str]], int]:
+    """End and content of each innermost box that is closed, and the position of the last one that is not (or -1)."""
+    found: list[tuple[int, str]] = []
+    opened: list[tuple[bool, int]] = []
+    last = -1  # where the last box began that has been closed
+    for brace in _BRACES.finditer(text):
+        if brace.group().endswith("{") and brace.group() != r"\{":
+            opened.append((len(brace.group()) > 1, brace.end()))
+        elif brace.group() == "}" and opened:
+            is_box, start = opened.pop()
+            if is_box and start > last:
+                found.append((brace.end(), text[start : brace.start()]))
+                last = start
+    return found, max((start for is_box, start in opened if is_box), default=-1)
+
+
+def _is_heading(said: str) -> bool:
+    """Whether a line that begins with #### is a Markdown heading: words, or a number in front of words."""
+    return _HEADING.match(tidy(said[:MAX_ANSWER])) is not None
+
+
+def _statement(text: str) -> str:
+    """`text`, or only the number that it begins with, where another clause follows that takes nothing back."""
+    text = tidy(text) if len(text) <= MAX_ANSWER else text
+    leading = leading_number(text) if _has_words(read_answer(text)) else None
+    if leading is None:
+        return text
+    _, written, rest = leading
+    clause = _CLAUSE.search(rest)
+    if clause is None or unit_of(rest[: clause.start()]) is None or _TAKEN_BACK.search(rest):
+        return text
+    return written + rest[: clause.start()]
+
+
+def _has_words(answer: Answer) -> bool:
+    return isinstance(answer, Words) or (isinstance(answer, Group) and any(map(_has_words, answer.items)))
+
+
+def _is_numbers(answer: Answer) -> bool:
+    return isinstance(answer, Quantity) or (isinstance(answer, Group) and all(map(_is_numbers, answer.items)))
+
+
+# ── answers without a mark ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _stated(text: str, words: bool) -> str:
+    """A value behind the last `answer is`; else the last line, if it is numbers; else the last number or formula."""
+    text = _MATH.sub(_inline, slashed(respelled(_EMPHASIS.sub("", text)))).strip()
+    anchors = [anchor["said"] for anchor in _ANCHOR.finditer(text)]
+    if anchors and len(anchors[-1]) <= MAX_ANSWER:
+        said = _statement(anchors[-1])
+        if words or not _has_words(read_answer(said)):
+            return said
+    line = text.rpartition("\n")[2]
+    return line if len(line) <= MAX_ANSWER and _is_numbers(read_answer(line)) else _last_value(text)
+
+
+def _last_value(text: str) -> str:
+    formulas = [formula for formula in _MATH.finditer(text) if re.search(r"\d", formula.group())]
+    after = formulas[-1].end() if formulas else 0
+    begin, written, rest = max(_numbers(text, after), default=(after, "", text[after:]))
+    if not written and not formulas:
+        raise NoAnswer("there is no number in the text")
+    before = text[:begin] if written else text[: formulas[-1].start()]
+    sentence = _SENTENCE_END.split(rest, maxsplit=1)[0]
+    if _REFUSED.search(before[-40:]) or _CONTINUED.match(sentence) or _TAKEN_BACK.search(sentence):
+        raise NoAnswer("the last number of the text is changed or taken back by what stands around it")
+    return written + leading_unit(rest) if written else formulas[-1].group()
+
+
+def _numbers(text: str, position: int) -> Iterator[tuple[int, str, str]]:
+    """Where each number stands, how it is written, and what follows."""
+    while (match := _NUMBER.search(text, position)) is not None:
+        leading = leading_number(text[match.start() :])
+        position = match.end()
+        if leading is not None:
+            position = match.start() + len(leading[1])
+            yield match.start(), *leading[1:]
+
+
+def _inline(formula: re.Match[str]) -> str:
+    """A formula that is a plain number, without its delimiters."""
+    inner = tidy(formula.group())
+    leading = leading_number(inner)
+    return inner if leading is not None and unit_of(leading[2]) is not None else formula.group()

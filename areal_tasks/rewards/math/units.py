@@ -1,0 +1,125 @@
+"""What may stand behind a number without changing it, and when two such units are the same."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+#: Factors that are written as words or letters behind a number.
+MULTIPLIERS: Final = {
+    "dozen": 12,
+    "dozens": 12,
+    "hundred": 100,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "k": 10**3,
+    "K": 10**3,
+    "M": 10**6,
+    "bn": 10**9,
+}
+
+MAX_WORDS: Final = 6
+
+#: Words that make another number of the number before them.
+VALUES: Final = _words(
+    """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
+    eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred hundreds thousand thousands million
+    millions billion billions trillion trillions dozen dozens lakh crore grand gross half halves third thirds fourth
+    fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth tenths hundredth hundredths
+    thousandth thousandths squared cubed factorial plus minus base mod pi tau infinity inf nan sqrt bn
+    sin cos tan log ln exp max i e"""
+)
+#: Words that take the number before them back, or offer another one.
+DOUBTS: Final = _words(
+    """or but nor maybe perhaps possibly probably not no neither either unless except if though although however yet
+    wrong false unknown uncertain unsure guess wait actually instead rather"""
+)
+_LINKS: Final = _words("and over under above below than roughly approximately about around almost nearly")
+#: Words that are no part of a unit; all others are.
+_NO_UNITS: Final = VALUES | DOUBTS | _LINKS
+_FILLERS: Final = _words("of per a an the in each every total all altogether left more worth overall")
+#: A unit's name here, and what else it is called; plurals are made singular first.
+_SAME: Final = """degree deg; percent % pct percentage; dollar $ usd buck; euro € eur; pound £ gbp lb; yen ¥ jpy;
+    rupee ₹ inr rs; cent ¢; hour h hr; minute min; second s sec; day d; year yr; meter m metre; kilometer km kilometre;
+    centimeter cm centimetre; millimeter mm millimetre; inch inche; foot ft feet; yard yd; mile mi; gram g gm;
+    kilogram kg kilo; ounce oz; liter l litre; milliliter ml millilitre; gallon gal; celsius c; fahrenheit f; watt w;
+    volt v; newton n; joule j; person people; child children; man men; woman women"""
+_CANONICAL: Final = {word: names.split()[0] for names in _SAME.split(";") for word in names.split()}
+_COMPOUND: Final = {"mph": ("mile", "hour"), "kmh": ("kilometer", "hour"), "kph": ("kilometer", "hour")}
+#: Units of two letters that have no other name here. Other words as short as that are variables.
+_SHORT: Final = _words("am pm st nd rd th pt qt mg kw hz pa kb mb gb tb ha ms ns kj cc rs tv pc")
+_POWERS: Final = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cu": "^3", "cubed": "^3"}
+_LETTERS: Final = frozenset("ahsmglLWVNJCF%$€£¥₹¢")  # letters and signs that are units, or the article
+_WORD: Final = re.compile(
+    r"(?P<word>[^\W\d_]+|[%$€£¥₹¢])\.?\s*(?:\^\s*\{?(?P<power>-?[123])\}?|(?P<after>squared|cubed)\b)?[\s/*'-]*"
+)
+
+
+def unit_of(text: str) -> frozenset[str] | None:
+    """The parts of a unit in their canonical names; empty for no text, None where `text` is not a unit.
+
+    `text` is all that follows a number: without a blank, only a well-known unit is one (`5kg`, not `5ab`).
+    """
+    attached = text[:1].isalpha()
+    text = text.strip().replace("per cent", "percent").replace(r"\cdot", "*").lstrip("/-* ")
+    if text[:1] + text[-1:] in ("()", "[]"):
+        text = text[1:-1]
+    words = list(_WORD.finditer(text))
+    if "".join(word.group() for word in words) != text or len(words) > MAX_WORDS or not all(map(_is_unit, words)):
+        return None
+    if attached and not _is_known(words[0]["word"]):
+        return None
+    before = [None, *(word["word"].lower() for word in words)]
+    parts = (_parts(word, _POWERS.get(earlier or "", "")) for word, earlier in zip(words, before, strict=False))
+    return frozenset(part for found in parts for part in found)
+
+
+def leading_unit(text: str) -> str:
+    """The first word of what follows a number in a sentence, if it is a well-known unit."""
+    match = _WORD.match(text.lstrip())
+    return " " + match.group().strip() if match is not None and _is_known(match["word"]) else ""
+
+
+def compatible(reference: frozenset[str], found: frozenset[str]) -> bool:
+    """Whether one of them only leaves out what the other names; a reference without a unit takes any."""
+    return reference <= found or found <= reference
+
+
+def _is_unit(match: re.Match[str]) -> bool:
+    word = match["word"]
+    return _is_known(word) if len(word) <= 2 else word.lower() not in _NO_UNITS
+
+
+def _is_known(word: str) -> bool:
+    if len(word) == 1:
+        return word in _LETTERS
+    word = word.lower()
+    return any(word in known for known in (_FILLERS, _SHORT, _POWERS, _COMPOUND)) or _singular(word) in _CANONICAL
+
+
+def _parts(match: re.Match[str], power: str) -> list[str]:
+    word = match["word"].lower()
+    if word == "in" and match.end() == len(match.string):
+        word = "inch"
+    if word in _FILLERS or word in _POWERS:
+        return []
+    power = f"^{match['power']}" if match["power"] else _POWERS.get(match["after"] or "", power)
+    word = _singular(word)
+    return [name + power for name in _COMPOUND.get(word, (_CANONICAL.get(word, word),))]
+
+
+def _singular(word: str) -> str:
+    if word in _CANONICAL or len(word) < 3 or word.endswith("ss"):
+        return word
+    if word.endswith("ies"):
+        return word[:-3] + "y"
+    if re.search(r"(?:ch|sh|x|z|ss)es$", word):
+        return word[:-2]
+    return word.removesuffix("s")

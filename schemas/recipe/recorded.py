@@ -1,0 +1,74 @@
+"""Recipes of recorded runs: fields that were added later are filled in, and a run that is resumed keeps its values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic.fields import FieldInfo
+
+from schemas.recipe.fields import ALWAYS_THERE, Section, before, former_values, is_default, leaves, nested_section
+from schemas.recipe.load import RECIPES, parse_recipe
+from schemas.recipe.recipe import BaseRecipe
+
+R = TypeVar("R", bound=BaseRecipe)
+
+
+def read_recorded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested values of a recorded recipe, with the fields that it lacks because they were added later.
+
+    Each of these has the value that the run was computed with (`before` of its declaration), not today's default.
+    Whatever is read from a recorded recipe goes through here. A recipe of an unknown flow is returned as it is.
+    """
+    model = RECIPES.get(str(values.get("flow")))
+    return dict(values) if model is None else _filled(values, model)
+
+
+def keep_recorded(recipe: R, recorded: Mapping[str, Any]) -> tuple[R, dict[str, Any]]:
+    """`recipe` as it continues the run whose recorded recipe is given, and the values kept of that one, by dotted path.
+
+    A field keeps its recorded value where `recipe` has today's default and the run was begun with a former one: it
+    differs because the default has changed, or the field has been added, since. All other fields are as in `recipe`.
+
+    Raises:
+        UserError: with the values kept, `recipe` contradicts itself.
+    """
+    there = read_recorded(recorded)
+    kept = {path: known for path, value, info in leaves(recipe) if _is_kept(info, value, known := _at(there, path))}
+    if not kept:
+        return recipe, {}
+    values = recipe.model_dump(mode="json")
+    for path, known in kept.items():
+        _put(values, path, known)
+    found = parse_recipe(values, recipe.name)
+    assert isinstance(found, type(recipe)), "the flow is the same"
+    return found, kept
+
+
+def _is_kept(info: FieldInfo, value: Any, known: Any) -> bool:
+    return known != value and known in former_values(info) and is_default(info, value)
+
+
+def _filled(values: Mapping[str, Any], model: type[Section]) -> dict[str, Any]:
+    result = dict(values)
+    for name, info in model.model_fields.items():
+        part, given = nested_section(info), values.get(name, {} if info.default_factory else None)
+        if part is None and name not in values and before(info) is not ALWAYS_THERE:
+            result[name] = before(info)
+        elif part is not None and isinstance(given, Mapping) and (filled := _filled(given, part)):
+            result[name] = filled
+    return result
+
+
+def _at(values: Mapping[str, Any], path: str) -> Any:
+    value: Any = values
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _put(values: dict[str, Any], path: str, value: Any) -> None:
+    *sections, name = path.split(".")
+    for section in sections:
+        values = values[section]
+    values[name] = value

@@ -1,0 +1,82 @@
+"""What the stage `verify` hands to the verifiers, what it makes of their verdicts, and under which key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pyarrow as pa
+import pytest
+from stage_driver import tiny
+
+from areal_tasks.rewards.pool import VerifierPool, VerifyResult
+from areal_tasks.rewards.protocol import Row
+from areal_tasks.stages.evaluate import evaluate
+from areal_tasks.stages.verify import check_failures, judge, mean_reward, verify
+from schemas.errors import UserError
+from schemas.recipe.recipe import RlhfRecipe
+from schemas.recipe.sections import Reward
+
+
+class Recorder:
+    """Keeps the rows that it is given."""
+
+    judged = 0
+
+    def verify(self, rows: Sequence[Row]) -> list[VerifyResult]:
+        self.rows = rows
+        return [result() for _ in rows]
+
+
+def result(verdict: str = "correct", reward: float = 1.0) -> VerifyResult:
+    return VerifyResult(reward, verdict, "", "why", "math", 0.1)
+
+
+def test_verifiers_are_given_how_completions_ended() -> None:
+    rows = [Row("1+1=", "2", "2", False, "stop"), Row("1+2=", "3 or", "3", True, "length")]
+    samples = pa.table({name: [getattr(row, name) for row in rows] for name in Row._fields})
+    pool = Recorder()
+    judge(cast(VerifierPool, pool), samples, "verify 0")
+    assert pool.rows == rows
+    assert {f"rollout.{name}" for name in Row._fields} <= set(verify(recipe("math")).reads)
+
+
+def recipe(verifier: str) -> RlhfRecipe:
+    found = tiny(reward={"verifier": verifier})
+    assert isinstance(found, RlhfRecipe)
+    return found
+
+
+@pytest.mark.parametrize(("verifier", "version"), [("math", 2), ("exact", 1), ("stage_reward:digits", 1)])
+def test_the_version_of_a_verifier_is_that_of_the_stages_that_judge(verifier: str, version: int) -> None:
+    """So that what was judged by another version has another key, and nothing else has."""
+    assert verify(recipe(verifier)).version == evaluate(recipe(verifier)).version == version
+
+
+def test_the_mean_reward_is_that_of_the_samples_that_have_one() -> None:
+    results = [result(), result("timeout", 0.0), result("error", math.nan)]
+    assert mean_reward(results) == 0.5
+    assert mean_reward([result("error", math.nan)]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "settings", "fails"),
+    [
+        (["error"] + ["correct"] * 4, {}, False),
+        (["error"] * 2 + ["correct"] * 4, {}, True),
+        (["timeout"] * 5, {}, False),  # each has a reward: they are judged
+        (["timeout"] * 2 + ["correct"] * 4, {"timeout_reward": None}, True),
+        (["error"] * 2 + ["correct"] * 4, {"on_unverified": "reward"}, True),
+        (["error"] * 2 + ["correct"] * 4, {"max_unverified": 0.5}, False),
+        ([], {}, False),
+    ],
+)
+def test_too_many_verdicts_that_are_no_judgement_stop_the_run(
+    verdicts: list[str], settings: dict[str, Any], fails: bool
+) -> None:
+    results = [result(verdict) for verdict in verdicts]
+    if not fails:
+        return check_failures(results, Reward(**settings))
+    with pytest.raises(UserError, match=r"33% of the completions could not be verified .* for example: .*: why"):
+        check_failures(results, Reward(**settings))

@@ -1,0 +1,60 @@
+"""Tiny models of many families, from their configurations alone, saved by transformers as their checkpoints are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+#: More than ten experts: their natural order is not that of their names.
+EXPERTS: dict[str, Any] = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "num_key_value_heads": 4,
+}  # fmt: skip
+DENSE: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": True},
+    "gemma2": {},
+    "olmo2": {},
+}
+MIXED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": EXPERTS,
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
+    "mixtral": {"num_local_experts": 12, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 12, "num_experts_per_tok": 2},
+    "deepseek_v3": DEEPSEEK,
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": {"num_local_experts": 4},
+}
+#: Those whose checkpoints have other names than transformers' models, in all supported versions of it.
+RENAMED = frozenset({"qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v3", "phimoe"})
+
+
+def make_family(family: str, folder: Path, **changes: Any) -> Path:
+    """Model and tokenizer of a family in `folder`; every tensor is random, so that none equals another."""
+    logging.disable_progress_bar()
+    settings = {**COMMON, **DENSE.get(family, {}), **MIXED.get(family, {}), **changes}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape) / 8)
+    model.save_pretrained(folder)
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"t{i}": i for i in range(3, settings["vocab_size"])}}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    tokenizer.save_pretrained(folder)
+    return folder
