@@ -68,6 +68,11 @@ class Group:
     _back: _Conversion | None = None
     _made: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # what the two call `held` and `stored`
 
+    @property
+    def same(self) -> bool:
+        """Whether it is one tensor, and the same in checkpoint and model."""
+        return self._forth is None
+
     def to_model(self, stored: Sequence[Tensor]) -> list[Tensor]:
         """The tensors named `held`, made of those named `stored`, on their device and in their dtype."""
         return list(stored) if self._forth is None else [*map(self._forth(stored).__getitem__, self._made[0])]

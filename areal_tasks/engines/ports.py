@@ -1,8 +1,20 @@
-"""Ports of this machine, for whoever has to name one before it is listened on; imports nothing of ours."""
+"""The loopback interface, on which alone our services and their process groups listen; imports nothing of ours."""
 
 from __future__ import annotations
 
 import socket
+from typing import Final
+
+HOST: Final = "127.0.0.1"
+
+
+def loopback_interface() -> dict[str, str]:
+    """Environment that keeps gloo's and NCCL's sockets on the loopback interface.
+
+    Without it gloo takes the interface of the host's name, and NCCL the first that is not loopback.
+    """
+    interfaces = {name for _, name in socket.if_nameindex()}
+    return {f"{library}_SOCKET_IFNAME": "lo" for library in ("GLOO", "NCCL") if "lo" in interfaces}
 
 
 def loopback_port(wanted: int = 0) -> int:
@@ -12,6 +24,6 @@ def loopback_port(wanted: int = 0) -> int:
         OSError: something does, or this process may not.
         OverflowError: there is no such port.
     """
-    with socket.create_server(("127.0.0.1", wanted)) as probe:
+    with socket.create_server((HOST, wanted)) as probe:
         port: int = probe.getsockname()[1]
     return port

@@ -9,7 +9,7 @@ from areal_tasks.engines.recovery import stage_of
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.stages.context import Context
 from schemas.manifest import IterationCommit, WeightsRef
-from schemas.recipe.agreement import bit_equal
+from schemas.recipe.agreement import same_code_on_cpu
 from schemas.recipe.recipe import RlhfRecipe
 
 log = logging.getLogger(__name__)
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 def restored_weights(context: Context) -> WeightsRef | None:
     """What the servers generate with in place of the committed weights; none where those still hold.
 
-    Engines that are not equal to the bit may not repeat themselves either. There the trainer is restored before
+    On a GPU, or on several ranks, training may not repeat itself bitwise. There the trainer is restored before
     anything is generated, and what it holds is published as a new attempt of its version if it differs (DESIGN §8).
     Elsewhere it is restored when it is first needed.
     """
-    same = not isinstance(context.recipe, RlhfRecipe) or bit_equal(context.recipe)
+    same = not isinstance(context.recipe, RlhfRecipe) or same_code_on_cpu(context.recipe)
     if context.previous is None or same or not context.engines.generates:
         return None
     for _ in range(context.recipe.launcher.restarts):

@@ -18,7 +18,7 @@ def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
     return Stage(
         name="train",
         kind=Kind.TRAIN_STEP,
-        version=2,  # 2: the decoupled objective where engines are not equal to the bit
+        version=2,  # 2: the decoupled objective where server and trainer differ by more than rounding on the CPU
         run=run,
         reads=tuple(name for table in _tables(recipe) for name in columns(table, *COLUMNS[table])),
         writes=("train_steps", "train_samples"),

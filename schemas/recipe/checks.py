@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import BaseModel
 from pydantic_core import PydanticCustomError
 
-from schemas.recipe.agreement import bit_equal
+from schemas.recipe.agreement import same_code_on_cpu
 from schemas.recipe.fields import is_set
 from schemas.recipe.sources import SPLIT, SUFFIXES, holds_credentials, source_kind
 
@@ -103,8 +103,9 @@ IDLE: Final = (
     ),
     Idle(
         "algorithm.behaviour_cap",
-        lambda r: not bit_equal(r),
-        "with engines that are equal to the bit (embedded and deterministic, local, float32): the weight is 1",
+        lambda r: not same_code_on_cpu(r),
+        "with server and trainer on the CPU in float32 (embedded and deterministic, local without gpus): "
+        "they differ by rounding, and the weight is taken as 1",
     ),
     Idle(
         "trainer.head_chunk_tokens",

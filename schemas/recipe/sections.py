@@ -151,7 +151,7 @@ class Grpo(Section):
         2.0,
         ge=1,
         le=1e6,
-        description="Cap of the weight π_proximal/π_behaviour of a token, where engine and trainer differ in rounding.",
+        description="Cap of a token's weight π_proximal/π_behaviour; the weight is 1 with both on the CPU in float32.",
     )
     max_log_ratio: float = semantic(
         20.0,
@@ -191,6 +191,9 @@ class Trainer(Section):
     beta2: float = semantic(0.999, ge=0, lt=1, description="AdamW's β₂.")
     eps: float = semantic(1e-8, gt=0, le=1e-2, description="AdamW's ε.")
     weight_decay: float = semantic(0.0, ge=0, le=1, description="AdamW's decoupled weight decay.")
+    decay_norms_and_biases: bool = semantic(
+        False, before=True, description="Decay norms and biases too, not only matrices and embeddings."
+    )
     max_grad_norm: float = semantic(1.0, gt=0, le=1e6, description="Gradients are scaled down to this norm.")
     max_skipped_steps: int = semantic(
         3, ge=0, le=10_000, description="Optimizer steps in a row that a non-finite loss or gradient may skip."

@@ -1,17 +1,18 @@
-"""Which engines agree to the bit, and which knobs of the decoupled objective act where they do and do not."""
+"""Which servers and trainers differ by rounding alone, and which knobs of the decoupled objective act where."""
 
 from __future__ import annotations
 
 import pytest
 
 from schemas.errors import UserError
-from schemas.recipe.agreement import bit_equal, needs_proximal
+from schemas.recipe.agreement import needs_proximal, same_code_on_cpu
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe
 
 ROUNDS = ["inference.deterministic=false"]  # the quickstart with engines that differ in rounding
 ONE = ["algorithm={}", "algorithm.minibatches=1"]
 SHARDED = ["trainer.backend=fsdp2"]
+ON_GPU = ["trainer.gpus=[0]"]
 SGLANG = ["inference={engine: sglang}"]
 
 
@@ -22,15 +23,24 @@ def recipe(*overrides: str) -> RlhfRecipe:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "equal"),
-    [([], True), (ROUNDS, False), (SHARDED, False), (SGLANG, False), (["model.dtype=bfloat16"], False)],
+    ("overrides", "same"),
+    [
+        ([], True),
+        (["trainer.threads=2", "inference.threads=1"], True),
+        (ROUNDS, False),
+        (SHARDED, False),
+        (SGLANG, False),
+        (["model.dtype=bfloat16"], False),
+        (ON_GPU, False),
+    ],
 )
-def test_engines_are_equal_to_the_bit_only_where_nothing_differs(overrides: list[str], equal: bool) -> None:
-    assert bit_equal(recipe(*overrides)) == equal
+def test_the_same_code_on_the_cpu(overrides: list[str], same: bool) -> None:
+    assert same_code_on_cpu(recipe(*overrides)) == same
 
 
 @pytest.mark.parametrize(
-    ("overrides", "needed"), [([], False), (ONE, False), ([*ROUNDS, *ONE], False), (ROUNDS, True), (SGLANG, True)]
+    ("overrides", "needed"),
+    [([], False), (ONE, False), ([*ROUNDS, *ONE], False), (ROUNDS, True), (SGLANG, True), (ON_GPU, True)],
 )
 def test_proximal_logprobs_are_needed_where_engines_differ_and_the_policy_moves(
     overrides: list[str], needed: bool
@@ -48,7 +58,7 @@ def test_the_clip_acts_from_the_second_minibatch_on_whatever_the_engines(engines
 @pytest.mark.parametrize("minibatches", [[], ONE])
 def test_the_behaviour_weight_acts_where_engines_differ(minibatches: list[str]) -> None:
     assert recipe(*ROUNDS, *minibatches, "algorithm.behaviour_cap=1.5").algorithm.behaviour_cap == 1.5
-    with pytest.raises(UserError, match=r"algorithm\.behaviour_cap: has no effect with engines that are equal to the"):
+    with pytest.raises(UserError, match=r"algorithm\.behaviour_cap: has no effect with server and trainer on the CPU"):
         recipe(*minibatches, "algorithm.behaviour_cap=1.5")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from listeners import beyond_loopback, listening
 from stage_driver import drive, store_in, tiny
 
 from areal_tasks.stages.build import Built
@@ -49,9 +50,9 @@ def answers(folder: Path) -> None:
         assert host == "127.0.0.1"
         for method, path in (("GET", "/health"), ("POST", "/train"), ("POST", "/generate"), ("GET", "/nosuch")):
             assert httpx.request(method, f"{record.url}{path}", timeout=10).status_code == 401, (record.name, path)
-        listening = [c for c in psutil.Process(record.pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-        assert {c.laddr.ip for c in listening if c.laddr.port == port} == {"127.0.0.1"}
+        assert any(f"{host} port {port}" in found for found in listening([psutil.Process(record.pid)]).values())
         assert socket.gethostname() == record.host
+    assert beyond_loopback([psutil.Process()]) == {}, "services, verifiers, and the flow itself"
 
 
 def test_services_ran_and_none_of_their_command_lines_shows_the_token(watched: tuple[Path, str, list[str]]) -> None:

@@ -66,8 +66,12 @@ def test_the_environment_undoes_what_is_relied_on() -> None:
         "AREAL_SERVICE_SPEC": "{}",
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
     }
-    assert environment(inherited) == {
+    assert environment(inherited, Path("/own")) == {
         "PATH": "/bin",
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "file:///own/rendezvous",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         "SGLANG_TIMEOUT_KEEP_ALIVE": "120",
     }
+    assert environment({"NCCL_SOCKET_IFNAME": "ib0"}, Path("/own"))["NCCL_SOCKET_IFNAME"] == "ib0"

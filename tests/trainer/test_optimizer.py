@@ -91,7 +91,7 @@ def test_a_sharded_parameter_is_clipped_and_stepped_as_a_whole_one_is(one_rank: 
     whole.grad, shares.grad = gradient.clone(), distribute_tensor(gradient.clone(), one_rank, [Shard(0)])
     norms, results = [], []
     for parameter in (whole, shares):
-        optimizer = make_optimizer([parameter], settings)
+        optimizer = make_optimizer([("weight", parameter)], settings)
         norms.append(clip_gradients([parameter], 0.5))
         step_at(optimizer, 0.1)
         step_at(optimizer, 0.05)
@@ -110,18 +110,18 @@ def test_the_share_of_a_lone_rank_is_the_whole_tensor_and_no_copy(one_rank: Devi
 
 def test_adamw_is_what_its_paper_says() -> None:
     settings = Trainer(lr=0.5, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.1)
-    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
-    optimizer = make_optimizer([weight], settings)
-    m = v = torch.zeros(2, dtype=torch.float64)
+    weight = torch.nn.Parameter(torch.tensor([[1.0, -2.0]]))
+    optimizer = make_optimizer([("weight", weight)], settings)
+    m = v = torch.zeros(1, 2, dtype=torch.float64)
     expected = weight.detach().double()
     for t, lr in enumerate((0.5, 0.25), 1):
-        gradient = torch.tensor([0.3, -0.7]) * t
+        gradient = torch.tensor([[0.3, -0.7]]) * t
         weight.grad = gradient.clone()
         step_at(optimizer, lr)
         m, v = 0.8 * m + 0.2 * gradient, 0.9 * v + 0.1 * gradient**2
         update = (m / (1 - 0.8**t)) / ((v / (1 - 0.9**t)).sqrt() + 1e-3)
         expected = expected - lr * (update + 0.1 * expected)
-    assert weight.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+    assert weight[0].tolist() == pytest.approx(expected[0].tolist(), rel=1e-5)
 
 
 def test_a_large_state_is_written_to_several_files_and_read_back_to_the_bit(
@@ -129,7 +129,7 @@ def test_a_large_state_is_written_to_several_files_and_read_back_to_the_bit(
 ) -> None:
     def made(scale: float) -> tuple[torch.nn.Module, torch.optim.AdamW]:
         model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
-        optimizer = make_optimizer(model.parameters(), Trainer(lr=0.1))
+        optimizer = make_optimizer(model.named_parameters(), Trainer(lr=0.1))
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter) * scale
         step_at(optimizer, 0.1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from live_bytes import LiveBytes
 from trainer_builders import World, advantage, rlhf_recipe, rollout
 
 from areal_tasks.data.batching import make_layout, make_sequences
@@ -59,6 +60,20 @@ def test_gradients_in_bf16_are_near_those_in_fp32_and_add_up_in_fp32(tiny: Path)
     for _ in range(9):
         many = _learn(backend)
     torch.testing.assert_close(many, 10 * once, atol=1e-7, rtol=1e-5)
+
+
+def test_loading_takes_what_is_kept_and_nothing_beside_it(tiny: Path) -> None:
+    """fp32 weights and their rounded copy; of the reference the rounded weights alone."""
+    settings = _settings()
+    backend = LocalBackend(settings.trainer, settings.model)
+    with LiveBytes() as live:
+        backend.load(tiny, 0)
+    held = 4 * len(_flat(backend.master))
+    other = 2048 + 4 * max(p.numel() for p in backend.master.parameters())  # rotary frequencies, what is being read
+    assert 1.5 * held <= live.peak <= 1.5 * held + other
+    with LiveBytes() as live:
+        backend.load_reference(tiny)
+    assert 0.5 * held <= live.peak <= 0.5 * held + other
 
 
 def test_small_steps_are_not_lost_to_rounding(tiny: Path) -> None:

@@ -29,5 +29,5 @@ def recipe(**trainer: object) -> dict[str, object]:
 
     Its engine is not deterministic, so that the objective is the same (decoupled) one with every backend.
     """
-    settings = {"threads": 1, "lr": 1e-3, "layout": "packed", "micro_batch_tokens": 24, **trainer}
+    settings = {"threads": 1, "lr": 1e-3, "weight_decay": 0.5, "layout": "packed", "micro_batch_tokens": 24, **trainer}
     return rlhf_recipe(trainer=settings, algorithm={"minibatches": 1}, inference={"deterministic": False})

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from families import make_family
-from safetensors.torch import load_file
-from trainer_builders import World, advantage, rollout, with_column
+from safetensors.torch import load_file, save_file
+from trainer_builders import TINY, World, advantage, rollout, with_column
 from two_ranks import STEPS, Player, go_on, play, publish_twice
 
+from areal_tasks.data.scratch import make_scratch
 from areal_tasks.engines.ports import loopback_port
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.ranks import environment
@@ -36,6 +37,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "zero-3-offload": _made("deepspeed", zero_stage=3, cpu_offload=True),
     "fsdp2-bf16": _made("fsdp2", "bfloat16"),
     "zero-0-bf16": _made("deepspeed", "bfloat16", zero_stage=0),
+    "zero-3-bf16": _made("deepspeed", "bfloat16", zero_stage=3),
     "zero-2-bf16-offload": _made("deepspeed", "bfloat16", zero_stage=2, cpu_offload=True),
 }
 LOCAL = {"float32": "local", "bfloat16": "local-bf16"}
@@ -60,6 +62,14 @@ ZERO_3 = Close(weights=2e-5)
 #: 1e-3 lead apart. Above stage 0 the fp32 weights begin as the rounded ones, too.
 ROUNDED = Close(loss=5e-4, norm=5e-3, weights=5e-3, logprobs=5e-3, resumed=5e-4)
 CLOSE = {"zero-3": ZERO_3, "zero-3-offload": ZERO_3, **{name: ROUNDED for name in BACKENDS if "bf16" in name}}
+#: What each of two ranks takes, at most, while it loads a model, or a checkpoint over it: 1 is the whole model in fp32.
+#: The checkpoint holds 3, of which a rank reads half; most of what that takes are the plans that the ranks exchange.
+SHARES = {
+    "fsdp2": {"load": 0.5, "reference": 0.5, "restore": 0.75},
+    "fsdp2-bf16": {"load": 0.5, "reference": 0.25},
+    "zero-3": {"reference": 0.5},
+    "zero-3-bf16": {"reference": 0.25},
+}
 #: Tokens of the samples of each iteration: an odd number of micro-batches of one sample, fewer samples than ranks, …
 LENGTHS = [
     [9, 4, 13, 6, 11, 3, 8, 5, 10, 7, 12, 5],
@@ -80,11 +90,21 @@ def experts(world: World, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture(scope="module")
-def script(world: World, experts: World) -> dict[str, Any]:
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of many layers, so that none of its tensors is a large part of it; in bfloat16."""
+    folder = make_scratch(TINY.model_copy(update={"layers": 8}), 7, 64, tmp_path_factory.mktemp("deep"))
+    file = folder / "model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def script(world: World, experts: World, deep: Path) -> dict[str, Any]:
     """The commands. The last iteration's loss is infinite."""
     trains = [_train(world, version, lengths) for version, lengths in enumerate(LENGTHS)]
     table = world.write("rollout", rollout(LENGTHS[0]))
     made = {"trains": trains, "logprobs": {"owner": 1, "table": table.model_dump(mode="json")}}
+    made |= {"deep": str(deep), "peaks": {name: list(steps) for name, steps in SHARES.items()}}
     return {**_named(world), **made, "experts": _named(experts) | {"trains": trains[:1], "backends": EXPERTS}}
 
 
@@ -140,6 +160,26 @@ def _start(folder: Path, rank: int, port: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, str(Path(__file__).with_name("two_ranks.py")), str(folder)]
     with (folder / f"{rank}.log").open("wb") as log:
         return subprocess.Popen(command, env={**os.environ, **told}, stdout=log, stderr=log)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_rank_loads_what_the_checkpoint_holds(name: str, world: World, answers: dict[str, Any]) -> None:
+    """Whole tensors, put together of the shares that ranks have read."""
+    initial = _weights(world, world.folder("weights", 0, "first"))
+    dtype = getattr(torch, _dtype(name))
+    loaded = _weights(world, answers[name]["loaded"])
+    assert loaded.keys() == initial.keys()
+    assert all(torch.equal(loaded[key], initial[key].to(dtype)) for key in initial)
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_no_rank_holds_more_than_its_share(name: str, deep: Path, answers: dict[str, Any]) -> None:
+    """Beyond it there may be one whole tensor, rotary frequencies, and a part of a file."""
+    tensors = load_file(deep / "model.safetensors").values()
+    model, slack = sum(4 * t.numel() for t in tensors), 4 * max(t.numel() for t in tensors) + 4096
+    for step, share in SHARES[name].items():
+        for peak in answers[name]["peaks"][step]:
+            assert 0.1 * model < peak <= share * model + slack, (step, peak / model)
 
 
 def _weights(world: World, prefix: str) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from trainer_builders import World
 
 from areal_tasks.engines.trainer.app import make_app
-from areal_tasks.engines.trainer.commands import Load
+from areal_tasks.engines.trainer.commands import Load, Receiver, Send
 from areal_tasks.engines.trainer.fencing import Refused
 from areal_tasks.engines.trainer.group import Group, GroupBroken, Outcome, disagreement
 from areal_tasks.engines.trainer.ranks import cpu_threads, end_group, environment, find_place
@@ -198,6 +198,34 @@ def test_rank_0_answers_with_why_the_group_ends(world: World, monkeypatch: pytes
     assert answer.status_code == 500
     assert answer.json() == {"error": "rank 1: out of memory"}
     assert ended == [(0, signal.SIGKILL)]
+
+
+class Recording(HashStore):
+    """A store that remembers what was put into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.put: list[str] = []
+
+    def set(self, key: str, value: str) -> None:
+        self.put.append(value)
+        super().set(key, value)
+
+
+def test_the_token_of_the_servers_does_not_reach_the_store_of_the_ranks(world: World) -> None:
+    """Any process of the machine can read that store."""
+    store = Recording()
+    app = make_app(world.spec(), Group(0, 2, store))
+    send = Send(owner=1, version=2, transport="nccl", receivers=(Receiver(url="http://server"),), token="s3cr3t")
+    heard: list[str] = []
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(Group(1, 2, store).follow, heard.append, lambda: "version None, step 0, owner 1")
+        answer = asyncio.run(_post(app, "/send", send.model_dump_json()))
+        other.result(30)
+    assert answer.status_code == 409 and "nothing is loaded" in answer.text
+    name, _, body = heard[0].partition(" ")
+    assert (name, Send.model_validate_json(body)) == ("send", send.model_copy(update={"token": ""}))
+    assert store.put and not [value for value in store.put if "s3cr3t" in value]
 
 
 def _let_go(store: HashStore) -> None:

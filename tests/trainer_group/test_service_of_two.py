@@ -1,4 +1,4 @@
-"""A trainer of two ranks as the supervisor runs it: commands over HTTP, deaths of either rank, no process left."""
+"""A trainer of two ranks and a server as the supervisor runs them: commands over HTTP, deaths, no process left."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import recipe
+from listeners import beyond_loopback, listening
 from trainer_builders import World, advantage, rollout
 
 from areal_tasks.engines.trainer.commands import Load, Train, Write
@@ -28,6 +29,8 @@ def supervisor(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with Supervisor(world.store, settings, tmp_path_factory.mktemp("logs")) as started:
         world.recipe = recipe(backend="fsdp2", ranks=2)
         started.start("areal_tasks.engines.trainer", world.spec(), 1)
+        server = world.spec().model_copy(update={"name": "inference-0"})
+        started.start("areal_tasks.engines.embedded", server, 1)
         yield started
 
 
@@ -37,10 +40,14 @@ def _client(supervisor: Supervisor) -> TrainerClient:
 
 
 def _ranks(supervisor: Supervisor) -> list[psutil.Process]:
-    handle = supervisor.services["trainer"].handle
-    assert isinstance(handle, LocalHandle)
-    first = psutil.Process(handle.process.pid)
+    first = psutil.Process(_process_id(supervisor, "trainer"))
     return [first, *first.children()]
+
+
+def _process_id(supervisor: Supervisor, name: str) -> int:
+    handle = supervisor.services[name].handle
+    assert isinstance(handle, LocalHandle)
+    return handle.process.pid
 
 
 def _gone(processes: list[psutil.Process], seconds: float = 10.0) -> bool:
@@ -79,6 +86,18 @@ def test_commands_over_http(world: World, supervisor: Supervisor) -> None:
     assert _published(world, client, "two") == weights
     assert client.train(_train(world, 1)).version == 2
     assert client.health().step == 2
+    client.close()
+
+
+def test_nothing_listens_beyond_loopback(world: World, supervisor: Supervisor) -> None:
+    """Neither an engine nor a rank of one, not for the commands between ranks, collectives or handed-over weights."""
+    client = _client(supervisor)
+    supervisor.wait(["inference-0"])
+    client.load(Load(owner=1, version=0, weights=world.initial))
+    client.train(_train(world, 0))
+    roots = [psutil.Process(_process_id(supervisor, name)) for name in supervisor.services]
+    assert len(listening(roots)) >= 3 and all(listening(roots).values())  # two ranks and the server
+    assert beyond_loopback(roots) == {}
     client.close()
 
 

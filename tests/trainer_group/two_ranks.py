@@ -8,15 +8,21 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from live_bytes import LiveBytes
+
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer import checkpoint_files
+from areal_tasks.engines.trainer.backend import Backend, Progress
 from areal_tasks.engines.trainer.commands import Load, Logprobs, Train, Write
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.ranks import join
-from areal_tasks.engines.trainer.service import Trainer
+from areal_tasks.engines.trainer.service import Trainer, make_backend
+from areal_tasks.engines.trainer.settings import read_settings
 from areal_tasks.store.files import commit_weights
 from areal_tasks.store.paths import checkpoint_attempt, stage_attempt, weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
@@ -80,7 +86,8 @@ def changed(recipe: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def play(player: Player) -> dict[str, Any]:
     """Five steps, a repeat, a step that must be skipped, a checkpoint, a sixth step; and what it all gave."""
     player.load()
-    found: dict[str, Any] = {"metrics": [player.train(number) for number in range(STEPS)]}
+    found: dict[str, Any] = {"loaded": player.publish("loaded")}
+    found["metrics"] = [player.train(number) for number in range(STEPS)]
     found["repeat"] = player.train(STEPS - 1)
     found["trained"] = player.publish("trained")
     found["policy"], found["reference"] = player.logprobs("policy"), player.logprobs("reference")
@@ -106,8 +113,26 @@ def publish_twice(player: Player) -> list[str]:
     return [before, player.publish("after")]
 
 
+def peaks(backend: Backend, deep: Path, steps: list[str], state: Path) -> dict[str, list[int]]:
+    """The most bytes that tensors took on each rank during each of these steps, besides what there was before."""
+    works: dict[str, Callable[[], object]] = {
+        "load": lambda: backend.load(deep, 0),
+        "reference": lambda: backend.load_reference(deep),
+        "restore": lambda: backend.load_checkpoint(state),
+    }
+    found: dict[str, list[int]] = {}
+    for step in steps:
+        if step == "restore":
+            backend.save_checkpoint(state, Progress())
+        with LiveBytes() as live:
+            works[step]()
+        found[step] = [0] * backend.world
+        dist.all_gather_object(found[step], live.peak)
+    return found
+
+
 def main(folder: Path) -> None:
-    checkpoint_files.PIECE_BYTES = 1024  # type: ignore[misc]  # cuts tensors of these models, too
+    pieces, checkpoint_files.PIECE_BYTES = checkpoint_files.PIECE_BYTES, 1024  # type: ignore[misc]  # cuts these, too
     script = json.loads((folder / "script.json").read_text())
     first = next(iter(script["backends"].values()))
     spec = ServiceSpec.model_validate(script["spec"])
@@ -120,6 +145,10 @@ def main(folder: Path) -> None:
     experts = script["experts"]
     for name in experts["backends"]:
         answers[name]["experts"] = publish_twice(Player(experts, f"experts-{name}", script["backends"][name], group))
+    checkpoint_files.PIECE_BYTES = pieces  # type: ignore[misc]  # a plan for many pieces is larger than the tensors
+    for name, steps in script["peaks"].items():
+        backend = make_backend(read_settings(changed(spec.recipe, script["backends"][name])))
+        answers[name]["peaks"] = peaks(backend, Path(script["deep"]), steps, folder / "state")
     if group.rank == 0:
         (folder / "answers.json").write_text(json.dumps(answers))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -14,11 +15,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from listeners import beyond_loopback, listening
 from torch.distributed import distributed_c10d as c10d
 
+from areal_tasks.engines.ports import loopback_interface
 from areal_tasks.engines.trainer.commands import Receiver, Send
 from areal_tasks.engines.trainer.orders import HandOver, Orders, Unanswered, Watch, together
 from areal_tasks.engines.trainer.transport import Sender
@@ -31,7 +35,8 @@ TOKEN = "secret"
 def receivers() -> Iterator[list[str]]:
     """The addresses of two servers."""
     command = [sys.executable, str(Path(__file__).with_name("receiver.py")), TOKEN]
-    servers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    asked = {"env": {**os.environ, **loopback_interface()}, "stdout": subprocess.PIPE, "text": True}
+    servers = [subprocess.Popen(command, **asked) for _ in range(2)]
     yield [f"http://127.0.0.1:{int(s.stdout.readline())}" for s in servers if s.stdout]
     for server in servers:
         server.kill()
@@ -69,6 +74,14 @@ def test_every_server_holds_every_version_it_is_sent(urls: list[str]) -> None:
             held = httpx.get(url).json()
             assert held["version"] == str(version)
             assert held["tensors"] == {n: t.float().tolist() for n, t in weights(value).items()}
+
+
+def test_the_group_listens_on_loopback_alone(urls: list[str]) -> None:
+    sender = Sender("gloo", 5.0)
+    sender.send(weights(0.5), sending(urls, 1))
+    this = psutil.Process()
+    assert sum(map(len, listening([this]).values())) >= 3 + 2, "each member's socket, the store and the servers'"
+    assert beyond_loopback([this]) == {}
 
 
 def test_a_server_that_refuses_is_named_and_the_next_hand_over_starts_afresh(urls: list[str]) -> None:

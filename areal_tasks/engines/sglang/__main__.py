@@ -61,7 +61,7 @@ def run(spec: ServiceSpec, token: str) -> int:
     log.info("starting SGLang: %s", " ".join(command))
     child = subprocess.Popen(
         [sys.executable, "-m", "areal_tasks.engines.sglang.child", *command],
-        env=environment(os.environ) | {GUARD: str(os.getpid())},
+        env=environment(os.environ, Path(tempfile.mkdtemp(prefix="meeting-"))) | {GUARD: str(os.getpid())},
         stdin=subprocess.DEVNULL,
     )
     if wait_until_ready(child, url, token):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from areal_tasks.engines.lifeline import LIFELINE
+from areal_tasks.engines.ports import loopback_interface
 from areal_tasks.engines.service import KEEP_ALIVE_SECONDS, SPEC, ServiceSpec
 from schemas.recipe.sections import Inference, Model
 
@@ -77,10 +78,15 @@ def flags(values: Mapping[str, Any]) -> Iterator[str]:
             yield str(value)
 
 
-def environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """The child's environment: what was inherited, without what is DROPPED, and with what is SET."""
+def environment(inherited: Mapping[str, str], private: Path) -> dict[str, str]:
+    """The child's environment: what was inherited, without what is DROPPED, and with what is SET.
+
+    Its processes meet through a file in the folder `private`: torch's TCPStore, SGLang's own choice, listens on every
+    interface. Their collectives stay on the loopback interface unless the environment names another.
+    """
     kept = {name: value for name, value in inherited.items() if name not in DROPPED}
-    return kept | SET
+    meeting = {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{private}/rendezvous"}
+    return loopback_interface() | kept | SET | meeting
 
 
 def server_index(name: str) -> int:

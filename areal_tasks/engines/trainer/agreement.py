@@ -1,8 +1,8 @@
 """Whether the server and the trainer mean the same policy: how far apart their logprobs of the same tokens are.
 
 The server's are those a token was sampled with; the trainer's are its own under the weights the iteration began with.
-Rounding sets them apart: by 1e-7 nats on average in float32, by hundredths in bfloat16. More is a fault that training
-would hide.
+Rounding sets them apart: by 1e-7 to 1e-5 nats on average in float32, by hundredths in bfloat16. More is a fault that
+training would hide.
 """
 
 from __future__ import annotations

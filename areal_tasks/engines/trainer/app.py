@@ -110,7 +110,7 @@ class _Desk:
 
     def _obey(self, name: str, command: Command) -> Message:
         self.gate.admit(command.owner)  # again: what a lower owner has queued is refused too, and on all ranks
-        text = f"{name} {command.model_dump_json()}"
+        text = f"{name} {command.for_ranks()}"
         try:
             return self.group.lead(text, lambda: _method(self.trainer, name)(command), self.trainer.state)
         except GroupBroken as error:

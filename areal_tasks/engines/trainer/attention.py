@@ -30,14 +30,14 @@ def training_attention(
     module: Any,
     query: Float[Tensor, "n heads length dim"],
     key: Float[Tensor, "n kv_heads length dim"],
-    value: Float[Tensor, "n kv_heads length dim"],
+    value: Float[Tensor, "n kv_heads length value_dim"],
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Int[Tensor, " bounds"] | None = None,
     max_length_q: int = 0,
     **options: Any,
-) -> tuple[Float[Tensor, "n length heads dim"], None]:
+) -> tuple[Float[Tensor, "n length heads value_dim"], None]:
     """Transformers' attention interface. With `cu_seq_lens_q` the one row holds samples that end where it says.
 
     Raises:
@@ -59,12 +59,12 @@ def training_attention(
 def in_one_kernel(
     query: Float[Tensor, "1 heads length dim"],
     key: Float[Tensor, "1 kv_heads length dim"],
-    value: Float[Tensor, "1 kv_heads length dim"],
+    value: Float[Tensor, "1 kv_heads length value_dim"],
     bounds: Int[Tensor, " bounds"],
     longest: int,
     scaling: float | None,
     window: int | None,
-) -> Float[Tensor, "1 heads length dim"]:
+) -> Float[Tensor, "1 heads length value_dim"]:
     """Causal attention within samples that start at bounds[i] and end before bounds[i + 1], each ≤ `longest`."""
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     left = -1 if window is None else window - 1
@@ -76,11 +76,11 @@ def in_one_kernel(
 def one_by_one(
     query: Float[Tensor, "1 heads length dim"],
     key: Float[Tensor, "1 kv_heads length dim"],
-    value: Float[Tensor, "1 kv_heads length dim"],
+    value: Float[Tensor, "1 kv_heads length value_dim"],
     bounds: Int[Tensor, " bounds"],
     scaling: float | None,
     window: int | None,
-) -> Float[Tensor, "1 heads length dim"]:
+) -> Float[Tensor, "1 heads length value_dim"]:
     """The same, a sample at a time: no kernel takes fp32 samples of unequal length together."""
     lengths = bounds.diff().tolist()
     parts = zip(*(torch.split(tensor, lengths, dim=2) for tensor in (query, key, value)), strict=True)
@@ -90,10 +90,10 @@ def one_by_one(
 def causal(
     query: Float[Tensor, "n heads length dim"],
     key: Float[Tensor, "n kv_heads length dim"],
-    value: Float[Tensor, "n kv_heads length dim"],
+    value: Float[Tensor, "n kv_heads length value_dim"],
     scaling: float | None,
     window: int | None,
-) -> Float[Tensor, "n heads length dim"]:
+) -> Float[Tensor, "n heads length value_dim"]:
     """Every position attends to itself and those before it, at most `window` in all."""
     length = query.shape[2]
     mask = None if window is None or length <= window else _band(length, window, query.device)

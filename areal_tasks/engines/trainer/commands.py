@@ -21,6 +21,10 @@ class Command(Message):
     owner: int = Field(ge=0)
     version: int = Field(ge=0)
 
+    def for_ranks(self) -> str:
+        """The command as rank 0 passes it to the other ranks: without secrets, since their store asks for no token."""
+        return self.model_dump_json()
+
 
 class Load(Command):
     """Throw the policy away and load `weights`; with `checkpoint`, the optimizer and its progress as well."""
@@ -78,7 +82,10 @@ class Send(Command):
 
     transport: Literal["tensor", "nccl"]
     receivers: tuple[Receiver, ...] = Field(min_length=1)
-    token: str = Field(repr=False, description="the servers' bearer token")
+    token: str = Field("", repr=False, description="the servers' bearer token; rank 0 alone talks to them")
+
+    def for_ranks(self) -> str:
+        return self.model_dump_json(exclude={"token"})
 
 
 class Sent(Message):

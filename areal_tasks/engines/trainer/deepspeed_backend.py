@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,10 +40,12 @@ from areal_tasks.engines.names import Names
 from areal_tasks.engines.trainer import checkpoint
 from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, TokenStats, Which
 from areal_tasks.engines.trainer.forward import move, to_device
-from areal_tasks.engines.trainer.optimizer import clip_gradients, optimizer_options, prepare_state, use_options
-from areal_tasks.engines.trainer.policy import Policy, load_policy, prepare, read_policy
-from areal_tasks.engines.trainer.precision import Rounded, cast_parameters
+from areal_tasks.engines.trainer.optimizer import clip_gradients, parameter_groups, prepare_state, use_options
+from areal_tasks.engines.trainer.policy import Policy, empty_policy, fill_policy, prepare, read_policy
+from areal_tasks.engines.trainer.precision import Rounded
 from areal_tasks.engines.trainer.process_group import gather_stats, ranks_here
+from areal_tasks.engines.trainer.shares import Share, share_of
+from areal_tasks.engines.trainer.skeleton import replace_parameters, with_memory
 from schemas.recipe.sections import Model, Trainer
 
 #: More steps than any run takes: DeepSpeed is not to print.
@@ -65,7 +68,7 @@ class GatedAdamW(torch.optim.AdamW):
 
 
 class DeepSpeedBackend:
-    """This rank's share of policy and optimizer; the frozen reference is whole on every rank.
+    """This rank's share of policy and optimizer. The frozen reference is split at stage 3, else whole on every rank.
 
     With bfloat16, the fp32 weights that the optimizer changes begin as the rounded ones. At stage 0 they do not: there
     DeepSpeed adds gradients up in fp32 only for fp32 weights, which is what it is given, and passes go through a copy.
@@ -88,20 +91,18 @@ class DeepSpeedBackend:
         torch.manual_seed(seed)
         self._forget()
         policy = self._read_policy(weights)
-        self.optimizer = GatedAdamW(policy.parameters(), **optimizer_options(self.settings))
-        config = make_config(self.settings, self.model_settings)
-        buffers = [buffer.clone() for buffer in policy.buffers()]
-        self.models["policy"], *_ = deepspeed.initialize(model=policy, optimizer=self.optimizer, config=config)
-        for buffer, exact in zip(policy.buffers(), buffers, strict=True):
-            buffer.data = exact  # rotary frequencies among them: rounded, they would turn long sequences wrong
+        self.optimizer = GatedAdamW(
+            parameter_groups(policy.named_parameters(), self.settings), lr=self.settings.lr, fused=True
+        )
+        self.models["policy"] = self._wrap(policy, self.optimizer)
         for shard in self._shards():
             prepare_state(self.optimizer, shard)
         if hasattr(self.engine.optimizer, "_lazy_init_hp_params_optimizer_state"):  # stages 1 and 2: tells where it is
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def load_reference(self, weights: Path) -> None:
-        reference = cast_parameters(read_policy(weights, self.settings, self.device), self.dtype)
-        self.models["reference"] = prepare(reference.requires_grad_(False), self.settings)
+        reference = prepare(self._load(weights, self.dtype), self.settings).requires_grad_(False)
+        self.models["reference"] = self._wrap(reference) if self.settings.zero_stage == 3 else reference
 
     def use(self, settings: Trainer) -> None:
         self.max_grad_norm = settings.max_grad_norm
@@ -204,10 +205,35 @@ class DeepSpeedBackend:
         return self.models["policy"]
 
     def _read_policy(self, weights: Path) -> nn.Module:
-        """What DeepSpeed is given: it rounds the weights itself, but for stage 0."""
+        """What DeepSpeed is given: weights in the precision of the passes, but at stage 0."""
         if self.settings.zero_stage == 0 and self.dtype != torch.float32:
-            return Rounded(read_policy(weights, self.settings, self.device), self.dtype, self.settings)
-        return load_policy(weights, self.settings, self.model_settings, self.device)
+            return Rounded(self._load(weights, torch.float32), self.dtype, self.settings)
+        return prepare(self._load(weights, self.dtype), self.settings)
+
+    def _load(self, weights: Path, dtype: torch.dtype) -> Policy:
+        """The policy in `dtype`. At stage 3 no rank ever holds more of it than its share and one whole parameter."""
+        if self.settings.zero_stage < 3:
+            return read_policy(weights, self.settings, self.device, dtype)
+        policy = empty_policy(weights, self.settings)
+        config = make_config(self.settings, self.model_settings)
+
+        def partitioned(parameter: nn.Parameter) -> nn.Parameter:
+            made = with_memory(parameter, self.device, dtype)
+            deepspeed.zero.Init(nn.ParameterList([made]), config_dict_or_path=config, dtype=dtype)
+            return made
+
+        replace_parameters(policy, partitioned)
+        fill_policy(policy, weights, self.device, _share_of)
+        return policy
+
+    def _wrap(self, policy: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """DeepSpeed's engine of the policy."""
+        config = make_config(self.settings, self.model_settings)
+        buffers = [buffer.clone() for buffer in policy.buffers()]
+        engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=config)
+        for buffer, exact in zip(policy.buffers(), buffers, strict=True):
+            buffer.data = exact  # rotary frequencies among them: rounded, they would turn long sequences wrong
+        return engine
 
     def _policy(self) -> Policy:
         held = self.engine.module
@@ -243,6 +269,15 @@ class DeepSpeedBackend:
             self.engine.destroy()
             del self.models["policy"], self.optimizer
             self.gradients = False
+
+
+def _share_of(tensor: Any) -> Share:
+    """What is here of a parameter that ZeRO-3 has partitioned, or of a buffer."""
+    if not hasattr(tensor, "ds_tensor"):
+        return share_of(tensor)
+    part, size = tensor.ds_tensor, tensor.ds_tensor.ds_numel
+    start = min(size * dist.get_rank(), tensor.ds_numel)
+    return Share(part.narrow(0, 0, min(size, tensor.ds_numel - start)), tensor.ds_shape, start)
 
 
 def _whole(rows: Tensor) -> Tensor:

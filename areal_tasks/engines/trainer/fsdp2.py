@@ -19,8 +19,9 @@ from areal_tasks.engines.trainer import checkpoint
 from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, TokenStats, Which
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.optimizer import clip_gradients, here, make_optimizer, step_at, use_options
-from areal_tasks.engines.trainer.policy import Policy, decoder_layers, load_policy
+from areal_tasks.engines.trainer.policy import Policy, decoder_layers, empty_policy, fill_policy, prepare
 from areal_tasks.engines.trainer.process_group import gather_stats, ranks_here
+from areal_tasks.engines.trainer.skeleton import replace_parameters, with_memory
 from schemas.recipe.sections import Model, Trainer
 
 #: Whole weights and gradients may stay on a GPU between the passes of a minibatch while they need less than this of it.
@@ -35,7 +36,7 @@ class Fsdp2Backend:
     def __init__(self, settings: Trainer, model: Model) -> None:
         self.settings = settings
         self.max_grad_norm = settings.max_grad_norm
-        self.model_settings = model
+        self.dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
         self.rank, self.world, self.device = ranks_here()
         self.mesh = init_device_mesh(self.device.type, (self.world,))
         self.models: dict[Which, Policy] = {}
@@ -46,15 +47,15 @@ class Fsdp2Backend:
     def load(self, weights: Path, seed: int) -> None:
         torch.manual_seed(seed)
         self._forget()
-        policy = load_policy(weights, self.settings, self.model_settings, self.device)
+        policy = empty_policy(weights, self.settings)
         self.roomy = self._has_room(policy, 6, ROOMY)  # bytes: bf16 and fp32
-        self.models["policy"] = self._sharded(policy)
+        self.models["policy"] = self._read(policy, weights, torch.float32)
         self.parts = _parts(self.models["policy"])
-        self.optimizer = make_optimizer(self.models["policy"].parameters(), self.settings)
+        self.optimizer = make_optimizer(self.models["policy"].named_parameters(), self.settings)
 
     def load_reference(self, weights: Path) -> None:
-        reference = load_policy(weights, self.settings, self.model_settings, self.device)
-        self.models["reference"] = self._sharded(reference.requires_grad_(False))
+        reference = empty_policy(weights, self.settings).requires_grad_(False)
+        self.models["reference"] = self._read(reference, weights, self.dtype)
 
     def use(self, settings: Trainer) -> None:
         self.max_grad_norm = settings.max_grad_norm
@@ -90,10 +91,9 @@ class Fsdp2Backend:
         return self.models["policy"].names
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        published = torch.bfloat16 if self.model_settings.dtype == "bfloat16" else torch.float32
         policy = self.models["policy"]
         for name, shard in policy.model.named_parameters():
-            yield name, whole(shard.detach().to(published)).to(self.device)
+            yield name, whole(shard.detach().to(self.dtype)).to(self.device)
         yield from policy.saved_buffers()
 
     def save_checkpoint(self, folder: Path, progress: Progress) -> Mapping[str, str]:
@@ -102,17 +102,25 @@ class Fsdp2Backend:
     def load_checkpoint(self, folder: Path) -> Progress:
         return checkpoint.load_state(folder, self.models["policy"].model, self.optimizer)
 
-    def _sharded(self, policy: Policy) -> Policy:
+    def _read(self, policy: Policy, weights: Path, dtype: torch.dtype) -> Policy:
+        """Prepare and split a policy without weights, then read this rank's shares: no rank ever holds the whole."""
+        self._sharded(prepare(policy, self.settings))
+        home = torch.device("cpu") if self.settings.cpu_offload else self.device
+        replace_parameters(policy, lambda parameter: with_memory(parameter, home, dtype))
+        policy.load_state_dict({}, strict=False)  # has FSDP see the new parameters
+        fill_policy(policy, weights, self.device)
+        return policy
+
+    def _sharded(self, policy: Policy) -> None:
         """Split each decoder layer, then what is left: embeddings, norm and head, which stay whole in a pass.
 
         A lone rank takes a small model at once. No other waits for its layers, and what is done at each of them is a
         quarter of the host's time in a pass, which small kernels do not hide; nor do they hide copies.
         """
-        compute = torch.bfloat16 if self.model_settings.dtype == "bfloat16" else None
         options: dict[str, Any] = {
             "mesh": self.mesh,
             "reshard_after_forward": self.world > 1,
-            "mp_policy": MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False),
+            "mp_policy": MixedPrecisionPolicy(self.dtype, torch.float32, cast_forward_inputs=False),
             "offload_policy": self._offload(),
         }
         at_once = self.world == 1 and self._has_room(policy, 14, SMALL)  # bytes: bf16, and fp32 three times
@@ -122,7 +130,6 @@ class Fsdp2Backend:
         for module in _parts(policy):
             module.set_gradient_divide_factor(1.0)  # losses are weighted over all ranks: gradients add up
             module.set_force_sum_reduction_for_comms(True)
-        return policy
 
     def _forget(self) -> None:
         """Free what a load replaces before it takes memory of its own."""

@@ -17,7 +17,7 @@ from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, Tok
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.optimizer import clip_gradients, make_optimizer, step_at, use_options
 from areal_tasks.engines.trainer.policy import Policy, prepare, read_policy
-from areal_tasks.engines.trainer.precision import cast_parameters, copy_weights, working_copy
+from areal_tasks.engines.trainer.precision import copy_weights, working_copy
 from schemas.recipe.sections import Model, Trainer
 
 
@@ -46,10 +46,10 @@ class LocalBackend:
         rounded = self.dtype != torch.float32
         work = working_copy(self.master, self.dtype) if rounded else self.master
         self.models["policy"] = prepare(work, self.settings)
-        self.optimizer = make_optimizer(self._parameters(), self.settings)
+        self.optimizer = make_optimizer(self.master.named_parameters(), self.settings)
 
     def load_reference(self, weights: Path) -> None:
-        reference = cast_parameters(read_policy(weights, self.settings, self.device), self.dtype)
+        reference = read_policy(weights, self.settings, self.device, self.dtype)
         self.models["reference"] = prepare(reference.requires_grad_(False), self.settings)
 
     def use(self, settings: Trainer) -> None:
@@ -111,7 +111,7 @@ class LocalBackend:
 def choose_device(settings: Trainer, model: Model) -> torch.device:
     """The GPU, where there is one, for bfloat16 or when `trainer.gpus` names it; else the CPU.
 
-    fp32 belongs on the CPU by default: there its bits are those of the embedded engine, and the same every time.
+    fp32 belongs on the CPU by default: there training repeats itself bitwise, given as many threads.
     """
     wanted = model.dtype == "bfloat16" or bool(settings.gpus)
     return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,9 @@ from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
 
 from schemas.recipe.sections import Trainer
+
+Named = Iterable[tuple[str, Tensor]]
+_MATRICES: Final = "matrices"  # whether a group of the optimizer is that of `is_matrix`
 
 
 def learning_rate(step: int, total: int, settings: Trainer) -> float:
@@ -36,28 +39,43 @@ def _remaining(done: float, schedule: str) -> float:
     return 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
 
 
-def make_optimizer(parameters: Iterable[Tensor], settings: Trainer) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) over fp32 master weights, in one fused kernel."""
-    return torch.optim.AdamW(parameters, **optimizer_options(settings))
+def make_optimizer(named: Named, settings: Trainer) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) over fp32 master weights, one fused kernel for each group."""
+    return torch.optim.AdamW(parameter_groups(named, settings), lr=settings.lr, fused=True)
 
 
-def optimizer_options(settings: Trainer) -> dict[str, Any]:
-    """The arguments of torch's AdamW."""
-    betas = (settings.beta1, settings.beta2)
-    return {
-        "lr": settings.lr,
-        "betas": betas,
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-        "fused": True,
-    }
+def parameter_groups(named: Named, settings: Trainer) -> list[dict[str, Any]]:
+    """Groups for torch's AdamW: matrices and embeddings, then norms and biases. A group without any is left out."""
+    parts: dict[bool, list[Tensor]] = {True: [], False: []}
+    for name, parameter in named:
+        parts[is_matrix(name, parameter)].append(parameter)
+    return [
+        {"params": parameters, _MATRICES: matrices, **_options(matrices, settings)}
+        for matrices, parameters in parts.items()
+        if parameters
+    ]
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether the parameter is a matrix or an embedding, and neither a norm nor a bias (of experts: a row for each)."""
+    shape: Sequence[int] = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves an empty tensor in its place
+    return len(shape) > 1 and not name.endswith("bias")
 
 
 def use_options(optimizer: torch.optim.Optimizer, settings: Trainer) -> None:
     """Go on with AdamW's options of other settings: what it remembers of the gradients stays."""
-    options = optimizer_options(settings)
     for group in optimizer.param_groups:
-        group.update({name: options[name] for name in ("betas", "eps", "weight_decay")})
+        group.update(_options(group[_MATRICES], settings))
+
+
+def _options(matrices: bool, settings: Trainer) -> dict[str, Any]:
+    """The options of a group that a recipe sets, but for the learning rate, which each step sets."""
+    decays = matrices or settings.decay_norms_and_biases
+    return {
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay if decays else 0.0,
+    }
 
 
 def prepare_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:

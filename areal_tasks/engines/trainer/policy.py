@@ -13,15 +13,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from areal_tasks.engines.names import Names, stored_names
-from areal_tasks.engines.trainer.attention import NAME
 from areal_tasks.engines.trainer.backend import Scores, TokenLoss
 from areal_tasks.engines.trainer.forward import DeviceLayout, token_scores
 from areal_tasks.engines.trainer.head import HeadTask, TokenHead
-from schemas.recipe.sections import Model, Trainer
+from areal_tasks.engines.trainer.shares import Share, fill, share_of
+from areal_tasks.engines.trainer.skeleton import empty_model, replace_parameters, with_memory
+from schemas.recipe.sections import Trainer
 
 #: The loss to minimise, a scalar with gradient, and the rows of the `TokenLoss` behind it, without.
 Loss = tuple[Float[Tensor, ""], Float[Tensor, "K T"]]
@@ -102,22 +101,28 @@ def has_plain_head(model: Any) -> bool:
     return isinstance(head, nn.Linear) and head.bias is None and model.config.model_type in PLAIN_HEADS
 
 
-def load_policy(folder: Path, settings: Trainer, model_settings: Model, device: torch.device) -> Policy:
-    """The causal language model in `folder` with fp32 parameters on `device`, dropout off, prepared for training.
-
-    In which precision it computes (`model.dtype`) is its backend's business.
-    """
-    return prepare(read_policy(folder, settings, device), settings)
+def empty_policy(folder: Path, settings: Trainer) -> Policy:
+    """The causal language model in `folder` without its weights, dropout off: fp32 parameters on `meta`."""
+    model = empty_model(folder)
+    return Policy(model, settings.head_chunk_tokens, settings.compile, Names(model, stored_names(folder)))
 
 
-def read_policy(folder: Path, settings: Trainer, device: torch.device) -> Policy:
-    """The same before it is prepared: it can still be copied."""
-    transformers_logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation=NAME, use_safetensors=True, trust_remote_code=False
-    )
-    names = Names(model, stored_names(folder))
-    return Policy(model.eval().to(device), settings.head_chunk_tokens, settings.compile, names)
+def read_policy(folder: Path, settings: Trainer, device: torch.device, dtype: torch.dtype = torch.float32) -> Policy:
+    """The causal language model in `folder`, whole, with parameters in `dtype` on `device`, not prepared yet."""
+    policy = empty_policy(folder, settings)
+    replace_parameters(policy, lambda parameter: with_memory(parameter, device, dtype))
+    fill_policy(policy, folder, device)
+    return policy
+
+
+def fill_policy(
+    policy: Policy, folder: Path, device: torch.device, share: Callable[[Tensor], Share] = share_of
+) -> None:
+    """Read what is here of each parameter, which has its memory, from `folder`; put the buffers on `device`."""
+    for buffer in policy.buffers():
+        buffer.data = buffer.data.to(device)
+    held = [*policy.model.named_parameters(), *policy.saved_buffers()]
+    fill(folder, policy.names, {policy.names.tied[name]: share(tensor) for name, tensor in held})
 
 
 def prepare(policy: Policy, settings: Trainer) -> Policy:

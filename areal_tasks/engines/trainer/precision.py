@@ -12,16 +12,13 @@ from areal_tasks.engines.trainer.policy import Policy, prepare
 from schemas.recipe.sections import Trainer
 
 
-def cast_parameters(policy: Policy, dtype: torch.dtype) -> Policy:
-    """`policy` with parameters in `dtype`. Buffers stay: rotary frequencies need their precision."""
-    for parameter in policy.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return policy
-
-
 def working_copy(master: Policy, dtype: torch.dtype) -> Policy:
-    """A copy of `master` in `dtype` whose gradients, pass by pass, add up in fp32 in the parameters of `master`."""
-    work = cast_parameters(copy.deepcopy(master), dtype)
+    """A copy of `master` in `dtype` whose gradients, pass by pass, add up in fp32 in the parameters of `master`.
+
+    Buffers keep their precision: rotary frequencies need it.
+    """
+    taken: dict[int, Any] = {id(p): nn.Parameter(p.detach().to(dtype), p.requires_grad) for p in master.parameters()}
+    work = copy.deepcopy(master, taken | {id(master.names): master.names})  # takes these as they are: no fp32 copy
     for low, high in zip(work.parameters(), master.parameters(), strict=True):
         low.register_post_accumulate_grad_hook(_Adder(high))  # type: ignore[no-untyped-call]
     return work

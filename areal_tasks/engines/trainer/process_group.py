@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areal_tasks.engines.ports import loopback_interface
 from areal_tasks.engines.trainer.backend import TokenStats
 from schemas.errors import UserError
 
@@ -36,8 +37,7 @@ def rank_device(local_rank: int, world: int) -> torch.device:
 
 def meet(rank: int, world: int, store: dist.Store, device: torch.device) -> None:
     """Make this process rank `rank` of `world`, all on this machine; returns when all are there."""
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would look up the host's name, and listen to the world
+    stay_on_loopback()
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
@@ -50,6 +50,22 @@ def meet(rank: int, world: int, store: dist.Store, device: torch.device) -> None
         timeout=TIMEOUT,
         device_id=device if on_gpu else None,
     )
+
+
+def stay_on_loopback() -> None:
+    """Keep the sockets of this process's groups on the loopback interface, unless the environment names another."""
+    for name, interface in loopback_interface().items():
+        os.environ.setdefault(name, interface)
+
+
+def serve_store(host: str, port: int, size: int, timeout: timedelta = TIMEOUT) -> dist.TCPStore:
+    """A key-value store for `size` processes that listens at `host` alone, on a free port if `port` is 0.
+
+    torch would open the socket on every interface, whatever host it is given, and the store asks for no password.
+    """
+    listener = socket.create_server((host, port))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(host, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def ranks_here() -> tuple[int, int, torch.device]:

@@ -24,15 +24,15 @@ from typing import Final
 import torch.distributed as dist
 
 from areal_tasks.engines.lifeline import LIFELINE
+from areal_tasks.engines.ports import HOST
 from areal_tasks.engines.service import TOKEN
 from areal_tasks.engines.trainer.group import Group, GroupBroken
-from areal_tasks.engines.trainer.process_group import meet, rank_device
+from areal_tasks.engines.trainer.process_group import meet, rank_device, serve_store
 from schemas.errors import UserError
 from schemas.recipe.sections import Trainer
 
 log = logging.getLogger(__name__)
 
-HOST: Final = "127.0.0.1"
 #: Between a rank's failure and the end of the group, so that rank 0 can answer with the reason.
 ANSWER_SECONDS: Final = 1.0
 
@@ -100,7 +100,9 @@ def _open_store(place: Place) -> dist.TCPStore:
     """The key-value store of the group: this process serves it, or torchrun or rank 0 does."""
     master = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     host, port = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if place.spawned else (HOST, 0)
-    return dist.TCPStore(host, port, place.world, master, wait_for_workers=False)
+    if master:
+        return serve_store(host, port, place.world)
+    return dist.TCPStore(host, port, place.world, False, wait_for_workers=False)
 
 
 # ── the other ranks' processes ──────────────────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from areal_tasks.algorithms.losses import LossMean
 from schemas.errors import UserError
-from schemas.recipe.agreement import bit_equal
+from schemas.recipe.agreement import same_code_on_cpu
 from schemas.recipe.recipe import RlhfRecipe, SftRecipe
 from schemas.recipe.sections import Model, Trainer
 
@@ -69,7 +69,7 @@ def _grpo_settings(recipe: RlhfRecipe) -> Settings:
         log_ratio_limit=algorithm.max_log_ratio or math.inf,
         max_logprob_gap=algorithm.max_logprob_gap,
         makes_room=recipe.inference.release_memory,
-        own_proximal=algorithm.minibatches == 1 and not bit_equal(recipe),
+        own_proximal=algorithm.minibatches == 1 and not same_code_on_cpu(recipe),
     )
 
 

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-HOST: Final = "127.0.0.1"
+from areal_tasks.engines.ports import HOST
+from areal_tasks.engines.trainer.process_group import serve_store, stay_on_loopback
+
 #: The device under whose name torch keeps a backend's keys: the first that the backend serves.
 DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
 
@@ -26,7 +28,8 @@ def lead(name: str, port: int, size: int, backend: str, timeout: timedelta) -> d
     Over gloo this returns when all are there; over NCCL they meet at the first broadcast.
     """
     device = DEVICES[backend]
-    store = dist.TCPStore(HOST, port, size, True, timeout, wait_for_workers=False)
+    stay_on_loopback()
+    store = serve_store(HOST, port, size, timeout)
     inner = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))  # init_custom_process_group's and torch's
     made = _backend(backend, dist.PrefixStore(f"{device}/", inner), size, name, timeout)
     group = dist.ProcessGroup(inner, 0, size)

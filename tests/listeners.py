@@ -1,0 +1,29 @@
+"""Which sockets a tree of processes listens on."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+
+import psutil
+
+
+def listening(roots: Iterable[psutil.Process]) -> dict[str, list[str]]:
+    """The addresses on which each of `roots` and its descendants listens, by the process's number and command."""
+    family = {process for root in roots for process in (root, *root.children(recursive=True))}
+    return {f"{process.pid} {' '.join(process.cmdline())}": _addresses(process) for process in family}
+
+
+def beyond_loopback(roots: Iterable[psutil.Process]) -> dict[str, list[str]]:
+    """Those that listen where other machines can reach them."""
+    found = {name: [a for a in held if not _is_loopback(a)] for name, held in listening(roots).items()}
+    return {name: reachable for name, reachable in found.items() if reachable}
+
+
+def _addresses(process: psutil.Process) -> list[str]:
+    sockets = process.net_connections("inet")
+    return [f"{s.laddr.ip} port {s.laddr.port}" for s in sockets if s.status == psutil.CONN_LISTEN]
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.split()[0]).is_loopback
