@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from areal_tasks.engines.ports import listen
 from areal_tasks.store.backend import Unavailable, open_store
 from areal_tasks.store.paths import service as service_path
 from areal_tasks.store.runs import Run
@@ -106,9 +107,7 @@ def make_server(
 ) -> tuple[uvicorn.Server, socket.socket]:
     """A server for `app` behind `token`, with its socket on a free port of `host`, registered in the store."""
     app.add_middleware(BearerAuth, token=token)
-    listener = socket.create_server((host, 0), backlog=512)
-    # asyncio sets this only on sockets that name their protocol; without it every answer waits 40 ms for an ACK
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener = listen(host)
     register(spec, f"http://{host}:{listener.getsockname()[1]}")
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=2

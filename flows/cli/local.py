@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flows.cli.in_process import run_here
 from flows.cli.overrides import run_and_changes
 from schemas.recipe.load import load_recipe
 
@@ -19,9 +20,6 @@ def run(
     """Run a recipe here, its services as threads of this process unless launcher.type says otherwise."""
     name, changes = run_and_changes(overrides)
     loaded = load_recipe(recipe, ["launcher.type=inline", *changes])
-
-    from flows.cli.in_process import run_here  # Prefect and torch: seconds that no other command should wait for
-
     result = run_here(loaded, name)
     typer.echo(outcome(result))
 
