@@ -19,7 +19,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import PrefectIds
 from areal_tasks.stages.loop import Closed
-from areal_tasks.stages.preflight import check_code, check_engines
+from areal_tasks.stages.preflight import check_code, check_engines, check_inputs
 from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.backend import StoreError, open_store
 from areal_tasks.store.commit import find_record
@@ -119,6 +119,8 @@ def _start(
 ) -> dict[str, Any]:
     """One start of the run: from where it stands to its last iteration."""
     store, ids = open_store(recipe.store.url), PrefectIds(flow_run=flow_run.get_id() or "")
+    if origin is None:
+        check_inputs(recipe, name)
     run = open_run(store, name, recipe.flow, recipe, origin=origin, segments=segments, prefect_flow_run_id=ids.flow_run)
     log = get_run_logger()
     log.info("run %s in %s, as owner %d", name, store.url, run.owner)

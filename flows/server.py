@@ -26,7 +26,8 @@ def main() -> None:
         from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL
     make_database(PREFECT_API_DATABASE_CONNECTION_URL.value())
     app = create_app(ephemeral=True, final=True)
-    uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on")).run(sockets=[listener])
+    config = uvicorn.Config(app, log_config=None, log_level="error", lifespan="on", timeout_graceful_shutdown=1)
+    uvicorn.Server(config).run(sockets=[listener])
 
 
 def make_database(url: str) -> None:

@@ -110,7 +110,12 @@ def make_server(
     listener = listen(host)
     register(spec, f"http://{host}:{listener.getsockname()[1]}")
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=2
+        app,
+        log_config=None,  # its own would first flush all of the process's: 5 s for Prefect's, which needs the same lock
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=2,
     )
     return uvicorn.Server(config), listener
 

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import httpx
 
 from areal_tasks.importing import importing
-from flows.cli.machine import running
+from flows.cli.machine import named_server
 from flows.cli.temporary import TemporaryServer
 from flows.home import home
 from schemas.errors import UserError
 from schemas.recipe.recipe import Recipe
 
+#: What services that are threads of this process run.
+INLINE: Final = ("areal_tasks.engines.trainer.process", "areal_tasks.engines.embedded.process")
+
 
 def run_here(recipe: Recipe, name: str, **parameters: Any) -> dict[str, Any]:
     """What the recipe's flow returns. Raises what it raises."""
-    return call_flow(recipe.flow, recipe, run=name, **parameters)
+    services = INLINE if recipe.launcher.type == "inline" else ()
+    return call_flow(recipe.flow, recipe, run=name, imports=services, **parameters)
 
 
-def call_flow(name: str, *arguments: Any, **parameters: Any) -> dict[str, Any]:
+def call_flow(name: str, *arguments: Any, imports: Sequence[str] = (), **parameters: Any) -> dict[str, Any]:
     """What the flow `name` returns, run in this process. Raises what it raises.
 
-    Prefect, torch and the flow are imported here, which takes seconds. Where there is no server, one starts meanwhile.
+    Prefect, the flow and `imports` are imported here, which takes seconds. Where there is no server, one starts
+    meanwhile.
     """
     server = None
     if api_url := named_server():
@@ -35,18 +40,12 @@ def call_flow(name: str, *arguments: Any, **parameters: Any) -> dict[str, Any]:
         api_url = server.api_url
     with importing():
         flow = getattr(import_module(f"flows.{name}"), name)
+        for module in imports:
+            import_module(module)
     with prefect_settings(api_url, server is not None):
         if server is not None:
             server.wait()
         return cast("dict[str, Any]", flow(*arguments, **parameters))
-
-
-def named_server() -> str:
-    """The API of the Prefect server that PREFECT_API_URL names, else that of `arealflow up`; empty without either."""
-    if named := os.environ.get("PREFECT_API_URL"):
-        return named
-    machine = running()
-    return machine.api_url if machine is not None else ""
 
 
 def check_server(api_url: str) -> None:

@@ -181,6 +181,14 @@ def running() -> Machine | None:
     return machine if whole else None
 
 
+def named_server() -> str:
+    """The API of the Prefect server that PREFECT_API_URL names, else that of `up`; empty without either."""
+    if named := os.environ.get("PREFECT_API_URL"):
+        return named
+    machine = running()
+    return machine.api_url if machine is not None else ""
+
+
 def _cancel_flow_runs(machine: Machine) -> None:
     """Have the worker end its flow runs, so that they are seen to be cancelled and not to have crashed."""
     from flows.cli.upkeep import stop_flow_runs  # which reads this module

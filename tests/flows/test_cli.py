@@ -147,6 +147,35 @@ def test_a_command_imports_no_other() -> None:
     assert "flows.cli.log" in found and not {"flows.cli.report", "flows.cli.machine", "flows.cli.gc"} & set(found)
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("store.url=file:///etc/hostname/x", "a file stands where a folder should be"),
+        ("data.source=/no/such/{split}.jsonl", "there is no such file"),
+        ("reward.verifier=nosuch:judge", "there is no module 'nosuch'"),
+        ("rollout.groups=0", "should be greater than or equal to 1"),
+    ],
+)
+def test_a_mistake_that_needs_no_engine_is_told_before_anything_large_is_imported_or_started(
+    override: str, expected: str, tmp_path: Path
+) -> None:
+    program = """
+import sys
+from flows.cli import main
+started = []
+sys.addaudithook(lambda event, arguments: started.append(arguments) if event == "subprocess.Popen" else None)
+try:
+    main.main()
+finally:
+    print({"torch", "transformers", "prefect", "pandas", "aiohttp"} & sys.modules.keys(), started)
+"""
+    command = [sys.executable, "-c", program, "run", "quickstart", override]
+    environment = os.environ | {"AREALFLOW_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (found.returncode, found.stdout.strip()) == (1, "set() []"), found.stderr
+    assert expected in found.stderr
+
+
 def test_a_misspelt_command_is_corrected(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     found = call(capsys, monkeypatch, "adit", "small")
     assert found.code == 2 and "Did you mean 'audit'?" in found.err
