@@ -33,6 +33,7 @@ from flows.messages import hide_tracebacks
 from flows.observe import Observer
 from flows.patience import Patience, patiently
 from flows.pauses import Pauses
+from flows.startup import Startup, mark
 from flows.tasks import StageTasks
 from schemas.errors import UserError
 from schemas.manifest import RunRecord
@@ -49,6 +50,7 @@ ASK_TIMEOUT: Final = httpx.Timeout(2.0, connect=1.0)
 
 def prepared(recipe: R, overrides: str) -> R:
     """The recipe with its overrides, after everything that can be checked before a run exists. Raises UserError."""
+    mark("Prefect")
     hide_tracebacks()
     recipe = with_overrides(recipe, overrides)
     take_s3_keys(recipe.store.url)
@@ -118,6 +120,7 @@ def _start(
     patience: Patience,
 ) -> dict[str, Any]:
     """One start of the run: from where it stands to its last iteration."""
+    startup = Startup()
     store, ids = open_store(recipe.store.url), PrefectIds(flow_run=flow_run.get_id() or "")
     if origin is None:
         check_inputs(recipe, name)
@@ -133,6 +136,7 @@ def _start(
         patience.progressed()
         services.supervisor.progressed()
         observe(iteration)
+        startup(run, iteration, list(services.supervisor.services), ids.flow_run)
 
     with logged(run, ids.flow_run), Observer(run, recipe) as observe, Pauses(log) as pauses, services as engines:
         loop_of(run)(run, recipe, engines, StageTasks(pauses.hold), closed, ids)()
@@ -185,3 +189,6 @@ def standing(run: Run) -> dict[str, int | str]:
     """Where a run stands: its owner, how many iterations are committed, and the digest of the last commit."""
     head = run.head()
     return {"owner": run.owner, "iterations": head.iteration + 1 if head else 0, "head": run.digest_of(head)}
+
+
+mark("imports")  # this module is the last that a flow imports, and the one that takes longest

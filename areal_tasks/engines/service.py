@@ -51,7 +51,7 @@ class ServiceSpec(BaseModel):
 
 
 def spec_of(
-    run: Run, recipe: Recipe, name: str, weights: WeightsRef, gpus: tuple[str, ...] = (), gpu_users: int = 1
+    run: Run, recipe: Recipe, name: str, weights: WeightsRef | None, gpus: tuple[str, ...] = (), gpu_users: int = 1
 ) -> ServiceSpec:
     """What a service of `run` is told when it is started for the first time."""
     return ServiceSpec(

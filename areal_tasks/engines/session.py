@@ -38,27 +38,21 @@ from areal_tasks.engines.lending import Lent
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.models import load_tokenizer
 from areal_tasks.engines.recovery import Replayed, replay_stage, restore, worst
-from areal_tasks.engines.service import spec_of
+from areal_tasks.engines.starting import TRAINER, Early, may_load_early, place_services, start_servers, start_trainer
 from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.engines.watchdog import Sign, Watchdog
-from areal_tasks.launchers.gpus import Placement, describe, place_recipe, visible_gpus
+from areal_tasks.launchers.gpus import Placement
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.store.files import materialise, read_weights
 from areal_tasks.store.runs import Run
 from schemas.manifest import StageManifest, WeightsRef
-from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
+from schemas.recipe.recipe import Recipe, RlhfRecipe, SftRecipe
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-TRAINER = "trainer"
 SIGN_SECONDS = 60.0  # looks at all servers, side by side
-MODULES = {
-    "embedded": "areal_tasks.engines.embedded",
-    "sglang": "areal_tasks.engines.sglang",
-    TRAINER: "areal_tasks.engines.trainer",
-}
 
 
 class Engines:
@@ -77,6 +71,7 @@ class Engines:
         self.serving: WeightsRef | None = None
         self.written: WeightsRef | None = None  # what a server that starts can load
         self.transport: Transport = "store"
+        self._early_load = Early("early-load")
         self._replayed: list[Replayed] = []
         self._doubted = False  # servers may hold files of which nobody knows that they are whole and committed
         self._fetched = Fetched()  # written weights in memory, while a server has yet to load them
@@ -106,26 +101,29 @@ class Engines:
             if self._inference is not None:
                 self.call(self._inference.close())
 
+    def begin(self) -> None:
+        """Start what needs no weights to start, the trainer's process and the verifiers'. Waits for neither."""
+        others = bool(self.external) or not self.generates  # no GPU of ours is for servers
+        self.placement = place_services(self.recipe, others)
+        self.transport = choose_transport(self.recipe, self.placement, others) if self.generates else "store"
+        if self.store_only and isinstance(self.recipe, RlhfRecipe) and self.recipe.trainer.weights_every > 1:
+            log.info("servers get new weights through the store here: all are written, whatever trainer.weights_every")
+        start_trainer(self.supervisor, self.run, self.recipe, self.placement)
+        if not isinstance(self.recipe, SftRecipe):
+            Early("verifiers").begin(self.verifiers.__enter__)  # who needs them waits, and is told what is wrong
+
     def start(self, initial: WeightsRef, current: WeightsRef, written: WeightsRef) -> None:
-        """Start the services without waiting for them: servers on `written`, the trainer on nothing yet.
+        """Start the servers on `written`, after `begin`. Does not wait for them.
 
         `current` are the weights in force, and `written` the newest in the store at or before them.
         """
         self.initial, self.serving, self.written = initial, current, written
-        others = bool(self.external) or not self.generates  # no GPU of ours is for servers
-        self.placement = place_recipe(self.recipe, visible_gpus(), others)
-        self.transport = choose_transport(self.recipe, self.placement, others) if self.generates else "store"
-        if assigned := describe(self.placement):
-            log.info("%s", assigned)
-        if self.store_only and isinstance(self.recipe, RlhfRecipe) and self.recipe.trainer.weights_every > 1:
-            log.info("servers get new weights through the store here: all are written, whatever trainer.weights_every")
-        if not isinstance(self.recipe, EvaluateRecipe):
-            spec = spec_of(self.run, self.recipe, TRAINER, initial, self.placement.trainer)
-            self.supervisor.start(MODULES[TRAINER], spec, self.recipe.trainer.threads)
-        for i, name in enumerate(self.server_names):
-            inference, gpus = self.recipe.inference, self.placement.servers[i : i + 1]  # type: ignore[union-attr]
-            spec = spec_of(self.run, self.recipe, name, written, gpus[0] if gpus else (), self.placement.users(i))
-            self.supervisor.start(MODULES[inference.engine], spec, inference.threads)
+        start_servers(self.supervisor, self.run, self.recipe, self.placement, self.server_names, written)
+
+    def load_early(self, version: int) -> None:
+        """Have the trainer load `version` while servers start, where it may. Does not wait for it."""
+        if may_load_early(self.recipe):
+            self._early_load.begin(lambda: self.trainer_at(version))
 
     @property
     def server_names(self) -> list[str]:
@@ -359,6 +357,7 @@ class Engines:
         return load_tokenizer(materialise(self.run.store, small, Path(self._scratch.name) / "tokenizer", verify=True))
 
     def _connected(self) -> TrainerClient:
+        self._early_load.wait()
         self.supervisor.heal(self.written)
         self._make_room()
         [url] = self._ready([TRAINER])

@@ -42,6 +42,7 @@ def call_flow(name: str, *arguments: Any, imports: Sequence[str] = (), **paramet
         flow = getattr(import_module(f"flows.{name}"), name)
         for module in imports:
             import_module(module)
+        import_module("flows.startup").mark("imports")
     with prefect_settings(api_url, server is not None):
         if server is not None:
             server.wait()

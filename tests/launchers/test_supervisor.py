@@ -107,6 +107,17 @@ def test_a_service_in_a_thread_does_not_flush_the_logs_of_its_process(store: Sto
     assert flushed == [] and handler in [known() for known in logging._handlerList]  # type: ignore[attr-defined]
 
 
+def test_what_torch_compiles_outlives_the_service(begin: Begin, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        patch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        kept = psutil.Process(handle(begin("ready"), "ready").process.pid).environ()
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+        mine = psutil.Process(handle(begin("ready"), "ready").process.pid).environ()
+    assert kept["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "arealflow" / "torchinductor")
+    assert mine["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+
+
 def test_what_ended_is_started_again_elsewhere_on_the_weights_in_force(begin: Begin) -> None:
     supervisor = begin("ready")
     [before] = supervisor.wait(["ready"])
