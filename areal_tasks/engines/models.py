@@ -48,7 +48,7 @@ def initial_weights(
         raise ValueError("model.warm_start should have become the model.path of the run that it names")
     folder = model_folder(model.path)
     check_context(folder, model.max_length)
-    return upload(store, into, _wanted(folder, scratch / "model"))
+    return upload(store, into, link_wanted(folder, scratch / "model"))
 
 
 def run_weights(store: Store, path: str, reader: str = "") -> tuple[FileRef, ...]:
@@ -153,12 +153,22 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _wanted(folder: Path, into: Path) -> Path:
+def link_wanted(folder: Path, into: Path) -> Path:
     """A folder of links to those files of `folder` that engines read."""
-    into.mkdir(parents=True)
-    for file in {file for pattern in WANTED for file in folder.glob(pattern)}:
+    into.mkdir(parents=True, exist_ok=True)
+    for file in _wanted(folder):
         (into / file.name).symlink_to(file.resolve())
     return into
+
+
+def file_states(folder: Path) -> dict[str, tuple[int, int]]:
+    """Bytes and time of last change, in ns, of those files of `folder` that engines read: what tells of a change."""
+    states = {file.name: file.stat() for file in _wanted(folder)}
+    return {name: (state.st_size, state.st_mtime_ns) for name, state in sorted(states.items())}
+
+
+def _wanted(folder: Path) -> set[Path]:
+    return {file for pattern in WANTED for file in folder.glob(pattern)}
 
 
 def check_context(folder: Path, max_length: int) -> None:

@@ -34,6 +34,15 @@ KEEP_ALIVE_SECONDS: Final = 120  # for which a service keeps an unused connectio
 STORE_AWAY: Final = 75  # EX_TEMPFAIL: the exit status of a service that cannot start because the store is away
 
 
+class ModelFolder(BaseModel):
+    """A model's own folder, whose files are being copied into the store: their sizes and times of last change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str
+    files: dict[str, tuple[int, int]]  # by name: bytes, and nanoseconds since the epoch
+
+
 class ServiceSpec(BaseModel):
     """What a service is told at its start. Holds no secret."""
 
@@ -46,12 +55,19 @@ class ServiceSpec(BaseModel):
     owner: int
     recipe: dict[str, Any]
     weights: WeightsRef | None = None
+    folder: ModelFolder | None = None  # what a server starts on while there are no weights, as version 0
     gpus: tuple[str, ...] = ()  # those it may use, as CUDA_VISIBLE_DEVICES names them; empty: nothing is assigned
     gpu_users: int = 1  # services that share its most crowded GPU, itself included
 
 
 def spec_of(
-    run: Run, recipe: Recipe, name: str, weights: WeightsRef | None, gpus: tuple[str, ...] = (), gpu_users: int = 1
+    run: Run,
+    recipe: Recipe,
+    name: str,
+    weights: WeightsRef | None,
+    gpus: tuple[str, ...] = (),
+    gpu_users: int = 1,
+    folder: ModelFolder | None = None,
 ) -> ServiceSpec:
     """What a service of `run` is told when it is started for the first time."""
     return ServiceSpec(
@@ -62,6 +78,7 @@ def spec_of(
         owner=run.owner,
         recipe=recipe.model_dump(mode="json"),
         weights=weights,
+        folder=folder,
         gpus=gpus,
         gpu_users=gpu_users,
     )

@@ -38,7 +38,7 @@ from areal_tasks.engines.lending import Lent
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.models import load_tokenizer
 from areal_tasks.engines.recovery import Replayed, replay_stage, restore, worst
-from areal_tasks.engines.starting import TRAINER, Early, may_load_early, place_services, start_servers, start_trainer
+from areal_tasks.engines.starting import TRAINER, Early, Services, may_load_early, place_services
 from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.engines.watchdog import Sign, Watchdog
 from areal_tasks.launchers.gpus import Placement
@@ -102,23 +102,24 @@ class Engines:
                 self.call(self._inference.close())
 
     def begin(self) -> None:
-        """Start what needs no weights to start, the trainer's process and the verifiers'. Waits for neither."""
+        """Start what needs no weights in the store: trainer, verifiers, perhaps servers. Does not wait for them."""
         others = bool(self.external) or not self.generates  # no GPU of ours is for servers
         self.placement = place_services(self.recipe, others)
         self.transport = choose_transport(self.recipe, self.placement, others) if self.generates else "store"
         if self.store_only and isinstance(self.recipe, RlhfRecipe) and self.recipe.trainer.weights_every > 1:
             log.info("servers get new weights through the store here: all are written, whatever trainer.weights_every")
-        start_trainer(self.supervisor, self.run, self.recipe, self.placement)
+        self._services = Services(self.supervisor, self.run, self.recipe, self.server_names, self.placement)
+        self._services.start_early()
         if not isinstance(self.recipe, SftRecipe):
             Early("verifiers").begin(self.verifiers.__enter__)  # who needs them waits, and is told what is wrong
 
     def start(self, initial: WeightsRef, current: WeightsRef, written: WeightsRef) -> None:
-        """Start the servers on `written`, after `begin`. Does not wait for them.
+        """Start the servers that `begin` has not started, on `written`. Does not wait for them.
 
         `current` are the weights in force, and `written` the newest in the store at or before them.
         """
         self.initial, self.serving, self.written = initial, current, written
-        start_servers(self.supervisor, self.run, self.recipe, self.placement, self.server_names, written)
+        self._services.start_servers(written)
 
     def load_early(self, version: int) -> None:
         """Have the trainer load `version` while servers start, where it may. Does not wait for it."""

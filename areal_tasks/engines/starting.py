@@ -6,11 +6,15 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
-from areal_tasks.engines.service import spec_of
+from areal_tasks.engines.models import file_states
+from areal_tasks.engines.service import ModelFolder, spec_of
 from areal_tasks.launchers.gpus import Placement, describe, place_recipe, visible_gpus
 from areal_tasks.launchers.supervisor import Supervisor
+from areal_tasks.store.parallel import in_background
 from areal_tasks.store.runs import Run
 from schemas.manifest import WeightsRef
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
@@ -36,22 +40,48 @@ def place_services(recipe: Recipe, others: bool) -> Placement:
     return found
 
 
-def start_trainer(supervisor: Supervisor, run: Run, recipe: Recipe, placement: Placement) -> None:
-    """Start the recipe's trainer, if it has one. It holds nothing until it is told to load something."""
-    if not isinstance(recipe, EvaluateRecipe):
-        spec = spec_of(run, recipe, TRAINER, None, placement.trainer)
-        supervisor.start(MODULES[TRAINER], spec, recipe.trainer.threads)
+@dataclass(frozen=True)
+class Services:
+    """The services that a start of a run begins; `names` are those of its inference servers."""
+
+    supervisor: Supervisor
+    run: Run
+    recipe: Recipe
+    names: Sequence[str]
+    placement: Placement
+
+    def start_early(self) -> None:
+        """Start what needs no weights in the store: the trainer, if there is one, and servers that can read others."""
+        if not isinstance(self.recipe, EvaluateRecipe):
+            spec = spec_of(self.run, self.recipe, TRAINER, None, self.placement.trainer)
+            self.supervisor.start(MODULES[TRAINER], spec, self.recipe.trainer.threads)
+        if (folder := own_folder(self.run, self.recipe)) is not None:
+            self.start_servers(folder)
+
+    def start_servers(self, weights: WeightsRef | ModelFolder) -> None:
+        """Start the servers, those that were not started yet, on `weights`."""
+        assert not (self.names and isinstance(self.recipe, SftRecipe))
+        ref, folder = (None, weights) if isinstance(weights, ModelFolder) else (weights, None)
+        for i, name in enumerate(self.names):
+            inference, gpus = self.recipe.inference, self.placement.servers[i : i + 1]  # type: ignore[union-attr]
+            users = self.placement.users(i)
+            spec = spec_of(self.run, self.recipe, name, ref, gpus[0] if gpus else (), users, folder)
+            if name not in self.supervisor.services:
+                self.supervisor.start(MODULES[inference.engine], spec, inference.threads)
 
 
-def start_servers(
-    supervisor: Supervisor, run: Run, recipe: Recipe, placement: Placement, names: Sequence[str], weights: WeightsRef
-) -> None:
-    """Start the inference servers of these names on `weights`."""
-    assert not (names and isinstance(recipe, SftRecipe))
-    for i, name in enumerate(names):
-        inference, gpus = recipe.inference, placement.servers[i : i + 1]  # type: ignore[union-attr]
-        spec = spec_of(run, recipe, name, weights, gpus[0] if gpus else (), placement.users(i))
-        supervisor.start(MODULES[inference.engine], spec, inference.threads)
+def own_folder(run: Run, recipe: Recipe) -> ModelFolder | None:
+    """The model's folder on this machine, if SGLang can start on it while the first start of a run copies it.
+
+    What a later start or a child begins with lies in a store, and the folder may have changed since. The embedded
+    engine reads the store alone.
+    """
+    if isinstance(recipe, SftRecipe) or recipe.inference.engine != "sglang":
+        return None
+    path = Path(recipe.model.path).expanduser()
+    if not recipe.model.path or not path.is_dir() or run.owner != 1 or run.record.parent:
+        return None
+    return ModelFolder(path=str(path.absolute()), files=file_states(path))
 
 
 def may_load_early(recipe: Recipe) -> bool:
@@ -66,30 +96,26 @@ def may_load_early(recipe: Recipe) -> bool:
 
 
 class Early:
-    """Work that begins before its result is asked for, in a thread that the end of the process does not wait for."""
+    """Work that begins before its result is asked for."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._done: Future[object] | None = None
-        self._thread: threading.Thread | None = None
+        self._thread = 0
 
     def begin(self, work: Callable[[], object]) -> None:
         """Start `work`. Returns at once."""
-        self._done = done = Future[object]()
 
-        def run() -> None:
-            try:
-                done.set_result(work())
-            except BaseException as error:
-                done.set_exception(error)
+        def run() -> object:
+            self._thread = threading.get_ident()
+            return work()
 
-        self._thread = threading.Thread(target=run, name=self._name, daemon=True)
-        self._thread.start()
+        self._done = in_background(run, self._name)
 
     def wait(self) -> None:
         """Return when the work is over, or at once within it. Raises what it raised; who asks later is not told."""
         done = self._done
-        if done is None or threading.current_thread() is self._thread:
+        if done is None or threading.get_ident() == self._thread:
             return
         try:
             done.result()

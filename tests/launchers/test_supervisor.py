@@ -14,7 +14,8 @@ from small_service import make_app
 
 from areal_tasks.engines.service import TOKEN, ServiceSpec, make_server
 from areal_tasks.launchers.inline import InlineLauncher
-from areal_tasks.launchers.local import LocalHandle
+from areal_tasks.launchers.local import LocalHandle, LocalLauncher
+from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
 from areal_tasks.store.backend import Store, Unavailable, open_store
 from schemas.manifest import WeightsRef
@@ -107,15 +108,18 @@ def test_a_service_in_a_thread_does_not_flush_the_logs_of_its_process(store: Sto
     assert flushed == [] and handler in [known() for known in logging._handlerList]  # type: ignore[attr-defined]
 
 
-def test_what_torch_compiles_outlives_the_service(begin: Begin, tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        patch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-        kept = psutil.Process(handle(begin("ready"), "ready").process.pid).environ()
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
-        mine = psutil.Process(handle(begin("ready"), "ready").process.pid).environ()
-    assert kept["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "arealflow" / "torchinductor")
-    assert mine["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+def test_what_torch_compiles_outlives_the_service(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    launcher, job = LocalLauncher(), Job(MODULE, spec(store, "ready"), "token", tmp_path / "log")
+    found = launcher._environment(job, tmp_path / "scratch")
+    assert found["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "arealflow" / "torchinductor")
+    assert found["TMPDIR"] == str(tmp_path / "scratch")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+    assert launcher._environment(job, tmp_path / "scratch")["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+    launcher.close()
 
 
 def test_what_ended_is_started_again_elsewhere_on_the_weights_in_force(begin: Begin) -> None:

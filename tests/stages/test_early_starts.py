@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 from stage_driver import store_in, tiny, tiny_evaluation, tiny_sft
 
+from areal_tasks.engines.models import file_states
+from areal_tasks.engines.service import ModelFolder, ServiceSpec
 from areal_tasks.engines.session import Engines
-from areal_tasks.engines.starting import Early, may_load_early
+from areal_tasks.engines.starting import Early, may_load_early, own_folder
+from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, Loop, run_directly
 from areal_tasks.store.runs import open_run
 from schemas.errors import UserError
+from schemas.manifest import WeightsRef
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import Recipe
 
@@ -47,6 +51,43 @@ def test_the_trainer_has_loaded_before_it_is_asked_for(tmp_path: Path, caplog: p
         assert caplog.messages.count("the trainer holds nothing; loading version 0") == 1
         assert engines.trainer_at(0).health().version == 0
     assert caplog.messages.count("the trainer holds nothing; loading version 0") == 1
+
+
+def sglang(model: Path | str, *overrides: str) -> Recipe:
+    return load_recipe("gsm8k", [f"model.path={model}", *overrides])
+
+
+def test_servers_start_on_the_models_own_folder_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model := tmp_path / "model").mkdir()
+    (model / "config.json").write_text("{}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    recipe, told = sglang(model, "inference.servers=2"), list[ServiceSpec]()
+    run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
+    with Engines(run, recipe, tmp_path / "logs") as engines:
+        monkeypatch.setattr(engines.supervisor.launcher, "start", lambda job: told.append(job.spec))
+        monkeypatch.setattr(VerifierPool, "__enter__", lambda pool: pool)
+        engines.begin()
+        assert [(spec.name, spec.weights, spec.gpus) for spec in told] == [
+            ("trainer", None, ("0",)),
+            ("inference-0", None, ("1",)),
+            ("inference-1", None, ("2",)),
+        ]
+        assert told[1].folder == told[2].folder == ModelFolder(path=str(model), files=file_states(model))
+        written = WeightsRef(version=0, attempt="a", path="", sha256="", digest="")
+        engines.start(written, written, written)
+        assert len(told) == 3 and engines.written == written
+        engines.supervisor.services.clear()
+
+
+def test_only_the_first_start_of_a_run_begins_with_the_folder_that_it_copies(tmp_path: Path) -> None:
+    (model := tmp_path / "model").mkdir()
+    (model / "config.json").write_text("{}")
+    recipe = sglang(model)
+    run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
+    assert own_folder(run, recipe) is not None
+    assert own_folder(open_run(store_in(tmp_path), "r", recipe.flow, recipe), recipe) is None
+    for other in (sglang("run://x"), sglang("org/name"), tiny(), tiny_sft()):
+        assert own_folder(run, other) is None
 
 
 LENDS = ["launcher.type=local", "inference.release_memory=true"]
