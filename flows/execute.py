@@ -33,7 +33,7 @@ from flows.messages import hide_tracebacks
 from flows.observe import Observer
 from flows.patience import Patience, patiently
 from flows.pauses import Pauses
-from flows.startup import Startup, mark
+from flows.startup import Startup, flow_begins, mark
 from flows.tasks import StageTasks
 from schemas.errors import UserError
 from schemas.manifest import RunRecord
@@ -50,7 +50,7 @@ ASK_TIMEOUT: Final = httpx.Timeout(2.0, connect=1.0)
 
 def prepared(recipe: R, overrides: str) -> R:
     """The recipe with its overrides, after everything that can be checked before a run exists. Raises UserError."""
-    mark("Prefect")
+    flow_begins(nested=flow_run.get_parent_flow_run_id() is not None)
     hide_tracebacks()
     recipe = with_overrides(recipe, overrides)
     take_s3_keys(recipe.store.url)

@@ -30,6 +30,7 @@ SHOWN_SECONDS: Final = 0.05
 
 #: What this process has been at, and until when, in seconds since the epoch. The first line says when it began.
 _marks: list[tuple[str, float]] = []
+_flows: list[float] = []  # when each flow of this process began
 
 
 def mark(what: str) -> None:
@@ -37,8 +38,16 @@ def mark(what: str) -> None:
     _marks.append((what, time.time()))
 
 
+def flow_begins(nested: bool) -> None:
+    """A flow begins, `nested` in another or not. The first of a process began with the process, a later one now."""
+    if _flows and not nested:
+        _marks.clear()
+    _flows.append(time.time())
+    mark("Prefect")
+
+
 class Startup:
-    """One start of a run. The first of a process begins with the process, a later one with its own first mark."""
+    """One start of a run, since its flow began. A run that its flow starts later, or again, begins now."""
 
     def __init__(self) -> None:
         mark("checks")
@@ -51,8 +60,8 @@ class Startup:
         if self.told:
             return
         self.told = True
-        manifests = [built.manifest for built in closed.built.values()]
-        found = {"seconds": time.time() - self.began} | self.before | stage_seconds(manifests, self.began)
+        made = [built.manifest for built in closed.built.values() if not built.reused]
+        found = {"seconds": time.time() - self.began} | self.before | stage_seconds(made)
         found |= {name + READY: at - self.began for name, at in ready_times(run.store, run, services).items()}
         details = {name: round(seconds, 3) for name, seconds in found.items()}
         get_run_logger().info("%s", describe(details))
@@ -70,10 +79,10 @@ def between(marks: Sequence[tuple[str, float]]) -> dict[str, float]:
     return found
 
 
-def stage_seconds(manifests: Sequence[StageManifest], began: float) -> dict[str, float]:
-    """Seconds of each stage that was built since then, in the order of their commits; some overlap."""
+def stage_seconds(manifests: Sequence[StageManifest]) -> dict[str, float]:
+    """Seconds of each stage, in the order of their commits; some overlap."""
     spans = [(epoch(m.provenance.started), epoch(m.provenance.committed), m.stage) for m in manifests]
-    return {stage: until - since for since, until, stage in sorted(spans, key=lambda span: span[1]) if since >= began}
+    return {stage: until - since for since, until, stage in sorted(spans, key=lambda span: span[1])}
 
 
 def ready_times(store: Store, run: Run, services: Sequence[str]) -> dict[str, float]:

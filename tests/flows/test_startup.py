@@ -24,7 +24,7 @@ from areal_tasks.store.paths import service
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, open_run
 from flows import startup
-from flows.startup import Startup, between, describe, process_began
+from flows.startup import Startup, between, describe, flow_begins, process_began
 from schemas.manifest import ServiceRecord
 
 NOTHING = Closed(0, 1, {}, 0.1)
@@ -55,17 +55,34 @@ def test_the_line_says_what_the_wait_was_for() -> None:
     assert describe({"seconds": 1.0}) == "first iteration after 1.0 s: "
 
 
-def test_the_first_start_of_a_process_begins_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "_marks", [("", 100.0), ("imports", 104.0)])
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
+    """A process that began at 100 s, and has imported everything."""
+    marks = [("", 100.0), ("imports", 104.0)]
+    monkeypatch.setattr(startup, "_marks", marks)
+    monkeypatch.setattr(startup, "_flows", [])
+    return marks
+
+
+def test_the_first_start_of_a_process_begins_with_the_process(process: list[tuple[str, float]]) -> None:
+    flow_begins(nested=False)
+    flow_begins(nested=True)  # as an SFT run that a recipe begins with
     first = Startup()
     assert (first.began, first.before["imports"]) == (100.0, 4.0)
-    assert first.before.keys() == {"imports", "checks"}
-    startup.mark("Prefect")
-    begun = startup._marks[0][1]
+    assert first.before.keys() == {"imports", "Prefect", "checks"}
+    later = time.time()
+    assert Startup().began >= later, "the run that the SFT run was for"
+
+
+def test_a_later_flow_of_a_process_begins_by_itself(process: list[tuple[str, float]]) -> None:
+    flow_begins(nested=False)  # and fails before its run starts
+    later = time.time()
+    flow_begins(nested=False)
     second = Startup()
-    assert (second.began, second.before.keys()) == (begun, {"checks"})
+    assert second.began >= later and second.before.keys() == {"checks"}
 
 
+@pytest.mark.usefixtures("process")
 def test_it_is_told_once_and_can_be_queried(run: Run, log: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     told = Startup()
@@ -78,7 +95,7 @@ def test_it_is_told_once_and_can_be_queried(run: Run, log: logging.Logger, caplo
     assert (line.action, line.prefect_flow_run_id) == ("first iteration", "flow-run-1")
     assert line.details["trainer ready"] == 2.5 and "inference-0 ready" not in line.details
     [message] = caplog.messages
-    assert message.startswith("first iteration after ") and message.endswith("; trainer ready after 2.5 s")
+    assert message.startswith("first iteration after ") and message.endswith("trainer ready after 2.5 s")
     query = "SELECT details['trainer ready']::DOUBLE AS ready FROM log WHERE action = 'first iteration'"
     assert run_sql(run.store, "r", query).to_pylist() == [{"ready": 2.5}]
 
