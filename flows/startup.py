@@ -52,14 +52,14 @@ class Startup:
     def __init__(self) -> None:
         mark("checks")
         self.began, self.before = _marks[0][1], between(_marks)
-        self.told = False
+        self.reported = False
         _marks.clear()
 
     def __call__(self, run: Run, closed: Closed, services: Sequence[str], flow_run_id: str = "") -> None:
-        """Tell, once, that an iteration is committed: in the flow's log and in the run's."""
-        if self.told:
+        """Report the first committed iteration, in the flow's log and in the run's; later ones are ignored."""
+        if self.reported:
             return
-        self.told = True
+        self.reported = True
         made = [built.manifest for built in closed.built.values() if not built.reused]
         found = {"seconds": time.time() - self.began} | self.before | stage_seconds(made)
         found |= {name + READY: at - self.began for name, at in ready_times(run.store, run, services).items()}

@@ -162,7 +162,7 @@ def link_wanted(folder: Path, into: Path) -> Path:
 
 
 def file_states(folder: Path) -> dict[str, tuple[int, int]]:
-    """Bytes and time of last change, in ns, of those files of `folder` that engines read: what tells of a change."""
+    """Size in bytes and time of the last change in ns of the files of `folder` that engines read."""
     states = {file.name: file.stat() for file in _wanted(folder)}
     return {name: (state.st_size, state.st_mtime_ns) for name, state in sorted(states.items())}
 

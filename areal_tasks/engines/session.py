@@ -111,7 +111,7 @@ class Engines:
         self._services = Services(self.supervisor, self.run, self.recipe, self.server_names, self.placement)
         self._services.start_early()
         if not isinstance(self.recipe, SftRecipe):
-            Early("verifiers").begin(self.verifiers.__enter__)  # who needs them waits, and is told what is wrong
+            Early("verifiers").begin(self.verifiers.__enter__)  # an error is raised at their first use
 
     def start(self, initial: WeightsRef, current: WeightsRef, written: WeightsRef) -> None:
         """Start the servers that `begin` has not started, on `written`. Does not wait for them.

@@ -30,7 +30,7 @@ MODULES: Final = {
 
 
 def place_services(recipe: Recipe, others: bool) -> Placement:
-    """The GPUs of each service, of those that this process may use; the log says who sits where.
+    """The GPUs of each service, among those that this process may use; writes them to the log.
 
     `others`: inference servers are not this run's. Raises as `place_recipe`.
     """
@@ -113,7 +113,7 @@ class Early:
         self._done = in_background(run, self._name)
 
     def wait(self) -> None:
-        """Return when the work is over, or at once within it. Raises what it raised; who asks later is not told."""
+        """Return when the work is over; within the work itself, return at once. Raises its error, to one caller."""
         done = self._done
         if done is None or threading.get_ident() == self._thread:
             return

@@ -49,13 +49,13 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def memory_used(gpus: Sequence[str]) -> int:
-    """Bytes of these GPUs that are in use, by whomever; 0 where `nvidia-smi` does not tell."""
+    """Bytes in use on these GPUs, by any process; 0 where `nvidia-smi` is missing or fails."""
     if not gpus:
         return 0
     query = ["nvidia-smi", "-i", ",".join(gpus), "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
-        return sum(int(line) << 20 for line in told.stdout.split())
+        found = subprocess.run(query, capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
+        return sum(int(line) << 20 for line in found.stdout.split())
     except (OSError, subprocess.SubprocessError, ValueError):
         return 0
 

@@ -31,7 +31,7 @@ def load_verifier(name: str, arguments: Mapping[str, Any]) -> Callable[[str, str
 
 
 def check_module(name: str) -> None:
-    """UserError if there is no verifier of this name, as far as can be told without importing anything of it."""
+    """UserError if the verifier's package does not exist. Imports nothing of it."""
     package = _target(name)[0].partition(".")[0]
     _look_here()
     if find_spec(package) is None:

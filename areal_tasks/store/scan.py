@@ -36,7 +36,7 @@ class CheckedScan:
     check: Check
 
     def to_reader(self) -> pa.RecordBatchReader:
-        """The batches as a stream. Whoever stops early has looked at few files."""
+        """The batches as a stream. A reader that stops early has opened few files."""
         return pa.RecordBatchReader.from_batches(self._scanner([]).projected_schema, self._batches())
 
     def _batches(self) -> Iterator[pa.RecordBatch]:

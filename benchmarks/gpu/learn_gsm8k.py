@@ -136,8 +136,8 @@ def overrides(step: str, arguments: argparse.Namespace) -> dict[str, str]:
     }
     flow = "evaluate" if STEPS[step] == EVALUATE else step
     if flow == "evaluate":
-        # Of what is free when its server starts: cache, and what the trainer of the step beside it takes meanwhile,
-        # which SGLang counts as the server's: 16.5 % of an H200 where SFT was starting.
+        # Of what is free when its server starts. SGLang counts as the server's own what the trainer of a concurrent
+        # step takes meanwhile: 16.5 % of an H200 while SFT was starting.
         own["inference.memory_fraction"] = "0.25"
     more = f"{arguments.all} {getattr(arguments, flow)}".split()
     return own | dict(word.split("=", 1) for word in more)

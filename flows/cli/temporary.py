@@ -1,7 +1,7 @@
 """The Prefect server of one `arealflow run`, where there is no other: it starts while this process imports Prefect.
 
-Prefect would start one itself, once it is imported and asked for its API, wait for it, and leave it behind if this
-process is killed. This one has its listening socket from the first moment, so whoever asks it simply waits.
+Prefect would start one itself, but only after its own import, and would leave it running if this process is killed.
+This one has its listening socket from the first moment, so that a request waits until the server is ready.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class TemporaryServer:
     def __init__(self) -> None:
         self.log = home() / "logs" / "temporary-server.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._read_end, self._write_end = os.pipe()  # the server ends when nobody holds the write end any more
+        self._read_end, self._write_end = os.pipe()  # the server ends when the write end is closed
         with listen("127.0.0.1") as listener:
             self.api_url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
             self._process = self._spawn(listener)
         os.close(self._read_end)
-        atexit.register(self.stop)  # Prefect, imported later, is done earlier: it sends its last logs before
+        atexit.register(self.stop)  # runs after Prefect's own handlers, which send its last logs
 
     def _spawn(self, listener: socket.socket) -> subprocess.Popen[bytes]:
         own = {

@@ -1,4 +1,4 @@
-"""What a start of a run tells of the wait for its first iteration."""
+"""What a start of a run reports of the wait for its first iteration."""
 
 from __future__ import annotations
 
@@ -83,14 +83,16 @@ def test_a_later_flow_of_a_process_begins_by_itself(process: list[tuple[str, flo
 
 
 @pytest.mark.usefixtures("process")
-def test_it_is_told_once_and_can_be_queried(run: Run, log: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_reported_once_and_can_be_queried(
+    run: Run, log: logging.Logger, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    told = Startup()
-    started = datetime.fromtimestamp(told.began + 2.5, UTC).isoformat()
+    report = Startup()
+    started = datetime.fromtimestamp(report.began + 2.5, UTC).isoformat()
     record = ServiceRecord(name="trainer", restart=0, url="http://x", host="h", pid=1, started=started)
     run.store.create(service("r", run.owner, "trainer", 0), record.encode())
     for _ in range(2):
-        told(run, NOTHING, ["trainer", "inference-0"], "flow-run-1")
+        report(run, NOTHING, ["trainer", "inference-0"], "flow-run-1")
     [line] = read_log(run.store, "r")
     assert (line.action, line.prefect_flow_run_id) == ("first iteration", "flow-run-1")
     assert line.details["trainer ready"] == 2.5 and "inference-0 ready" not in line.details

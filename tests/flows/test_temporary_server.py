@@ -1,4 +1,4 @@
-"""The Prefect server of one `arealflow run`: it starts beside everything else, and ends with the run."""
+"""The Prefect server of one `arealflow run`: it starts while everything else does, and ends with the run."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ def test_one_that_does_not_start_shows_its_log(tmp_path: Path, monkeypatch: pyte
 )
 def test_only_a_file_that_is_not_there_is_made(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = tmp_path / "there.db"
-    there.write_bytes(b"somebody's")
+    there.write_bytes(b"other data")
     monkeypatch.setattr(server, "_migrate", lambda path: pytest.fail(f"made {path}"))
     server.make_database(url.replace("{there}", str(there)))
-    assert there.read_bytes() == b"somebody's"
+    assert there.read_bytes() == b"other data"
 
 
 def test_a_database_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

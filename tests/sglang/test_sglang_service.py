@@ -258,7 +258,7 @@ def test_weights_that_are_damaged_are_named_though_sglang_reads_them(begin: Begi
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """An `nvidia-smi` that tells of so many MiB in use at first, and of so many later."""
+    """An `nvidia-smi` that reports so many MiB in use at first, and so many later."""
 
     def make(first: int, later: int) -> None:
         tool, asked = tmp_path / "nvidia-smi", tmp_path / "asked"

@@ -61,21 +61,21 @@ def test_servers_start_on_the_models_own_folder_and_once(tmp_path: Path, monkeyp
     (model := tmp_path / "model").mkdir()
     (model / "config.json").write_text("{}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    recipe, told = sglang(model, "inference.servers=2"), list[ServiceSpec]()
+    recipe, specs = sglang(model, "inference.servers=2"), list[ServiceSpec]()
     run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
     with Engines(run, recipe, tmp_path / "logs") as engines:
-        monkeypatch.setattr(engines.supervisor.launcher, "start", lambda job: told.append(job.spec))
+        monkeypatch.setattr(engines.supervisor.launcher, "start", lambda job: specs.append(job.spec))
         monkeypatch.setattr(VerifierPool, "__enter__", lambda pool: pool)
         engines.begin()
-        assert [(spec.name, spec.weights, spec.gpus) for spec in told] == [
+        assert [(spec.name, spec.weights, spec.gpus) for spec in specs] == [
             ("trainer", None, ("0",)),
             ("inference-0", None, ("1",)),
             ("inference-1", None, ("2",)),
         ]
-        assert told[1].folder == told[2].folder == ModelFolder(path=str(model), files=file_states(model))
+        assert specs[1].folder == specs[2].folder == ModelFolder(path=str(model), files=file_states(model))
         written = WeightsRef(version=0, attempt="a", path="", sha256="", digest="")
         engines.start(written, written, written)
-        assert len(told) == 3 and engines.written == written
+        assert len(specs) == 3 and engines.written == written
         engines.supervisor.services.clear()
 
 
@@ -112,7 +112,7 @@ def test_the_trainer_loads_early_unless_that_disturbs_the_servers(recipe: Recipe
 # ── work that begins early ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_work_goes_on_while_nobody_waits_for_it() -> None:
+def test_work_goes_on_before_it_is_waited_for() -> None:
     early, begun, go_on, done = Early("t"), threading.Event(), threading.Event(), list[str]()
 
     def work() -> None:
@@ -127,7 +127,7 @@ def test_work_goes_on_while_nobody_waits_for_it() -> None:
     assert done == ["done"]
 
 
-def test_what_it_raised_is_told_once() -> None:
+def test_its_error_is_raised_once() -> None:
     early = Early("t")
 
     def fail() -> None:

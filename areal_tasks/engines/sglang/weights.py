@@ -1,6 +1,6 @@
 """What SGLang reads when it starts: weights of a store, or the model's own folder while it is copied into the store.
 
-Either is checked beside SGLang's start, which takes longer, and before anybody is told that the server is ready.
+Either is checked while SGLang starts, which takes longer, and before the server is registered as ready.
 """
 
 from __future__ import annotations
