@@ -21,6 +21,7 @@ from flows.execute import execute, split_overrides
 from flows.messages import hide_tracebacks
 from flows.observe import artifact_key
 from flows.pages import escape_markdown
+from flows.startup import flow_begins
 
 Start = Literal["verify", "advantage", "train"]
 Until = Literal["", "verify", "advantage"]
@@ -49,6 +50,7 @@ def replay(
         on_policy: Generate anew from the first iteration that the change has reached.
         store: URL of the store. Empty: AREALFLOW_STORE, else the default folder.
     """
+    flow_begins(nested=False)
     hide_tracebacks()
     take_s3_keys(store)
     there, name = load_run(open_store(store), original), run or f"{original}-{flow_run.get_name() or 'replay'}"

@@ -257,8 +257,8 @@ class LogRecord(StoredRecord):
 
 #: What a log tells of.
 ACTIONS: Final = (
-    *("started", "resumed", "finished", "failed", "cancelled", "suspended", "interrupted", "extended"),
-    *("forked", "replayed", "removed", "tagged", "protected", "exported", "signed"),
+    *("started", "resumed", "first iteration", "finished", "failed", "cancelled", "suspended", "interrupted"),
+    *("extended", "forked", "replayed", "removed", "tagged", "protected", "exported", "signed"),
 )
 
 

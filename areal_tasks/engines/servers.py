@@ -34,6 +34,7 @@ from areal_tasks.engines.handover import (
 )
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.proof import Proof, is_proven
+from areal_tasks.engines.starting import TRAINER
 from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
 from areal_tasks.engines.watchdog import Sign, Watchdog
 from areal_tasks.launchers.supervisor import Ready, ServiceFailed, Supervisor
@@ -46,7 +47,6 @@ from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-TRAINER: Final = "trainer"
 SIGN_SECONDS: Final = 60.0  # looks at all servers, side by side
 
 

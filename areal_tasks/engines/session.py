@@ -19,20 +19,19 @@ from areal_tasks.engines.ends import Detokenizer, Ends, end_tokens
 from areal_tasks.engines.handover import choose_transport
 from areal_tasks.engines.models import load_tokenizer
 from areal_tasks.engines.recovery import Replayed, replay_stage, restore, worst
-from areal_tasks.engines.servers import TRAINER, Servers
-from areal_tasks.engines.service import spec_of
+from areal_tasks.engines.servers import Servers
+from areal_tasks.engines.starting import TRAINER, Early, Services, may_load_early, place_services
 from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.engines.watchdog import Sign
-from areal_tasks.launchers.gpus import Placement, describe, place_recipe, visible_gpus
+from areal_tasks.launchers.gpus import Placement
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.store.files import materialise, read_weights
 from areal_tasks.store.runs import Run
 from schemas.manifest import StageManifest, WeightsRef
-from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
+from schemas.recipe.recipe import Recipe, RlhfRecipe, SftRecipe
 
 log = logging.getLogger(__name__)
 
-MODULES = {name: f"areal_tasks.engines.{name}" for name in ("embedded", "sglang", TRAINER)}
 
 
 class Engines(Servers):
@@ -42,6 +41,7 @@ class Engines(Servers):
         super().__init__(run, recipe, logs, generates)
         self.placement = Placement()
         self.initial: WeightsRef | None = None
+        self._early_load = Early("early-load")
         self._replayed: list[Replayed] = []
         self._verifiers: VerifierPool | None = None
         self._trainer_address = ""
@@ -64,26 +64,30 @@ class Engines(Servers):
             if self._inference is not None:
                 self._loop.run(self._inference.close())
 
+    def begin(self) -> None:
+        """Start what needs no weights in the store: trainer, verifiers, perhaps servers. Does not wait for them."""
+        others = bool(self.external) or not self.generates  # no GPU of ours is for servers
+        self.placement = place_services(self.recipe, others)
+        self.transport = choose_transport(self.recipe, self.placement, others) if self.generates else "store"
+        if self.store_only and isinstance(self.recipe, RlhfRecipe) and self.recipe.trainer.weights_every > 1:
+            log.info("servers get new weights through the store here: all are written, whatever trainer.weights_every")
+        self._services = Services(self.supervisor, self.run, self.recipe, self.server_names, self.placement)
+        self._services.start_early()
+        if not isinstance(self.recipe, SftRecipe):
+            Early("verifiers").begin(self.verifiers.__enter__)  # an error is raised at their first use
+
     def start(self, initial: WeightsRef, current: WeightsRef, written: WeightsRef) -> None:
-        """Start the services without waiting for them: servers on `written`, the trainer on nothing yet.
+        """Start the servers that `begin` has not started, on `written`. Does not wait for them.
 
         `current` are the weights in force, and `written` the newest in the store at or before them.
         """
         self.initial, self.serving, self.written = initial, current, written
-        others = bool(self.external) or not self.generates  # no GPU of ours is for servers
-        self.placement = place_recipe(self.recipe, visible_gpus(), others)
-        self.transport = choose_transport(self.recipe, self.placement, others) if self.generates else "store"
-        if assigned := describe(self.placement):
-            log.info("%s", assigned)
-        if self.store_only and isinstance(self.recipe, RlhfRecipe) and self.recipe.trainer.weights_every > 1:
-            log.info("servers get new weights through the store here: all are written, whatever trainer.weights_every")
-        if not isinstance(self.recipe, EvaluateRecipe):
-            spec = spec_of(self.run, self.recipe, TRAINER, initial, self.placement.trainer)
-            self.supervisor.start(MODULES[TRAINER], spec, self.recipe.trainer.threads)
-        for i, name in enumerate(self.server_names):
-            inference, gpus = self.recipe.inference, self.placement.servers[i : i + 1]  # type: ignore[union-attr]
-            spec = spec_of(self.run, self.recipe, name, written, gpus[0] if gpus else (), self.placement.users(i))
-            self.supervisor.start(MODULES[inference.engine], spec, inference.threads)
+        self._services.start_servers(written)
+
+    def load_early(self, version: int) -> None:
+        """Have the trainer load `version` while servers start, where it may. Does not wait for it."""
+        if may_load_early(self.recipe):
+            self._early_load.begin(lambda: self.trainer_at(version))
 
     @property
     def verifiers(self) -> VerifierPool:
@@ -167,6 +171,7 @@ class Engines(Servers):
         return Ends(end_tokens(config, generation, self.tokenizer), Detokenizer(self.tokenizer))
 
     def _connected(self) -> TrainerClient:
+        self._early_load.wait()
         self._make_room()
         [url] = self._ready([TRAINER])
         if self._trainer is None or self._trainer_address != url:

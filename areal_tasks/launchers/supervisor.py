@@ -89,6 +89,11 @@ class Supervisor:
         job = Job(module, spec, self.token, self._log(spec), threads)
         self.services[spec.name] = Service(job, self.launcher.start(job))
 
+    def began_on(self, name: str, weights: WeightsRef | None) -> None:
+        """Note what the weights are called that a service was started on before they were in the store."""
+        service = self.services[name]
+        service.job = replace(service.job, spec=service.spec.model_copy(update={"weights": weights}))
+
     def wait(self, names: Sequence[str], weights: WeightsRef | None = None) -> list[str]:
         """The addresses of the services, once each of them is ready or given up. Otherwise as `look`."""
         while True:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from areal_tasks.data.datasets import load_rows
+from areal_tasks.data.datasets import load_rows, splits
 from areal_tasks.data.tokenising import render_prompts
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
-from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
+from schemas.recipe.recipe import Recipe, RlhfRecipe, SftRecipe
 
 NEEDS_TOKENIZER = columns("initial_weights", "sha256")
 
@@ -23,16 +23,6 @@ def prompts(recipe: Recipe) -> Stage:
         fields=("data", "model.max_length", *_lengths(recipe)),
         once=True,
     )
-
-
-def splits(recipe: Recipe) -> dict[str, str]:
-    """Which table holds which split of the data set."""
-    found = {}
-    if not isinstance(recipe, EvaluateRecipe):
-        found["prompts"] = recipe.data.train_split
-    if not isinstance(recipe, SftRecipe) and (isinstance(recipe, EvaluateRecipe) or recipe.evaluation.every):
-        found["eval_prompts"] = recipe.data.eval_split
-    return found
 
 
 def new_tokens(recipe: Recipe, table: str) -> int | None:

@@ -14,7 +14,7 @@ import typer
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.commit import new_attempt
 from flows.cli.inspect import AsJson, StoreUrl, show
-from flows.cli.machine import DEFAULT_PORT, free_port, running, ui_url
+from flows.cli.machine import DEFAULT_PORT, free_port, named_server, running, ui_url
 from flows.credentials import NEEDED, in_environment, kept_by_prefect, on_s3, use
 from flows.home import home
 from schemas.errors import UserError
@@ -97,9 +97,7 @@ def s3_keys(store: str) -> dict[str, Any]:
 
 def _kept_keys() -> dict[str, str]:
     """What the Prefect server keeps, if there is one."""
-    machine = running()
-    url = os.environ.get("PREFECT_API_URL") or (machine.api_url if machine else "")
-    if not url:
+    if not (url := named_server()):
         return {}
     from prefect.settings import PREFECT_API_URL, temporary_settings
 

@@ -23,7 +23,7 @@ import typer
 
 from areal_tasks.engines.ports import loopback_port
 from flows.cli.strays import PART, parts
-from flows.home import home
+from flows.home import home, last_lines
 from schemas.errors import UserError
 
 POOL = "arealflow"
@@ -179,6 +179,14 @@ def running() -> Machine | None:
         return None
     whole = alive(machine.keeper) or (alive(machine.server) and alive(machine.worker))
     return machine if whole else None
+
+
+def named_server() -> str:
+    """The API of the Prefect server that PREFECT_API_URL names, else that of `up`; empty without either."""
+    if named := os.environ.get("PREFECT_API_URL"):
+        return named
+    machine = running()
+    return machine.api_url if machine is not None else ""
 
 
 def _cancel_flow_runs(machine: Machine) -> None:
@@ -342,9 +350,7 @@ def _wait_for(api_url: str, server: Started) -> None:
     port = urlsplit(api_url).port or 80
     if wait_for_api(api_url, lambda: not alive(server), lambda: listens(server, port)):
         return
-    log = home() / "logs" / "server.log"
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-    raise UserError(f"the Prefect server did not start; last lines of {log}:\n{tail}")
+    raise UserError(f"the Prefect server did not start; {last_lines(home() / 'logs' / 'server.log')}")
 
 
 def stop(started: Started, grace_seconds: float = 15.0, family: bool = True) -> None:

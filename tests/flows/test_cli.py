@@ -134,9 +134,51 @@ def test_the_doctor_fails_where_the_store_is_not_usable(
         assert found.code == (state == "BROKEN")
 
 
-def test_questions_do_not_wait_for_torch_or_prefect() -> None:
-    check = "import sys, flows.cli.main; sys.exit(str({'torch', 'prefect'} & sys.modules.keys() or ''))"
+def test_no_command_waits_for_torch_or_prefect_before_it_has_checked_what_it_was_given() -> None:
+    every = "from flows.cli.main import COMMANDS, Commands; [Commands(COMMANDS)[name] for name in COMMANDS]"
+    check = f"import sys; {every}; sys.exit(str({{'torch', 'transformers', 'prefect'}} & sys.modules.keys() or ''))"
     assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True).stderr.strip() == ""
+
+
+def test_a_command_imports_no_other() -> None:
+    check = "from flows.cli.main import COMMANDS, Commands; Commands(COMMANDS)['log']"
+    seen = f"import sys; {check}; print(*(name for name in sys.modules if name.startswith('flows.cli.')))"
+    found = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True).stdout.split()
+    assert "flows.cli.log" in found and not {"flows.cli.report", "flows.cli.machine", "flows.cli.gc"} & set(found)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("store.url=file:///etc/hostname/x", "a file stands where a folder should be"),
+        ("data.source=/no/such/{split}.jsonl", "there is no such file"),
+        ("reward.verifier=nosuch:judge", "there is no module 'nosuch'"),
+        ("rollout.groups=0", "should be greater than or equal to 1"),
+    ],
+)
+def test_a_mistake_that_needs_no_engine_is_told_before_anything_large_is_imported_or_started(
+    override: str, expected: str, tmp_path: Path
+) -> None:
+    program = """
+import sys
+from flows.cli import main
+started = []
+sys.addaudithook(lambda event, arguments: started.append(arguments) if event == "subprocess.Popen" else None)
+try:
+    main.main()
+finally:
+    print({"torch", "transformers", "prefect", "pandas", "aiohttp"} & sys.modules.keys(), started)
+"""
+    command = [sys.executable, "-c", program, "run", "quickstart", override]
+    environment = os.environ | {"AREALFLOW_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (found.returncode, found.stdout.strip()) == (1, "set() []"), found.stderr
+    assert expected in found.stderr
+
+
+def test_a_misspelt_command_is_corrected(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = call(capsys, monkeypatch, "adit", "small")
+    assert found.code == 2 and "Did you mean 'audit'?" in found.err
 
 
 # ── the machine ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -243,11 +285,8 @@ def test_another_process_of_the_same_id_is_left_alone() -> None:
 def test_a_prefect_server_that_is_named_and_does_not_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flows.cli import in_process
-
     monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
-    with in_process.temporary_settings({in_process.PREFECT_API_URL: "http://127.0.0.1:1/api"}):
-        found = call(capsys, monkeypatch, "run", "quickstart")
+    found = call(capsys, monkeypatch, "run", "quickstart")
     assert found.code == 1
     assert "error: no Prefect server answers at http://127.0.0.1:1/api" in found.err and "Traceback" not in found.err

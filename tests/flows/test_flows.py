@@ -151,9 +151,10 @@ def test_a_last_commit_of_the_start_before_is_gone_on_from(
 
 
 def test_the_log_of_the_run_tells_which_flow_run_did_what(resumed: Resumed) -> None:
-    first, last = read_log(store_in(resumed.folder), "r")[:2]
-    assert (first.action, last.action) == ("resumed", "finished")
-    assert first.prefect_flow_run_id == last.prefect_flow_run_id == resumed.flow_run["id"]
+    first, begun, last = read_log(store_in(resumed.folder), "r")[:3]
+    assert (first.action, begun.action, last.action) == ("resumed", "first iteration", "finished")
+    assert {line.prefect_flow_run_id for line in (first, begun, last)} == {resumed.flow_run["id"]}
+    assert {"seconds", "train", "trainer ready"} <= begun.details.keys() and "initialise" not in begun.details
     assert (first.details["iterations"], last.details["iterations"]) == (1, 3)
 
 

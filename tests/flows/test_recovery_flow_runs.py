@@ -91,6 +91,7 @@ class Scene:
         folder = f"r/iteration={self.committed():06d}/stage=rollout"
         wait_for(folder, lambda: any(name.endswith(".json") for name in store.children(folder)))
         wait_for("services", lambda: len(self.services()) == 2)  # the rollout may be of the start before
+        wait_for("verifiers", lambda: len(self.processes()) == 6)  # three, which start with the services
 
     def move_on(self) -> None:
         """Let some iterations pass, and hold the run again."""

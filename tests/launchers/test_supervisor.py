@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,10 +11,12 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from small_service import make_app
 
-from areal_tasks.engines.service import TOKEN, ServiceSpec
+from areal_tasks.engines.service import TOKEN, ServiceSpec, make_server
 from areal_tasks.launchers.inline import InlineLauncher
-from areal_tasks.launchers.local import LocalHandle
+from areal_tasks.launchers.local import LocalHandle, LocalLauncher
+from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.supervisor import Ready, ServiceFailed, Supervisor
 from areal_tasks.store.backend import Store, Unavailable, open_store
 from schemas.manifest import WeightsRef
@@ -89,6 +92,35 @@ def test_a_service_answers_nobody_without_the_token(begin: Begin) -> None:
     assert httpx.get(f"{url}/about", headers={"Authorization": "Bearer x"}).status_code == 401
     process = psutil.Process(handle(supervisor, "ready").process.pid)
     assert supervisor.token not in " ".join(process.cmdline()) and TOKEN not in os.environ
+
+
+def test_a_service_in_a_thread_does_not_flush_the_logs_of_its_process(store: Store) -> None:
+    flushed: list[logging.Handler] = []
+
+    class Watched(logging.Handler):
+        """Prefect's sends what it has to its server, and waits 5 s for a thread that needs the lock held meanwhile."""
+
+        def flush(self) -> None:
+            flushed.append(self)
+
+    handler = Watched()
+    asked = spec(store, "ready")
+    make_server(make_app(asked), asked, "token")[1].close()
+    assert flushed == [] and handler in [known() for known in logging._handlerList]  # type: ignore[attr-defined]
+
+
+def test_what_torch_compiles_outlives_the_service(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    launcher, job = LocalLauncher(), Job(MODULE, spec(store, "ready"), "token", tmp_path / "log")
+    found = launcher._environment(job, tmp_path / "scratch")
+    assert found["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "arealflow" / "torchinductor")
+    assert found["TMPDIR"] == str(tmp_path / "scratch")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+    assert launcher._environment(job, tmp_path / "scratch")["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+    launcher.close()
 
 
 def test_what_ended_is_started_again_elsewhere_on_the_weights_in_force(begin: Begin) -> None:

@@ -12,8 +12,10 @@ import httpx
 import psutil
 import pytest
 
-from areal_tasks.engines.service import ServiceSpec
+from areal_tasks.engines.models import file_states
+from areal_tasks.engines.service import ModelFolder, ServiceSpec
 from areal_tasks.engines.sglang.__main__ import choose_port
+from areal_tasks.engines.sglang.weights import first_weights
 from areal_tasks.launchers.local import LocalHandle
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
 from areal_tasks.store.backend import Store, Unavailable, open_store
@@ -51,12 +53,17 @@ def begin(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     weights = put_weights(store, tmp_path / "model")
 
     def start(
-        gpus: tuple[str, ...] = (), restarts: int = 3, store_url: str = store.url, **inference: Any
+        gpus: tuple[str, ...] = (),
+        restarts: int = 3,
+        store_url: str = store.url,
+        folder: ModelFolder | None = None,
+        **inference: Any,
     ) -> Supervisor:
         recipe = {"seed": 0, "model": {"path": "m"}, "inference": {"engine": "sglang", **inference}}
         spec = ServiceSpec(
-            name=NAME, restart=0, store_url=store_url, run="r", owner=1, recipe=recipe, weights=weights, gpus=gpus
-        )
+            name=NAME, restart=0, store_url=store_url, run="r", owner=1, recipe=recipe, gpus=gpus,
+            weights=None if folder else weights, folder=folder,
+        )  # fmt: skip
         begun.append(Supervisor(store, Launcher(startup_seconds=60.0, restarts=restarts), tmp_path / "logs"))
         begun[-1].start("areal_tasks.engines.sglang", spec)
         return begun[-1]
@@ -183,6 +190,93 @@ def test_a_store_that_is_away_while_it_starts_may_come_back(begin: Begin, monkey
 
 def test_want_of_memory_names_the_knobs(begin: Begin) -> None:
     supervisor = begin(restarts=0, flags={"attention-backend": "no-memory"})
+    with pytest.raises(
+        ServiceFailed, match=r"(?s)ended with 1 while starting.*Raise inference\.memory_fraction, split"
+    ):
+        supervisor.wait([NAME])
+
+
+# ── before the weights are in the store ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> ModelFolder:
+    """A model's own folder, with a file that no engine reads."""
+    own = tmp_path / "own"
+    own.mkdir()
+    for name in ("config.json", "model.safetensors", "pytorch_model.bin"):
+        (own / name).write_text("{}")
+    return ModelFolder(path=str(own), files=file_states(own))
+
+
+def test_it_starts_on_the_models_own_folder_as_version_0(begin: Begin, store: Store, folder: ModelFolder) -> None:
+    supervisor = begin(folder=folder)
+    [url] = supervisor.wait([NAME])
+    assert ask(supervisor, f"{url}/model_info") == {"weight_version": "0"}
+    read = Path(ask(supervisor, f"{url}/about")["settings"]["model_path"])
+    assert sorted(file.name for file in read.iterdir()) == ["config.json", "model.safetensors"]
+    assert (read / "config.json").resolve() == Path(folder.path) / "config.json"
+
+
+def test_started_again_it_reads_the_store(begin: Begin, store: Store, folder: ModelFolder, tmp_path: Path) -> None:
+    supervisor = begin(folder=folder)
+    [url] = supervisor.wait([NAME])
+    (Path(folder.path) / "config.json").write_text("changed since")
+    supervisor.end([url])
+    supervisor.heal(put_weights(store, tmp_path / "later"))
+    assert ask(supervisor, f"{supervisor.wait([NAME])[0]}/model_info") == {"weight_version": "4"}
+
+
+@pytest.mark.parametrize("change", ["written", "removed", "added"])
+def test_a_folder_that_changes_meanwhile_is_refused(begin: Begin, folder: ModelFolder, change: str) -> None:
+    file = Path(folder.path) / ("generation_config.json" if change == "added" else "model.safetensors")
+    file.unlink(missing_ok=True)
+    if change != "removed":
+        file.write_text("others")
+    with pytest.raises(ServiceFailed, match=rf"model\.path: {file.name} in {folder.path} was changed while"):
+        begin(folder=folder).wait([NAME])
+
+
+def test_there_is_nothing_to_start_on(store: Store) -> None:
+    nothing = ServiceSpec(name=NAME, restart=0, store_url=store.url, run="r", owner=1, recipe={})
+    with pytest.raises(UserError, match="was given no weights; publish version 0 first"):
+        first_weights(nothing)
+
+
+def test_weights_that_are_damaged_are_named_though_sglang_reads_them(begin: Begin, store: Store) -> None:
+    [file] = [name for name in store.list("r/weights") if name.endswith("config.json")]
+    Path(store.uri(file)).write_text("[]")
+    with pytest.raises(ServiceFailed, match=r"config\.json is damaged: its 2 bytes do not have the SHA-256"):
+        begin().wait([NAME])
+
+
+# ── a GPU that others use ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """An `nvidia-smi` that reports so many MiB in use at first, and so many later."""
+
+    def make(first: int, later: int) -> None:
+        tool, asked = tmp_path / "nvidia-smi", tmp_path / "asked"
+        tool.write_text(f"#!/bin/sh\n[ -e {asked} ] && echo {later} || echo {first}\ntouch {asked}\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    return make
+
+
+def test_a_start_that_others_took_the_memory_of_is_repeated(begin: Begin, smi: Callable[[int, int], None]) -> None:
+    smi(1000, 22000)
+    supervisor = begin(gpus=("0",), restarts=0, flags={"attention-backend": "no-memory-at-first"})
+    [url] = supervisor.wait([NAME])
+    assert ask(supervisor, f"{url}/model_info") == {"weight_version": "4"}
+    assert "others took 22.0 GB meanwhile; starting it again" in supervisor.services[NAME].job.log.read_text()
+
+
+def test_a_start_that_fails_by_itself_is_not(begin: Begin, smi: Callable[[int, int], None]) -> None:
+    smi(1000, 1200)
+    supervisor = begin(gpus=("0",), restarts=0, flags={"attention-backend": "no-memory-at-first"})
     with pytest.raises(
         ServiceFailed, match=r"(?s)ended with 1 while starting.*Raise inference\.memory_fraction, split"
     ):

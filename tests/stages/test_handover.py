@@ -81,6 +81,7 @@ def test_each_placement_that_the_guide_names_has_a_way_for_every_version(
     with Engines(run, recipe, tmp_path / "logs") as engines:
         monkeypatch.setattr(engines.supervisor, "start", lambda *_: None)
         nothing = WeightsRef(version=0, attempt="", path="", sha256="", digest="")
+        engines.begin()
         engines.start(nothing, nothing, nothing)
         assert (engines.transport, engines.store_only) == (transport, transport == "store")
 
