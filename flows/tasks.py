@@ -53,7 +53,7 @@ class StageTasks:
     def __call__(self, jobs: Sequence[Job]) -> list[Built]:
         """What the jobs built, run side by side if there are several. Raises what a job raised."""
         self._before()
-        self._jobs |= {job.label: job for job in jobs}
+        self._jobs = {job.label: job for job in jobs}  # only these: a job holds its iteration's manifests
         if len(jobs) == 1:
             run_task_sync(self._task(jobs[0].stage), parameters={"label": jobs[0].label, "inputs": _paths(jobs[0])})
         else:
@@ -94,7 +94,8 @@ def final_state(built: Built) -> State[Any]:
     tables = ", ".join(f"{name}: {ref.rows} rows" for name, ref in built.manifest.tables.items())
     metrics = metrics_text(built.manifest.stage, built.manifest.metrics)
     message = " · ".join(part for part in (tables, metrics, built.ref.path) if part)
-    return Completed(name="Reused" if built.reused else "Committed", message=message, data=built.ref.path)
+    # No data: the flow run's context would keep an entry for each result until the run ends.
+    return Completed(name="Reused" if built.reused else "Committed", message=message)
 
 
 def metrics_text(stage: str, metrics: Mapping[str, float]) -> str:
