@@ -24,7 +24,7 @@ RETRY_DELAYS = [1.0, 5.0, 20.0]
 SHOWN = {
     "rollout": ("mean_tokens", "truncated"),
     "verify": ("reward", "correct", "incorrect", "unparseable", "timeout", "error"),
-    "evaluate": ("accuracy", "unparseable", "timeout", "error", "mean_tokens", "truncated"),
+    "evaluate": ("accuracy", "unparseable", "timeout", "error", "mean_tokens", "truncated", "prompts_dropped"),
     "train": (
         *("loss", "grad_norm", "lr", "entropy", "kl", "approx_kl", "clip_fraction", "ratio_max"),
         *("logprob_gap_mean", "logprob_gap_max", "ratio_outside", "tokens", "skipped_steps", "train_seconds"),
@@ -34,7 +34,10 @@ SHARES = (
     *("truncated", "correct", "incorrect", "unparseable", "timeout", "error", "kept", "accuracy", "clip_fraction"),
     "ratio_outside",
 )
-SILENT_AT_0 = ("truncated", "unparseable", "timeout", "error", "kl", "skipped_steps", "ratio_outside")
+SILENT_AT_0 = (
+    *("truncated", "unparseable", "timeout", "error", "kl", "skipped_steps", "ratio_outside"),
+    *("prompts_dropped", "eval_prompts_dropped"),
+)
 
 
 class StageTasks:

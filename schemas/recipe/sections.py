@@ -47,7 +47,7 @@ class Data(Section):
     system: str = semantic("", description="System message; needs `chat`.")
     chat: bool = semantic(False, description="Apply the tokenizer's chat template.")
     on_long_prompt: Literal["error", "drop"] = semantic(
-        "error", description="What to do with a prompt that leaves no room."
+        "error", description="A prompt that leaves no room ends the run, or is left out and counted."
     )
     limit: int = semantic(0, ge=0, description="Use only the first rows of each split; 0 is all.")
 
