@@ -13,6 +13,8 @@ from typing import Any, Final, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 SCHEMA_VERSION: Final = 2
+#: The order in which new runs read their prompts (`areal_tasks.data.sampler.permutation`).
+PROMPT_ORDER: Final = 2
 _SEAL: Final = re.compile(rb'\A\{\n "seal": "([0-9a-f]{64})",\n')
 
 
@@ -205,6 +207,7 @@ class RunRecord(StoredRecord):
     counterfactual: bool = Field(default=False, description="its rollouts are another policy's, kept on purpose")
     replay_from: str = Field(default="", description="of a replay: the first stage that is built anew")
     replay_until: str = Field(default="", description="of a replay: the last stage that is built")
+    order: int = Field(default=1, ge=1, le=PROMPT_ORDER, description="of its prompts; a child has its parent's")
     provenance: Provenance
 
 
