@@ -47,7 +47,7 @@ def replay(
         until: The last stage that is built: verify or advantage, without training. Empty: all of them.
         at: The first iteration that is replayed; what comes before is shared.
         on_policy: Generate anew from the first iteration that the change has reached.
-        store: URL of the store. Empty: AREALFLOW_STORE, else the default folder.
+        store: Folder or URL of the store. Empty: AREALFLOW_STORE, else the default folder.
     """
     hide_tracebacks()
     take_s3_keys(store)

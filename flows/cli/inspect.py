@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from areal_tasks.stages.planner import Plan
     from areal_tasks.stages.stage import Stage
 
-StoreUrl = Annotated[str, typer.Option("--store", help="Store URL; else AREALFLOW_STORE, else the default folder.")]
+StoreUrl = Annotated[
+    str, typer.Option("--store", help="Folder or URL of the store; else AREALFLOW_STORE, else the default folder.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 CELL = 100
 

@@ -22,6 +22,7 @@ import psutil
 import typer
 
 from areal_tasks.engines.ports import loopback_port
+from areal_tasks.store.backend import store_url
 from flows.cli.strays import PART, parts
 from flows.home import home
 from schemas.errors import UserError
@@ -275,8 +276,10 @@ def free_port(first: int) -> int:
 
 def environment(api_url: str) -> dict[str, str]:
     """For everything that talks to our server: its address, and where our files lie."""
+    store = {"AREALFLOW_STORE": store_url(named)} if (named := os.environ.get("AREALFLOW_STORE")) else {}
     return {
         **os.environ,
+        **store,  # absolute: flow runs have other current folders
         "AREALFLOW_HOME": str(home()),
         "PREFECT_API_URL": api_url,
         "PREFECT_HOME": str(home() / "prefect"),

@@ -239,7 +239,7 @@ class StoreSettings(Section):
     """Where tables, weights and checkpoints lie."""
 
     url: str = operational(
-        "", description="`file://…` or `s3://bucket/prefix`; empty: AREALFLOW_STORE, else `.arealflow/store`."
+        "", description="A folder, `file://…` or `s3://bucket/prefix`; empty: AREALFLOW_STORE, else `.arealflow/store`."
     )
     compact_every: int = operational(
         64,
