@@ -88,7 +88,7 @@ def begun_before(folder: Path, name: str, flow: str, seed: int) -> None:
     here = open_run(store_in(folder), "now", flow, tiny() if flow == "rlhf" else tiny_sft())
     record = json.loads(here.store.read(paths.run_record("now")))
     assert record.pop("order") == PROMPT_ORDER and record.pop("seal")
-    body = json.dumps(record | {"run": name, "seed": seed}, indent=1)
+    body = json.dumps(record | {"schema_version": 2, "run": name, "seed": seed}, indent=1)
     seal = hashlib.sha256(body.encode()).hexdigest()
     here.store.create(paths.run_record(name), f'{{\n "seal": "{seal}",\n{body[2:]}'.encode())
 
