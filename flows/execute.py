@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, TypeVar
 from uuid import UUID
 
@@ -28,7 +29,7 @@ from areal_tasks.store.journal import append
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import Run, load_run, open_run
 from flows.credentials import take_s3_keys
-from flows.home import logs_folder
+from flows.home import logs_folder, look_in
 from flows.messages import hide_tracebacks
 from flows.observe import Observer
 from flows.patience import Patience, patiently
@@ -50,6 +51,7 @@ ASK_TIMEOUT: Final = httpx.Timeout(2.0, connect=1.0)
 def prepared(recipe: R, overrides: str) -> R:
     """The recipe with its overrides, after everything that can be checked before a run exists. Raises UserError."""
     hide_tracebacks()
+    look_in(Path.cwd())
     recipe = with_overrides(recipe, overrides)
     take_s3_keys(recipe.store.url)
     check_engines(recipe)  # type: ignore[arg-type]

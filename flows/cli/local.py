@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from flows.cli.overrides import run_and_changes
-from schemas.recipe.load import load_recipe
+from flows.home import look_in
+from schemas.recipe.load import list_recipes, load_recipe
 
 
 def run(
@@ -19,6 +21,8 @@ def run(
     """Run a recipe here, its services as threads of this process unless launcher.type says otherwise."""
     name, changes = run_and_changes(overrides)
     loaded = load_recipe(recipe, ["launcher.type=inline", *changes])
+    if recipe not in list_recipes():
+        look_in(Path(recipe).parent)
 
     from flows.cli.in_process import run_here  # Prefect and torch: seconds that no other command should wait for
 

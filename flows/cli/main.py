@@ -11,10 +11,12 @@ from flows.cli import (
     alerts,
     audit,
     compact,
+    deploy,
     diff,
     doctor,
     fork,
     gc,
+    init,
     inspect,
     local,
     log,
@@ -33,8 +35,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.command("init")(init.init)
 app.command("up")(machine.up)
 app.command("down")(machine.down)
+app.command("deploy")(deploy.deploy)
 app.command("alerts")(alerts.alerts)
 app.command("s3-keys")(s3_keys.s3_keys)
 app.command("run")(local.run)
