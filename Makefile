@@ -4,7 +4,7 @@
 # TORCH_INDEX  URL of a package index with CPU builds of torch; only needed where pip would
 #              otherwise fetch CUDA packages onto a machine without a GPU
 # CHAOS        options of the kill matrix, such as CHAOS="--only flow --rounds 5"; all of it takes hours
-# STORE        store URL of the demo (default: file://…/.arealflow/store)
+# STORE        folder or URL of the demo's store (default: .arealflow/store)
 
 PYTHON ?= python3
 TORCH_INDEX ?=

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, TypeVar
 from uuid import UUID
 
@@ -30,7 +31,7 @@ from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import Run, load_run, open_run
 from areal_tasks.store.segments import continued
 from flows.credentials import take_s3_keys
-from flows.home import logs_folder
+from flows.home import logs_folder, look_in
 from flows.messages import hide_tracebacks
 from flows.observe import Observer
 from flows.patience import Patience, patiently
@@ -54,6 +55,7 @@ def prepared(recipe: R, overrides: str) -> R:
     """The recipe with its overrides, after everything that can be checked before a run exists. Raises UserError."""
     flow_begins(nested=flow_run.get_parent_flow_run_id() is not None)
     hide_tracebacks()
+    look_in(Path.cwd())
     recipe = with_overrides(recipe, overrides)
     take_s3_keys(recipe.store.url)
     check_engines(recipe)  # type: ignore[arg-type]

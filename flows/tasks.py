@@ -24,7 +24,7 @@ RETRY_DELAYS = [1.0, 5.0, 20.0]
 SHOWN = {
     "rollout": ("mean_tokens", "truncated"),
     "verify": ("reward", "correct", "incorrect", "unparseable", "timeout", "error"),
-    "evaluate": ("accuracy", "unparseable", "timeout", "error", "mean_tokens", "truncated"),
+    "evaluate": ("accuracy", "unparseable", "timeout", "error", "mean_tokens", "truncated", "prompts_dropped"),
     "train": (
         *("loss", "grad_norm", "lr", "entropy", "kl", "approx_kl", "clip_fraction", "ratio_max", "clamped"),
         *("logprob_gap_mean", "logprob_gap_max", "ratio_outside", "tokens", "skipped_steps", "train_seconds"),
@@ -34,7 +34,10 @@ SHARES = (
     *("truncated", "correct", "incorrect", "unparseable", "timeout", "error", "kept", "accuracy", "clip_fraction"),
     "ratio_outside",
 )
-SILENT_AT_0 = ("truncated", "unparseable", "timeout", "error", "kl", "skipped_steps", "ratio_outside", "clamped")
+SILENT_AT_0 = (
+    *("truncated", "unparseable", "timeout", "error", "kl", "skipped_steps", "ratio_outside", "clamped"),
+    *("prompts_dropped", "eval_prompts_dropped"),
+)
 
 
 class StageTasks:
@@ -53,7 +56,7 @@ class StageTasks:
     def __call__(self, jobs: Sequence[Job]) -> list[Built]:
         """What the jobs built, run side by side if there are several. Raises what a job raised."""
         self._before()
-        self._jobs |= {job.label: job for job in jobs}
+        self._jobs = {job.label: job for job in jobs}  # only these: a job holds its iteration's manifests
         if len(jobs) == 1:
             run_task_sync(self._task(jobs[0]), parameters={"label": jobs[0].label, "inputs": _paths(jobs[0])})
         else:
@@ -95,7 +98,8 @@ def final_state(built: Built) -> State[Any]:
     tables = ", ".join(f"{name}: {ref.rows} rows" for name, ref in built.manifest.tables.items())
     metrics = metrics_text(built.manifest.stage, built.manifest.metrics)
     message = " · ".join(part for part in (tables, metrics, built.ref.path) if part)
-    return Completed(name="Reused" if built.reused else "Committed", message=message, data=built.ref.path)
+    # No data: the flow run's context would keep an entry for each result until the run ends.
+    return Completed(name="Reused" if built.reused else "Committed", message=message)
 
 
 def metrics_text(stage: str, metrics: Mapping[str, float]) -> str:

@@ -1,7 +1,7 @@
 """The JSON records of the store: whatever exists under these names is a commit (DESIGN §4).
 
-Schema 2 adds a seal to every file, the log, references of children, tags, tombstones and signatures. Files of schema 1
-are read as they are: every field that they lack has a default.
+Schema 2 adds a seal to every file, the log, references of children, tags, tombstones and signatures; schema 3 the
+order of a run's prompts. Files of earlier schemas are read as they are: every field that they lack has a default.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
+#: The order in which new runs read their prompts (`areal_tasks.data.sampler.permutation`).
+PROMPT_ORDER: Final = 2
 _SEAL: Final = re.compile(rb'\A\{\n "seal": "([0-9a-f]{64})",\n')
 
 
@@ -28,10 +30,10 @@ class StoredRecord(Record):
     schema_version: int = SCHEMA_VERSION
 
     def encode(self) -> bytes:
-        """The bytes that are stored (and hashed): of schema 1 as that program wrote them, later ones sealed."""
+        """The bytes that are stored (and hashed): of earlier schemas as those programs wrote them; from 2 on sealed."""
+        body = self.model_dump_json(indent=1, exclude_unset=self.schema_version < SCHEMA_VERSION).encode()
         if self.schema_version < 2:
-            return self.model_dump_json(indent=1, exclude_unset=True).encode()
-        body = self.model_dump_json(indent=1).encode()
+            return body
         return b'{\n "seal": "' + _digest(body) + b'",\n' + body[2:]
 
     @classmethod
@@ -205,6 +207,7 @@ class RunRecord(StoredRecord):
     counterfactual: bool = Field(default=False, description="its rollouts are another policy's, kept on purpose")
     replay_from: str = Field(default="", description="of a replay: the first stage that is built anew")
     replay_until: str = Field(default="", description="of a replay: the last stage that is built")
+    order: int = Field(default=1, ge=1, le=PROMPT_ORDER, description="of its prompts; a child has its parent's")
     provenance: Provenance
 
 

@@ -33,7 +33,6 @@ from schemas.recipe.recipe import Recipe, RlhfRecipe, SftRecipe
 log = logging.getLogger(__name__)
 
 
-
 class Engines(Servers):
     """Everything resident: trainer, inference servers, verifiers. Use as a context: leaving it stops all of them."""
 

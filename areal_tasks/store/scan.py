@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -49,6 +49,17 @@ class CheckedScan:
         return part.scanner(filter=self.filter, **self.options)
 
 
+@dataclass(frozen=True)
+class NotedScan(CheckedScan):
+    """A scan that reports which error has ended it: DuckDB says only that some scan has failed."""
+
+    noted: Callable[[], AbstractContextManager[None]]
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        with self.noted():
+            yield from super()._batches()
+
+
 class Lazy(ds.InMemoryDataset):  # type: ignore[misc]
     """A data set that is made when DuckDB asks it for a scanner. An error is kept: DuckDB hides where it came from."""
 
@@ -65,7 +76,7 @@ class Lazy(ds.InMemoryDataset):  # type: ignore[misc]
             dataset = self.build(names, filter)
             if isinstance(dataset, ds.InMemoryDataset):
                 return dataset.scanner(columns=columns, filter=filter, **options)
-            return CheckedScan(dataset, filter, {"columns": columns, **options}, self._checked)
+            return NotedScan(dataset, filter, {"columns": columns, **options}, self._checked, self.noted)
 
     def _checked(self, fragments: Sequence[Any]) -> Sequence[Any]:
         with self.noted():

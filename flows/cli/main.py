@@ -15,8 +15,10 @@ from schemas.errors import UserError
 
 #: Every command, and the function behind it. Only the module of the command that is called is imported.
 COMMANDS: Final = {
+    "init": "init:init",
     "up": "machine:up",
     "down": "machine:down",
+    "deploy": "deploy:deploy",
     "alerts": "alerts:alerts",
     "s3-keys": "s3_keys:s3_keys",
     "run": "local:run",

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -109,6 +110,21 @@ def test_a_text_is_shown_as_it_is(
 def test_runs_and_their_state(url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     [row] = json.loads(call(capsys, monkeypatch, "runs", "--store", url, "--json").out)
     assert (row["name"], row["flow"], row["iterations"], row["planned"]) == ("small", "rlhf", 2, 2)
+
+
+def test_a_store_is_named_by_its_folder_wherever_one_is_named(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(urlsplit(url).path)
+    monkeypatch.chdir(folder.parent)
+    for named in (str(folder), folder.name, f"./{folder.name}/"):
+        [row] = json.loads(call(capsys, monkeypatch, "runs", "--store", named, "--json").out)
+        assert row["name"] == "small"
+        found = call(capsys, monkeypatch, "plan", "quickstart", "run=small", f"store.url={named}", "--json")
+        assert any(row["last committed"].startswith("small/") for row in json.loads(found.out))
+        monkeypatch.setenv("AREALFLOW_STORE", named)
+        assert json.loads(call(capsys, monkeypatch, "sql", "small", "SELECT 1 AS x", "--json").out) == [{"x": 1}]
+        assert machine.environment("http://x")["AREALFLOW_STORE"] == url
 
 
 def test_a_plan_says_what_is_committed(

@@ -412,3 +412,17 @@ def test_a_server_of_somebody_else_may_have_a_name_for_its_weights() -> None:
             assert client.version == 4
 
     run(test)
+
+
+def test_a_timeout_names_the_setting_that_it_is() -> None:
+    """Python's own TimeoutError says nothing."""
+
+    async def test() -> None:
+        async with serving(Fake(delay=60.0), request_timeout_seconds=0.05) as client:
+            server = client.pool.servers[0]
+            with pytest.raises(ServerDown, match=r"/generate: no answer within 0\.05 s, .* inference\.request_t"):
+                await client.pool.connections.ask(server, "POST", "/generate", {"input_ids": [[1]]})
+            with pytest.raises(ServerDown, match=r"/generate: no answer within 0\.01 s$"):
+                await client.pool.connections.ask(server, "POST", "/generate", {"input_ids": [[1]]}, seconds=0.01)
+
+    run(test)

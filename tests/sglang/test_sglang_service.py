@@ -223,8 +223,8 @@ def test_started_again_it_reads_the_store(begin: Begin, store: Store, folder: Mo
     [url] = supervisor.wait([NAME])
     (Path(folder.path) / "config.json").write_text("changed since")
     supervisor.end([url])
-    supervisor.heal(put_weights(store, tmp_path / "later"))
-    assert ask(supervisor, f"{supervisor.wait([NAME])[0]}/model_info") == {"weight_version": "4"}
+    [again] = supervisor.wait([NAME], put_weights(store, tmp_path / "later"))
+    assert ask(supervisor, f"{again}/model_info") == {"weight_version": "4"}
 
 
 @pytest.mark.parametrize("change", ["written", "removed", "added"])
