@@ -1,13 +1,22 @@
-"""Fixtures that several parts share."""
+"""Fixtures that several parts share, and what holds for every test: see CONTRIBUTING.md."""
 
 from __future__ import annotations
+
+import os
+
+#: Tests run side by side, on models that gain nothing from a second thread. Libraries read it when they are imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import shutil
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
+import session_folder
+import warm_processes
+from hypothesis import HealthCheck, settings
 from s3_server import BUCKET, S3Server, s3_server
 
 from areal_tasks.store.backend import Store, open_store
@@ -17,10 +26,26 @@ from flows.home import home
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+settings.register_profile("any machine", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+
 QUIET = (
     *("--no-sandbox", "--disable-gpu", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update"),
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Every process of the test run has the shared folder."""
+    stack = ExitStack()
+    stack.enter_context(session_folder.opened())
+    config.add_cleanup(stack.close)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_services() -> None:
+    """Services that import torch are forked from a process that has done so."""
+    warm_processes.install()
 
 
 @pytest.fixture(scope="module")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import psutil
+import warm_processes
 
 from areal_tasks.engines.answers import ServerDown
 from areal_tasks.engines.session import Engines
@@ -28,8 +27,6 @@ from schemas.recipe.recipe import Recipe
 
 #: Every process below a driver carries this in its environment: the folder it works in.
 MARK = "AREAL_TEST_RUN"
-#: Imported once, so that a driver starts in milliseconds.
-PRELOAD = ["areal_tasks.stages.loop", "areal_tasks.engines.trainer.process", "areal_tasks.engines.embedded.process"]
 GROUPS, ITERATIONS = 4, 3
 
 Digests = list[list[tuple[str, str]]]
@@ -123,17 +120,23 @@ def store_in(folder: Path) -> Store:
 
 def start_driver(
     folder: Path, name: str, recipe: Recipe, die_at: int | str = 0, origin: Origin | None = None
-) -> ForkServerProcess:
+) -> warm_processes.Process:
     """`drive` in a process of its own, killed at `die_at` writes to the store, or before the job of that label."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=_main, args=(folder, name, recipe, die_at, origin))
-    process.start()
-    return process
+    return start_marked(folder, _main, folder, name, recipe, die_at, origin)
+
+
+def start_marked(folder: Path, function: Callable[..., object], *arguments: object) -> warm_processes.Process:
+    """A call in a process of its own. `left_over(folder)` finds what it starts."""
+    return warm_processes.Process(_marked_call, str(folder), function, *arguments)
+
+
+def _marked_call(mark: str, function: Callable[..., object], *arguments: object) -> None:
+    os.environ[MARK] = mark
+    warm_processes.install()
+    function(*arguments)
 
 
 def _main(folder: Path, name: str, recipe: Recipe, die_at: int | str, origin: Origin | None) -> None:
-    os.environ[MARK] = str(folder)
     if isinstance(die_at, int) and die_at:
         _die_at_write(die_at)
 

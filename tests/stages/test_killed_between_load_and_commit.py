@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from stage_driver import MARK, PRELOAD, Digests, digests, drive, left_over, store_in, tiny
+from stage_driver import Digests, digests, drive, left_over, start_marked, store_in, tiny
 
 from areal_tasks.engines import handover, server_pool
 from areal_tasks.engines.client import InferenceClient
@@ -64,7 +63,6 @@ def strike_between(strikes: Strikes, patch: pytest.MonkeyPatch) -> list[tuple[in
 
 def main(folder: Path) -> None:
     """A driver that is killed there."""
-    os.environ[MARK] = str(folder)
     strike_between({1: lambda: os.kill(os.getpid(), signal.SIGKILL)}, pytest.MonkeyPatch())
     drive(folder, "r", RECIPE)
 
@@ -77,11 +75,8 @@ def attempts(folder: Path, version: int) -> tuple[set[str], set[str]]:
 
 
 def test_the_flow(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=main, args=(tmp_path,))
-    process.start()
-    process.join(120)
+    process = start_marked(tmp_path, main, tmp_path)
+    process.join()
     assert process.exitcode == -9
     written, committed = attempts(tmp_path, 1)
     assert len(written) == 1 and not committed, "the files are there, and nobody can see them"
