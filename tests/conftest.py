@@ -11,6 +11,7 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 settings.register_profile("any machine", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+TESTS = Path(__file__).parent
+#: Fixtures that start a Prefect server.
+SERVERS = ("api", "up")
+
 QUIET = (
     *("--no-sandbox", "--disable-gpu", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update"),
@@ -40,6 +45,20 @@ def pytest_configure(config: pytest.Config) -> None:
     stack = ExitStack()
     stack.enter_context(session_folder.opened())
     config.add_cleanup(stack.close)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For xdist: one worker runs a whole module, and one runs all that share a Prefect server; these begin first."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    groups: dict[Path, str] = {}
+    for item in items:
+        shared = next((name for name in SERVERS if name in getattr(item, "fixturenames", ())), None)
+        groups[item.path] = shared or groups.get(item.path) or item.path.relative_to(TESTS).as_posix()
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(groups[item.path]))
+    items.sort(key=lambda item: groups[item.path] not in SERVERS)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import session_folder
 import warm_processes
 
 from areal_tasks.engines.answers import ServerDown
@@ -92,6 +95,17 @@ def drive(
     with Engines(run, recipe, folder / "logs", generates=not run.record.counterfactual) as engines:
         loop_of(run)(run, recipe, engines, retrying(execute))()
     return run
+
+
+def finished(folder: Path, name: str, recipe: Recipe) -> Run:
+    """As `drive`, but a copy where a run of that name and recipe has been made in this test run already.
+
+    Not for what depends on more than its recipe, such as a verifier that reads the environment.
+    """
+    key = hashlib.sha256(f"{name} {recipe.model_dump_json()}".encode()).hexdigest()[:16]
+    made = session_folder.once(f"run-{key}", lambda place: drive(place, name, recipe))
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+    return load_run(store_in(folder), name)
 
 
 def retrying(execute: Execute) -> Execute:
