@@ -34,6 +34,7 @@ SERVER: Final = Path(__file__).with_name("warm_server.py")
 #: What the local launcher need not start afresh.
 SERVICES: Final = ("areal_tasks.engines.trainer", "areal_tasks.engines.embedded")
 MESSAGE: Final = 1 << 18  # bytes at most
+INHERITED: Final = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", session_folder.FOLDER)
 #: Bytes of the server's own command line and environment: what it forks writes its own over them.
 ARGUMENTS_ROOM: Final = 1 << 10
 ENVIRONMENT_ROOM: Final = 1 << 16
@@ -180,13 +181,13 @@ def _connect(path: Path) -> socket.socket:
 
 
 def _start_server(path: Path) -> None:
-    """Returns when it listens at `path`."""
+    """Returns when it listens at `path`. It does not inherit marks by which tests find what a process has started."""
     ready, theirs = os.pipe()
-    room = {"AREAL_TEST_ROOM": " " * ENVIRONMENT_ROOM, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    own = {"AREAL_TEST_ROOM": " " * ENVIRONMENT_ROOM, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with path.with_suffix(".log").open("ab") as log:
         subprocess.Popen(
             [sys.executable, str(SERVER), str(path), str(theirs), " " * ARGUMENTS_ROOM],
-            env={**os.environ, **room},
+            env={**{name: os.environ[name] for name in INHERITED if name in os.environ}, **own},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -95,7 +95,7 @@ def held_by(url: str) -> dict[str, Any]:
 
 
 def test_a_server_that_dies_is_named_and_those_that_take_its_place_are_met(urls: list[str]) -> None:
-    sender = Sender("gloo", LIMIT, LIMIT)
+    sender = Sender("gloo", LIMIT, SOON)
     with receivers() as dying:
         assert not sender.send(weights(0.5), sending(dying, 1))
         fail(dying[0], "dies")
