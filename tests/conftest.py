@@ -19,7 +19,10 @@ import session_folder
 import warm_processes
 from hypothesis import HealthCheck, settings
 from s3_server import BUCKET, S3Server, s3_server
+from up_machine import ROOT, Up
+from waiting import LIMIT
 
+from areal_tasks.engines.ports import loopback_port
 from areal_tasks.store.backend import Store, open_store
 from flows.cli import machine
 from flows.home import home
@@ -76,8 +79,9 @@ def browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("no Chromium is installed here (Debian: apt install chromium)")
-    from playwright.sync_api import sync_playwright  # where no browser is, it need not be either
+    from playwright.sync_api import expect, sync_playwright  # where no browser is, it need not be either
 
+    expect.set_options(timeout=1000 * LIMIT)
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=chromium, args=list(QUIET))
         yield found
@@ -107,8 +111,8 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AREALFLOW_HOME", str(tmp_path_factory.mktemp("home")))
         (home() / "prefect").mkdir()
-        port = machine.free_port(42000)
-        url = f"http://127.0.0.1:{port}/api"
+        patch.setattr(machine, "START_SECONDS", LIMIT)
+        url = f"http://127.0.0.1:{loopback_port()}/api"
         server = machine.start_server(url)
         try:
             machine._wait_for(url, server)
@@ -118,3 +122,20 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 yield url
         finally:
             machine.stop(server)
+
+
+@pytest.fixture(scope="session")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """Everything that `arealflow up` starts: server, worker, keeper and the deployments of prefect.yaml."""
+    home, port = tmp_path_factory.mktemp("home"), loopback_port()
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "AREALFLOW_"))}
+    modules = os.pathsep.join(str(folder) for folder in (ROOT, TESTS, TESTS / "ui"))
+    own = {"AREALFLOW_HOME": str(home), "PYTHONPATH": modules, "OMP_NUM_THREADS": "1"}
+    machine = Up(f"http://127.0.0.1:{port}", {**inherited, **own})
+    started = machine.arealflow("up", "--port", str(port))
+    try:
+        assert started.returncode == 0, started.stdout + started.stderr
+        assert machine.url in started.stdout
+        yield machine
+    finally:
+        machine.arealflow("down")

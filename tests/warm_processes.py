@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -146,6 +147,18 @@ class Process(Popen):
     def exitcode(self) -> int | None:
         """0 where the call returned; none while it lasts."""
         return self.poll()
+
+
+def output_of(*args: str) -> str:
+    """What `python ARGS` prints, in the folder of the project. AssertionError with its complaints where it fails."""
+    with tempfile.TemporaryFile("w+") as errors:
+        process = Popen([sys.executable, *args], cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert process.stdout is not None
+        with process:
+            text: str = process.stdout.read()
+        errors.seek(0)
+        assert process.returncode == 0, errors.read()
+    return text
 
 
 def install() -> None:

@@ -10,6 +10,7 @@ import httpx
 import psutil
 import pytest
 from stage_driver import drive, store_in, tiny
+from waiting import LIMIT
 
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
@@ -48,7 +49,7 @@ def answers(folder: Path) -> None:
         host, port = httpx.URL(record.url).host, httpx.URL(record.url).port
         assert host == "127.0.0.1"
         for method, path in (("GET", "/health"), ("POST", "/train"), ("POST", "/generate"), ("GET", "/nosuch")):
-            assert httpx.request(method, f"{record.url}{path}", timeout=10).status_code == 401, (record.name, path)
+            assert httpx.request(method, f"{record.url}{path}", timeout=LIMIT).status_code == 401, (record.name, path)
         listening = [c for c in psutil.Process(record.pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
         assert {c.laddr.ip for c in listening if c.laddr.port == port} == {"127.0.0.1"}
         assert socket.gethostname() == record.host

@@ -12,12 +12,13 @@ from time import sleep
 from typing import Any, Final
 
 import httpx
+from waiting import LIMIT
 
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient, Refused
 from tests.sglang.contract_target import Json, Target, reference, scores_of, tokenizer_of
 
-#: Seconds after which much is being generated and little has ended: on a usual, a slow and a quick machine.
-WAITS: Final = (0.15, 0.5, 0.05)
+#: Seconds after which much is being generated and little has ended: on a usual, a slow, a quick, and a busy machine.
+WAITS: Final = (0.15, 0.5, 0.05, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 
 def logprobs_of(answer: Json) -> list[float]:
@@ -35,7 +36,7 @@ def answers_without_the_token_are_refused(t: Target) -> None:
     for path in ("/generate", "/update_weights_from_disk", "/pause_generation", "/abort_request"):
         assert t.post(path, {}, token="wrong").status_code == 401, path
     for path in ("/model_info", "/server_info", "/health", "/health_generate"):
-        assert httpx.get(f"{t.url}{path}", timeout=60).status_code == 401, path
+        assert httpx.get(f"{t.url}{path}", timeout=LIMIT).status_code == 401, path
 
 
 def health_and_information(t: Target) -> None:
@@ -43,7 +44,7 @@ def health_and_information(t: Target) -> None:
     assert t.get("/server_info")["version"]
     for path in ("/health", "/health_generate"):
         headers = {"Authorization": f"Bearer {t.token}"}
-        assert httpx.get(f"{t.url}{path}", headers=headers, timeout=60).status_code == 200
+        assert httpx.get(f"{t.url}{path}", headers=headers, timeout=LIMIT).status_code == 200
 
 
 def an_answer_holds_tokens_logprobs_version_and_reason(t: Target) -> None:
@@ -220,7 +221,7 @@ def an_abort_answers_with_what_there_is(t: Target) -> None:
     sleep(0.1)
     response = t.post("/abort_request", {"abort_all": True})
     assert response.status_code == 200
-    for answer in work.result(60):
+    for answer in work.result(LIMIT):
         meta = answer["meta_info"]
         assert meta["finish_reason"]["type"] in ("abort", "length")
         assert len(meta["output_token_logprobs"]) == len(answer["output_ids"])
@@ -317,7 +318,7 @@ def paused_in_place_or_retracted_requests_are_held(t: Target) -> None:
         assert t.post("/pause_generation", {"mode": mode}).status_code == 200
         sleep(0.3)
         assert t.post("/continue_generation").status_code == 200
-        for answer in work.result(120):
+        for answer in work.result(LIMIT):
             assert answer["meta_info"]["finish_reason"]["type"] == "length"
             assert len(answer["output_ids"]) == t.max_length - 20
 
