@@ -8,6 +8,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import shutil
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,9 +19,9 @@ import pytest
 import session_folder
 import warm_processes
 from hypothesis import HealthCheck, settings
-from s3_server import BUCKET, S3Server, s3_server
+from s3_server import BUCKET, S3Server
 from up_machine import ROOT, Up
-from waiting import LIMIT
+from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.ports import loopback_port
 from areal_tasks.store.backend import Store, open_store
@@ -89,12 +90,24 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A real S3 server on this machine, whose keys are in the environment from here on."""
-    with s3_server(tmp_path_factory.mktemp("s3")) as server, pytest.MonkeyPatch.context() as patch:
+def s3() -> Iterator[S3Server]:
+    """A real S3 server, one for the test run, whose keys are in the environment from here on."""
+    exported = (session_folder.once("s3", start_s3) / "exported").read_text()
+    values = dict(line.removeprefix("export ").split("=", 1) for line in exported.splitlines())
+    server = S3Server(values["AWS_ENDPOINT_URL"], values["AWS_ACCESS_KEY_ID"], values["AWS_SECRET_ACCESS_KEY"])
+    with pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
             patch.setenv(name, value)
         yield server
+
+
+def start_s3(place: Path) -> None:
+    """It outlives the worker that starts it, and ends with the test run."""
+    command = [sys.executable, str(TESTS / "s3_server.py"), str(session_folder.folder() / "s3-data")]
+    with (place / "exported").open("w") as exported:
+        process = warm_processes.Popen(command, stdout=exported, start_new_session=True)
+    wait_until(lambda: "AREALFLOW_STORE" in (place / "exported").read_text() or process.poll() is not None)
+    assert process.poll() is None
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, TypeVar
 
 T = TypeVar("T")
@@ -21,6 +23,16 @@ def wait_until(condition: Callable[[], T], what: object = "the condition", limit
         assert time.monotonic() < end, f"{what}: not within {limit:g} s"
         time.sleep(PAUSE)
     return found
+
+
+def meet(folder: Path, name: str, parties: int = 2) -> None:
+    """Return when so many processes have called it, in all of them at nearly the same instant."""
+    place, end = folder / name, time.monotonic() + LIMIT
+    place.mkdir(parents=True, exist_ok=True)
+    (place / str(os.getpid())).touch()
+    while len(os.listdir(place)) < parties:
+        assert time.monotonic() < end, f"{name}: the others did not come"
+        os.sched_yield()
 
 
 async def until(condition: Callable[[], object], what: object = "the condition", limit: float = LIMIT) -> None:

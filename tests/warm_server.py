@@ -18,6 +18,7 @@ import pickle
 import random
 import runpy
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -61,10 +62,13 @@ class Server:
                 self._answer(self.asking.pop(descriptor))
 
     def end(self) -> None:
-        """Kill what was forked and has not ended, with what it has started."""
+        """Kill what was forked and has not ended, with what it has started, and remove what it has written."""
         for pid in self.forked:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL) if os.getpgid(pid) == pid else os.kill(pid, signal.SIGKILL)
+        for pid in self.forked:
+            os.waitpid(pid, 0)
+        shutil.rmtree(session_folder.folder(), ignore_errors=True)
 
     def _answer(self, channel: socket.socket) -> None:
         message, descriptors, _, _ = socket.recv_fds(channel, MESSAGE, 64)
