@@ -46,7 +46,7 @@ class Fake:
         self.bodies.append(body)
         version = self.version
         async with self.busy:
-            await asyncio.sleep(self.delay + self.per_sample * len(body["input_ids"]))
+            await asyncio.sleep(self.delay + self.per_sample * len(body["input_ids"]))  # as a server takes its time
         if self.deaf:
             assert request.transport is not None
             request.transport.close()

@@ -76,7 +76,7 @@ def test_bits_do_not_depend_on_company_or_time(
     running = []
     for case, pause in zip(cases, pauses, strict=False):
         running.append(Running(chosen, sequences(case)))
-        time.sleep(pause)
+        time.sleep(pause)  # requests come at any time
     assert [bits(run.wait()) for run in running] == expected
 
 

@@ -25,7 +25,7 @@ async def leaves() -> None:
 
 
 async def beside_others() -> None:
-    await asyncio.gather(asyncio.sleep(0.01), leaves())
+    await asyncio.gather(asyncio.sleep(0.01), leaves())  # something else under way
 
 
 @pytest.mark.parametrize("work", [leaves, beside_others])
@@ -33,4 +33,4 @@ def test_a_task_that_exits_ends_its_own_call_and_no_other(thread: LoopThread, wo
     with pytest.raises(SystemExit) as left:
         thread.run(work(), LIMIT)  # type: ignore[operator]
     assert left.value.code == 3
-    assert thread.run(asyncio.sleep(0, "still here"), LIMIT) == "still here"
+    assert thread.run(asyncio.sleep(0, "still here"), LIMIT) == "still here"  # no time at all

@@ -43,7 +43,7 @@ def segfault() -> None:
 
 def start_a_process_and_hang() -> None:
     subprocess.Popen(["sleep", os.environ["MISBEHAVING_NAP"]])
-    time.sleep(1000)
+    time.sleep(1000)  # it hangs
 
 
 def start_a_process_and_leave() -> None:
@@ -57,7 +57,7 @@ def write_into_every_descriptor() -> None:
             os.write(descriptor, b"garbage\n")
         except OSError:
             continue
-    time.sleep(1000)
+    time.sleep(1000)  # it hangs
 
 
 def raise_unprintable() -> None:
@@ -67,7 +67,7 @@ def raise_unprintable() -> None:
 ACTS: dict[str, Any] = {
     "loop": loop_in_python,
     "regex": loop_in_c,
-    "sleep": lambda: time.sleep(1000),
+    "sleep": lambda: time.sleep(1000),  # it hangs
     "memory": eat_memory,
     "segfault": segfault,
     "leave": lambda: os._exit(3),

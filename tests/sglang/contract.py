@@ -218,7 +218,7 @@ def _long(t: Target, seed: int) -> Callable[[], list[Json]]:
 
 def an_abort_answers_with_what_there_is(t: Target) -> None:
     work = in_background(_long(t, 80))
-    sleep(0.1)
+    sleep(0.1)  # until it is under way, mostly
     response = t.post("/abort_request", {"abort_all": True})
     assert response.status_code == 200
     for answer in work.result(LIMIT):
@@ -270,7 +270,7 @@ def _updated(t: Target, asked: list[GenerateRequest], version: int, wait: float)
 
     async def ask(client: InferenceClient) -> Any:
         work = asyncio.ensure_future(client.generate(asked))
-        await asyncio.sleep(wait)
+        await asyncio.sleep(wait)  # until much is under way
         await client.update_weights(str(t.other), version)
         return await work
 
@@ -299,9 +299,9 @@ def _paused(t: Target, asked: list[GenerateRequest], wait: float) -> tuple[bool,
 
     async def ask(client: InferenceClient) -> Any:
         work = asyncio.ensure_future(client.generate(asked))
-        await asyncio.sleep(wait)
+        await asyncio.sleep(wait)  # until much is under way
         await client.pause()
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3)  # while it is paused
         finished = work.done()
         await client.resume()
         return finished, await work
@@ -314,9 +314,9 @@ def _paused(t: Target, asked: list[GenerateRequest], wait: float) -> tuple[bool,
 def paused_in_place_or_retracted_requests_are_held(t: Target) -> None:
     for mode in ("in_place", "retract"):
         work = in_background(_long(t, 110))
-        sleep(0.1)
+        sleep(0.1)  # until it is under way, mostly
         assert t.post("/pause_generation", {"mode": mode}).status_code == 200
-        sleep(0.3)
+        sleep(0.3)  # while it is held
         assert t.post("/continue_generation").status_code == 200
         for answer in work.result(LIMIT):
             assert answer["meta_info"]["finish_reason"]["type"] == "length"
