@@ -15,7 +15,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 # One process for each core, four at most: models this small gain nothing from more, and each process imports torch.
-PYTEST := $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --dist=loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4
 
 .PHONY: install demo demo-s3 down test test-slow test-all chaos lint docs bench
 

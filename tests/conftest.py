@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import session_folder
@@ -35,8 +35,6 @@ settings.register_profile("any machine", deadline=None, max_examples=60, suppres
 settings.load_profile("any machine")
 
 TESTS = Path(__file__).parent
-#: Fixtures that start a Prefect server.
-SERVERS = ("api", "up")
 
 QUIET = (
     *("--no-sandbox", "--disable-gpu", "--no-first-run"),
@@ -51,18 +49,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(stack.close)
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For xdist: one worker runs a whole module, and one runs all that share a Prefect server; these begin first."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
-    groups: dict[Path, str] = {}
-    for item in items:
-        shared = next((name for name in SERVERS if name in getattr(item, "fixturenames", ())), None)
-        groups[item.path] = shared or groups.get(item.path) or item.path.relative_to(TESTS).as_posix()
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(groups[item.path]))
-    items.sort(key=lambda item: groups[item.path] not in SERVERS)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from scheduling import group_by_server  # xdist need not be there where it is not used
+
+        group_by_server(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from scheduling import ModuleScheduling
+
+    return ModuleScheduling(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

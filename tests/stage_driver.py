@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from typing import Any
 import psutil
 import session_folder
 import warm_processes
+from waiting import LIMIT
 
 from areal_tasks.engines.answers import ServerDown
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer_client import TrainerDown
-from areal_tasks.stages.build import Built, PrefectIds
+from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Execute, Job, run_directly
 from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.backend import Store, open_store
@@ -112,12 +114,13 @@ def retrying(execute: Execute) -> Execute:
     """As the flow's tasks do: an engine that is gone may come back."""
 
     def attempt(job: Job) -> Built:
-        for _ in range(3):
+        end = time.monotonic() + LIMIT
+        while True:
             try:
                 return execute([job])[0]
             except (TrainerDown, ServerDown):
-                continue
-        return job.run(PrefectIds())
+                if time.monotonic() > end:
+                    raise
 
     def run(jobs: Sequence[Job]) -> list[Built]:
         return [attempt(job) for job in jobs]

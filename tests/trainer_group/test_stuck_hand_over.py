@@ -25,7 +25,13 @@ SERVER = "http://server"
 
 
 @pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+def answered() -> Event:
+    """To be set when the trainer's answer is there, for which it has a while."""
+    return Event()
+
+
+@pytest.fixture
+def ended(answered: Event, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     """How the process was to end. The group's broadcast lasts until then, and so does the test."""
     over, found = Event(), []
 
@@ -35,7 +41,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
 
     monkeypatch.setattr(os, "killpg", end)
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(ranks, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(sleep=lambda _seconds: answered.wait(LIMIT)))
     monkeypatch.setattr(service, "Watch", partial(Watch, seconds=0.1))
     met = SimpleNamespace(broadcast=lambda *_, **__: SimpleNamespace(wait=lambda: over.wait(LIMIT)), abort=lambda: None)
     monkeypatch.setattr(transport, "lead", lambda *_: met)
@@ -69,13 +75,14 @@ def sent(world: World) -> httpx.Response:
 
 
 def test_a_refusal_is_the_answer_before_the_trainer_ends(
-    world: World, ended: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+    world: World, ended: list[tuple[Any, ...]], answered: Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """400 is a UserError for whoever asked, and no trainer is started again for the same to happen."""
     fails_with(HandOver(f"{SERVER} refused the weights: 400 no such group"), monkeypatch)
     answer = sent(world)
     assert (answer.status_code, answer.json()) == (400, {"error": f"{SERVER} refused the weights: 400 no such group"})
     assert not ended, "it answers first"
+    answered.set()
     wait_until(lambda: ended == [(0, signal.SIGKILL)])
 
 
