@@ -8,11 +8,9 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import shutil
-import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,13 +18,10 @@ import session_folder
 import warm_processes
 from hypothesis import HealthCheck, settings
 from s3_server import BUCKET, S3Server
-from up_machine import ROOT, Up
-from waiting import LIMIT, wait_until
+from servers import Up, arealflow_up, prefect_server, shared_s3_server, while_needed
+from waiting import LIMIT
 
-from areal_tasks.engines.ports import loopback_port
 from areal_tasks.store.backend import Store, open_store
-from flows.cli import machine
-from flows.home import home
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -34,7 +29,6 @@ if TYPE_CHECKING:
 settings.register_profile("any machine", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-TESTS = Path(__file__).parent
 
 QUIET = (
     *("--no-sandbox", "--disable-gpu", "--no-first-run"),
@@ -54,6 +48,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         from scheduling import group_by_server  # xdist need not be there where it is not used
 
         group_by_server(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from scheduling import end_servers
+
+        end_servers(item, nextitem)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -89,23 +92,12 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[S3Server]:
-    """A real S3 server, one for the test run, whose keys are in the environment from here on."""
-    exported = (session_folder.once("s3", start_s3) / "exported").read_text()
-    values = dict(line.removeprefix("export ").split("=", 1) for line in exported.splitlines())
-    server = S3Server(values["AWS_ENDPOINT_URL"], values["AWS_ACCESS_KEY_ID"], values["AWS_SECRET_ACCESS_KEY"])
+    """A real S3 server on this machine, whose keys are in the environment from here on."""
+    server = shared_s3_server()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
             patch.setenv(name, value)
         yield server
-
-
-def start_s3(place: Path) -> None:
-    """It outlives the worker that starts it, and ends with the test run."""
-    command = [sys.executable, str(TESTS / "s3_server.py"), str(session_folder.folder() / "s3-data")]
-    with (place / "exported").open("w") as exported:
-        process = warm_processes.Popen(command, stdout=exported, start_new_session=True)
-    wait_until(lambda: "AREALFLOW_STORE" in (place / "exported").read_text() or process.poll() is not None)
-    assert process.poll() is None
 
 
 @pytest.fixture(scope="session")
@@ -117,36 +109,12 @@ def s3_store(s3: S3Server) -> Store:
 @pytest.fixture(scope="session")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a real Prefect server's API. A home of our own, and settings for it, are in force from here on."""
-    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings  # not for tests that need no server
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AREALFLOW_HOME", str(tmp_path_factory.mktemp("home")))
-        (home() / "prefect").mkdir()
-        patch.setattr(machine, "START_SECONDS", LIMIT)
-        url = f"http://127.0.0.1:{loopback_port()}/api"
-        server = machine.start_server(url)
-        try:
-            machine._wait_for(url, server)
-            patch.setenv("PREFECT_API_URL", url)
-            patch.setenv("PREFECT_HOME", str(home() / "prefect"))
-            with temporary_settings({PREFECT_API_URL: url, PREFECT_HOME: home() / "prefect"}):
-                yield url
-        finally:
-            machine.stop(server)
+    with while_needed("api", prefect_server(tmp_path_factory.mktemp("home"))) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    """Everything that `arealflow up` starts: server, worker, keeper and the deployments of prefect.yaml."""
-    home, port = tmp_path_factory.mktemp("home"), loopback_port()
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "AREALFLOW_"))}
-    modules = os.pathsep.join(str(folder) for folder in (ROOT, TESTS, TESTS / "ui"))
-    own = {"AREALFLOW_HOME": str(home), "PYTHONPATH": modules, "OMP_NUM_THREADS": "1"}
-    machine = Up(f"http://127.0.0.1:{port}", {**inherited, **own})
-    started = machine.arealflow("up", "--port", str(port))
-    try:
-        assert started.returncode == 0, started.stdout + started.stderr
-        assert machine.url in started.stdout
+    """Everything that `arealflow up` starts, in a folder of its own."""
+    with while_needed("up", arealflow_up(tmp_path_factory.mktemp("home"))) as machine:
         yield machine
-    finally:
-        machine.arealflow("down")

@@ -10,25 +10,34 @@ from typing import Any, Final
 
 import pytest
 import session_folder
+from servers import OPEN
 from xdist.scheduler import LoadScopeScheduling
 
 #: Fixtures of servers that are dear: those who use one begin first, since they take longest.
 SERVERS: Final = ("api", "up")
+#: The server that each module uses which uses one.
+USED: Final[dict[Path, str]] = {}
 GROUPS: Final = "groups.json"
 
 
 def group_by_server(items: list[pytest.Item]) -> None:
     """Write down, for the process that hands out the tests, which modules use which server; put those first."""
-    groups: dict[Path, str] = {}
     for item in items:
         fixtures: Sequence[str] = getattr(item, "fixturenames", ())
         used = [name for name in SERVERS if name in fixtures]
-        groups |= {item.path: used[0]} if used else {}
-    items.sort(key=lambda item: item.path not in groups)
-    names = {item.nodeid.partition("::")[0]: groups[item.path] for item in items if item.path in groups}
+        USED.update({item.path: used[0]} if used else {})
+    items.sort(key=lambda item: item.path not in USED)
+    names = {item.nodeid.partition("::")[0]: USED[item.path] for item in items if item.path in USED}
     partial = session_folder.folder() / f"{GROUPS}.{id(items)}"
     partial.write_text(json.dumps(names))
     partial.rename(session_folder.folder() / GROUPS)
+
+
+def end_servers(item: pytest.Item, following: pytest.Item | None) -> None:
+    """End the server that this module uses and the following one does not: the modules of a server are run in a row."""
+    name = USED.get(item.path, "")
+    if name in OPEN and (following is None or USED.get(following.path) != name):
+        OPEN.pop(name).close()
 
 
 class ModuleScheduling(LoadScopeScheduling):

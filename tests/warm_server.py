@@ -29,9 +29,13 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import session_folder
-from warm_processes import MESSAGE, ROOT, SERVICES, send
+from warm_processes import MESSAGE, ROOT, send
 
-PRELOAD: Final = ("areal_tasks.stages.loop", *(f"{service}.process" for service in SERVICES))
+PRELOAD: Final = (
+    "areal_tasks.stages.loop",
+    "areal_tasks.engines.trainer.process",
+    "areal_tasks.engines.embedded.process",
+)
 #: Where packages are imported from in any process, whatever folder it runs in and whatever PYTHONPATH says.
 INSTALLED: Final = [path for path in sys.path if path not in (str(ROOT), str(ROOT / "tests"))]
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from prefect.utilities.callables import parameter_schema
 from prefect_api import ask
-from up_machine import ROOT, Up
+from servers import ROOT, Up
 
 from flows.cli import machine
 from flows.cli.in_process import FLOWS

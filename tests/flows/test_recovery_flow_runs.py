@@ -142,6 +142,7 @@ def scene(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]
         patch.setenv("PYTHONPATH", os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]))
         machine.prefect(["work-pool", "create", machine.POOL, "--type", "process", "--overwrite"], api)
         automations.install(api)
+        patch.setattr(machine, "WORKER", "patient_worker")
         worker = machine.spawn_worker(api)
         try:
             yield Scene(api, folder, recipe(folder), submit(api, recipe(folder)), gate)

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from servers import ROOT, Up
 from stage_driver import tiny
-from up_machine import ROOT, Up
 from waiting import wait_until
 from webhook import Webhook
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
-from up_machine import Up
+from servers import Up
 from waiting import LIMIT, wait_until
 
 WIDTH, HEIGHT = 1440, 1000
