@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 import pytest
-from stage_driver import drive, store_in, tiny
+from stage_driver import finished, store_in, tiny
+from waiting import wait_until
 
 from flows.cli import machine, main
 from schemas.errors import UserError
@@ -26,7 +26,8 @@ from schemas.errors import UserError
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A store that holds the run `small` of two iterations."""
     folder = tmp_path_factory.mktemp("small")
-    drive(folder, "small", tiny(schedule={"iterations": 2}, evaluation={"every": 0, "limit": 0, "max_new_tokens": 256}))
+    changes = {"schedule": {"iterations": 2}, "evaluation": {"every": 0, "limit": 0, "max_new_tokens": 256}}
+    finished(folder, "small", tiny(**changes))
     return store_in(folder).url
 
 
@@ -250,17 +251,26 @@ def test_a_port_that_another_takes_meanwhile_is_left_to_it(tmp_path: Path, monke
     assert len(tried) == 2 and tried[0] == f"http://127.0.0.1:{port}/api" != tried[1] == found.api_url
 
 
+WAITS = "waiting for another `arealflow up` or `down` to end"
+
+
 def test_of_two_ups_at_once_the_second_finds_what_the_first_started(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
     begun: list[str] = []
+    said: list[str] = []
     ours = machine.started(os.getpid())
 
     def server(url: str) -> machine.Started:
         begun.append(url)
-        time.sleep(0.3)  # as a server takes its time, and is not written down meanwhile
+        wait_until(lambda: WAITS in said, "the other `up`")  # what is being started is not written down meanwhile
         return ours
+
+    def echo(text: str) -> None:
+        said.append(text)
+
+    monkeypatch.setattr(machine.typer, "echo", echo)
 
     monkeypatch.setattr(machine, "start_server", server)
     monkeypatch.setattr(machine, "start_worker", lambda url, server: ours)
@@ -272,12 +282,11 @@ def test_of_two_ups_at_once_the_second_finds_what_the_first_started(
         one.start()
     for one in ups:
         one.join()
-    assert len(begun) == 1
-    assert "waiting for another `arealflow up` or `down` to end" in capsys.readouterr().out
+    assert len(begun) == 1 and said.count(WAITS) == 1
 
 
 def test_the_answer_of_anothers_server_is_not_taken_for_ours() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, subprocess.Popen(["sleep", "99"]) as sleeper:
+    with socket.create_server(("127.0.0.1", 0)) as taken, subprocess.Popen(["sleep", "3600"]) as sleeper:
         port = taken.getsockname()[1]
         assert machine.listens(machine.started(os.getpid()), port)
         assert not machine.listens(machine.started(sleeper.pid), port)
@@ -285,10 +294,9 @@ def test_the_answer_of_anothers_server_is_not_taken_for_ours() -> None:
 
 
 def test_what_we_started_is_stopped_with_what_it_started() -> None:
-    code = "import subprocess, time; subprocess.Popen(['sleep', '99']); time.sleep(99)"
+    code = "import subprocess, time; subprocess.Popen(['sleep', '3600']); time.sleep(3600)"
     process = psutil.Popen([sys.executable, "-c", code])
-    while not process.children():
-        assert process.is_running()
+    wait_until(process.children, "its child")
     family = [process, *process.children()]
     machine.stop(machine.started(process.pid), grace_seconds=0.5)
     assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

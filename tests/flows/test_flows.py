@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
+from prefect_api import ask
 from recorded_runs import recipes, unpack
 from stage_driver import Digests, digests, drive, start_driver, store_in, tiny, tiny_sft
 from task_states import task_states
@@ -22,7 +23,6 @@ from areal_tasks.store.journal import read_log
 from areal_tasks.store.paths import owner
 from areal_tasks.store.runs import Run, load_run, open_run
 from flows import tasks
-from flows.cli.automations import ask
 from flows.rlhf import rlhf
 from flows.sft import sft
 from schemas.errors import UserError
@@ -92,7 +92,7 @@ def resumed(prefect: Prefect, questions: Path, tmp_path_factory: pytest.TempPath
     recipe = recipe_of(questions, folder)
     drive(folder, "whole", recipe)
     process = start_driver(folder, "r", recipe, "verify 1")
-    process.join(60)
+    process.join()
     assert process.exitcode == -9
     result = rlhf(recipe, run="r")
     yield Resumed(folder, recipe, result, prefect.last_flow_run(), digests(folder, "whole"))

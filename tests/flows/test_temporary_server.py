@@ -7,13 +7,13 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from waiting import LIMIT, wait_until
 
 from flows import server
 from flows.cli import temporary
@@ -51,7 +51,7 @@ def test_its_tables_are_those_that_prefect_makes(fresh: TemporaryServer, api: st
 
 def test_it_has_not_noted_that_blocks_are_registered(fresh: TemporaryServer) -> None:
     assert {file.name.partition("-")[0] for file in database(fresh).parent.iterdir()} == {"prefect.db"}
-    found = httpx.post(f"{fresh.api_url}/block_types/filter", json={}).raise_for_status()
+    found = httpx.post(f"{fresh.api_url}/block_types/filter", json={}, timeout=LIMIT).raise_for_status()
     assert found.json() == []
 
 
@@ -63,10 +63,7 @@ def test_it_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
     environment = os.environ | {"AREALFLOW_HOME": str(tmp_path)}
     killed = subprocess.run([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
     assert killed.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 120
-    while runs(int(killed.stdout)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not runs(int(killed.stdout)), "its end")
 
 
 def runs(pid: int) -> bool:

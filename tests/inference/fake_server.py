@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from aiohttp import web
+from waiting import until
 
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
 from schemas.recipe.sections import Inference
+from tests.inference.virtual_time import run
+
+__all__ = ["Fake", "check", "requests", "run", "serve", "serving", "until"]
 
 
 class Fake:
@@ -44,7 +48,7 @@ class Fake:
         self.bodies.append(body)
         version = self.version
         async with self.busy:
-            await asyncio.sleep(self.delay + self.per_sample * len(body["input_ids"]))
+            await asyncio.sleep(self.delay + self.per_sample * len(body["input_ids"]))  # as a server takes its time
         if self.deaf or self.deaf_to_prompts:
             assert request.transport is not None
             request.transport.close()
@@ -107,6 +111,7 @@ class Fake:
 async def serving(*fakes: Fake, **settings: Any) -> AsyncIterator[InferenceClient]:
     runners = [await serve(fake) for fake in fakes]
     client = InferenceClient([fake.url for fake in fakes], "token", Inference(**settings))
+    client.pool.router.clock = asyncio.get_running_loop().time
     try:
         yield client
     finally:
@@ -146,12 +151,3 @@ def check(asked: list[GenerateRequest], results: list[GenerateResult], version: 
         assert result.logprobs == [pytest.approx(-0.1 * t) for t in result.output_ids]
         assert result.versions == [version] * 3
         assert result.stop_reason == "length"
-
-
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 30))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from test_damaged_weights import VERSION, weights, within
+from test_damaged_weights import VERSION, weights
+from waiting import wait_until
 
 from areal_tasks.engines.external import external_servers, external_token
 from areal_tasks.engines.session import Engines
@@ -95,7 +96,8 @@ def test_servers_whose_logprobs_are_those_after_the_temperature_are_taken(
 ) -> None:
     found, servers = engines
     client = found.inference()
-    assert client.version == VERSION and within(10, lambda: len(client.healthy()) == 2)
+    assert client.version == VERSION
+    wait_until(lambda: len(client.healthy()) == 2)
     assert all(server.bodies and server.version == VERSION for server in servers)
 
 
@@ -116,9 +118,9 @@ def test_one_that_others_start_again_in_that_way_is_not_let_in(
 ) -> None:
     found, servers = engines
     client = found.inference()
-    assert within(10, lambda: len(client.healthy()) == 2)
+    wait_until(lambda: len(client.healthy()) == 2)
     asked = len(servers[1].bodies)
     servers[1].original = True
     found.call(client.evict({servers[1].url: "it is started again"}))
-    assert within(10, lambda: len(servers[1].bodies) > asked + 1)
+    wait_until(lambda: len(servers[1].bodies) > asked + 1)
     assert client.healthy() == [servers[0].url]

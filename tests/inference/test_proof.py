@@ -14,7 +14,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_damaged_weights import within
+from waiting import wait_until
 
 from areal_tasks.engines import server_pool
 from areal_tasks.engines.answers import Refused
@@ -302,7 +302,7 @@ def test_a_server_that_fails_while_it_holds_no_weights_is_not_let_in_without_the
     engines, servers, trainer = scene
     servers[0].fails_when_overwritten = True
     engines.write_weights(trainer, 1)
-    assert within(30, lambda: len(engines.inference().healthy()) == 2)
+    wait_until(lambda: len(engines.inference().healthy()) == 2)
     assert all(server.tensors.parts == valued(CHECKPOINT, 1) for server in servers)
 
 

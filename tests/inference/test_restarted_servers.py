@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 
 import pytest
 from aiohttp import web
-from test_damaged_weights import VERSION, weights, within
+from test_damaged_weights import VERSION, weights
 from test_lending import Lender
+from waiting import wait_until
 
 from areal_tasks.engines import session
 from areal_tasks.engines.session import Engines
@@ -66,7 +67,8 @@ def pair(engines: Engines) -> Pair:
 
 def assert_well(engines: Engines, lend: bool) -> None:
     client = engines._inference
-    assert client is not None and within(10, lambda: len(client.healthy()) == 2)
+    assert client is not None
+    wait_until(lambda: len(client.healthy()) == 2)
     assert [(server.lends, server.died_of) for server in pair(engines).servers] == [(lend, [])] * 2
 
 
@@ -113,5 +115,6 @@ def test_servers_of_two_versions_are_brought_to_the_one_in_force(engines: Engine
     """One did not take it and runs, the other has just been started with it: no new start would change that."""
     pair(engines).servers[0].version = VERSION - 1
     client = engines.inference()
-    assert client.version == VERSION and within(10, lambda: len(client.healthy()) == 2)
+    assert client.version == VERSION
+    wait_until(lambda: len(client.healthy()) == 2)
     assert [server.version for server in pair(engines).servers] == [VERSION] * 2

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from test_damaged_weights import VERSION, weights, within
+from test_damaged_weights import VERSION, weights
+from waiting import wait_until
 
 from areal_tasks.engines import server_pool
 from areal_tasks.engines.answers import ServerDown
@@ -250,7 +251,7 @@ def ends(engines: Engines, index: int) -> None:
 def test_servers_start_on_the_weights_in_force_and_are_asked_to_load_nothing(engines: Engines) -> None:
     client = engines.inference()
     ends(engines, 0)
-    assert within(10, lambda: len(client.healthy()) == 2)
+    wait_until(lambda: len(client.healthy()) == 2)
     assert all(server.current for server in client.pool.servers)
     assert [fake.updates for fake in supervisor(engines).fakes] == [[], []]
     assert supervisor(engines).started_on[-1] == engines.serving and client.version == VERSION
@@ -273,7 +274,7 @@ def test_weights_that_the_store_does_not_have_are_written_for_a_server_that_star
     )
     ends(engines, 1)
     client = engines.inference()
-    assert within(10, lambda: len(client.healthy()) == 2)
+    wait_until(lambda: len(client.healthy()) == 2)
     started_on, serving = supervisor(engines).started_on[-1], engines.serving
     assert started_on == serving == engines.written and serving is not None and serving.version == 9
     assert all(server.current for server in client.pool.servers) and client.wants(name_of(serving))
@@ -286,7 +287,7 @@ def test_a_trainer_that_is_busy_is_left_alone_and_the_server_waits_for_the_next_
     engines._trainer = SimpleNamespace(is_free=lambda version: False, close=lambda: None)  # type: ignore[assignment]
     ends(engines, 1)
     client = engines.inference()
-    assert within(10, lambda: len(client.healthy()) == 2)
+    wait_until(lambda: len(client.healthy()) == 2)
     assert supervisor(engines).started_on[-1] == engines.written
     assert [server.current for server in client.pool.servers] == [True, False]
     hand_over(engines, 10)
@@ -323,4 +324,4 @@ def test_when_the_last_has_failed_too_often_the_stage_ends_with_its_log(
 
     with pytest.raises(ServiceFailed, match="failed 4 times"):
         engines.call(work(), generates=True)
-    assert within(10, lambda: not any(server.requests for server in client.pool.servers)), "what it asked for is over"
+    wait_until(lambda: not any(server.requests for server in client.pool.servers), "what it asked for is over")

@@ -12,6 +12,7 @@ import httpx
 import psutil
 import pytest
 from small_service import make_app
+from waiting import LIMIT
 
 from areal_tasks.engines.service import TOKEN, ServiceSpec, make_server
 from areal_tasks.launchers.inline import InlineLauncher
@@ -38,7 +39,7 @@ def begin(store: Store, tmp_path: Path) -> Iterator[Begin]:
     """Starts a supervisor with services of the given names."""
     begun: list[Supervisor] = []
 
-    def start(*names: str, startup_seconds: float = 60.0, restarts: int = 3) -> Supervisor:
+    def start(*names: str, startup_seconds: float = 600.0, restarts: int = 3) -> Supervisor:
         settings = Launcher(type="local", startup_seconds=startup_seconds, restarts=restarts)
         begun.append(Supervisor(store, settings, tmp_path / "logs"))
         for name in names:
@@ -61,7 +62,7 @@ def handle(supervisor: Supervisor, name: str) -> LocalHandle:
 
 
 def about(supervisor: Supervisor, url: str) -> dict[str, object]:
-    answer = httpx.get(f"{url}/about", headers={"Authorization": f"Bearer {supervisor.token}"}, timeout=10)
+    answer = httpx.get(f"{url}/about", headers={"Authorization": f"Bearer {supervisor.token}"}, timeout=LIMIT)
     found: dict[str, object] = answer.raise_for_status().json()
     return found
 
@@ -88,8 +89,8 @@ def test_a_service_answers_nobody_without_the_token(begin: Begin) -> None:
     [url] = supervisor.wait(["ready"])
     assert url.startswith("http://127.0.0.1:")
     assert about(supervisor, url)["name"] == "ready"
-    assert httpx.get(f"{url}/about").status_code == 401
-    assert httpx.get(f"{url}/about", headers={"Authorization": "Bearer x"}).status_code == 401
+    assert httpx.get(f"{url}/about", timeout=LIMIT).status_code == 401
+    assert httpx.get(f"{url}/about", headers={"Authorization": "Bearer x"}, timeout=LIMIT).status_code == 401
     process = psutil.Process(handle(supervisor, "ready").process.pid)
     assert supervisor.token not in " ".join(process.cmdline()) and TOKEN not in os.environ
 
@@ -208,7 +209,7 @@ def test_leaving_stops_every_service_even_if_one_cannot_be(begin: Begin, monkeyp
     monkeypatch.setattr(handle(supervisor, "ready"), "stop", fail)
     with pytest.raises(OSError, match="no such process group"):
         supervisor.__exit__()
-    assert [process.wait(20) is None for process in processes] == [False, False]
+    assert [process.wait(LIMIT) is None for process in processes] == [False, False]
     supervisor.services.clear()
     supervisor.launcher = InlineLauncher()  # its own is closed already
 
@@ -220,7 +221,7 @@ def test_leaving_stops_services_and_what_they_started(begin: Begin) -> None:
     family = [psutil.Process(one.process.pid), *psutil.Process(one.process.pid).children(recursive=True)]
     assert len(family) == 2
     supervisor.services["parent"].handle.stop()
-    _, alive = psutil.wait_procs(family, 5)
+    _, alive = psutil.wait_procs(family, LIMIT)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
     assert not one.scratch.exists()
 
@@ -231,4 +232,4 @@ def test_a_service_whose_supervisor_is_gone_ends(begin: Begin) -> None:
     processes = [handle(supervisor, name).process for name in ("ready", "silent")]
     os.close(supervisor.launcher.write_end)  # type: ignore[attr-defined]
     supervisor.launcher.write_end = os.open(os.devnull, os.O_RDONLY)  # type: ignore[attr-defined]
-    assert [process.wait(20) for process in processes] == [-9, -9]
+    assert [process.wait(LIMIT) for process in processes] == [-9, -9]

@@ -20,12 +20,12 @@ from s3_server import BUCKET, S3Server
 from stage_driver import tiny
 
 from areal_tasks.engines import servers
+from areal_tasks.engines.ports import loopback_port
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.store import s3_environment
 from areal_tasks.store.backend import Store, open_store
 from flows import credentials
 from flows.cli import s3_keys
-from flows.cli.machine import free_port
 from flows.cli.main import main
 from flows.credentials import BLOCK, NEEDED, PLACES, SECRETS, kept_by_prefect, of_environment, take_s3_keys
 from flows.home import home
@@ -189,7 +189,7 @@ def test_a_server_that_is_away_as_a_flow_run_begins_is_asked_again(api: str, mon
         for name in NEEDED:
             keys.setenv(name, "kept")
         assert arealflow("s3-keys") == 0
-    port = free_port(43000)
+    port = loopback_port()
     comes = threading.Timer(3.0, lambda: started.append(redirecting(port, api)))  # a client gives up after two
     started: list[ThreadingHTTPServer] = []
     with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{port}"}):
@@ -218,7 +218,7 @@ def redirecting(port: int, api: str) -> ThreadingHTTPServer:
 def test_a_server_that_stays_away_is_a_mistake_with_a_remedy(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_keys(monkeypatch)
     monkeypatch.setattr(credentials, "AWAY_SECONDS", 0.0)
-    nowhere = temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{free_port(43000)}"})
+    nowhere = temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{loopback_port()}"})
     with nowhere, pytest.raises(UserError, match=r"does not answer \(.*see that it runs, or export S3 keys"):
         take_s3_keys("s3://bucket/x")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from waiting import LIMIT
 
 from areal_tasks.engines.models import file_states
 from areal_tasks.engines.service import ModelFolder, ServiceSpec
@@ -64,7 +65,7 @@ def begin(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
             name=NAME, restart=0, store_url=store_url, run="r", owner=1, recipe=recipe, gpus=gpus,
             weights=None if folder else weights, folder=folder,
         )  # fmt: skip
-        begun.append(Supervisor(store, Launcher(startup_seconds=60.0, restarts=restarts), tmp_path / "logs"))
+        begun.append(Supervisor(store, Launcher(startup_seconds=600.0, restarts=restarts), tmp_path / "logs"))
         begun[-1].start("areal_tasks.engines.sglang", spec)
         return begun[-1]
 
@@ -80,7 +81,7 @@ def handle(supervisor: Supervisor) -> LocalHandle:
 
 
 def ask(supervisor: Supervisor, url: str) -> Any:
-    answer = httpx.get(url, headers={"Authorization": f"Bearer {supervisor.token}"}, timeout=10)
+    answer = httpx.get(url, headers={"Authorization": f"Bearer {supervisor.token}"}, timeout=LIMIT)
     return answer.raise_for_status().json()
 
 
@@ -90,7 +91,7 @@ def family(supervisor: Supervisor) -> list[psutil.Process]:
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, 10)
+    _, alive = psutil.wait_procs(processes, LIMIT)
     assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -99,7 +100,7 @@ def test_it_serves_behind_the_token_with_the_recipes_flags(begin: Begin, tmp_pat
     [url] = supervisor.wait([NAME])
     assert ask(supervisor, f"{url}/model_info") == {"weight_version": "4"}
     for path in ("health_generate", "about"):
-        assert httpx.get(f"{url}/{path}").status_code == 401
+        assert httpx.get(f"{url}/{path}", timeout=LIMIT).status_code == 401
     about = ask(supervisor, f"{url}/about")
     assert about["settings"]["attention_backend"] == "triton" and about["settings"]["cuda_graph_bs"] == [1, 2]
     assert Path(about["settings"]["model_path"]).is_relative_to(tmp_path / "store"), "a store on this disk: no copy"
@@ -115,7 +116,7 @@ def test_prompts_that_would_end_the_server_are_refused(begin: Begin) -> None:
 
     def generate(prompt: list[int]) -> httpx.Response:
         headers = {"Authorization": f"Bearer {supervisor.token}"}
-        return httpx.post(f"{url}/generate", json={"input_ids": [[0, 9], prompt]}, headers=headers)
+        return httpx.post(f"{url}/generate", json={"input_ids": [[0, 9], prompt]}, headers=headers, timeout=LIMIT)
 
     assert generate([1, 2]).status_code == 200
     for prompt, reason in (([3, 10], "token id 10; the vocabulary ends at 9"), ([-1], "id -1;"), ([1] * 5, "longer")):
@@ -128,10 +129,9 @@ def test_stopping_ends_even_those_that_left_the_session_and_their_parent(begin: 
     supervisor.wait([NAME])
     processes = family(supervisor)
     assert len(processes) == 4 and len({os.getsid(p.pid) for p in processes}) == 2
-    started = time.monotonic()
-    handle(supervisor).stop()
+    handle(supervisor).stop(LIMIT)
     assert_gone(processes)
-    assert time.monotonic() - started < 5
+    assert handle(supervisor).exit_code() == 128 + signal.SIGTERM, "it ends in an orderly way, and need not be killed"
 
 
 def test_they_end_with_the_supervisor(begin: Begin) -> None:
@@ -140,7 +140,7 @@ def test_they_end_with_the_supervisor(begin: Begin) -> None:
     processes = family(supervisor)
     os.close(supervisor.launcher.write_end)  # type: ignore[attr-defined]
     supervisor.launcher.write_end = os.open(os.devnull, os.O_RDONLY)  # type: ignore[attr-defined]
-    handle(supervisor).process.wait(20)
+    handle(supervisor).process.wait(LIMIT)
     assert_gone(processes)
 
 
@@ -162,7 +162,7 @@ def test_a_server_that_dies_is_started_again(begin: Begin) -> None:
     processes = family(supervisor)
     with pytest.raises(httpx.HTTPError):
         ask(supervisor, f"{url}/die")
-    assert handle(supervisor).process.wait(20) == 3
+    assert handle(supervisor).process.wait(LIMIT) == 3
     assert_gone(processes)
     [again] = supervisor.wait([NAME])
     assert ask(supervisor, f"{again}/model_info") == {"weight_version": "4"}
