@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 from prefect import flow
@@ -14,6 +15,7 @@ from areal_tasks.stages.loop import Job
 from areal_tasks.stages.stage import Kind, Output, Stage
 from flows.tasks import StageTasks
 from schemas.manifest import Provenance, StageManifest, StageRef
+from schemas.recipe.sections import Launcher
 
 ITERATIONS = 4
 
@@ -40,7 +42,8 @@ class NothingToDo(Job):
 
 def job(stage: str, iteration: int) -> NothingToDo:
     never: Any = Output
-    return NothingToDo(f"{stage} {iteration}", Stage(stage, Kind.PURE, 1, never, ()), None, {})  # type: ignore[arg-type]
+    context: Any = SimpleNamespace(recipe=SimpleNamespace(launcher=Launcher()))
+    return NothingToDo(f"{stage} {iteration}", Stage(stage, Kind.PURE, 1, never, ()), context, {})
 
 
 @flow

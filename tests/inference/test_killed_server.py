@@ -43,6 +43,7 @@ def engines(tmp_path: Path) -> Iterator[Engines]:
     files = upload(run.store, weights_attempt("r", 0, attempt), folder)
     weights = commit_weights(run.store, "r", 0, attempt, "weights", files, make_provenance(1, now()))
     with Engines(run, recipe, tmp_path / "logs") as found:
+        found.begin()
         found.start(weights, weights, weights)
         yield found
 

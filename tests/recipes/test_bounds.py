@@ -76,7 +76,12 @@ COMPANIONS: dict[str, tuple[str, ...]] = {
 }
 SGLANG = "inference={engine: sglang}; launcher.type=local"
 #: Why a value can only be had in another recipe.
-NOT_HERE = ("a scratch model has no chat template", "both path and scratch are given", "in an evaluate recipe")
+NOT_HERE = (
+    "a scratch model has no chat template",
+    "both path and scratch are given",
+    "in an evaluate recipe",
+    "it is SGLang's",
+)
 
 
 @dataclass(frozen=True)
@@ -176,7 +181,7 @@ def train_a_little(recipe: RlhfRecipe | SftRecipe) -> None:
     micro = micro_batches(lengths, options.micro_batch_tokens, options.layout)
     assert sorted(set(micro.tolist())) == list(range(int(micro.max()) + 1))
     weight = torch.nn.Parameter(torch.ones(4))
-    optimizer = make_optimizer([weight], options)
+    optimizer = make_optimizer([("weight", weight)], options)
     for rate in rates:
         weight.grad = torch.tensor([0.0, 1e-25, -1e-3, 1e3])
         clip_gradients([weight], options.max_grad_norm)

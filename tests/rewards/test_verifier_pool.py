@@ -310,9 +310,9 @@ def test_a_warm_pool_starts_nothing_and_sends_few_messages(monkeypatch: pytest.M
     """Which is why it judges 256 rows in 5 ms on two idle cores."""
     send, sent = Worker.send, list[int]()
 
-    def counted(worker: Worker, rows: Sequence[Row], timeout: float) -> bool:
+    def counted(worker: Worker, rows: Sequence[Row]) -> bool:
         sent.append(len(rows))
-        return send(worker, rows, timeout)
+        return send(worker, rows)
 
     monkeypatch.setattr(Worker, "send", counted)
     with VerifierPool(Reward(verifier="exact")) as pool:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from stage_driver import digests, drive, tiny_sft
 from starlette.responses import Response
 
-from areal_tasks.engines import session, trainer_client
+from areal_tasks.engines import starting, trainer_client
 from areal_tasks.engines.trainer import app
 from areal_tasks.engines.trainer.commands import Load
 from areal_tasks.engines.trainer.fencing import Refused, Superseded
@@ -34,7 +34,7 @@ def test_a_trainer_that_failed_once_is_replaced_and_no_bit_is_lost(
     fails = tmp_path / "fails"
     fails.touch()
     monkeypatch.setenv(FAILURE, str(fails))
-    monkeypatch.setitem(session.MODULES, session.TRAINER, failing_trainer.__name__)
+    monkeypatch.setitem(starting.MODULES, starting.TRAINER, failing_trainer.__name__)
     drive(tmp_path, "r", tiny_sft(schedule={"iterations": 2}, launcher={"type": "local"}))
     assert not fails.exists() and digests(tmp_path, "r") == digests(tmp_path, "whole")
     assert {path.name for path in (tmp_path / "logs" / "r").iterdir()} == {"trainer-1-0.log", "trainer-1-1.log"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,13 @@ EXPERTS = ["fsdp2", "zero-2", "zero-3"]
 #: Between them: either backend, models and gradients sharded or whole, either precision, state on either side.
 QUICK = ("fsdp2", "zero-3", "zero-2-bf16-offload")
 ALL_OTHERS = pytest.mark.slow("other combinations of what the three quick ones show")
-NAMES = [pytest.param(name, marks=() if name in QUICK else ALL_OTHERS) for name in BACKENDS]
+
+
+def _marked(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in QUICK else ALL_OTHERS) for name in names]
+
+
+NAMES = _marked(BACKENDS)
 
 
 @dataclass(frozen=True)
@@ -108,8 +115,7 @@ def script(world: World, experts: World, deep: Path) -> dict[str, Any]:
     trains = [_train(world, version, lengths) for version, lengths in enumerate(LENGTHS)]
     table = world.write("rollout", rollout(LENGTHS[0]))
     made = {"trains": trains, "logprobs": {"owner": 1, "table": table.model_dump(mode="json")}}
-    made |= {"deep": str(deep), "peaks": {name: list(steps) for name, steps in SHARES.items()}}
-    return {**_named(world), **made, "experts": _named(experts) | {"trains": trains[:1], "backends": EXPERTS}}
+    return {**_named(world), **made, "deep": str(deep), "experts": _named(experts) | {"trains": trains[:1]}}
 
 
 def _named(world: World) -> dict[str, Any]:
@@ -157,7 +163,10 @@ def answers(
     made = {name: made for name, made in BACKENDS.items() if (quick if name in QUICK else slow)}
     ranked = {name: {**one, "trainer": {**one["trainer"], "ranks": 2}} for name, one in made.items()}
     checkpoints = {name: alone[_dtype(name)]["checkpoint"] for name in made}
-    text = json.dumps({**script, "backends": ranked, "local_checkpoints": checkpoints})
+    experts = script["experts"] | {"backends": [name for name in EXPERTS if name in made]}
+    peaks = {name: list(steps) for name, steps in SHARES.items() if name in made}
+    asked = {"backends": ranked, "local_checkpoints": checkpoints, "experts": experts, "peaks": peaks}
+    text = json.dumps({**script, **asked})
     (folder / "script.json").write_text(text)
     port = loopback_port()
     ranks = [_start(folder, rank, port) for rank in (0, 1)]
@@ -175,7 +184,7 @@ def _start(folder: Path, rank: int, port: int) -> Popen:
         return Popen(command, env={**os.environ, **told}, stdout=log, stderr=log)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_rank_loads_what_the_checkpoint_holds(name: str, world: World, answers: dict[str, Any]) -> None:
     """Whole tensors, put together of the shares that ranks have read."""
     initial = _weights(world, world.folder("weights", 0, "first"))
@@ -185,7 +194,7 @@ def test_every_rank_loads_what_the_checkpoint_holds(name: str, world: World, ans
     assert all(torch.equal(loaded[key], initial[key].to(dtype)) for key in initial)
 
 
-@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("name", _marked(SHARES))
 def test_no_rank_holds_more_than_its_share(name: str, deep: Path, answers: dict[str, Any]) -> None:
     """Beyond it there may be one whole tensor, rotary frequencies, and a part of a file."""
     tensors = load_file(deep / "model.safetensors").values()
@@ -286,7 +295,7 @@ def test_a_step_that_is_not_finite_changes_no_weight(
     assert _distance(_weights(world, found["six"]), _weights(world, found["skipped"])) == 0
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", _marked(EXPERTS))
 def test_experts_that_are_split_over_ranks_are_published_as_the_checkpoint_has_them(
     name: str, experts: World, script: dict[str, Any], answers: dict[str, Any]
 ) -> None:
