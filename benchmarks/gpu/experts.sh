@@ -8,7 +8,7 @@
 # FOLDER (/dev/shm/experts: model, store, logs); CPU=1 tries the script itself with the embedded server: contract, store.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export PYTHONPATH=$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 FOLDER=${FOLDER:-/dev/shm/experts}
 export AREALFLOW_HOME=$FOLDER/home AREALFLOW_STORE=file://$FOLDER/store
 mkdir -p "$FOLDER"
