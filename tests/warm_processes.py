@@ -196,7 +196,8 @@ def _connect(path: Path) -> socket.socket:
 def _start_server(path: Path) -> None:
     """Returns when it listens at `path`. It does not inherit marks by which tests find what a process has started."""
     ready, theirs = os.pipe()
-    own = {"AREAL_TEST_ROOM": " " * ENVIRONMENT_ROOM, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path_of_modules = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    own = {"AREAL_TEST_ROOM": " " * ENVIRONMENT_ROOM, "OMP_NUM_THREADS": "1", "PYTHONPATH": path_of_modules}
     with path.with_suffix(".log").open("ab") as log:
         subprocess.Popen(
             [sys.executable, str(SERVER), str(path), str(theirs), " " * ARGUMENTS_ROOM],

@@ -41,6 +41,7 @@ def flow_run(up: Up, page: Page) -> dict[str, Any]:
     field(page, "run").fill("formed")
     field(page, "overrides").fill("launcher.type=inline seed=7")
     page.get_by_role("button", name="Submit").click()
+    page.wait_for_url(lambda url: not url.endswith("/run"))  # the server has taken the form
 
     def ended() -> dict[str, Any] | None:
         runs = up.post("flow_runs/filter", deployments={"id": {"any_": [deployment]}})
