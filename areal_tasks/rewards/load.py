@@ -25,7 +25,7 @@ class BuiltIn:
 
 
 BUILT_IN: Final = {
-    "math": BuiltIn("areal_tasks.rewards.math:verify", version=2),
+    "math": BuiltIn("areal_tasks.rewards.math:verify", version=3),
     "exact": BuiltIn("areal_tasks.rewards.exact:verify"),
 }
 
