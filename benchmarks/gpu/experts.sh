@@ -31,6 +31,7 @@ contract() {
 through() {  # TRANSPORT
   local run log transport=inference.transport=$1
   run=experts-$1-$(date +%s) log=$FOLDER/experts-$1.log
+  [ "$1" != tensor ] || transport="$transport trainer.gpus=[0] inference.gpus=[0]" # one GPU for both, also where there are more
   [ -z "${CPU:-}" ] || transport=
   echo "── $run"
   # shellcheck disable=SC2086
