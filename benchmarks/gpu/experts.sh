@@ -32,6 +32,7 @@ through() {  # TRANSPORT
   local run log transport=inference.transport=$1
   run=experts-$1-$(date +%s) log=$FOLDER/experts-$1.log
   [ "$1" != tensor ] || transport="$transport trainer.gpus=[0] inference.gpus=[0]" # one GPU for both, also where there are more
+  [ "$1" != store ] || transport="$transport trainer.weights_every=1"
   [ -z "${CPU:-}" ] || transport=
   echo "── $run"
   # shellcheck disable=SC2086
