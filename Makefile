@@ -1,18 +1,23 @@
-# make install | demo | demo-s3 | down | test | chaos | lint | docs | bench
+# make install | demo | demo-s3 | down | test | test-slow | test-all | chaos | lint | docs | bench
 #
 # PYTHON       the interpreter that makes .venv (default python3, 3.11 or newer)
 # TORCH_INDEX  URL of a package index with CPU builds of torch; only needed where pip would
 #              otherwise fetch CUDA packages onto a machine without a GPU
+# TESTS        options of pytest for the three test targets, such as TESTS="tests/stages -x"
 # CHAOS        options of the kill matrix, such as CHAOS="--only flow --rounds 5"; all of it takes hours
-# STORE        store URL of the demo (default: file://…/.arealflow/store)
+# STORE        folder or URL of the demo's store (default: .arealflow/store)
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 STORE ?=
+TESTS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: install demo demo-s3 down test chaos lint docs bench
+# One process for each core, four at most: models this small gain nothing from more, and each process imports torch.
+PYTEST := $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4
+
+.PHONY: install demo demo-s3 down test test-slow test-all chaos lint docs bench
 
 install: .venv/installed
 
@@ -40,7 +45,13 @@ down: install
 	@$(BIN)/arealflow down
 
 test: .venv/installed-dev
-	@$(BIN)/python -m pytest
+	@$(PYTEST) -m "not slow" $(TESTS)
+
+test-slow: .venv/installed-dev
+	@$(PYTEST) -m slow $(TESTS)
+
+test-all: .venv/installed-dev
+	@$(PYTEST) $(TESTS)
 
 chaos: .venv/installed-dev
 	@$(BIN)/python tests/chaos/matrix.py $(CHAOS)

@@ -26,6 +26,7 @@ from areal_tasks.data.sampler import row_of_group
 from areal_tasks.data.scratch import character_tokenizer, scratch_model
 from areal_tasks.data.sums import sums
 from areal_tasks.engines.trainer.optimizer import learning_rate
+from schemas.manifest import PROMPT_ORDER
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe, SftRecipe
 from schemas.recipe.sections import ScratchModel, Trainer
@@ -93,11 +94,16 @@ def supervised(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rows
     adamw, schedule = optimizer(model, recipe.trainer, steps)
     for step in range(steps):
         first = step * recipe.algorithm.batch_size
-        chosen = [rows[row_of_group(first + i, len(rows), recipe.seed)] for i in range(recipe.algorithm.batch_size)]
+        chosen = rows_of(rows, range(first, first + recipe.algorithm.batch_size), recipe.seed)
         ids, labels = demonstrations(tokenizer, chosen)
         logits = model(input_ids=ids, use_cache=False).logits
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         _step(model, loss, adamw, schedule, recipe.trainer.max_grad_norm)
+
+
+def rows_of(rows: Rows, groups: range, seed: int) -> Rows:
+    """The rows that these groups of a new run read."""
+    return [rows[row_of_group(group, len(rows), seed, PROMPT_ORDER)] for group in groups]
 
 
 def demonstrations(tokenizer: PreTrainedTokenizerFast, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +129,7 @@ def grpo(
     random = torch.Generator().manual_seed(recipe.seed)
     for iteration in range(recipe.schedule.iterations):
         groups = range(iteration * sampling.groups, (iteration + 1) * sampling.groups)
-        chosen = [rows[row_of_group(g, len(rows), recipe.seed)] for g in groups for _ in range(sampling.group_size)]
+        chosen = [row for row in rows_of(rows, groups, recipe.seed) for _ in range(sampling.group_size)]
         prompts = [prompt for prompt, _ in chosen]
         batch = generate(model, tokenizer, prompts, sampling.max_new_tokens, sampling.temperature, random)
         rewards = score(tokenizer, batch, [answer for _, answer in chosen])

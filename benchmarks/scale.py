@@ -139,7 +139,7 @@ def bytes_a_token(store: Store, run: str) -> tuple[float, float, int]:
     """Stored bytes of what a rollout says, by token (prompts included) and by generated token; and the tokens."""
     stages = "('rollout', 'verify', 'advantage', 'evaluate')"
     with Session(store, run) as session:
-        views = session.catalog.stages_of.keys()
+        views = session.runs[0].catalog.stages_of.keys()
         table = "rollout" if "rollout" in views else "evaluate"
         stored = session.sql(f"SELECT sum(bytes) AS b FROM stages WHERE rows > 0 AND stage IN {stages}").to_pylist()[0][
             "b"

@@ -45,7 +45,7 @@ console = Console(highlight=False)
 def main() -> None:
     """Run the demo; UserErrors are printed without a traceback."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--store", default="", help="store URL")
+    parser.add_argument("--store", default="", help="folder or URL of the store")
     parser.add_argument("--iterations", type=int, default=0, help="fewer iterations than the recipe's")
     parser.add_argument("--stops", action="store_true", help="the caller stops server and store at the end")
     options = parser.parse_args()

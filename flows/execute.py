@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, TypeVar
 from uuid import UUID
 
@@ -20,7 +21,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import PrefectIds
 from areal_tasks.stages.loop import Closed
-from areal_tasks.stages.preflight import check_code, check_engines
+from areal_tasks.stages.preflight import check_code, check_engines, check_inputs
 from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.backend import StoreError, open_store
 from areal_tasks.store.commit import find_record
@@ -30,11 +31,12 @@ from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import Run, load_run, open_run
 from areal_tasks.store.segments import continued
 from flows.credentials import take_s3_keys
-from flows.home import logs_folder
+from flows.home import logs_folder, look_in
 from flows.messages import hide_tracebacks
 from flows.observe import Observer
 from flows.patience import Patience, patiently
 from flows.pauses import Pauses
+from flows.startup import Startup, flow_begins, mark
 from flows.tasks import StageTasks
 from schemas.errors import UserError
 from schemas.manifest import RunRecord
@@ -51,7 +53,9 @@ ASK_TIMEOUT: Final = httpx.Timeout(2.0, connect=1.0)
 
 def prepared(recipe: R, overrides: str) -> R:
     """The recipe with its overrides, after everything that can be checked before a run exists. Raises UserError."""
+    flow_begins(nested=flow_run.get_parent_flow_run_id() is not None)
     hide_tracebacks()
+    look_in(Path.cwd())
     recipe = with_overrides(recipe, overrides)
     take_s3_keys(recipe.store.url)
     check_engines(recipe)  # type: ignore[arg-type]
@@ -120,7 +124,10 @@ def _start(
     patience: Patience,
 ) -> dict[str, Any]:
     """One start of the run: from where it stands to its last iteration."""
+    startup = Startup()
     store, ids = open_store(recipe.store.url), PrefectIds(flow_run=flow_run.get_id() or "")
+    if origin is None:
+        check_inputs(recipe, name)
     recipe, kept = continued(store, name, recipe)
     run = open_run(store, name, recipe.flow, recipe, origin=origin, segments=segments, prefect_flow_run_id=ids.flow_run)
     log = get_run_logger()
@@ -136,6 +143,7 @@ def _start(
         patience.progressed()
         services.supervisor.progressed()
         observe(iteration)
+        startup(run, iteration, list(services.supervisor.services), ids.flow_run)
 
     with logged(run, ids.flow_run), Observer(run, recipe) as observe, Pauses(log) as pauses, services as engines:
         loop_of(run)(run, recipe, engines, StageTasks(pauses.hold), closed, ids)()
@@ -193,3 +201,6 @@ def standing(run: Run) -> dict[str, int | str]:
     """Where a run stands: its owner, how many iterations are committed, and the digest of the last commit."""
     head = run.head()
     return {"owner": run.owner, "iterations": head.iteration + 1 if head else 0, "head": run.digest_of(head)}
+
+
+mark("imports")  # this module is the last that a flow imports, and the one that takes longest

@@ -205,12 +205,19 @@ def summary_line(closed: Closed) -> str:
     shown = [(name, m.metrics) for m in manifests for name in METRICS.get(m.stage, ()) if name in m.metrics]
     metrics = [f"{name} {found[name]:.4g}" for name, found in shown]
     accuracy = [
-        f"accuracy {built.manifest.metrics['accuracy']:.4g} (version {evaluated_version(label, closed)})"
+        evaluation_line(built.manifest.metrics, evaluated_version(label, closed))
         for label, built in closed.built.items()
         if built.manifest.stage == "evaluate"
     ]
     done = f"iteration {closed.iteration} done ({closed.iteration + 1} of {closed.of})"
     return f"{done}: {', '.join(metrics + accuracy)} · {closed.seconds:.2f} s"
+
+
+def evaluation_line(metrics: Mapping[str, float], version: int) -> str:
+    """`accuracy 0.41 (version 3, 12 long prompts left out)`."""
+    dropped = metrics.get("prompts_dropped", 0)
+    left_out = f", {dropped:.0f} long prompts left out" if dropped else ""
+    return f"accuracy {metrics['accuracy']:.4g} (version {version}{left_out})"
 
 
 def subject(label: str, closed: Closed) -> str:

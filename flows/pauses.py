@@ -44,12 +44,8 @@ class Pauses:
 
     def hold(self) -> None:
         """Wait while the flow run is paused."""
-        if self._may_go.is_set():
-            return
-        self.log.info("paused: no stage begins until this flow run is resumed; its services stay")
         while not self._may_go.wait(0.5):  # not for ever: a signal that cancels is handled between
             pass
-        self.log.info("the flow run goes on")
 
     def _watch(self) -> None:
         while not self._over.is_set():
@@ -61,9 +57,12 @@ class Pauses:
 
     def _look(self, client: SyncPrefectClient) -> None:
         while not self._over.wait(LOOK_SECONDS):
-            if is_held(client.read_flow_run(UUID(self.flow_run)).state):
+            held = is_held(client.read_flow_run(UUID(self.flow_run)).state)
+            if held and self._may_go.is_set():
                 self._may_go.clear()
-            else:
+                self.log.info("paused: no stage begins until this flow run is resumed; its services stay")
+            elif not held and not self._may_go.is_set():
+                self.log.info("the flow run goes on")
                 self._may_go.set()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal
 
 from prefect import flow
@@ -18,9 +19,11 @@ from areal_tasks.store.fork import Origin
 from areal_tasks.store.runs import load_run
 from flows.credentials import take_s3_keys
 from flows.execute import execute, split_overrides
+from flows.home import look_in
 from flows.messages import hide_tracebacks
 from flows.observe import artifact_key
 from flows.pages import escape_markdown
+from flows.startup import flow_begins
 
 Start = Literal["verify", "advantage", "train"]
 Until = Literal["", "verify", "advantage"]
@@ -47,9 +50,11 @@ def replay(
         until: The last stage that is built: verify or advantage, without training. Empty: all of them.
         at: The first iteration that is replayed; what comes before is shared.
         on_policy: Generate anew from the first iteration that the change has reached.
-        store: URL of the store. Empty: AREALFLOW_STORE, else the default folder.
+        store: Folder or URL of the store. Empty: AREALFLOW_STORE, else the default folder.
     """
+    flow_begins(nested=False)
     hide_tracebacks()
+    look_in(Path.cwd())
     take_s3_keys(store)
     there, name = load_run(open_store(store), original), run or f"{original}-{flow_run.get_name() or 'replay'}"
     origin = Origin(original, at, "replay", not on_policy, start, until)

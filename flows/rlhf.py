@@ -6,15 +6,12 @@ from typing import Any
 
 from prefect import flow
 
-from areal_tasks.store.backend import open_store
-from areal_tasks.store.runs import check_run
-from areal_tasks.store.segments import continued
+from areal_tasks.stages.preflight import check_inputs
 from flows.execute import child_recipe, execute, prepared, run_name
 from flows.patience import patiently
 from flows.sft import sft
-from schemas.errors import UserError
-from schemas.recipe.load import load_recipe
-from schemas.recipe.recipe import RlhfRecipe, SftRecipe
+from schemas.recipe.recipe import RlhfRecipe
+from schemas.recipe.warm_start import first_name, warm_start
 
 
 @flow(name="rlhf", validate_parameters=True)
@@ -37,18 +34,7 @@ def rlhf(recipe: RlhfRecipe, run: str = "", overrides: str = "", fork: str = "")
 
 def warm_started(recipe: RlhfRecipe, name: str) -> RlhfRecipe:
     """The recipe with the last weights of its SFT recipe, which is run first, as its initial ones."""
-    first = load_recipe(recipe.model.warm_start)
-    if not isinstance(first, SftRecipe):
-        raise UserError(f"model.warm_start: {recipe.model.warm_start!r} is a recipe for {first.flow}; name one for sft")
-    model = recipe.model.model_copy(update={"path": f"run://{name}-sft", "warm_start": ""})
-    warm = recipe.model_copy(update={"model": model})
-    patiently(lambda _: check_continued(warm, name))  # before the SFT run
-    sft(first.model_copy(update={"store": recipe.store, "launcher": recipe.launcher}), run=f"{name}-sft")
+    first, warm = warm_start(recipe, name)
+    patiently(lambda _: check_inputs(recipe, name))  # of both runs, before the first
+    sft(first, run=first_name(name))
     return warm
-
-
-def check_continued(recipe: RlhfRecipe, name: str) -> None:
-    """UserError if there is a run of that name that this recipe cannot continue."""
-    store = open_store(recipe.store.url)
-    recipe, _ = continued(store, name, recipe)
-    check_run(store, name, recipe.flow, recipe)

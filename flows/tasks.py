@@ -24,7 +24,7 @@ RETRY_DELAYS = [1.0, 5.0, 20.0]
 SHOWN = {
     "rollout": ("mean_tokens", "truncated"),
     "verify": ("reward", "correct", "incorrect", "unparseable", "timeout", "error"),
-    "evaluate": ("accuracy", "unparseable", "timeout", "error", "mean_tokens", "truncated"),
+    "evaluate": ("accuracy", "unparseable", "timeout", "error", "mean_tokens", "truncated", "prompts_dropped"),
     "train": (
         *("loss", "grad_norm", "lr", "entropy", "kl", "approx_kl", "clip_fraction", "ratio_max", "clamped"),
         *("logprob_gap_mean", "logprob_gap_max", "ratio_outside", "tokens", "skipped_steps", "train_seconds"),
@@ -34,7 +34,10 @@ SHARES = (
     *("truncated", "correct", "incorrect", "unparseable", "timeout", "error", "kept", "accuracy", "clip_fraction"),
     "ratio_outside",
 )
-SILENT_AT_0 = ("truncated", "unparseable", "timeout", "error", "kl", "skipped_steps", "ratio_outside", "clamped")
+SILENT_AT_0 = (
+    *("truncated", "unparseable", "timeout", "error", "kl", "skipped_steps", "ratio_outside", "clamped"),
+    *("prompts_dropped", "eval_prompts_dropped"),
+)
 
 
 class StageTasks:
@@ -53,22 +56,23 @@ class StageTasks:
     def __call__(self, jobs: Sequence[Job]) -> list[Built]:
         """What the jobs built, run side by side if there are several. Raises what a job raised."""
         self._before()
-        self._jobs |= {job.label: job for job in jobs}
+        self._jobs = {job.label: job for job in jobs}  # only these: a job holds its iteration's manifests
         if len(jobs) == 1:
-            run_task_sync(self._task(jobs[0].stage), parameters={"label": jobs[0].label, "inputs": _paths(jobs[0])})
+            run_task_sync(self._task(jobs[0]), parameters={"label": jobs[0].label, "inputs": _paths(jobs[0])})
         else:
-            futures = [self._task(job.stage).submit(job.label, _paths(job)) for job in jobs]
+            futures = [self._task(job).submit(job.label, _paths(job)) for job in jobs]
             wait(futures)
             for future in futures:
                 future.result()
         return [self._built.pop(job.label) for job in jobs]
 
-    def _task(self, stage: Stage) -> Task[..., Any]:
-        if stage.name not in self._tasks:
-            self._tasks[stage.name] = self._make_task(stage)
-        return self._tasks[stage.name]
+    def _task(self, job: Job) -> Task[..., Any]:
+        name = job.stage.name
+        if name not in self._tasks:
+            self._tasks[name] = self._make_task(job.stage, job.context.recipe.launcher.restarts)
+        return self._tasks[name]
 
-    def _make_task(self, stage: Stage) -> Task[..., Any]:
+    def _make_task(self, stage: Stage, restarts: int) -> Task[..., Any]:
         def run_stage(label: str, inputs: dict[str, str]) -> State[Any]:
             ids = PrefectIds(flow_run=flow_run.get_id() or "", task_run=task_run.get_id() or "")
             self._built[label] = built = self._jobs[label].run(ids)
@@ -78,7 +82,7 @@ class StageTasks:
             run_stage,
             name=stage.name,
             task_run_name="{label}",  # no tags: each would cost a request for its concurrency limit, up to 2 s
-            retries=len(RETRY_DELAYS),
+            retries=max(len(RETRY_DELAYS), restarts + 1),  # the last of them finds that no restart is left, and why
             retry_delay_seconds=RETRY_DELAYS,
             retry_condition_fn=worth_retrying,
             persist_result=False,
@@ -94,7 +98,8 @@ def final_state(built: Built) -> State[Any]:
     tables = ", ".join(f"{name}: {ref.rows} rows" for name, ref in built.manifest.tables.items())
     metrics = metrics_text(built.manifest.stage, built.manifest.metrics)
     message = " · ".join(part for part in (tables, metrics, built.ref.path) if part)
-    return Completed(name="Reused" if built.reused else "Committed", message=message, data=built.ref.path)
+    # No data: the flow run's context would keep an entry for each result until the run ends.
+    return Completed(name="Reused" if built.reused else "Committed", message=message)
 
 
 def metrics_text(stage: str, metrics: Mapping[str, float]) -> str:

@@ -1,8 +1,8 @@
 """The JSON records of the store: whatever exists under these names is a commit (DESIGN §4).
 
 Schema 2 adds a seal to every file, the log, references of children, tags, tombstones and signatures; schema 3 the
-spool, and tables that several workers write. Files of earlier schemas are read as they are: every field that they lack
-has a default.
+order of a run's prompts; schema 4 the spool, and tables that several workers write. Files of earlier schemas are read as
+they are: every field that they lack has a default.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
+#: The order in which new runs read their prompts (`areal_tasks.data.sampler.permutation`).
+PROMPT_ORDER: Final = 2
 _SEAL: Final = re.compile(rb'\A\{\n "seal": "([0-9a-f]{64})",\n')
 
 
@@ -212,6 +214,7 @@ class RunRecord(StoredRecord):
     counterfactual: bool = Field(default=False, description="its rollouts are another policy's, kept on purpose")
     replay_from: str = Field(default="", description="of a replay: the first stage that is built anew")
     replay_until: str = Field(default="", description="of a replay: the last stage that is built")
+    order: int = Field(default=1, ge=1, le=PROMPT_ORDER, description="of its prompts; a child has its parent's")
     provenance: Provenance
 
 
@@ -301,8 +304,8 @@ class LogRecord(StoredRecord):
 
 #: What a log tells of.
 ACTIONS: Final = (
-    *("started", "resumed", "finished", "failed", "cancelled", "suspended", "interrupted", "extended"),
-    *("forked", "replayed", "removed", "tagged", "protected", "exported", "signed"),
+    *("started", "resumed", "first iteration", "finished", "failed", "cancelled", "suspended", "interrupted"),
+    *("extended", "forked", "replayed", "removed", "tagged", "protected", "exported", "signed"),
 )
 
 

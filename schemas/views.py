@@ -138,8 +138,8 @@ class View:
     joins: tuple[Join, ...] = ()
     complete: bool = False
 
-    def define(self, tables: Set[str], spared: Set[str] = frozenset()) -> str:
-        """The statement that creates the view in a run that has `tables`.
+    def define(self, tables: Set[str], spared: Set[str] = frozenset(), schema: str = "main") -> str:
+        """The statement that creates the view, in a database schema, of a run that has `tables`.
 
         Joins with the tables `spared` are left out, and their columns are NULL: a join by the sample's identity adds
         and removes no row.
@@ -149,7 +149,7 @@ class View:
         columns = [column.select(join.table, join.table in joined) for join in there for column in join.columns]
         joins = "".join(f" LEFT JOIN {table} USING (iteration, sample_id)" for table in joined)
         text = self.sql.format(columns="".join(f", {column}" for column in columns), joins=joins)
-        return f"CREATE OR REPLACE VIEW {self.name} AS {text}"
+        return f"CREATE OR REPLACE VIEW {schema}.{self.name} AS {text}"
 
 
 def _view(name: str, needs: str, sql: str, *joins: Join) -> View:

@@ -1,26 +1,75 @@
-"""Fixtures that several parts share."""
+"""Fixtures that several parts share, and what holds for every test: see CONTRIBUTING.md."""
 
 from __future__ import annotations
+
+import os
+
+#: Tests run side by side, on models that gain nothing from a second thread. Libraries read it when they are imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import shutil
 import uuid
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from s3_server import BUCKET, S3Server, s3_server
+import session_folder
+import warm_processes
+from hypothesis import HealthCheck, settings
+from s3_server import BUCKET, S3Server
+from servers import Up, arealflow_up, prefect_server, shared_s3_server, while_needed
+from waiting import LIMIT
 
 from areal_tasks.store.backend import Store, open_store
-from flows.cli import machine
-from flows.home import home
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
+
+settings.register_profile("any machine", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+
 
 QUIET = (
     *("--no-sandbox", "--disable-gpu", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update"),
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Every process of the test run has the shared folder."""
+    stack = ExitStack()
+    stack.enter_context(session_folder.opened())
+    config.add_cleanup(stack.close)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from scheduling import group_by_server  # xdist need not be there where it is not used
+
+        group_by_server(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from scheduling import end_servers
+
+        end_servers(item, nextitem)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from scheduling import ModuleScheduling
+
+    return ModuleScheduling(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_services() -> None:
+    """Services that import torch are forked from a process that has done so."""
+    warm_processes.install()
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +81,9 @@ def browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("no Chromium is installed here (Debian: apt install chromium)")
-    from playwright.sync_api import sync_playwright  # where no browser is, it need not be either
+    from playwright.sync_api import expect, sync_playwright  # where no browser is, it need not be either
 
+    expect.set_options(timeout=1000 * LIMIT)
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=chromium, args=list(QUIET))
         yield found
@@ -41,9 +91,10 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+def s3() -> Iterator[S3Server]:
     """A real S3 server on this machine, whose keys are in the environment from here on."""
-    with s3_server(tmp_path_factory.mktemp("s3")) as server, pytest.MonkeyPatch.context() as patch:
+    server = shared_s3_server()
+    with pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
             patch.setenv(name, value)
         yield server
@@ -58,19 +109,12 @@ def s3_store(s3: S3Server) -> Store:
 @pytest.fixture(scope="session")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a real Prefect server's API. A home of our own, and settings for it, are in force from here on."""
-    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings  # not for tests that need no server
+    with while_needed("api", prefect_server(tmp_path_factory.mktemp("home"))) as url:
+        yield url
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AREALFLOW_HOME", str(tmp_path_factory.mktemp("home")))
-        (home() / "prefect").mkdir()
-        port = machine.free_port(42000)
-        url = f"http://127.0.0.1:{port}/api"
-        server = machine.start_server(url)
-        try:
-            machine._wait_for(url, server)
-            patch.setenv("PREFECT_API_URL", url)
-            patch.setenv("PREFECT_HOME", str(home() / "prefect"))
-            with temporary_settings({PREFECT_API_URL: url, PREFECT_HOME: home() / "prefect"}):
-                yield url
-        finally:
-            machine.stop(server)
+
+@pytest.fixture(scope="session")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """Everything that `arealflow up` starts, in a folder of its own."""
+    with while_needed("up", arealflow_up(tmp_path_factory.mktemp("home"))) as machine:
+        yield machine

@@ -37,7 +37,7 @@ PORTS = (
     "volume.port.grpc",
 )
 OFF = ("webdav", "admin.ui", "master.telemetry", "s3.iam")
-READY_SECONDS = 60.0
+READY_SECONDS = 200.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -48,7 +48,6 @@ class S3Server:
     endpoint: str
     access_key: str
     secret_key: str
-    process: subprocess.Popen[bytes]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -61,8 +60,15 @@ class S3Server:
         }
 
 
+@dataclass(frozen=True)
+class S3Process(S3Server):
+    """A server that this process has started."""
+
+    process: subprocess.Popen[bytes]
+
+
 @contextmanager
-def s3_server(folder: Path) -> Iterator[S3Server]:
+def s3_server(folder: Path) -> Iterator[S3Process]:
     """Serve the bucket `arealflow` from `folder` on free loopback ports; stopped at the end."""
     keys = f"areal{secrets.token_hex(6)}", secrets.token_hex(20)
     server = start_server(folder, keys, dict(zip(PORTS, free_ports(len(PORTS)), strict=True)))
@@ -77,7 +83,7 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
             server.process.wait()
 
 
-def start_server(folder: Path, keys: tuple[str, str], ports: dict[str, int]) -> S3Server:
+def start_server(folder: Path, keys: tuple[str, str], ports: dict[str, int]) -> S3Process:
     """A server that is ready. One that was killed comes back with its folder, keys and ports."""
     log = folder / "server.log"
     with log.open("ab") as output:
@@ -90,7 +96,7 @@ def start_server(folder: Path, keys: tuple[str, str], ports: dict[str, int]) -> 
             cwd=folder,
             preexec_fn=_die_with_parent,
         )
-    server = S3Server(f"http://127.0.0.1:{ports['s3.port']}", *keys, process)
+    server = S3Process(f"http://127.0.0.1:{ports['s3.port']}", *keys, process)
     try:
         _wait_until_ready(server, log)
     except BaseException:
@@ -127,7 +133,7 @@ def _command(folder: Path, ports: dict[str, int]) -> list[str]:
     return [weed, "-logtostderr", "mini", f"-dir={folder}", *options, *sockets]
 
 
-def _wait_until_ready(server: S3Server, log: Path) -> None:
+def _wait_until_ready(server: S3Process, log: Path) -> None:
     """Ready means that the bucket is there, which is a moment after the port answers."""
     client = botocore.session.Session().create_client(
         "s3",

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import hashlib
 import os
+import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import psutil
+import session_folder
+import warm_processes
+from waiting import LIMIT, PAUSE
 
 from areal_tasks.engines.answers import ServerDown
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer_client import TrainerDown
-from areal_tasks.stages.build import Built, PrefectIds
+from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Execute, Job, run_directly
 from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.backend import Store, open_store
@@ -29,8 +33,6 @@ from schemas.recipe.recipe import Recipe
 
 #: Every process below a driver carries this in its environment: the folder it works in.
 MARK = "AREAL_TEST_RUN"
-#: Imported once, so that a driver starts in milliseconds.
-PRELOAD = ["areal_tasks.stages.loop", "areal_tasks.engines.trainer.process", "areal_tasks.engines.embedded.process"]
 GROUPS, ITERATIONS = 4, 3
 
 Digests = list[list[tuple[str, str]]]
@@ -100,16 +102,29 @@ def drive(
     return run
 
 
+def finished(folder: Path, name: str, recipe: Recipe) -> Run:
+    """As `drive`, but a copy where a run of that name and recipe has been made in this test run already.
+
+    Not for what depends on more than its recipe, such as a verifier that reads the environment.
+    """
+    key = hashlib.sha256(f"{name} {recipe.model_dump_json()}".encode()).hexdigest()[:16]
+    made = session_folder.once(f"run-{key}", lambda place: drive(place, name, recipe))
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+    return load_run(store_in(folder), name)
+
+
 def retrying(execute: Execute) -> Execute:
     """As the flow's tasks do: an engine that is gone may come back."""
 
     def attempt(job: Job) -> Built:
-        for _ in range(3):
+        end = time.monotonic() + LIMIT
+        while True:  # until launcher.restarts are used up
             try:
                 return execute([job])[0]
             except (TrainerDown, ServerDown):
-                continue
-        return job.run(PrefectIds())
+                if time.monotonic() > end:
+                    raise
+            time.sleep(PAUSE)  # as tasks do: a process that is killed may take a moment to be gone
 
     def run(jobs: Sequence[Job]) -> list[Built]:
         return [attempt(job) for job in jobs]
@@ -126,17 +141,23 @@ def store_in(folder: Path) -> Store:
 
 def start_driver(
     folder: Path, name: str, recipe: Recipe, die_at: int | str = 0, origin: Origin | None = None
-) -> ForkServerProcess:
+) -> warm_processes.Process:
     """`drive` in a process of its own, killed at `die_at` writes to the store, or before the job of that label."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=_main, args=(folder, name, recipe, die_at, origin))
-    process.start()
-    return process
+    return start_marked(folder, _main, folder, name, recipe, die_at, origin)
+
+
+def start_marked(folder: Path, function: Callable[..., object], *arguments: object) -> warm_processes.Process:
+    """A call in a process of its own. `left_over(folder)` finds what it starts."""
+    return warm_processes.Process(_marked_call, str(folder), function, *arguments)
+
+
+def _marked_call(mark: str, function: Callable[..., object], *arguments: object) -> None:
+    os.environ[MARK] = mark
+    warm_processes.install()
+    function(*arguments)
 
 
 def _main(folder: Path, name: str, recipe: Recipe, die_at: int | str, origin: Origin | None) -> None:
-    os.environ[MARK] = str(folder)
     if isinstance(die_at, int) and die_at:
         _die_at_write(die_at)
 

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from areal_tasks.data.sums import sums
 from schemas.errors import UserError
+from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
 from schemas.recipe.sections import Data
 from schemas.recipe.sources import SPLIT, source_kind
 
@@ -41,6 +42,24 @@ def load_rows(data: Data, split: str) -> list[Row]:
     if not rows:
         raise UserError(f"{_where(data, split)} is empty: there is nothing to read")
     return rows
+
+
+def splits(recipe: Recipe) -> dict[str, str]:
+    """Which table holds which split of the data set: `prompts` (to train on), `eval_prompts` (held out)."""
+    found = {}
+    if not isinstance(recipe, EvaluateRecipe):
+        found["prompts"] = recipe.data.train_split
+    if not isinstance(recipe, SftRecipe) and (isinstance(recipe, EvaluateRecipe) or recipe.evaluation.every):
+        found["eval_prompts"] = recipe.data.eval_split
+    return found
+
+
+def check_data(recipe: Recipe) -> None:
+    """UserError if a split is not there, or not as `data` says in its first row. What a network has is not asked."""
+    data = recipe.data.model_copy(update={"limit": 1})
+    if source_kind(data.source) == "sums" or (source_kind(data.source) == "file" and "://" not in data.source):
+        for split in splits(recipe).values():
+            load_rows(data, split)
 
 
 def _where(data: Data, split: str) -> str:

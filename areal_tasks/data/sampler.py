@@ -4,17 +4,25 @@ The order is a counter-based permutation: a Feistel network over the smallest ev
 cycle walking back into `[0, n)` (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, §4). Any
 worker can compute any position in O(1), nothing is shuffled in memory, and Python's integers make it the same on
 every platform. It scrambles; it keeps no secret.
+
+On a few bits such a network prefers some orders to others (five rows: chi-square 28 standard deviations above its mean
+over 50,000 seeds; nothing to see from 17 rows on). So the orders of at most `SHUFFLED` rows are uniform shuffles. Runs
+that were begun before keep theirs: a run's record says which of the two it has (`schemas.manifest.PROMPT_ORDER`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Final
 
 _MASK64: Final = 2**64 - 1
 _ROUNDS: Final = 8
 _ORDER: Final = 0x6F72646572  # domains: an order and a sampling seed never share a stream
 _SAMPLE: Final = 0x73616D706C65
+_SHUFFLE: Final = 0x73687566666C65
+#: The most rows whose order is a shuffle, from order 2 on.
+SHUFFLED: Final = 64
 
 
 def mix64(x: int) -> int:
@@ -40,16 +48,35 @@ def sampling_seed(run_seed: int, group_id: int, sample_index: int, generation: i
     return derive(_SAMPLE, run_seed, group_id, sample_index, generation) >> 2
 
 
-def permutation(index: int, n: int, seed: int, epoch: int) -> int:
-    """Where the order of (`seed`, `epoch`) puts position `index`: a bijection of `[0, n)` onto itself."""
+def permutation(index: int, n: int, seed: int, epoch: int, order: int) -> int:
+    """Where the order of (`seed`, `epoch`) puts position `index`: a bijection of `[0, n)` onto itself.
+
+    Args:
+        order: 1: a Feistel network for every `n`. 2: the same above `SHUFFLED` rows, a uniform shuffle up to there.
+    """
     if not 0 <= index < n:
         raise IndexError(f"position {index} is outside of [0, {n})")
+    if order > 1 and n <= SHUFFLED:
+        return shuffled(n, seed, epoch)[index]
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     key = derive(_ORDER, seed, epoch)
     index = _feistel(index, half, key)
     while index >= n:  # fewer than 4 turns on average: the domain is under 4 n
         index = _feistel(index, half, key)
     return index
+
+
+@lru_cache(maxsize=256)
+def shuffled(n: int, seed: int, epoch: int) -> tuple[int, ...]:
+    """The numbers below `n` in an order that is uniform over seeds and epochs (Fisher-Yates).
+
+    A number below k is the upper half of k times a 64-bit number: no value is likelier than another by more than 2⁻⁵⁸.
+    """
+    rows, key = list(range(n)), derive(_SHUFFLE, seed, epoch)
+    for last in range(n - 1, 0, -1):
+        chosen = (mix64(key ^ mix64(last)) * (last + 1)) >> 64
+        rows[last], rows[chosen] = rows[chosen], rows[last]
+    return tuple(rows)
 
 
 def _feistel(x: int, half: int, key: int) -> int:
@@ -65,10 +92,10 @@ def position(group: int, n: int) -> tuple[int, int]:
     return divmod(group, n)
 
 
-def row_of_group(group: int, n: int, seed: int) -> int:
-    """The row that group number `group` of a run reads."""
+def row_of_group(group: int, n: int, seed: int, order: int) -> int:
+    """The row that group number `group` of a run reads, in the run's `order` (see `permutation`)."""
     epoch, offset = position(group, n)
-    return permutation(offset, n, seed, epoch)
+    return permutation(offset, n, seed, epoch, order)
 
 
 def rank_positions(n: int, rank: int, ranks: int) -> range:
@@ -78,6 +105,6 @@ def rank_positions(n: int, rank: int, ranks: int) -> range:
     return range(rank, n, ranks)
 
 
-def rank_rows(n: int, seed: int, epoch: int, rank: int, ranks: int) -> Iterator[int]:
+def rank_rows(n: int, seed: int, epoch: int, rank: int, ranks: int, order: int) -> Iterator[int]:
     """The rows that rank `rank` of `ranks` reads in `epoch`, in its order."""
-    return (permutation(offset, n, seed, epoch) for offset in rank_positions(n, rank, ranks))
+    return (permutation(offset, n, seed, epoch, order) for offset in rank_positions(n, rank, ranks))

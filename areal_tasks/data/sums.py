@@ -16,6 +16,7 @@ SCHEME: Final = "sums://"
 MIN_TERMS: Final = 2
 MAX_TERMS: Final = 5
 _ORDER_SEED: Final = 20_240
+_ORDER: Final = 1
 
 
 def terms_of(url: str) -> int:
@@ -33,7 +34,7 @@ def sums(url: str, split: str) -> Iterator[tuple[str, str]]:
     terms = terms_of(url)
     total = 10**terms
     for offset in _offsets(split, total):
-        yield _sum(permutation(offset, total, _ORDER_SEED, 0), terms)
+        yield _sum(permutation(offset, total, _ORDER_SEED, 0, _ORDER), terms)
 
 
 def _offsets(split: str, total: int) -> range:

@@ -27,9 +27,10 @@ def render_prompts(
     end token, as in supervised fine-tuning. A prompt that leaves less is an error, or dropped, as the recipe says.
     """
     messages = [data.template.replace("{prompt}", row.prompt) for row in rows]
-    ids = encode_prompts(messages, data, tokenizer)
+    texts = _rendered(messages, data, tokenizer)
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=not data.chat)["input_ids"]
     rooms = [max_new_tokens] * len(rows) if max_new_tokens is not None else _answer_lengths(rows, tokenizer)
-    _check_known(rows, messages, ids, tokenizer)
+    _check_known(rows, texts, ids, tokenizer, added=[] if data.chat else tokenizer("")["input_ids"])
     fits = [len(prompt) + room <= max_length for prompt, room in zip(ids, rooms, strict=True)]
     if data.on_long_prompt == "error" and not all(fits):
         first = fits.index(False)
@@ -42,17 +43,15 @@ def render_prompts(
     return _table([i for i, fit in enumerate(fits) if fit], rows, messages, ids)
 
 
-def encode_prompts(messages: Sequence[str], data: Data, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of each message: through the chat template, or as it is with the tokenizer's own special tokens."""
+def _rendered(messages: Sequence[str], data: Data, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What the model reads, as text: each message through the chat template, or as it is."""
     if not data.chat:
-        plain: list[list[int]] = tokenizer(list(messages))["input_ids"]
-        return plain
+        return list(messages)
     if not tokenizer.chat_template:
         raise UserError("data.chat: this model's tokenizer has no chat template; set data.chat to false")
     chats = [_chat(message, data.system) for message in messages]
-    texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return ids
+    texts: list[str] = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    return texts
 
 
 def _chat(message: str, system: str) -> list[dict[str, str]]:
@@ -73,16 +72,24 @@ def _answer_lengths(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _check_known(
-    rows: Sequence[Row], messages: Sequence[str], ids: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase
+    rows: Sequence[Row],
+    texts: Sequence[str],
+    ids: Sequence[Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase,
+    added: Sequence[int],
 ) -> None:
+    """Refuse empty prompts, and such as hold more unknown tokens than are written in the text and `added` to each.
+
+    Some tokenizers (OLMo-2) use one token as the unknown one and as the beginning of every prompt.
+    """
     unknown, name = tokenizer.unk_token_id, tokenizer.unk_token
-    for row, message, prompt in zip(rows, messages, ids, strict=True):
+    for row, text, prompt in zip(rows, texts, ids, strict=True):
         if not prompt:
             raise UserError(f"{_place(row)} is empty: a model cannot go on from nothing")
-        if unknown is not None and unknown in prompt and name not in message:
+        if unknown is not None and prompt.count(unknown) > text.count(name) + added.count(unknown):
             raise UserError(
-                f"{_place(row)}, {message[:60]!r}, has characters outside the model's vocabulary; change data.template "
-                "or the data, or model.scratch.alphabet"
+                f"{_place(row)}, {row.prompt[:60]!r}, has characters outside the model's vocabulary; change "
+                "data.template or the data, or model.scratch.alphabet"
             )
 
 

@@ -6,7 +6,7 @@ tokenizer_manager.py of 0.5.17).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, Final
 
 import aiohttp
@@ -100,3 +100,10 @@ def version_runs(meta: dict[str, Any]) -> list[tuple[Any, int]]:
         return list(meta["weight_versions"])
     tokens = len(meta["output_token_logprobs"])
     return [(meta["weight_version"], tokens)] if tokens else []
+
+
+def check_versions(where: str, answers: Iterable[dict[str, Any]], first: int, last: int) -> None:
+    """Raise WrongVersion if a token was generated with weights before `first` or after `last`."""
+    found = {int(version) for answer in answers for version, _ in version_runs(answer["meta_info"])}
+    if not all(first <= version <= last for version in found):
+        raise WrongVersion(f"{where} generated with weights {sorted(found)}, expected {first} to {last}")

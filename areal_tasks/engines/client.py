@@ -17,7 +17,8 @@ from itertools import groupby
 from typing import Any, Final
 
 from areal_tasks.engines.answers import Refused, ServerDown, WrongVersion, version_runs
-from areal_tasks.engines.lending import Lent
+from areal_tasks.engines.ends import Ends
+from areal_tasks.engines.routing import Server, Target
 from areal_tasks.engines.server_pool import ServerPool
 from areal_tasks.engines.watchdog import Sign
 from schemas.recipe.sections import Inference
@@ -45,7 +46,7 @@ class GenerateResult:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    text: str = ""  # empty if put together from several answers: their parts need not be whole characters
+    text: str = ""  # empty if it is not the engine's and the client knows no tokenizer
     stop_reason: str = "abort"  # stop, length or abort
     server: str = ""
     seconds: float = 0.0
@@ -79,12 +80,21 @@ class InferenceClient:
 
     Errors of all methods: UserError with the server's reason for a request that is refused; ServerDown when no server
     answers within the request timeout; WrongVersion when a server does not take the weights it was sent.
-    `lent`: what another client has told those servers about lending their memory.
+    `patience_seconds`: how long to wait while no server is well; none: `NO_SERVER_SECONDS`. `ends` are asked for where
+    it is to the client to see that a completion has ended.
     """
 
-    def __init__(self, urls: Iterable[str], token: str, settings: Inference, lent: Lent = Lent()) -> None:
+    def __init__(
+        self,
+        urls: Iterable[str],
+        token: str,
+        settings: Inference,
+        patience_seconds: float | None = None,
+        ends: Callable[[], Ends] = Ends,
+    ) -> None:
         self.settings = settings
-        self.pool = ServerPool(urls, token, settings, lent)
+        self._ends = ends
+        self.pool = ServerPool(urls, token, settings, patience_seconds)
         self.finished = 0  # requests completed since this client was made
         self._aborts = 0  # calls of abort(): what they interrupt is not continued
 
@@ -94,8 +104,8 @@ class InferenceClient:
 
     @property
     def version(self) -> int | None:
-        """The weights version all servers hold; None until a server was asked or updated."""
-        return self.pool.version
+        """The weights version that all servers hold that generate; None until a server was asked or updated."""
+        return self.pool.target.version if self.pool.target else None
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """Complete all requests, in order; `groups_per_request` groups go into one HTTP request."""
@@ -152,9 +162,10 @@ class InferenceClient:
             body = partial(_body, left, stream)
             async with aclosing(self.pool.generate(left[0].request.group, body, len(left))) as answered:
                 async for server, answers in answered:
-                    for work, answer in zip(left, answers, strict=True):
-                        _extend(work, answer, server)
+                    found = [self._extend(work, answer, server) for work, answer in zip(left, answers, strict=True)]
                     yield
+                    if stream and any(found):
+                        break
             asked = left
             left = [work for work in left if work.result.stop_reason == "abort"] if aborts == self._aborts else []
             self.finished += len(asked) - len(left)
@@ -167,30 +178,80 @@ class InferenceClient:
                 raise ServerDown(f"{left[0].result.server} keeps aborting requests without generating a token")
         for work in chunk:
             work.result.seconds = time.perf_counter() - started
+            if not work.result.text and (detokenizer := self._ends().detokenizer) is not None:
+                [work.result.text] = detokenizer.texts([work.result.output_ids])
 
-    async def update_weights(self, uri: str, version: int) -> list[float]:
+    def _extend(self, work: _Work, answer: dict[str, Any], server: str) -> bool:
+        """Take over what is new in an answer; whether the completion has ended where the server did not see it."""
+        _extend(work, answer, server)
+        result, request = work.result, work.request
+        at_limit = result.stop_reason == "length"
+        if not at_limit and not (work.begun and request.stop):
+            return False
+        end = self._ends().found(result.output_ids, work.begun, at_limit, request.stop, request.stop_token_ids)
+        if end is None:
+            return False
+        if end < len(result.output_ids):
+            result.text = ""
+            _cut(work, end)
+        result.stop_reason, work.known = "stop", end
+        return True
+
+    async def update_weights(self, uri: str, version: int, key: str = "") -> list[float]:
         """Load the weights manifest (or local folder) `uri` as `version` on every server; seconds for each.
 
-        What is being generated is interrupted and continued with the new weights.
+        What is being generated is interrupted and continued with the new weights. `key`: their name for `holds`.
         """
-        return await self.pool.update_weights(uri, version)
+        return await self.pool.update_weights(Target(version, key or uri, uri))
 
-    async def meet(self) -> int | None:
-        """The version that the servers say they hold. WrongVersion if they differ."""
-        return await self.pool.meet()
-
-    async def adopt(self, version: int) -> None:
+    async def adopt(self, version: int, key: str = "") -> None:
         """The servers were handed `version` by the trainer: have each of them say so."""
-        await self.pool.adopt(version)
+        await self.pool.adopt(Target(version, key))
+
+    def wants(self, key: str) -> bool:
+        """Whether the weights of that name are those that all servers are to hold."""
+        return self.pool.target is not None and self.pool.target.key == key
+
+    @property
+    def stuck(self) -> bool:
+        """Whether no server generates before somebody gives it weights: none holds those that are wanted."""
+        return self.pool.stuck
+
+    async def holding(self, version: int, key: str, uri: str | None) -> None:
+        """The servers hold these weights, as somebody else has seen to or has named them; see `ServerPool.hold`."""
+        self.pool.hold(Target(version, key, uri))
+
+    async def doubt(self) -> None:
+        """The servers' weights may be damaged or not whole: none generates until it was given some again."""
+        self.pool.doubt()
+
+    async def foreign(self, urls: Iterable[str]) -> None:
+        """Have servers that others have started. Raises UserError if one cannot be used as it was started."""
+        self.pool.foreign = True
+        await self.pool.sync(dict.fromkeys(urls, 0), ())
+        await self.pool.check()
+
+    async def sync(self, starts: Mapping[str, int], current: Container[str]) -> None:
+        """Have exactly these servers from now on: see the pool."""
+        await self.pool.sync(starts, current)
 
     async def checksums(self) -> dict[str, list[dict[str, str]]]:
         """A checksum of each tensor, by its name, on each GPU of the SGLang servers, by their addresses."""
-        found = await self.pool.check_weights("checksum")
+        found = await self._check_weights("checksum")
         return {url: [rank["checksums"] for rank in answer["ranks"]] for url, answer in found.items()}
 
     async def overwrite_weights(self) -> None:
         """Fill the tensors of SGLang servers, which must be paused, with random numbers; weights must follow."""
-        await self.pool.overwrite_weights()
+        self.pool.doubt()
+        await self._check_weights("reset_tensors")
+
+    async def _check_weights(self, action: str) -> dict[str, Any]:
+        """What each healthy server answers to `/weights_checker`, by its address. A server that fails is evicted."""
+
+        async def ask(server: Server) -> tuple[str, Any]:
+            return server.url, await self.pool.connections.ask(server, "POST", "/weights_checker", {"action": action})
+
+        return dict(await self.pool.each(ask))
 
     async def evict(self, failed: Mapping[str, str]) -> None:
         """Give nothing more to servers of which somebody else has seen that they failed: why, by their address."""
@@ -200,7 +261,10 @@ class InferenceClient:
 
     async def signs(self, everyone: bool = False) -> dict[str, Sign]:
         """How each server that has something to do for this client (`everyone`: any server) gets on, by its address."""
-        return await self.pool.signs(everyone)
+        pool = self.pool  # a server that is evicted is given up already
+        busy = [server for server in pool.servers if server.healthy and (server.asks or everyone)]
+        signs = await asyncio.gather(*(pool.lending.sign(server, pool.paused) for server in busy))
+        return dict(zip([server.url for server in busy], signs, strict=True))
 
     def lost(self) -> list[str]:
         """Addresses of servers that stay evicted: they may run, but they need a restart."""
@@ -210,14 +274,9 @@ class InferenceClient:
         """Addresses of the servers that are not evicted."""
         return [server.url for server in self.pool.servers if server.healthy]
 
-    def known(self) -> bool:
-        """Whether it was seen of every server which weights it holds."""
-        return all(server.knows for server in self.pool.servers)
-
-    def lent(self, urls: Container[str]) -> Lent:
-        """What a client that takes this one's place is to know of lent memory, `urls` being the servers that stay."""
-        by = frozenset(server.url for server in self.pool.servers if server.lends and server.url in urls)
-        return Lent(self.pool.lending.wanted, by)
+    async def standing(self) -> list[str]:
+        """The same, once servers that have just joined were looked at; at least one."""
+        return await self.pool.standing()
 
     async def release_memory(self) -> None:
         """Have the servers lend the memory of their cache until `resume_memory`: until then nobody may generate."""
@@ -241,10 +300,6 @@ class InferenceClient:
         """End all requests under way: their results have stop_reason `abort` and what was generated so far."""
         self._aborts += 1
         await self.pool.broadcast("/abort_request", {"abort_all": True})
-
-    async def server_info(self) -> list[dict[str, Any]]:
-        """What each server says of itself."""
-        return await self.pool.server_info()
 
 
 def _chunks(works: Iterable[_Work], groups: int) -> list[list[_Work]]:
@@ -319,9 +374,13 @@ def _withdraw(work: _Work) -> None:
     SGLang looks for an abort before it looks for the end: the last token may be the one that ends the text. An abort
     does not depend on the token that it hits, so another draw of it has the same distribution.
     """
-    result = work.result
-    for column in (result.output_ids, result.logprobs, result.versions):
-        del column[max(work.known, len(column) - 1) :]
+    _cut(work, max(work.known, len(work.result.output_ids) - 1))
+
+
+def _cut(work: _Work, tokens: int) -> None:
+    """Keep so many tokens only."""
+    for column in (work.result.output_ids, work.result.logprobs, work.result.versions):
+        del column[tokens:]
 
 
 def _piece(work: _Work, first: int, stop_reason: str | None = None) -> Piece:

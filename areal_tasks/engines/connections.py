@@ -36,7 +36,8 @@ class Connections:
 
     async def drop(self, server: Server) -> None:
         """Close all connections to a server: whoever waits for its answers is told ServerDown."""
-        await self._sessions.pop(server).close()
+        if server in self._sessions:
+            await self._sessions.pop(server).close()
 
     async def answers(self, server: Server, body: dict[str, Any]) -> AsyncGenerator[list[dict[str, Any]]]:
         """What `/generate` answers to `body`: once, or for a stream as often as it grows. Raises as `ask` does."""
@@ -70,9 +71,14 @@ class Connections:
                     check_status(where, response.status, reason_of(await response.read()))
                 yield response
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ServerDown(f"{where}: {error or type(error).__name__}") from error
+            raise ServerDown(f"{where}: {str(error) or self._silent(seconds)}") from error
         finally:
             server.asks -= waited_for
+
+    def _silent(self, seconds: float | None) -> str:
+        """What a timeout says that says nothing itself."""
+        setting = "" if seconds else ", which is inference.request_timeout_seconds"
+        return f"no answer within {seconds or self._seconds:g} s{setting}"
 
     def _timeout(self, seconds: float | None, streamed: bool) -> aiohttp.ClientTimeout:
         """How long an exchange may take; a stream lasts as long as it likes, but may not be silent for so long."""

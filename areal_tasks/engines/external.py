@@ -1,9 +1,13 @@
-"""Inference servers that run already and are not ours to stop: `AREAL_LLM_SERVER_ADDRS=host:port,host:port`."""
+"""Inference servers that run already and are not ours to stop: `AREAL_LLM_SERVER_ADDRS=host:port,host:port`.
+
+Nobody knows how they were started, so they are asked for what would otherwise pass unnoticed.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from schemas.errors import UserError
@@ -37,3 +41,30 @@ def _base_url(address: str) -> str:
     if not complete:
         raise UserError(f"{ADDRESSES}: '{address}' should look like host:port or http://host:port")
     return url.rstrip("/")
+
+
+#: At this temperature all tokens are equally likely, up to FLAT nats, whatever the model.
+HOT: Final = 10_000.0
+FLAT: Final = 0.2
+PROBE: Final[dict[str, Any]] = {
+    "input_ids": [[0]] * 16,
+    "sampling_params": {"max_new_tokens": 1, "temperature": HOT},
+    "return_logprob": True,
+}
+
+
+def check_temperature(where: str, answers: Sequence[dict[str, Any]]) -> None:
+    """Look at a server's answer to PROBE: its logprobs must be those after the temperature was applied (DESIGN §5).
+
+    SGLang does not say whether they are; near temperature 1 the tokens that are trained on do not show it either.
+
+    Raises:
+        UserError: they are those before it.
+    """
+    logprobs = [logprob for answer in answers for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
+    if max(logprobs) - min(logprobs) > FLAT:
+        raise UserError(
+            f"the inference server {where} gives log-probabilities before the temperature is applied: tokens sampled "
+            f"at temperature {HOT:g}, where all are equally likely, have some from {min(logprobs):.3g} to "
+            f"{max(logprobs):.3g}. Start it again without SGLANG_RETURN_ORIGINAL_LOGPROB"
+        )

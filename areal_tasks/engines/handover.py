@@ -18,7 +18,7 @@ from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.files import commit_weights, common_folder, digested, materialise, read_weights
 from areal_tasks.store.parallel import beside
-from areal_tasks.store.paths import weights_attempt
+from areal_tasks.store.paths import weights, weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run
 from schemas.errors import UserError
@@ -75,6 +75,11 @@ def send_command(owner: int, version: int, transport: Transport, urls: Sequence[
     return Send(owner=owner, version=version, transport=transport, receivers=receivers, token=token)
 
 
+def name_of(ref: WeightsRef) -> str:
+    """What tells these weights from others, also from another attempt at their version."""
+    return ref.path or ref.digest
+
+
 @dataclass(frozen=True)
 class Published:
     """Weights in the store, and how long it took until servers could load them, and each server to do so."""
@@ -101,6 +106,11 @@ class Draft:
     def prefix(self) -> str:
         """Where the files lie in the store."""
         return weights_attempt(self.run.name, self.version, self.attempt)
+
+    @property
+    def name(self) -> str:
+        """The `name_of` what becomes of it."""
+        return weights(self.run.name, self.version, self.attempt)
 
     @property
     def folder(self) -> Path | None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
+from areal_tasks.engines.answers import Refused, ServerDown
 from areal_tasks.engines.routing import Server
+from areal_tasks.engines.watchdog import Sign
 
 LOOK_SECONDS: Final = 5.0  # what needs no token is answered between two steps
 HEALTH_SECONDS: Final = 30.0  # SGLang itself says 503 after 20 s without a token
@@ -22,19 +23,11 @@ CACHE: Final = {"tags": ["kv_cache"]}
 Ask = Callable[..., Awaitable[Any]]  # as Connections.ask
 
 
-@dataclass(frozen=True)
-class Lent:
-    """What a client takes over from another: whether servers are to lend that memory, and the addresses of who does."""
-
-    wanted: bool = False
-    by: frozenset[str] = frozenset()
-
-
 class Lending:
     """What servers are to do with the memory of their cache (`wanted`: to lend it), and what each has done."""
 
-    def __init__(self, ask: Ask, wanted: bool) -> None:
-        self.wanted = wanted
+    def __init__(self, ask: Ask) -> None:
+        self.wanted = False
         self._ask = ask
         self._orders: defaultdict[Server, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._looks: defaultdict[Server, set[asyncio.Future[Any]]] = defaultdict(set)  # that may generate
@@ -73,3 +66,24 @@ class Lending:
         """What the server says of itself, without generating. SGLang's scheduler answers, so that it cannot hang."""
         found: dict[str, Any] = await self._ask(server, "GET", "/server_info", seconds=LOOK_SECONDS)
         return found
+
+    async def sign(self, server: Server, paused: bool) -> Sign:
+        """How it gets on with its work, for a watchdog."""
+        work = f"{server.requests} requests under way" if server.requests else "an order under way"
+        try:
+            return Sign(await self._progress(server, paused), work)
+        except (ServerDown, Refused) as error:
+            return Sign(None, f"{work}; {error}")
+
+    async def _progress(self, server: Server, paused: bool) -> object:
+        """Something new whenever the server has got on: its count of steps, or that it generates, or that it answers.
+
+        Nobody can tell how far an order is: while SGLang's scheduler is at one, it does not answer.
+        """
+        info = await self.answers(server)
+        if paused or not server.requests:
+            return object()
+        if "steps" in info:
+            return info["steps"]
+        await self.look(server, paused)
+        return object()

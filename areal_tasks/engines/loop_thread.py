@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from concurrent.futures import wait
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+
+TURN_SECONDS: Final = 0.5
 
 
 class LoopThread:
@@ -18,8 +21,26 @@ class LoopThread:
         self.thread = threading.Thread(target=self._turn, name="inference-client", daemon=True)
         self.thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(seconds)
+    def run(
+        self,
+        work: Coroutine[Any, Any, T],
+        seconds: float | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> T:
+        """What `work` returns. The calling thread does `meanwhile` again and again until then.
+
+        Raises TimeoutError after `seconds`, and what `meanwhile` raises: then the work is cancelled.
+        """
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        if seconds is not None:
+            return future.result(seconds)
+        try:
+            while not wait([future], TURN_SECONDS).done:
+                meanwhile()
+        except BaseException:
+            future.cancel()
+            raise
+        return future.result()
 
     def _turn(self) -> None:
         """Until `stop`. asyncio leaves its loop when a task calls `sys.exit`, also one of somebody's own workflow:

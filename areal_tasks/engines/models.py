@@ -6,11 +6,8 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
-from areal_tasks.data.scratch import make_scratch
 from areal_tasks.store.backend import Store
 from areal_tasks.store.files import read_weights, upload
 from areal_tasks.store.fork import find_reference, leave_reference
@@ -20,6 +17,9 @@ from areal_tasks.store.tombstones import check_kept, check_run_kept
 from schemas.errors import UserError
 from schemas.manifest import FileRef, IterationCommit, WeightsRef
 from schemas.recipe.sections import Model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 #: What a model's folder needs: configuration, safetensors and tokenizer. Other formats of the same weights stay behind.
 WANTED: Final = (
@@ -41,12 +41,14 @@ def initial_weights(
     if model.path.startswith("run://"):
         return run_weights(store, model.path, reader)
     if model.scratch is not None:
+        from areal_tasks.data.scratch import make_scratch  # imports torch: checks of a recipe do not wait for that
+
         return upload(store, into, make_scratch(model.scratch, seed, model.max_length, scratch / "model"))
     if not model.path:
         raise ValueError("model.warm_start should have become the model.path of the run that it names")
     folder = model_folder(model.path)
     check_context(folder, model.max_length)
-    return upload(store, into, _wanted(folder, scratch / "model"))
+    return upload(store, into, link_wanted(folder, scratch / "model"))
 
 
 def run_weights(store: Store, path: str, reader: str = "") -> tuple[FileRef, ...]:
@@ -114,17 +116,30 @@ def model_folder(path: str) -> Path:
     return folder
 
 
+def check_model(store: Store, model: Model) -> None:
+    """UserError if `model` names weights that are not here, or are not complete. What a hub has is not asked."""
+    if model.path.startswith("run://"):
+        run_weights(store, model.path)
+    elif model.path and not _may_be_on_hub(model.path):
+        check_context(model_folder(model.path), model.max_length)
+
+
+def _may_be_on_hub(path: str) -> bool:
+    """Whether `path` is no folder here, and looks like a model's name."""
+    return not Path(path).expanduser().is_dir() and bool(_NAME.fullmatch(path)) and not path.startswith(".")
+
+
 def _require(folder: Path, path: str, patterns: Iterable[str], problem: str) -> None:
     if not any(next(folder.glob(pattern), None) for pattern in patterns):
         raise UserError(f"model.path: '{path}' has {problem}")
 
 
 def _from_hub(path: str) -> Path:
+    if not _may_be_on_hub(path):
+        raise UserError(f"model.path: there is no folder '{path}' (looked for {Path(path).expanduser().absolute()})")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    if not _NAME.fullmatch(path) or path.startswith("."):
-        raise UserError(f"model.path: there is no folder '{path}' (looked for {Path(path).expanduser().absolute()})")
     try:
         return Path(snapshot_download(path, allow_patterns=list(WANTED)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -138,12 +153,22 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _wanted(folder: Path, into: Path) -> Path:
+def link_wanted(folder: Path, into: Path) -> Path:
     """A folder of links to those files of `folder` that engines read."""
-    into.mkdir(parents=True)
-    for file in {file for pattern in WANTED for file in folder.glob(pattern)}:
+    into.mkdir(parents=True, exist_ok=True)
+    for file in _wanted(folder):
         (into / file.name).symlink_to(file.resolve())
     return into
+
+
+def file_states(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size in bytes and time of the last change in ns of the files of `folder` that engines read."""
+    states = {file.name: file.stat() for file in _wanted(folder)}
+    return {name: (state.st_size, state.st_mtime_ns) for name, state in sorted(states.items())}
+
+
+def _wanted(folder: Path) -> set[Path]:
+    return {file for pattern in WANTED for file in folder.glob(pattern)}
 
 
 def check_context(folder: Path, max_length: int) -> None:
@@ -156,4 +181,6 @@ def check_context(folder: Path, max_length: int) -> None:
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in a model's folder. UserError if there is none."""
     _require(folder, str(folder), _TOKENIZERS, "no tokenizer: save it there too (tokenizer.save_pretrained)")
+    from transformers import AutoTokenizer  # takes a second
+
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -44,9 +44,9 @@ class Proof:
         self.call = call
         self.due = due
 
-    def load(self, client: InferenceClient, source: str, version: int) -> list[float]:
+    def load(self, client: InferenceClient, source: str, version: int, key: str) -> list[float]:
         """As `client.update_weights`. Raises what `of` raises."""
-        return self.of(client, lambda: self.call(client.update_weights(source, version)))
+        return self.of(client, lambda: self.call(client.update_weights(source, version, key)))
 
     def of(self, client: InferenceClient, give: Give) -> list[float]:
         """`give` weights to the client's servers, and return what it returns; while `due`, do so twice and compare.

@@ -1,26 +1,28 @@
-"""The inference servers of a run as one: routing by load, eviction and re-admission by health, one weights version.
+"""The inference servers of a run as one: which there are, which of them may generate, and the weights they are to hold.
 
-A request waits here, in order, until the router has a server for it. A server that fails is evicted at once and its
-requests go elsewhere; one that stays silent is asked for its health, and evicted if it has none. In the background an
-evicted server is asked until it answers; before it is let in again it is brought to the version that the others hold.
+A request waits here, in order, until the router has a server for it. A server may generate when it is healthy and holds
+the weights that are wanted. One that fails is evicted at once, and its requests go elsewhere; one that stays silent is
+asked for its health, and evicted if it has none. A task in the background looks at an evicted server, or at one that
+has just joined, until it is well, and has it load what it lacks; the other servers go on meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Coroutine, Iterable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
-from areal_tasks.engines.answers import ABORTED, Interrupted, Refused, ServerDown, WrongVersion, version_runs
+from areal_tasks.engines.answers import ABORTED, Interrupted, Refused, ServerDown, WrongVersion, check_versions
 from areal_tasks.engines.connections import CLOSED, Connections
-from areal_tasks.engines.lending import Lending, Lent
-from areal_tasks.engines.routing import Router, Server
-from areal_tasks.engines.watchdog import Sign
+from areal_tasks.engines.external import PROBE, check_temperature
+from areal_tasks.engines.lending import Lending
+from areal_tasks.engines.routing import Router, Server, Target
 from schemas.errors import UserError
 from schemas.recipe.sections import Inference
 
@@ -28,42 +30,41 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS: Final = 4  # servers a request is tried on: one that kills its server must not kill them all
-NO_SERVER_SECONDS: Final = 10.0  # how long a request waits when every server is evicted
-PROBE_SECONDS: Final = (0.1, 5.0)  # first and longest pause between two looks at an evicted server
-LOST_SECONDS: Final = 20.0  # a server that is evicted for longer is worth a restart
+NO_SERVER_SECONDS: Final = 10.0  # how long a request waits when every server is evicted and none is restarted
+PROBE_SECONDS: Final = (0.1, 5.0)  # pause before the first look at an evicted server, and the longest between two
+LOST_SECONDS: Final = 20.0  # a server that has failed for longer is worth a restart
 WATCH_SECONDS: Final = 20.0  # pause between two looks at a server with requests under way
 WATCH_FAILURES: Final = 3  # looks in a row without an answer after which it counts as hung
+POLL_SECONDS: Final = 0.05
 
 
 @dataclass(eq=False)
 class _Waiter:
-    """A request without a server. Its future becomes the server and the time from which it is under way."""
+    """A request without a server."""
 
     group: int
     samples: int
-    given: asyncio.Future[tuple[Server, float]]
+    given: asyncio.Future[Server]
 
 
 class ServerPool:
-    """Use within one event loop; `close()` when done."""
+    """Use within one event loop; `close()` when done. `patience_seconds`: how long to wait while no server is well."""
 
-    def __init__(self, urls: Iterable[str], token: str, settings: Inference, lent: Lent = Lent()) -> None:
+    def __init__(self, urls: Iterable[str], token: str, settings: Inference, patience_seconds: float | None) -> None:
         self.settings = settings
-        self.servers = [Server(url, settings.max_concurrent_requests, lends=url in lent.by) for url in urls]
-        if not self.servers:
-            raise UserError("no inference server: give the address of at least one")
+        self.servers = [Server(url, settings.max_concurrent_requests) for url in urls]
         self.router = Router(self.servers)
         self.connections = Connections(token, settings.request_timeout_seconds)
         self._ask = self.connections.ask
-        self.lending = Lending(self._ask, lent.wanted)
+        self.lending = Lending(self._ask)
         self.paused = False  # then nobody generates, and silence is no sign of illness
-        self.version: int | None = None  # what every healthy server holds
-        self._target: int | None = None  # what they are being brought to
-        self._uri: str | None = None  # where the target's weights lie
+        self.foreign = False  # others have started the servers
+        self.target: Target | None = None  # none: what the servers hold when they are first asked
+        self._patience = NO_SERVER_SECONDS if patience_seconds is None else patience_seconds
         self._waiting: deque[_Waiter] = deque()
         self._tasks: dict[tuple[str, Server], asyncio.Task[None]] = {}  # at most one of a kind for each server
         self._end_of_hope: asyncio.TimerHandle | None = None  # runs while every server is evicted and requests wait
-        self._last_error: ServerDown | None = None
+        self._last_error: Exception | None = None
         self._meeting = asyncio.Lock()
 
     async def close(self) -> None:
@@ -78,35 +79,40 @@ class ServerPool:
         self._give_up()
         await self.connections.close()
 
-    async def signs(self, everyone: bool = False) -> dict[str, Sign]:
-        """How each server gets on that has something to do, by address. One that is evicted is given up already."""
-        busy = [server for server in self.servers if server.healthy and (server.asks or everyone)]
-        return dict(zip([s.url for s in busy], await asyncio.gather(*map(self._sign, busy)), strict=True))
+    async def sync(self, starts: Mapping[str, int], current: Container[str]) -> None:
+        """Have exactly these servers, whose numbers tell the processes apart that have listened at an address.
 
-    async def _sign(self, server: Server) -> Sign:
-        work = f"{server.requests} requests under way" if server.requests else "an order under way"
-        try:
-            return Sign(await self._progress(server), work)
-        except (ServerDown, Refused) as error:
-            return Sign(None, f"{work}; {error}")
-
-    async def _progress(self, server: Server) -> object:
-        """Something new whenever the server has got on: its count of steps, or that it generates, or that it answers.
-
-        Nobody can tell how far an order is: while SGLang's scheduler is at one, it does not answer.
+        What was under way on one that is gone is repeated elsewhere. A new one is let in when it is well and holds the
+        weights that are wanted, as those in `current` do from their start.
         """
-        info = await self.lending.answers(server)
-        if self.paused or not server.requests:
-            return object()
-        if "steps" in info:
-            return info["steps"]
-        await self.lending.look(server, self.paused)
-        return object()
+        for server in [server for server in self.servers if starts.get(server.url) != server.start]:
+            self.servers.remove(server)
+            server.healthy = False
+            for key in [key for key in self._tasks if key[1] is server]:
+                self._tasks.pop(key).cancel()
+            await self.connections.drop(server)
+        there = {server.url for server in self.servers}
+        for url in starts.keys() - there:
+            server = Server(url, self.settings.max_concurrent_requests, starts[url], False, url in current)
+            self.servers.append(server)
+            self._background("admit", server, self._admit)
+        self._dispatch()
+
+    async def check(self) -> None:
+        """Raise a UserError if a server that answers was started such that it cannot be used."""
+        for outcome in await asyncio.gather(*map(self._check, self.servers), return_exceptions=True):
+            if isinstance(outcome, UserError):
+                raise outcome
+
+    async def _check(self, server: Server) -> None:
+        if self.foreign and not server.lends:
+            check_temperature(server.url, await self._ask(server, "POST", "/generate", PROBE))
 
     def lost(self) -> list[str]:
-        """Addresses of servers that have been evicted for so long that they will hardly recover."""
+        """Addresses of servers that have failed for so long that they will hardly recover, and are at no order."""
         now = self.router.clock()
-        return [s.url for s in self.servers if not s.healthy and now - s.evicted > LOST_SECONDS]
+        since = {s.url: s.failing_since for s in self.servers if not (s.healthy or s.asks)}
+        return [url for url, failed in since.items() if failed is not None and now - failed > LOST_SECONDS]
 
     async def generate(
         self, group: int, body: Callable[[], dict[str, Any]], samples: int
@@ -117,41 +123,36 @@ class ServerPool:
         """
         await self.meet()
         for _ in range(ATTEMPTS):
-            server, started = await self._server_for(group, samples)
-            finished = False
+            server, tokens = await self._server_for(group, samples), 0
             try:
                 async with aclosing(self._generate(server, body(), samples)) as answered:
                     async for answers in answered:
-                        finished = all(_ended(answer) for answer in answers)
+                        tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
                         yield server.url, answers
+                server.failing_since = None
                 return
             except ServerDown as error:
                 self.evict(server, error)
             finally:
-                self.router.end(server, samples, started, finished)
+                self.router.end(server, samples, tokens)
                 self._dispatch()
         raise ServerDown(f"{ATTEMPTS} servers failed to answer one request; the last: {self._last_error}")
 
     async def _generate(
         self, server: Server, body: dict[str, Any], samples: int
     ) -> AsyncGenerator[list[dict[str, Any]]]:
-        oldest = self.version
+        oldest = self.target
         self._background("watch", server, self._watch)
         try:
             async with aclosing(self.connections.answers(server, body)) as answered:
                 async for answers in answered:
-                    self._check_versions(server, answers, oldest)
+                    if oldest is not None and self.target is not None:
+                        check_versions(server.url, answers, oldest.version, self.target.version)
                     yield answers
         except Interrupted:
             yield [ABORTED] * samples
 
-    def _check_versions(self, server: Server, answers: list[dict[str, Any]], oldest: int | None) -> None:
-        found = {int(version) for a in answers for version, _ in version_runs(a["meta_info"])}
-        newest = self._target
-        if oldest is not None and newest is not None and not all(oldest <= v <= newest for v in found):
-            raise WrongVersion(f"{server.url} generated with weights {sorted(found)}, expected {oldest} to {newest}")
-
-    async def _server_for(self, group: int, samples: int) -> tuple[Server, float]:
+    async def _server_for(self, group: int, samples: int) -> Server:
         """Wait for a server; the request counts as under way on it. ServerDown if there is none for too long."""
         if self.connections.closed:
             raise ServerDown(CLOSED)
@@ -162,81 +163,121 @@ class ServerPool:
             return await waiter.given
         except asyncio.CancelledError:
             if waiter.given.done() and not waiter.given.cancelled():
-                server, started = waiter.given.result()
-                self.router.end(server, samples, started, finished=False)
+                self.router.end(waiter.given.result(), samples, 0)
             self._dispatch()
             raise
 
     def _dispatch(self) -> None:
         """Give waiting requests, in order, to the servers that the router chooses."""
-        queued = sum(waiter.samples for waiter in self._waiting)
+        waiting = sum(waiter.samples for waiter in self._waiting)
         while self._waiting:
             waiter = self._waiting[0]
-            server = None
             if not waiter.given.done():  # else it was cancelled
-                server = self.router.choose(waiter.group, waiter.samples, queued)
+                server = self.router.choose(waiter.group, waiter.samples, waiting)
                 if server is None:
                     break
-                waiter.given.set_result((server, self.router.begin(server, waiter.group, waiter.samples)))
-            queued -= waiter.samples
+                self.router.begin(server, waiter.group, waiter.samples)
+                waiter.given.set_result(server)
+            waiting -= waiter.samples
             self._waiting.popleft()
-        if self._waiting and self._end_of_hope is None and not any(s.healthy for s in self.servers):
-            self._end_of_hope = asyncio.get_running_loop().call_later(NO_SERVER_SECONDS, self._give_up)
+        if any(s.healthy for s in self.servers):
+            if self._end_of_hope is not None:
+                self._end_of_hope.cancel()
+            self._end_of_hope = None
+        elif self._waiting and self._end_of_hope is None and self._patience < math.inf:
+            self._end_of_hope = asyncio.get_running_loop().call_later(self._patience, self._give_up)
 
     def _give_up(self) -> None:
         """No server has come back in time: whoever waits is told."""
         self._end_of_hope = None
-        if any(s.healthy for s in self.servers):
-            return
-        error = ServerDown(f"no inference server answers; the last error: {self._last_error}")
+        error = self._no_server()
         while self._waiting:
             waiter = self._waiting.popleft()
             if not waiter.given.done():
                 waiter.given.set_exception(error)
 
-    async def meet(self) -> int | None:
-        """Learn, once, which version the servers hold. Raises WrongVersion when they do not agree."""
+    def _no_server(self) -> ServerDown:
+        return ServerDown(f"no inference server answers; the last error: {self._last_error}")
+
+    @property
+    def stuck(self) -> bool:
+        """Whether no server holds the weights that are wanted, nor can load them by itself."""
+        loadable = self.target is not None and self.target.uri is not None
+        return not loadable and not any(server.current for server in self.servers)
+
+    async def meet(self) -> None:
+        """Where no weights are wanted yet, learn which the servers hold. Raises WrongVersion when they do not agree."""
         async with self._meeting:
-            if self.version is not None:
-                return self.version
-            held = {s.url: v for s in self.servers if (v := await self._held(s)) is not None}
-            if len(set(held.values())) > 1:
-                raise WrongVersion(f"the servers hold different weights: {held}; send them one version")
-            self.version = self._target = next(iter(held.values()), None)
-            return self.version
+            if self.target is not None:
+                return
+            held = set(await self.each(self._version_of))
+            if len(held) > 1:
+                raise WrongVersion(f"the servers hold different weights: {sorted(held)}; send them one version")
+            for version in held:  # that of somebody else's server may have a name
+                self.target = Target(int(version) if version.isdecimal() else -1)
 
-    async def _held(self, server: Server) -> int | None:
-        try:
-            held = str((await self._ask(server, "GET", "/model_info"))["weight_version"])
-            return int(held) if held.isdecimal() else -1  # a server of somebody else's, with a name for what it holds
-        except ServerDown as error:
-            self.evict(server, error)
-            return None
+    def aim(self, target: Target) -> None:
+        """From now on these weights are wanted. No server generates before it has confirmed that it holds them."""
+        self.target = target
+        self.router.affinity.clear()  # caches are flushed for new weights
+        for server in self.servers:
+            server.current = False
 
-    async def update_weights(self, uri: str, version: int) -> list[float]:
-        """Bring every healthy server to `version`; seconds for each. The others follow before they are let in again.
+    def hold(self, target: Target) -> None:
+        """These weights are wanted, and servers that hold those that were wanted hold them; the others load them."""
+        self.target = target
+        for server in self.servers:
+            if server.healthy and not server.current and target.uri is not None:
+                server.healthy = False
+                self._background("admit", server, self._admit)
+
+    def doubt(self) -> None:
+        """Nobody knows any more what the servers hold: they are to be given the weights once more."""
+        if self.target is not None:
+            self.aim(replace(self.target, uri=None))
+
+    async def update_weights(self, target: Target) -> list[float]:
+        """Have every healthy server load `target`; seconds for each. The others follow before they are let in.
 
         What is being generated ends with what it has; SGLang would otherwise let it end first.
         """
-        self._target, self._uri = version, uri
-        seconds = await self._each(self._update)
-        if not seconds:  # wait until one of them has caught up
-            server, started = await self._server_for(-1, 0)
-            self.router.end(server, 0, started, finished=False)
-        self.version = version
+        if not any(server.healthy for server in self.servers):
+            await self._looked_at()
+        self.aim(target)
+        seconds = await self.each(self._update)
+        if not seconds:
+            await self._until(lambda: any(server.able for server in self.servers))
         return seconds
 
-    async def adopt(self, version: int) -> None:
-        """Somebody else gave every healthy server `version`: have each say so. One that does not is evicted."""
-        self._target, self._uri = version, None
-        if await self._each(self._adopted):  # else nobody is known to hold it
-            self.version = version
+    async def adopt(self, target: Target) -> None:
+        """Somebody else gave every healthy server `target`: have each say so. One that does not is evicted."""
+        self.aim(target)
+        await self.each(self._adopted)
 
     async def _adopted(self, server: Server) -> None:
         await self._confirm(server)
-        server.knows = True
+        server.current = True
+        self._dispatch()
 
-    async def _each(self, ask: Callable[[Server], Awaitable[T]]) -> list[T]:
+    async def standing(self) -> list[str]:
+        """Addresses of the servers that are well, once each was looked at and one is."""
+        await self._looked_at()
+        await self._until(lambda: any(server.healthy for server in self.servers))
+        return [server.url for server in self.servers if server.healthy]
+
+    async def _looked_at(self) -> None:
+        """Wait until it is known of each server whether it is well."""
+        await self._until(lambda: all(s.healthy or s.failing_since is not None for s in self.servers))
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        """Wait until it holds. ServerDown if it does not within the patience that there is."""
+        began = self.router.clock()
+        while not holds():
+            if self.connections.closed or self.router.clock() - began > self._patience:
+                raise self._no_server()
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def each(self, ask: Callable[[Server], Awaitable[T]]) -> list[T]:
         """Ask every healthy server at once; what those answered that did not fail. The others are evicted."""
         servers = [s for s in self.servers if s.healthy]
         outcomes = await asyncio.gather(*map(ask, servers), return_exceptions=True)
@@ -249,42 +290,32 @@ class ServerPool:
         return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
     async def _update(self, server: Server) -> float:
-        """Bring one server to the target and have it say so."""
-        started, server.knows = time.perf_counter(), False
-        uri, version = self._uri, self._target
-        where = {"model_path": uri, "weight_version": str(version)}
+        """Have one server load the target and say so."""
+        started, target, server.current = time.perf_counter(), self.target, False
+        assert target is not None and target.uri is not None
+        where = {"model_path": target.uri, "weight_version": str(target.version)}
         body = where | {"flush_cache": True, "abort_all_requests": True}
         answer = await self._ask(server, "POST", "/update_weights_from_disk", body)
         if not answer.get("success", True):
-            raise Refused(f"{server.url} did not load {uri}: {answer.get('message')}")
+            raise Refused(f"{server.url} did not load {target.uri}: {answer.get('message')}")
         await self._confirm(server)
-        if (uri, version) != (self._uri, self._target):  # perhaps of the same number: another attempt at that version
-            raise WrongVersion(f"{server.url} has loaded {uri}, and {self._uri} is wanted now")
-        server.knows = True
+        if target != self.target:
+            raise WrongVersion(f"{server.url} has loaded {target}, and {self.target} is wanted now")
+        server.current = True
+        self._dispatch()
         return time.perf_counter() - started
 
     async def _confirm(self, server: Server) -> None:
-        held = (await self._ask(server, "GET", "/model_info"))["weight_version"]
-        if str(held) != str(self._target):
-            raise WrongVersion(f"{server.url} holds weights {held} after it was sent {self._target}")
+        held, target = await self._version_of(server), self.target
+        if target is not None and held != str(target.version):
+            raise WrongVersion(f"{server.url} holds weights {held} after it was sent {target.version}")
 
-    async def check_weights(self, action: str) -> dict[str, Any]:
-        """What each healthy server answers to `/weights_checker`, by its address. A server that fails is evicted."""
-
-        async def ask(server: Server) -> tuple[str, Any]:
-            return server.url, await self._ask(server, "POST", "/weights_checker", {"action": action})
-
-        return dict(await self._each(ask))
-
-    async def overwrite_weights(self) -> None:
-        """Have every healthy server put random numbers into its tensors: it holds no version until it is given one."""
-        for server in self.servers:
-            server.knows = server.knows and not server.healthy
-        await self.check_weights("reset_tensors")
+    async def _version_of(self, server: Server) -> str:
+        return str((await self._ask(server, "GET", "/model_info"))["weight_version"])
 
     async def broadcast(self, path: str, body: dict[str, Any]) -> None:
-        """POST to every healthy server. A server that fails is evicted."""
-        await self._each(lambda server: self._ask(server, "POST", path, body))
+        """POST to every healthy server."""
+        await self.each(lambda server: self._ask(server, "POST", path, body))
 
     async def lend(self, wanted: bool) -> None:
         """Have every healthy server lend the memory of its cache, or take it back; one that has already is not asked.
@@ -292,20 +323,27 @@ class ServerPool:
         The others follow before they are let in again.
         """
         self.lending.wanted = wanted
-        await self._each(self.lending.settle)
-
-    async def server_info(self) -> list[dict[str, Any]]:
-        """`/server_info` of every healthy server."""
-        return await self._each(lambda server: self._ask(server, "GET", "/server_info"))
+        await self.each(self.lending.settle)
 
     def evict(self, server: Server, error: ServerDown) -> None:
         """Give it nothing more until it is well again."""
         if not server.healthy:
             return
-        log.warning("evicted inference server %s: %s", server.url, error)
-        server.healthy, server.evicted, self._last_error = False, self.router.clock(), error
-        self._background("probe", server, self._probe)
+        if self.router.clock() - server.admitted > LOST_SECONDS:
+            server.failing_since = None  # it has been well since it last failed
+        server.healthy = False
+        self._note(server, error)
+        self._background("admit", server, self._admit)
         self._dispatch()
+
+    def _note(self, server: Server, error: Exception) -> None:
+        """Remember a failure; the log tells of the first since the server was well."""
+        if server.failing_since is None:
+            log.warning("evicted inference server %s: %s", server.url, error)
+            server.failing_since, server.failures, self._last_error = self.router.clock(), 0, error
+        else:
+            log.debug("inference server %s stays evicted: %s", server.url, error)
+        server.failures += 1
 
     def _background(self, kind: str, server: Server, work: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
         """Run `work` for the server, unless it is being done already."""
@@ -328,43 +366,33 @@ class ServerPool:
         self.evict(server, ServerDown(f"it hangs: {last}"))
         await self.connections.drop(server)
 
-    async def _probe(self, server: Server) -> None:
-        """Look at an evicted server until it is well, then let it in again."""
-        pause, longest = PROBE_SECONDS
+    async def _admit(self, server: Server) -> None:
+        """Look at a server until it is well, bring it to where the others are, and let it in."""
         while not server.healthy:
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, longest)
+            first, longest = PROBE_SECONDS
+            await asyncio.sleep(min(first * (2 ** min(server.failures, 10) - 1), longest))
             try:
-                await self._recover(server)
+                await self.lending.settle(server)
+                await self.lending.look(server, self.paused)
+                await self._check(server)
+                await self._catch_up(server)
+                if server.lends != self.lending.wanted:
+                    raise ServerDown(f"{server.url}: whether it lends its memory has changed meanwhile")
             except (ServerDown, UserError) as error:
-                log.info("inference server %s stays evicted: %s", server.url, error)
+                self._note(server, error)
                 continue
-            log.warning("inference server %s is well again", server.url)
-            server.healthy = True
-            if self._end_of_hope is not None:
-                self._end_of_hope.cancel()
-                self._end_of_hope = None
+            if server.failing_since is None or server.failures == 1:  # else it comes and goes
+                again = server.start or server.failures
+                log.log(logging.WARNING if again else logging.INFO, "inference server %s is let in", server.url)
+            server.healthy, server.admitted = True, self.router.clock()
             self._dispatch()
 
-    async def _recover(self, server: Server) -> None:
-        """See to it that the server is well, and where the others are, with its memory and its weights."""
-        await self.lending.settle(server)
-        await self.lending.look(server, self.paused)
-        await self._catch_up(server)
-        if server.lends != self.lending.wanted:
-            raise ServerDown(f"{server.url}: whether it lends its memory has changed meanwhile")
-
     async def _catch_up(self, server: Server) -> None:
-        """See to it that the server holds the target version: not other files that somebody once gave that number."""
-        held = (await self._ask(server, "GET", "/model_info"))["weight_version"]
-        if self._target is None or (server.knows and str(held) == str(self._target)):
+        """Have the server load the target, unless it is known to hold just that, or has to be handed it."""
+        held, target = await self._version_of(server), self.target
+        if target is None:
             return
-        if self._uri is None:
-            raise WrongVersion(f"it holds weights {held}, expected {self._target}")
-        await self._update(server)
-
-
-def _ended(answer: dict[str, Any]) -> bool:
-    """Whether the answer is all there is to say, and was not interrupted."""
-    reason = answer["meta_info"]["finish_reason"]
-    return reason is not None and reason["type"] != "abort"
+        if held != str(target.version):
+            server.current = False
+        if not server.current and target.uri is not None:
+            await self._update(server)

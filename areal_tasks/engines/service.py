@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from areal_tasks.engines.ports import listen
 from areal_tasks.store.backend import Unavailable, open_store
 from areal_tasks.store.paths import service as service_path
 from areal_tasks.store.runs import Run
@@ -31,6 +32,15 @@ SPEC: Final = "AREAL_SERVICE_SPEC"
 TOKEN: Final = "AREAL_SERVICE_TOKEN"
 KEEP_ALIVE_SECONDS: Final = 120  # for which a service keeps an unused connection: longer than clients do
 STORE_AWAY: Final = 75  # EX_TEMPFAIL: the exit status of a service that cannot start because the store is away
+
+
+class ModelFolder(BaseModel):
+    """A model's own folder, whose files are being copied into the store: their sizes and times of last change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str
+    files: dict[str, tuple[int, int]]  # by name: bytes, and nanoseconds since the epoch
 
 
 class ServiceSpec(BaseModel):
@@ -45,12 +55,19 @@ class ServiceSpec(BaseModel):
     owner: int
     recipe: dict[str, Any]
     weights: WeightsRef | None = None
+    folder: ModelFolder | None = None  # what a server starts on while there are no weights, as version 0
     gpus: tuple[str, ...] = ()  # those it may use, as CUDA_VISIBLE_DEVICES names them; empty: nothing is assigned
     gpu_users: int = 1  # services that share its most crowded GPU, itself included
 
 
 def spec_of(
-    run: Run, recipe: Recipe, name: str, weights: WeightsRef, gpus: tuple[str, ...] = (), gpu_users: int = 1
+    run: Run,
+    recipe: Recipe,
+    name: str,
+    weights: WeightsRef | None,
+    gpus: tuple[str, ...] = (),
+    gpu_users: int = 1,
+    folder: ModelFolder | None = None,
 ) -> ServiceSpec:
     """What a service of `run` is told when it is started for the first time."""
     return ServiceSpec(
@@ -61,6 +78,7 @@ def spec_of(
         owner=run.owner,
         recipe=recipe.model_dump(mode="json"),
         weights=weights,
+        folder=folder,
         gpus=gpus,
         gpu_users=gpu_users,
     )
@@ -106,12 +124,15 @@ def make_server(
 ) -> tuple[uvicorn.Server, socket.socket]:
     """A server for `app` behind `token`, with its socket on a free port of `host`, registered in the store."""
     app.add_middleware(BearerAuth, token=token)
-    listener = socket.create_server((host, 0), backlog=512)
-    # asyncio sets this only on sockets that name their protocol; without it every answer waits 40 ms for an ACK
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener = listen(host)
     register(spec, f"http://{host}:{listener.getsockname()[1]}")
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=2
+        app,
+        log_config=None,  # its own would first flush all of the process's: 5 s for Prefect's, which needs the same lock
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=2,
     )
     return uvicorn.Server(config), listener
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, TypeVar
 
 import httpx
@@ -35,19 +36,40 @@ class TrainerDown(Exception):
     """The trainer did not answer: it died or hangs. The command may be repeated; the trainer never steps twice."""
 
 
+class TrainerFailed(TrainerDown):
+    """The trainer failed at a command by itself (5xx): a CUDA or NCCL error, say, or a broken process group.
+
+    Its process is not to be trusted any more. The command may be repeated to the one that takes its place.
+    """
+
+
+class OutOfOrder(TrainerDown):
+    """The trainer holds another version than the command is about (409): it may be repeated once it holds that one."""
+
+
 class TrainerClient:
-    """A connection to a trainer group's rank 0. Methods raise TrainerDown or, with the trainer's reason, UserError.
+    """A connection to a trainer group's rank 0.
+
+    Methods raise TrainerDown for what may be repeated, Unavailable where the trainer's store is away, and UserError,
+    with the trainer's reason, for what only a person can change: recipe, data, memory, a run that was started again.
 
     A command may take as long as it gets on with its work. With a `watchdog`, whoever waits for one is told of a
-    trainer that does not, until that is ended; without, a command has `timeout_seconds`.
+    trainer that does not, until that is ended; without, a command has `timeout_seconds`. `distrust` is told why the
+    trainer's process has to be replaced.
     """
 
     def __init__(
-        self, url: str, token: str, timeout_seconds: float | None = None, watchdog: Watchdog | None = None
+        self,
+        url: str,
+        token: str,
+        timeout_seconds: float | None = None,
+        watchdog: Watchdog | None = None,
+        distrust: Callable[[str], object] = lambda why: None,
     ) -> None:
         headers = {"Authorization": f"Bearer {token}"}
         self.http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(timeout_seconds, connect=10.0))
         self.watchdog = watchdog
+        self.distrust = distrust
 
     def load(self, command: Load) -> Loaded:
         return self._ask("POST", "/load", Loaded, command)
@@ -80,6 +102,14 @@ class TrainerClient:
         except (TrainerDown, UserError):
             return 0, 0  # whoever waits for the command is told
         return (health.done, health.of) if health.busy else (0, 0)
+
+    def is_free(self, version: int) -> bool:
+        """Whether it holds that version and has nothing to do. Raises nothing."""
+        try:
+            health = self._look()
+        except (TrainerDown, UserError):
+            return False
+        return health.version == version and not health.busy
 
     def sign(self) -> Sign:
         """Whether the trainer gets on, for a watchdog."""
@@ -117,11 +147,24 @@ class TrainerClient:
             answer = self.http.request(method, path, content=content, timeout=timeout or self.http.timeout)
         except httpx.TransportError as error:
             raise TrainerDown(f"the trainer did not answer {path}: {type(error).__name__}: {error}") from error
-        if answer.status_code == 503:
-            raise Unavailable(_reason(answer))
         if answer.is_error:
-            raise UserError(f"the trainer refused {path}: {_reason(answer)}")
+            meant = _error(path, answer)
+            if isinstance(meant, TrainerFailed):
+                self.distrust(str(meant))
+            raise meant
         return reply.model_validate_json(answer.content)
+
+
+def _error(path: str, answer: httpx.Response) -> Exception:
+    """What a status of 400 or more means (see `STATUSES` of the trainer's `app`)."""
+    reason = _reason(answer)
+    if answer.status_code == 503:
+        return Unavailable(reason)
+    if answer.is_server_error:
+        return TrainerFailed(f"the trainer failed at {path}: {reason}")
+    if answer.status_code == 409:
+        return OutOfOrder(f"{path} does not fit the trainer's state: {reason}")
+    return UserError(f"the trainer refused {path}: {reason}")
 
 
 def _reason(answer: httpx.Response) -> str:

@@ -54,7 +54,7 @@ class _Wait:
     what: str
     look: Look
     ends: bool
-    since: float = field(default_factory=time.monotonic)
+    since: float
     silences: dict[str, _Silence] = field(default_factory=dict)
 
 
@@ -62,11 +62,19 @@ class Watchdog:
     """One thread that looks after everything a run waits for.
 
     `end` ends the service of that name, for that reason; it is called again while nothing has taken its place.
+    `clock` gives seconds, as that of the ledger does.
     """
 
-    def __init__(self, settings: Launcher, end: Callable[[str, str], None], ledger: Ledger = LEDGER) -> None:
+    def __init__(
+        self,
+        settings: Launcher,
+        end: Callable[[str, str], None],
+        ledger: Ledger = LEDGER,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.settings = settings
         self.end = end
+        self.clock = clock
         self.pause = min(LONGEST_PAUSE, min(settings.warn_seconds, settings.hang_seconds) / LOOKS)
         self._ledger = ledger
         self._complained: dict[int, float] = {}  # store operation -> seconds after which the next complaint is due
@@ -84,7 +92,7 @@ class Watchdog:
 
         `look` is called in a thread of its own. It leaves out services that have nothing to do.
         """
-        wait = _Wait(what, look, ends)
+        wait = _Wait(what, look, ends, self.clock())
         self._waits[id(wait)] = wait
         try:
             yield
@@ -93,11 +101,15 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._closed.wait(self.pause):
-            now = time.monotonic()
-            self._look_at_store()
-            for wait in list(self._waits.values()):
-                if now - wait.since >= self.pause:
-                    self._look_at(wait)
+            self.look()
+
+    def look(self) -> None:
+        """Look at everything that is waited for, and act on what is found."""
+        now = self.clock()
+        self._look_at_store()
+        for wait in list(self._waits.values()):
+            if now - wait.since >= self.pause:
+                self._look_at(wait)
 
     def _look_at(self, wait: _Wait) -> None:
         try:
@@ -112,7 +124,7 @@ class Watchdog:
             self._judge(wait, name, sign)
 
     def _judge(self, wait: _Wait, name: str, sign: Sign) -> None:
-        now, known = time.monotonic(), wait.silences.get(name)
+        now, known = self.clock(), wait.silences.get(name)
         if known is None:  # one that gives no sign may have given none since the wait began
             since = wait.since if sign.progress is None else now
             known = wait.silences[name] = _Silence(sign.progress, since, self.settings.warn_seconds)
@@ -124,7 +136,7 @@ class Watchdog:
         mortal = wait.ends and self.settings.type != "inline"
         found = f"{wait.what}: no progress since {_clock(silent)} ({silent:.0f} s); {sign.says}"
         if mortal and silent >= self.settings.hang_seconds:
-            known.since, known.complain_after = time.monotonic(), self.settings.warn_seconds  # of whatever comes next
+            known.since, known.complain_after = self.clock(), self.settings.warn_seconds  # of whatever comes next
             self.end(name, f"hangs at {found}")
         elif silent >= known.complain_after:
             known.complain_after = 2 * max(known.complain_after, silent)
@@ -133,7 +145,7 @@ class Watchdog:
 
     def _look_at_store(self) -> None:
         """The store has no sign but its answers: each operation stands for itself."""
-        asked, now = self._ledger.under_way(), time.monotonic()
+        asked, now = self._ledger.under_way(), self.clock()
         for number in self._complained.keys() - {one.number for one in asked}:
             del self._complained[number]
         for one in asked:

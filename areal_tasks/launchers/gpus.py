@@ -48,6 +48,18 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(re.findall(r"^GPU (\d+):", listed.stdout, re.MULTILINE)) if listed.returncode == 0 else ()
 
 
+def memory_used(gpus: Sequence[str]) -> int:
+    """Bytes in use on these GPUs, by any process; 0 where `nvidia-smi` is missing or fails."""
+    if not gpus:
+        return 0
+    query = ["nvidia-smi", "-i", ",".join(gpus), "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
+        return sum(int(line) << 20 for line in found.stdout.split())
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return 0
+
+
 def place_recipe(recipe: Recipe, visible: Sequence[str], external: bool = False) -> Placement:
     """`place` for what a recipe asks for. The embedded engine computes on the CPU, and `external` servers run already.
 

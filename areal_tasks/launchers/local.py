@@ -10,10 +10,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Final
 
 from areal_tasks.engines.lifeline import LIFELINE, SCRATCH
 from areal_tasks.engines.service import SPEC, TOKEN
 from areal_tasks.launchers.protocol import Job
+
+#: Where torch keeps what it has compiled. By default that is below TMPDIR, a folder that goes with the service.
+INDUCTOR_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class LocalHandle:
@@ -69,6 +73,7 @@ class LocalLauncher:
         threads = str(job.threads or os.cpu_count() or 1)
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(job.spec.gpus)} if job.spec.gpus else {}
         return {
+            INDUCTOR_CACHE: str(kept_folder() / "torchinductor"),
             **os.environ,
             **gpus,
             SPEC: job.spec.model_dump_json(),
@@ -82,3 +87,8 @@ class LocalLauncher:
             "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin starve whoever shares the cores: up to 10 times slower
             "TOKENIZERS_PARALLELISM": "false",
         }
+
+
+def kept_folder() -> Path:
+    """Our part of where this user's programs keep what they can make again: `XDG_CACHE_HOME`, else `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "arealflow"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from areal_tasks.engines.service import STORE_AWAY, ServiceSpec
@@ -38,8 +39,25 @@ class Service:
 
     job: Job
     handle: Handle
+    started: float = field(default_factory=time.monotonic)
     url: str = ""
     failures: int = 0  # since something came of its work
+    reason: str = ""  # why it was ended
+    due: float | None = None  # when it is started again, having ended
+
+    @property
+    def spec(self) -> ServiceSpec:
+        """What it was told at its start."""
+        return self.job.spec
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A service that runs: where it listens, which of its starts it is, and the weights it was given then."""
+
+    url: str
+    restart: int = 0
+    weights: WeightsRef | None = None
 
 
 class ServiceFailed(UserError):
@@ -71,43 +89,61 @@ class Supervisor:
         job = Job(module, spec, self.token, self._log(spec), threads)
         self.services[spec.name] = Service(job, self.launcher.start(job))
 
-    def wait(self, names: Sequence[str]) -> list[str]:
-        """The addresses of the services, once all are registered. Raises ServiceFailed with the log's last lines."""
-        deadline = time.monotonic() + self.settings.startup_seconds
-        return [self._address(self.services[name], deadline) for name in names]
+    def began_on(self, name: str, weights: WeightsRef | None) -> None:
+        """Note what the weights are called that a service was started on before they were in the store."""
+        service = self.services[name]
+        service.job = replace(service.job, spec=service.spec.model_copy(update={"weights": weights}))
+
+    def wait(self, names: Sequence[str], weights: WeightsRef | None = None) -> list[str]:
+        """The addresses of the services, once each of them is ready or given up. Otherwise as `look`."""
+        while True:
+            ready = self.look(names, weights)
+            if len(ready) == sum(not self._given_up(self.services[name]) for name in names):
+                return [found.url for found in ready]
+            time.sleep(POLL_SECONDS)
+
+    def look(self, names: Collection[str], weights: WeightsRef | None = None) -> list[Ready]:
+        """Those of the services that are ready. One that has ended is started again after a pause; nothing here waits.
+
+        It is started on `weights` if they are given. One that has failed too often is given up.
+
+        Raises:
+            ServiceFailed: one was not ready after its first start, or all of them are given up; with its log's end.
+            Unavailable: the same, where it is the store that is away.
+        """
+        with self._healing:
+            found = [self._look_at(self.services[name], weights) for name in names]
+        failures = [one for one in found if isinstance(one, UserError)]
+        if failures and len(failures) == len(names):
+            raise failures[0]
+        return [one for one in found if isinstance(one, Ready)]
+
+    def ended(self, names: Collection[str]) -> bool:
+        """Whether `look` would start one of these services again, now or soon."""
+        services = [self.services[name] for name in names]
+        return any(s.handle.exit_code() is not None and not self._given_up(s) for s in services)
 
     def starting(self, names: Sequence[str]) -> dict[str, Path]:
         """Those of these services that are not ready yet, and their logs."""
         services = [self.services[name] for name in names]
-        return {service.job.spec.name: service.job.log for service in services if not service.url}
+        return {service.spec.name: service.job.log for service in services if not service.url}
 
     def name_at(self, url: str) -> str:
         """The name of the service that listens at `url`; the address itself where it is nobody's."""
         return next((name for name, service in self.services.items() if service.url == url), url)
 
-    def restarts(self, url: str) -> int:
-        """How often the service that listens at `url` was started again; 0 where it is nobody's."""
-        return next((service.job.spec.restart for service in self.services.values() if service.url == url), 0)
-
-    def heal(self, weights: WeightsRef | None = None) -> None:
-        """Restart every service that has ended, on `weights` if given. Their addresses change: see `wait`."""
-        with self._healing:
-            for service in self.services.values():
-                if service.handle.exit_code() is not None:
-                    self._restart(service, weights)
-
     def progressed(self) -> None:
-        """Something has come of the services' work: failures before that do not count any more."""
+        """Something has come of the work of the services that run: their failures before do not count any more."""
         for service in self.services.values():
-            service.failures = 0
+            if service.handle.exit_code() is None:
+                service.failures = 0
 
     def end(self, urls: Collection[str], why: str = "does not answer", grace_seconds: float = 5.0) -> None:
-        """Stop the services that listen at `urls`: they run but are of no use. `heal` starts them again."""
+        """Stop the services that listen at `urls`: they run but are of no use. `look` starts them again."""
         with self._healing:
             for service in self.services.values():
                 if service.url in urls:
-                    log.warning("service %s at %s %s; ending it", service.job.spec.name, service.url, why)
-                    service.handle.stop(grace_seconds)
+                    self._stop(service, why, grace_seconds)
 
     def end_hung(self, name: str, why: str) -> None:
         """Kill a service that hangs: whoever waits for it sees its connection break, and has it started again.
@@ -118,41 +154,65 @@ class Supervisor:
         if service is not None and service.url and service.handle.exit_code() is None:
             self.end([service.url], why, grace_seconds=0.0)
 
-    def _restart(self, service: Service, weights: WeightsRef | None) -> None:
-        spec = service.job.spec
-        if service.failures >= self.settings.restarts:
-            raise ServiceFailed(
-                f"service {spec.name!r} failed {service.failures + 1} times; launcher.restarts allows no more.\n"
-                f"{self._tail(service)}"
-            )
-        log.warning("service %s ended with %s; starting it again", spec.name, service.handle.exit_code())
-        service.handle.stop()
-        time.sleep(min(30.0, 0.5 * 2**service.failures))
-        service.failures += 1
+    def _look_at(self, service: Service, weights: WeightsRef | None) -> Ready | UserError | None:
+        """None: it is on its way."""
+        try:
+            if service.handle.exit_code() is None and not service.url:
+                self._find(service)
+        except Unavailable as away:
+            return away
+        if service.handle.exit_code() is None:
+            return Ready(service.url, service.spec.restart, service.spec.weights) if service.url else None
+        if not service.url and not service.spec.restart:
+            raise self._failure(service, f"ended with {service.handle.exit_code()} while starting.")
+        if self._given_up(service):
+            times = f"failed {service.failures + 1} times; launcher.restarts allows no more."
+            return self._failure(service, times)
+        self._start_again(service, weights)
+        return None
+
+    def _find(self, service: Service) -> None:
+        """Learn where it listens, if it is ready. One that takes too long is ended, or has failed if it never was."""
+        spec = service.spec
+        path = service_path(spec.run, spec.owner, spec.name, spec.restart)
+        with contextlib.suppress(Missing):
+            service.url = read_record(self.store, path, ServiceRecord).url
+            return
+        if time.monotonic() > service.started + self.settings.startup_seconds:
+            late = f"was not ready within launcher.startup_seconds = {self.settings.startup_seconds:g}."
+            if not spec.restart:
+                raise self._failure(service, late)
+            self._stop(service, late, grace_seconds=0.0)
+
+    def _start_again(self, service: Service, weights: WeightsRef | None) -> None:
+        """Start a service that has ended, once its pause is over."""
+        spec, now = service.spec, time.monotonic()
+        if service.due is None:
+            log.warning("service %s ended with %s; starting it again", spec.name, service.handle.exit_code())
+            service.handle.stop()
+            service.due = now + min(30.0, 0.5 * 2**service.failures)
+        if now < service.due:
+            return
         renewed = spec.model_copy(update={"restart": spec.restart + 1, "weights": weights or spec.weights})
         service.job = replace(service.job, spec=renewed, log=self._log(renewed))
-        service.handle, service.url = self.launcher.start(service.job), ""
+        service.handle, service.started = self.launcher.start(service.job), time.monotonic()
+        service.failures += 1
+        service.url, service.reason, service.due = "", "", None
 
-    def _address(self, service: Service, deadline: float) -> str:
-        spec = service.job.spec
-        path = service_path(spec.run, spec.owner, spec.name, spec.restart)
-        while not service.url:
-            try:
-                service.url = read_record(self.store, path, ServiceRecord).url
-            except Missing:
-                self._check_starting(service, deadline)
-                time.sleep(POLL_SECONDS)
-        return service.url
+    def _given_up(self, service: Service) -> bool:
+        return service.handle.exit_code() is not None and service.failures >= self.settings.restarts
 
-    def _check_starting(self, service: Service, deadline: float) -> None:
-        code, name = service.handle.exit_code(), service.job.spec.name
-        if code == STORE_AWAY:
-            raise Unavailable(f"service {name!r} could not start: the store was away.")
-        if code is not None:
-            raise ServiceFailed(f"service {name!r} ended with {code} while starting.\n{self._tail(service)}")
-        if time.monotonic() > deadline:
-            limit = f"launcher.startup_seconds = {self.settings.startup_seconds:g}"
-            raise ServiceFailed(f"service {name!r} was not ready within {limit}.\n{self._tail(service)}")
+    def _failure(self, service: Service, what: str) -> UserError:
+        """The error that ends the run: what happened, why it was ended if it was, and its last words."""
+        name = service.spec.name
+        if service.handle.exit_code() == STORE_AWAY:
+            return Unavailable(f"service {name!r} could not start: the store was away.")
+        return ServiceFailed(f"service {name!r} {what}\n{service.reason}{self._tail(service)}")
+
+    def _stop(self, service: Service, why: str, grace_seconds: float) -> None:
+        log.warning("service %s at %s: %s; ending it", service.spec.name, service.url or "its start", why)
+        service.reason = f"{why}\n"
+        service.handle.stop(grace_seconds)
 
     def _log(self, spec: ServiceSpec) -> Path:
         return self.logs / spec.run / f"{spec.name}-{spec.owner}-{spec.restart}.log"
@@ -162,5 +222,5 @@ class Supervisor:
         path = service.job.log
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         shown = [f"Last lines of {path}:", *(f"  {line}" for line in lines[-LOG_LINES:] or ["(nothing was written)"])]
-        remedy = advice(service.job.spec.name, "\n".join(lines[-SEARCHED_LINES:]))
+        remedy = advice(service.spec.name, "\n".join(lines[-SEARCHED_LINES:]))
         return "\n".join([*shown, remedy] if remedy else shown)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from areal_tasks.report.curves import CHARTS, curves
-from areal_tasks.report.facts import Makers, differences, makers_of, moment, run_facts
+from areal_tasks.report.facts import Makers, differences, dropped_prompts, makers_of, moment, run_facts
 from areal_tasks.report.pick import available, pick
 from areal_tasks.report.rollouts import encode_sample, read_samples
 from areal_tasks.report.tokens import vocabulary
@@ -64,6 +64,7 @@ def _run(store: Store, catalog: Catalog, points: int, samples: int) -> Payload:
         return run_facts(catalog.run, None, Makers()) | nothing
     with Session(store, catalog.run.name) as session, session.explained() as connection:
         facts = run_facts(catalog.run, head, makers_of(connection))
+        facts["facts"] += dropped_prompts(connection)
         lines, picked, count = curves(connection, points), pick(connection, samples), available(connection)
     rows, problems = read_samples(catalog, picked)
     encoded = [encode_sample(key, row, picked[key]) for key, row in rows]

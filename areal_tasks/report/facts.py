@@ -21,6 +21,7 @@ from schemas.recipe.recorded import read_recorded
 
 MOST: Final = 200  # starts and log records that are shown, the newest ones
 UNSET: Final = "—"
+SPLITS: Final = {"prompts": "that are trained on", "eval_prompts": "held out"}
 
 Table = list[list[str]]  # the first row names the columns
 
@@ -36,6 +37,19 @@ class Makers:
 def makers_of(connection: duckdb.DuckDBPyConnection) -> Makers:
     """Asked of the view `commits`, which does not read every commit of a long run."""
     return Makers(*(_in_order(connection, column) for column in ("code_version", "host")))
+
+
+def dropped_prompts(connection: duckdb.DuckDBPyConnection) -> Table:
+    """One fact: how many prompts of each split were left out as too long; none where the run has not counted them."""
+    query = "SELECT metrics FROM stages WHERE stage = 'prompts' ORDER BY iteration DESC LIMIT 1"
+    found = connection.execute(query).fetchone()
+    metrics: dict[str, float] = found[0] if found else {}
+    told = [
+        f"{metrics[f'{table}_dropped']:.0f} of {metrics[f'{table}_dropped'] + metrics[f'{table}_rows']:.0f} {of}"
+        for table, of in SPLITS.items()
+        if f"{table}_dropped" in metrics
+    ]
+    return [["prompts left out as too long", ", ".join(told)]] if told else []
 
 
 def _in_order(connection: duckdb.DuckDBPyConnection, column: str) -> list[str]:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ class BuiltIn:
 
 
 BUILT_IN: Final = {
-    "math": BuiltIn("areal_tasks.rewards.math:verify", version=2),
+    "math": BuiltIn("areal_tasks.rewards.math:verify", version=3),
     "exact": BuiltIn("areal_tasks.rewards.exact:verify"),
 }
 
@@ -42,10 +43,7 @@ def load_verifier(name: str, arguments: Mapping[str, Any]) -> Callable[[Row], ob
 
     UserError: no such module or object, not callable, or it does not take these arguments.
     """
-    target = BUILT_IN[name].target if name in BUILT_IN else name
-    module_name, _, attribute = target.partition(":")
-    if not module_name or not attribute:
-        raise UserError(f"reward.verifier: {name!r} is none of {', '.join(BUILT_IN)}, nor `package.module:object`.")
+    module_name, attribute = _target(name)
     found = _attribute(_module(module_name, name), attribute, name)
     if not callable(found):
         raise UserError(f"reward.verifier: {name} is a {type(found).__name__}, not something that can be called.")
@@ -59,16 +57,41 @@ def load_verifier(name: str, arguments: Mapping[str, Any]) -> Callable[[Row], ob
     return judge
 
 
-def _module(module_name: str, name: str) -> ModuleType:
+def check_module(name: str) -> None:
+    """UserError if the verifier's package does not exist. Imports nothing of it."""
+    package = _target(name)[0].partition(".")[0]
+    _look_here()
+    if find_spec(package) is None:
+        raise _missing(name, package)
+
+
+def _target(name: str) -> tuple[str, str]:
+    """The module and the object in it."""
+    module_name, _, attribute = (BUILT_IN[name].target if name in BUILT_IN else name).partition(":")
+    if not module_name or not attribute:
+        raise UserError(f"reward.verifier: {name!r} is none of {', '.join(BUILT_IN)}, nor `package.module:object`.")
+    return module_name, attribute
+
+
+def _look_here() -> None:
+    """Have modules found in the working directory, too."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
+
+
+def _missing(name: str, module_name: str) -> UserError:
+    return UserError(
+        f"reward.verifier: {name} cannot be loaded: there is no module {module_name!r}. Install it, or set "
+        f"PYTHONPATH to its folder, or start from there (working directory: {os.getcwd()})."
+    )
+
+
+def _module(module_name: str, name: str) -> ModuleType:
+    _look_here()
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"reward.verifier: {name} cannot be loaded: there is no module {error.name!r}. Install it, or set "
-            f"PYTHONPATH to its folder, or start from there (working directory: {os.getcwd()})."
-        ) from error
+        raise _missing(name, error.name or module_name) from error
     except Exception as error:
         raise UserError(
             f"reward.verifier: importing {module_name} fails with {type(error).__name__}: {error}. "

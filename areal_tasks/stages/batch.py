@@ -31,7 +31,8 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     assert isinstance(recipe, SftRecipe)
     prompts = inputs.read(context, "prompts")
     places = range(context.next_group, context.next_group + groups_consumed(recipe))
-    rows = prompts.take([row_of_group(g, len(prompts), recipe.seed) for g in places])
+    order = context.run.record.order
+    rows = prompts.take([row_of_group(g, len(prompts), recipe.seed, order) for g in places])
     examples = sft_examples(rows, context.engines.tokenizer)
     table = batch_table(places, len(prompts), examples, recipe.algorithm.batch_size)
     return Output({"batch": table}, {"tokens": float(sum(table["num_tokens"].to_pylist()))})

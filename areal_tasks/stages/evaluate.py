@@ -6,6 +6,7 @@ import pyarrow as pa
 
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.stages.context import Context
+from areal_tasks.stages.prompts import dropped_eval_prompts
 from areal_tasks.stages.rollout import ENGINE_FIELDS, PROMPT_COLUMNS, generate, summary
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from areal_tasks.stages.verify import check_failures, judge, mean_reward, verdict_shares, verify_table
@@ -44,8 +45,9 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     check_failures(results, recipe.reward)
     table = joined(samples, verify_table(samples["sample_id"], results), context.weights.version)
     accuracy = {"accuracy": shares["correct"], "reward": mean_reward(results)}
+    dropped = dropped_eval_prompts(inputs.manifests["prompts"])
     also_read = (InputRef(path=source.ref.path, digest=source.ref.digest),) if source else ()
-    return Output({"evaluate": table}, {**accuracy, **summary(samples), **shares}, also_read)
+    return Output({"evaluate": table}, {**accuracy, **summary(samples), **shares, **dropped}, also_read)
 
 
 def generated_samples(context: Context, inputs: Inputs, label: str) -> pa.Table:

@@ -131,8 +131,9 @@ class Loop:
         return plan, found
 
     def _begin(self) -> dict[str, Built]:
-        """Build what is built once a run; the services start beside it, as soon as there are weights."""
+        """Build what is built once a run; the services start meanwhile, inference servers once there are weights."""
         plan = self.plan(self.first)
+        self._begin_engines()
         once: dict[str, Built] = {}
         for stage in (s for s in plan.stages if s.once):
             once |= self._level([stage], plan, self._context(self.first), once)
@@ -140,11 +141,15 @@ class Loop:
                 self._start_engines(published_weights(self.run.store, once["initialise"].manifest, "initial_weights"))
         return once
 
+    def _begin_engines(self) -> None:
+        self.engines.begin()
+
     def _start_engines(self, initial: WeightsRef) -> None:
         current = self.head.weights if self.head else initial
         written = newest_written(self.run, self.head) if self.head else None
         self.engines.start(initial, current, written or initial)
         self.restored = restored_weights(self._context(self.first))
+        self.engines.load_early((self.restored or current).version)
 
     def _iteration(self, k: int, once: Mapping[str, Built]) -> dict[str, Built]:
         started, built = now(), dict(once)

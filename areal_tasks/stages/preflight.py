@@ -1,22 +1,35 @@
-"""What can be known to fail before a run exists and before any service starts: the code that a recipe names."""
+"""What can be known to fail before a run exists and before any service starts. Imports neither torch nor Prefect."""
 
 from __future__ import annotations
 
+import errno
+import os
 from importlib.util import find_spec
 
+from areal_tasks.data.datasets import check_data
 from areal_tasks.engines.external import external_servers
+from areal_tasks.engines.models import check_model
+from areal_tasks.launchers.gpus import place_recipe, visible_gpus
+from areal_tasks.rewards.load import check_module
 from areal_tasks.rewards.pool import VerifierPool
-from areal_tasks.workflows import load_workflow
+from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.local import unusable
+from areal_tasks.store.paths import run_record
+from areal_tasks.store.runs import check_run
+from areal_tasks.store.segments import continued
 from schemas.errors import UserError
-from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
+from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
+from schemas.recipe.warm_start import first_name, warm_start
 
 
 def check_engines(recipe: Recipe) -> None:
-    """Raise UserError if the recipe asks for an engine that is not installed here."""
-    if not isinstance(recipe, SftRecipe) and recipe.inference.engine == "sglang" and not external_servers():
+    """Raise UserError if the recipe asks for an engine that is not installed here, or for GPUs that are not there."""
+    external = bool(external_servers())
+    if not isinstance(recipe, SftRecipe) and recipe.inference.engine == "sglang" and not external:
         require_package("sglang", "inference.engine")
     if not isinstance(recipe, EvaluateRecipe) and recipe.trainer.backend == "deepspeed":
         require_package("deepspeed", "trainer.backend")
+    place_recipe(recipe, visible_gpus(), external)
 
 
 def require_package(package: str, field: str) -> None:
@@ -34,6 +47,44 @@ def check_code(recipe: Recipe) -> None:
     """
     if isinstance(recipe, SftRecipe):
         return
+    from areal_tasks.workflows import load_workflow  # and the client of inference servers, which no other check needs
+
     load_workflow(recipe.workflow.name, recipe.workflow.arguments)
     with VerifierPool(recipe.reward.model_copy(update={"workers": 1})):
         pass
+
+
+def check_inputs(recipe: Recipe, name: str = "") -> None:
+    """See that the store can be used, and that what a run named `name` would begin with is there.
+
+    A run that exists has its model and its data in the store. What is on a network is not asked for.
+
+    Raises:
+        UserError: the store cannot be used; the run exists with another recipe; or model, data, or the module of the
+            verifier are not there.
+    """
+    store, first = usable_store(recipe.store.url), None
+    if isinstance(recipe, RlhfRecipe) and recipe.model.warm_start:
+        first, recipe = warm_start(recipe, name)
+    if name:
+        check_run(store, name, recipe.flow, continued(store, name, recipe)[0])
+    if first is not None:
+        check_inputs(first, first_name(name) if name else "")
+    if not name or not store.exists(run_record(name)):
+        check_data(recipe)
+        if first is None:
+            check_model(store, recipe.model)
+    if not isinstance(recipe, SftRecipe):
+        check_module(recipe.reward.verifier)
+
+
+def usable_store(url: str) -> Store:
+    """The store at `url`. UserError if it cannot be read, or lies in a folder that may not be written."""
+    store = open_store(url)
+    store.exists(run_record("any"))
+    root = store.local("")
+    if root is not None:
+        there = next(place for place in (root, *root.parents) if place.exists())
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise unusable(str(there), PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+    return store

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from areal_tasks.data.datasets import load_rows
+import logging
+
+from areal_tasks.data.datasets import load_rows, splits
 from areal_tasks.data.tokenising import render_prompts
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
-from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
+from schemas.manifest import StageManifest
+from schemas.recipe.recipe import Recipe, RlhfRecipe, SftRecipe
+
+log = logging.getLogger(__name__)
 
 NEEDS_TOKENIZER = columns("initial_weights", "sha256")
 
@@ -23,16 +28,6 @@ def prompts(recipe: Recipe) -> Stage:
         fields=("data", "model.max_length", *_lengths(recipe)),
         once=True,
     )
-
-
-def splits(recipe: Recipe) -> dict[str, str]:
-    """Which table holds which split of the data set."""
-    found = {}
-    if not isinstance(recipe, EvaluateRecipe):
-        found["prompts"] = recipe.data.train_split
-    if not isinstance(recipe, SftRecipe) and (isinstance(recipe, EvaluateRecipe) or recipe.evaluation.every):
-        found["eval_prompts"] = recipe.data.eval_split
-    return found
 
 
 def new_tokens(recipe: Recipe, table: str) -> int | None:
@@ -53,10 +48,32 @@ def _lengths(recipe: Recipe) -> tuple[str, ...]:
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     recipe, tokenizer = context.recipe, context.engines.tokenizer
-    tables = {}
+    tables, metrics = {}, dict[str, float]()
     for table, split in splits(recipe).items():
         rows = load_rows(recipe.data, split)
         if table == "eval_prompts" and not isinstance(recipe, SftRecipe) and recipe.evaluation.limit:
             rows = rows[: recipe.evaluation.limit]
         tables[table] = render_prompts(rows, recipe.data, tokenizer, recipe.model.max_length, new_tokens(recipe, table))
-    return Output(tables, {f"{name}_rows": float(len(table)) for name, table in tables.items()})
+        metrics |= counts(table, split, len(rows), len(tables[table]))
+    return Output(tables, metrics)
+
+
+def counts(table: str, split: str, read: int, kept: int) -> dict[str, float]:
+    """How many rows of a split are prompts, and how many `data.on_long_prompt` drop left out, which the log says."""
+    if kept < read:
+        log.warning(
+            "%d of %d rows of split %r leave no room within model.max_length: data.on_long_prompt drop leaves them out",
+            read - kept,
+            read,
+            split,
+        )
+    return {f"{table}_rows": float(kept), f"{table}_dropped": float(read - kept)}
+
+
+def dropped_eval_prompts(prompts: StageManifest) -> dict[str, float]:
+    """How many held-out prompts were left out as too long, as a metric of an evaluation; empty where none were counted.
+
+    Manifests of earlier versions hold no count.
+    """
+    count = prompts.metrics.get("eval_prompts_dropped")
+    return {} if count is None else {"prompts_dropped": count}

@@ -136,6 +136,10 @@ class Replay(Loop):
     def evaluates_at_end(self, k: int) -> bool:
         return not self.origin.counterfactual and super().evaluates_at_end(k)
 
+    def _begin_engines(self) -> None:
+        if needs_trainer(self.plan(self.first)):
+            super()._begin_engines()
+
     def _start_engines(self, initial: WeightsRef) -> None:
         if needs_trainer(self.plan(self.first)):
             super()._start_engines(initial)

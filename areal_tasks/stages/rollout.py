@@ -42,14 +42,14 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     recipe = context.recipe
     assert isinstance(recipe, RlhfRecipe)
     groups = range(context.next_group, context.next_group + groups_consumed(recipe))
-    prompts = prompts_of_groups(inputs.read(context, "prompts"), groups, recipe.seed)
+    prompts = prompts_of_groups(inputs.read(context, "prompts"), groups, recipe.seed, context.run.record.order)
     table = generate(context, prompts, recipe.rollout, recipe.rollout.group_size, f"rollout {context.iteration}")
     return Output({"rollout": table}, summary(table))
 
 
-def prompts_of_groups(table: pa.Table, groups: Sequence[int], seed: int) -> list[Prompt]:
-    """The prompt of each group: a pure function of the run's seed and the group's number."""
-    rows = table.take([row_of_group(group, len(table), seed) for group in groups]).to_pylist()
+def prompts_of_groups(table: pa.Table, groups: Sequence[int], seed: int, order: int) -> list[Prompt]:
+    """The prompt of each group: a pure function of the run's seed and order, and the group's number."""
+    rows = table.take([row_of_group(group, len(table), seed, order) for group in groups]).to_pylist()
     return [
         Prompt(group_id=group, epoch=position(group, len(table))[0], **row)
         for group, row in zip(groups, rows, strict=True)
@@ -79,7 +79,7 @@ def generate(
     work = load_workflow(recipe.workflow.name, recipe.workflow.arguments).run(prompts, settings)
     before, samples = client.finished, len(prompts) * group_size
     with reported(label, "samples", lambda: (min(samples, client.finished - before), samples)):
-        table = samples_to_table(context.engines.call(work))
+        table = samples_to_table(context.engines.call(work, generates=True))
     check_versions(client, context.weights.version)
     return table
 

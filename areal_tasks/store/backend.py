@@ -36,7 +36,7 @@ class Missing(StoreError):
 
     def __init__(self, where: str) -> None:
         self.where = where
-        super().__init__(f"{where} does not exist. Is the name right, and is this the right store (--store URL)?")
+        super().__init__(f"{where} does not exist. Is the name right, and is this the right store (--store)?")
 
 
 class Newer(StoreError):
@@ -166,13 +166,20 @@ def default_url() -> str:
     return os.environ.get("AREALFLOW_STORE") or (home.resolve() / "store").as_uri()
 
 
-def open_store(url: str = "") -> Store:
-    """The store at `url` (empty: the default one). Touches neither disk nor network yet.
+def store_url(named: str) -> str:
+    """The URL of a store that may be named by a folder, which a relative path finds from the current one."""
+    is_path = named and not urlsplit(named).scheme
+    return Path(os.path.abspath(os.path.expanduser(named))).as_uri() if is_path else named
+
+
+def open_store(named: str = "") -> Store:
+    """The store of that URL, or in that folder (empty: the default one). Touches neither disk nor network yet.
 
     Raises:
-        UserError: the URL is neither `file:///…` nor `s3://bucket/…`, or S3 credentials are not set.
+        UserError: it is no folder, and a URL that is neither `file:///…` nor `s3://bucket/…`, or S3 credentials are
+            not set.
     """
-    url = (url or default_url()).rstrip("/")
+    url = store_url(named or default_url()).rstrip("/")
     parts = urlsplit(url)
     if holds_credentials(url):
         raise UserError(
@@ -187,4 +194,4 @@ def open_store(url: str = "") -> Store:
         from areal_tasks.store.s3 import S3Backend  # s3fs takes half a second to import
 
         return Store(url, S3Backend(parts.netloc, parts.path.strip("/")))
-    raise UserError(f"Store URL {url!r} is not supported: use file:///absolute/folder or s3://bucket/prefix.")
+    raise UserError(f"Store {named!r} is not supported: name a folder, file:///absolute/folder or s3://bucket/prefix.")

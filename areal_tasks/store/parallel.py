@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +18,20 @@ def parallel(work: Callable[[A], B], items: Sequence[A], threads: int = 16) -> l
         return [work(item) for item in items]
     with ThreadPoolExecutor(min(threads, len(items))) as pool:
         return list(pool.map(work, items))
+
+
+def in_background(work: Callable[[], B], name: str) -> Future[B]:
+    """`work` in a thread that the end of the process does not wait for; what it raises is raised by `result`."""
+    found: Future[B] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return found
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from areal_tasks.store.search import last_present
 from areal_tasks.store.segments import check_same, compare, extends, read_segments
 from areal_tasks.store.tombstones import check_history_kept, check_run_kept
 from schemas.errors import UserError
-from schemas.manifest import IterationCommit, OwnerRecord, RunRecord, Segment, StageManifest, StageRef
+from schemas.manifest import PROMPT_ORDER, IterationCommit, OwnerRecord, RunRecord, Segment, StageManifest, StageRef
 from schemas.recipe.recipe import BaseRecipe
 from schemas.recipe.recorded import read_recorded
 
@@ -301,13 +301,13 @@ def _create(store: Store, name: str, flow: str, seed: int, origin: Origin | None
     found = find_record(store, paths.run_record(name), RunRecord)
     if found is not None:
         return found, False
-    if origin is not None:
-        _join(store, name, origin)
+    parent = _join(store, name, origin) if origin else None
     record = RunRecord(
         run=name,
         flow=flow,
         seed=seed,
         attempt=new_attempt(),
+        order=parent.record.order if parent else PROMPT_ORDER,
         **_parentage(origin),
         provenance=make_provenance(0, now()),
     )
@@ -328,8 +328,8 @@ def _parentage(origin: Origin | None) -> dict[str, Any]:
     }
 
 
-def _join(store: Store, child: str, origin: Origin) -> None:
-    """Leave a reference in the parent, and see that what it is to keep is still there.
+def _join(store: Store, child: str, origin: Origin) -> Run:
+    """The parent, after leaving a reference in it and checking that what it is to keep is still there.
 
     A fork needs what lies before it; a replay keeps every iteration that is committed now.
     """
@@ -343,6 +343,7 @@ def _join(store: Store, child: str, origin: Origin) -> None:
     wanted = commits_needed(origin, there.iteration)
     parallel(lambda k: check_history_kept(store, origin.parent, parent.commit(k)), wanted)
     check_loaded_kept(parent, origin)
+    return parent
 
 
 def _claim(store: Store, name: str, prefect_flow_run_id: str) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ import pyarrow.dataset as ds
 
 from areal_tasks.store.catalog import Catalog, Region
 from areal_tasks.store.compacted import FORMAT
-from areal_tasks.store.verified_files import CheckedScan, CheckedShards
+from areal_tasks.store.verified_files import CheckedShards
 from schemas.tables import REPEATED, TABLES
 
 #: Makes the data set that is scanned, given the columns and the filter.
@@ -19,8 +20,44 @@ Build = Callable[[Sequence[str], ds.Expression | None], ds.Dataset]
 #: The fragments to scan in the place of these, once they are known to be sound.
 Check = Callable[[Sequence[Any]], Sequence[Any]]
 
+#: Files that are looked at before the first of them is scanned: small ones are in memory.
+_AT_ONCE: Final = 64
 _WORD: Final = pa.dictionary(pa.int32(), pa.string())  # a text to DuckDB all the same
 _ITERATION: Final = pa.field("iteration", pa.int32(), nullable=False)
+
+
+@dataclass(frozen=True)
+class CheckedScan:
+    """What DuckDB takes for a scanner: the fragments that the filter leaves, some at a time, looked at before."""
+
+    dataset: ds.Dataset
+    filter: ds.Expression | None
+    options: dict[str, Any]
+    check: Check
+
+    def to_reader(self) -> pa.RecordBatchReader:
+        """The batches as a stream. A reader that stops early has opened few files."""
+        return pa.RecordBatchReader.from_batches(self._scanner([]).projected_schema, self._batches())
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        left = list(self.dataset.get_fragments(self.filter))
+        for start in range(0, len(left), _AT_ONCE):
+            yield from self._scanner(self.check(left[start : start + _AT_ONCE])).to_reader()
+
+    def _scanner(self, fragments: Sequence[Any]) -> ds.Scanner:
+        part = ds.FileSystemDataset(fragments, self.dataset.schema, self.dataset.format, self.dataset.filesystem)
+        return part.scanner(filter=self.filter, **self.options)
+
+
+@dataclass(frozen=True)
+class NotedScan(CheckedScan):
+    """A scan that reports which error has ended it: DuckDB says only that some scan has failed."""
+
+    noted: Callable[[], AbstractContextManager[None]]
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        with self.noted():
+            yield from super()._batches()
 
 
 class Lazy(ds.InMemoryDataset):  # type: ignore[misc]
@@ -39,7 +76,7 @@ class Lazy(ds.InMemoryDataset):  # type: ignore[misc]
             dataset = self.build(names, filter)
             if isinstance(dataset, ds.InMemoryDataset):
                 return dataset.scanner(columns=columns, filter=filter, **options)
-            return CheckedScan(dataset, filter, {"columns": columns, **options}, self._checked)
+            return NotedScan(dataset, filter, {"columns": columns, **options}, self._checked, self.noted)
 
     def _checked(self, fragments: Sequence[Any]) -> Sequence[Any]:
         with self.noted():

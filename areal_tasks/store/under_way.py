@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,9 +24,10 @@ class Asked:
 
 
 class Ledger:
-    """The operations under way, of all threads, and how many have ended."""
+    """The operations under way, of all threads, and how many have ended. `clock` gives seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self.ended = 0
         self._numbers = itertools.count()
         self._open: dict[int, Asked] = {}
@@ -35,7 +36,7 @@ class Ledger:
     @contextmanager
     def entry(self, operation: str, where: str) -> Iterator[None]:
         """While inside, `operation` on `where` is under way."""
-        asked = Asked(next(self._numbers), f"{operation} {where}", time.monotonic())
+        asked = Asked(next(self._numbers), f"{operation} {where}", self.clock())
         self._open[asked.number] = asked
         try:
             yield

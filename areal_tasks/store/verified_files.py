@@ -7,12 +7,11 @@ decodes by the page's checksum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import pyarrow as pa
-import pyarrow.dataset as ds
 
 from areal_tasks.store.backend import Store, StoreError
 from areal_tasks.store.commit import verified
@@ -25,7 +24,6 @@ from schemas.manifest import ShardRef
 WHOLE_BYTES: Final = 1 << 20
 #: So much of a table's small shards stays in memory for the next question of a session.
 KEPT_BYTES: Final = 32 << 20
-_AT_ONCE: Final = 64  # files that are looked at before the first of them is scanned: small ones are in memory
 _THREADS: Final = 32  # they wait for the network
 
 
@@ -85,26 +83,3 @@ def _damaged(store: Store, shard: ShardRef, how: str) -> StoreError:
     return StoreError(
         f"{store.uri(shard.path)} is damaged: {how}. Restore this file from a backup; every other file is unharmed."
     )
-
-
-@dataclass(frozen=True)
-class CheckedScan:
-    """What DuckDB takes for a scanner: the fragments that the filter leaves, some at a time, looked at before."""
-
-    dataset: ds.Dataset
-    filter: ds.Expression | None
-    options: dict[str, Any]
-    check: Callable[[Sequence[Any]], Sequence[Any]]
-
-    def to_reader(self) -> pa.RecordBatchReader:
-        """The batches as a stream. Whoever stops early has looked at few files."""
-        return pa.RecordBatchReader.from_batches(self._scanner([]).projected_schema, self._batches())
-
-    def _batches(self) -> Iterator[pa.RecordBatch]:
-        left = list(self.dataset.get_fragments(self.filter))
-        for start in range(0, len(left), _AT_ONCE):
-            yield from self._scanner(self.check(left[start : start + _AT_ONCE])).to_reader()
-
-    def _scanner(self, fragments: Sequence[Any]) -> ds.Scanner:
-        part = ds.FileSystemDataset(fragments, self.dataset.schema, self.dataset.format, self.dataset.filesystem)
-        return part.scanner(filter=self.filter, **self.options)

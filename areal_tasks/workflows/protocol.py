@@ -69,7 +69,11 @@ class WorkflowContext:
 
 
 class Workflow(Protocol):
-    """Produces `group_size` samples of each prompt, in order of the prompts."""
+    """Produces `group_size` samples of each prompt, in order of the prompts.
+
+    `run` is a task in the event loop of the client: a call in it that blocks stalls the requests, the streams and the
+    looks at health of all servers. `await asyncio.to_thread(...)` takes such a call out of the loop.
+    """
 
     async def run(self, prompts: Sequence[Prompt], context: WorkflowContext) -> list[Sample]: ...
 

@@ -22,7 +22,7 @@ class SingleTurn:
         samples: dict[int, Sample] = {}
 
         def done(i: int, result: GenerateResult) -> None:
-            samples[i] = _sample(*pairs[i], requests[i], result, context)
+            samples[i] = _sample(*pairs[i], requests[i], result)
 
         await context.client.generate_each(requests, done)
         return [samples[i] for i in range(len(pairs))]
@@ -39,35 +39,19 @@ def _request(prompt: Prompt, index: int, context: WorkflowContext) -> GenerateRe
     )
 
 
-def _sample(
-    prompt: Prompt, index: int, request: GenerateRequest, result: GenerateResult, context: WorkflowContext
-) -> Sample:
+def _sample(prompt: Prompt, index: int, request: GenerateRequest, result: GenerateResult) -> Sample:
     before = len(prompt.input_ids)
     input_ids = np.array(prompt.input_ids + result.output_ids, np.int32)
     return Sample(
         prompt=prompt,
         sample_index=index,
-        completion=_text(result, context),
+        completion=result.text,
         input_ids=input_ids,
         loss_mask=np.arange(len(input_ids)) >= before,
         logprobs=np.array([0.0] * before + result.logprobs, np.float32),
         versions=np.array([-1] * before + result.versions, np.int32),
-        stop_reason=_stop_reason(result, context),
+        stop_reason=result.stop_reason,
         seed=request.seed or 0,
         server=result.server,
         seconds=result.seconds,
     )
-
-
-def _stop_reason(result: GenerateResult, context: WorkflowContext) -> str:
-    """Why it ended. SGLang says `length` when the last token that it may generate is the end token."""
-    end = getattr(context.tokenizer, "eos_token_id", None)
-    ended = result.stop_reason == "length" and end is not None and result.output_ids[-1:] == [end]
-    return "stop" if ended else result.stop_reason
-
-
-def _text(result: GenerateResult, context: WorkflowContext) -> str:
-    """The server's text; decoded anew where it was put together from parts that may split a character."""
-    if result.segments <= 1 or context.tokenizer is None:
-        return result.text
-    return str(context.tokenizer.decode(result.output_ids, skip_special_tokens=True))

@@ -8,7 +8,7 @@
 # FOLDER (/dev/shm/experts: model, store, logs); CPU=1 tries the script itself with the embedded server: contract, store.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export PYTHONPATH=$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 FOLDER=${FOLDER:-/dev/shm/experts}
 export AREALFLOW_HOME=$FOLDER/home AREALFLOW_STORE=file://$FOLDER/store
 mkdir -p "$FOLDER"
@@ -31,6 +31,8 @@ contract() {
 through() {  # TRANSPORT
   local run log transport=inference.transport=$1
   run=experts-$1-$(date +%s) log=$FOLDER/experts-$1.log
+  [ "$1" != tensor ] || transport="$transport trainer.gpus=[0] inference.gpus=[0]" # one GPU for both, also where there are more
+  [ "$1" != store ] || transport="$transport trainer.weights_every=1"
   [ -z "${CPU:-}" ] || transport=
   echo "── $run"
   # shellcheck disable=SC2086

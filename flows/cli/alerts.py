@@ -39,14 +39,11 @@ def alerts(
 
 def server() -> str:
     """The API of the server that runs are recorded on. UserError if there is none."""
-    from flows.cli.machine import running
+    from flows.cli.machine import named_server
 
-    if url := os.environ.get("PREFECT_API_URL"):
-        return url
-    machine = running()
-    if machine is None:
+    if not (api_url := named_server()):
         raise UserError("no Prefect server runs here: start it with `arealflow up`, or name one in PREFECT_API_URL")
-    return machine.api_url
+    return api_url
 
 
 def install_alerts(api_url: str, stalled_minutes: float | None = None) -> str:

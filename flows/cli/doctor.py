@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,8 +14,9 @@ import typer
 
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.commit import new_attempt
+from arealflow.packages import namesakes
 from flows.cli.inspect import AsJson, StoreUrl, show
-from flows.cli.machine import DEFAULT_PORT, free_port, running, ui_url
+from flows.cli.machine import DEFAULT_PORT, free_port, named_server, running, ui_url
 from flows.credentials import NEEDED, in_environment, kept_by_prefect, on_s3, use
 from flows.home import home
 from schemas.errors import UserError
@@ -35,7 +37,7 @@ FEATURES = {
 
 def doctor(store: StoreUrl = "", as_json: AsJson = False) -> None:
     """Check this machine. Exits with 1 if something that every run needs is not usable."""
-    rows = [*packages(), gpu(), server(), disk(), s3_keys(store), store_row(store)]
+    rows = [*packages(), *same_names(), gpu(), server(), disk(), s3_keys(store), store_row(store)]
     show(rows, as_json, "arealflow doctor")
     if any(row["state"] == "BROKEN" for row in rows):
         raise typer.Exit(1)
@@ -51,6 +53,13 @@ def _package(module: str, purpose: str, remedy: str) -> dict[str, Any]:
         state = "not installed" if remedy else "BROKEN"
         return _row(module, state, f"needed for {purpose}: {remedy or 'install arealflow again'}")
     return _row(module, "ok", f"{importlib.metadata.version(module.replace('_', '-'))}, for {purpose}")
+
+
+def same_names() -> list[dict[str, Any]]:
+    """A row where packages of the current folder have the names of arealflow's."""
+    found = ", ".join(f"{name}/" for name in namesakes(Path.cwd()))
+    told = f"rename {found}: arealflow has packages of the same names (docs/operating.md)"
+    return [_row("this folder", "note", told)] if found else []
 
 
 def gpu() -> dict[str, Any]:
@@ -97,9 +106,7 @@ def s3_keys(store: str) -> dict[str, Any]:
 
 def _kept_keys() -> dict[str, str]:
     """What the Prefect server keeps, if there is one."""
-    machine = running()
-    url = os.environ.get("PREFECT_API_URL") or (machine.api_url if machine else "")
-    if not url:
+    if not (url := named_server()):
         return {}
     from prefect.settings import PREFECT_API_URL, temporary_settings
 

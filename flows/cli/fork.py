@@ -13,6 +13,7 @@ from areal_tasks.store.fork import Origin, check_forkable, parent_values
 from areal_tasks.store.keys import digest_json
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import load_run
+from flows.cli.in_process import run_here
 from flows.cli.inspect import AsJson, StoreUrl
 from flows.cli.local import outcome
 from flows.cli.overrides import run_and_changes
@@ -38,8 +39,6 @@ def fork(
     name = name or child_name(f"{parent}-at-{at}", changes)
     if not there.store.exists(run_record(name)):
         check_first_start(there, Origin(parent, at))  # the flow does too, some seconds later
-
-    from flows.cli.in_process import run_here  # Prefect and torch: seconds that no other command should wait for
 
     origin = Origin(parent, at)
     typer.echo(f"run {name} is {origin}{told(changes)}", err=as_json)

@@ -2,57 +2,65 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from importlib import import_module
+from typing import Any, Final, cast
 
 import httpx
-from prefect import Flow
-from prefect.settings import PREFECT_API_URL, PREFECT_HOME, get_current_settings, temporary_settings
 
-from flows.cli.machine import START_SECONDS, running
-from flows.evaluate import evaluate
+from areal_tasks.importing import importing
+from flows.cli.machine import named_server
+from flows.cli.temporary import TemporaryServer
 from flows.home import home
-from flows.rlhf import rlhf
-from flows.sft import sft
 from schemas.errors import UserError
 from schemas.recipe.recipe import Recipe
 
-FLOWS: dict[str, Flow[..., Any]] = {"rlhf": rlhf, "sft": sft, "evaluate": evaluate}
+#: What services that are threads of this process run.
+INLINE: Final = ("areal_tasks.engines.trainer.process", "areal_tasks.engines.embedded.process")
 
 
 def run_here(recipe: Recipe, name: str, **parameters: Any) -> dict[str, Any]:
     """What the recipe's flow returns. Raises what it raises."""
-    return call_flow(FLOWS[recipe.flow], recipe, run=name, **parameters)
+    services = INLINE if recipe.launcher.type == "inline" else ()
+    return call_flow(recipe.flow, recipe, run=name, imports=services, **parameters)
 
 
-def call_flow(flow: Flow[..., Any], *arguments: Any, **parameters: Any) -> dict[str, Any]:
-    """What a flow returns that is run in this process. Raises what it raises."""
-    with prefect_server():
-        check_server()
+def call_flow(name: str, *arguments: Any, imports: Sequence[str] = (), **parameters: Any) -> dict[str, Any]:
+    """What the flow `name` returns, run in this process. Raises what it raises.
+
+    Prefect, the flow and `imports` are imported here, which takes seconds. Where there is no server, one starts
+    meanwhile.
+    """
+    server = None
+    if api_url := named_server():
+        check_server(api_url)
+    else:
+        server = TemporaryServer()
+        api_url = server.api_url
+    with importing():
+        flow = getattr(import_module(f"flows.{name}"), name)
+        for module in imports:
+            import_module(module)
+        import_module("flows.startup").mark("imports")
+    with prefect_settings(api_url, server is not None):
+        if server is not None:
+            server.wait()
         return cast("dict[str, Any]", flow(*arguments, **parameters))
 
 
-def prefect_server() -> AbstractContextManager[Any]:
-    """Where the flow run is recorded: PREFECT_API_URL, else the server of `arealflow up`, else one of this process."""
-    machine = running()
-    if "PREFECT_API_URL" in os.environ:
-        return temporary_settings()
-    if machine is not None:
-        return temporary_settings(updates={PREFECT_API_URL: machine.api_url})
-    folder = home() / "prefect"
-    folder.mkdir(parents=True, exist_ok=True)
-    own = {PREFECT_HOME: folder, "server.ephemeral.startup_timeout_seconds": int(START_SECONDS)}
-    return temporary_settings(updates=own, restore_defaults={PREFECT_API_URL})
-
-
-def check_server() -> None:
-    """UserError if a Prefect server is named that does not answer."""
-    url = get_current_settings().api.url
-    if url is None:
-        return
+def check_server(api_url: str) -> None:
+    """UserError if the Prefect server that is named does not answer."""
     try:
-        httpx.get(f"{url}/health", timeout=30).raise_for_status()
+        httpx.get(f"{api_url}/health", timeout=30).raise_for_status()
     except httpx.HTTPError as error:
         remedy = "Start it, or unset PREFECT_API_URL: then `arealflow run` finds or starts a server itself."
-        raise UserError(f"no Prefect server answers at {url}: {error or type(error).__name__}. {remedy}") from error
+        raise UserError(f"no Prefect server answers at {api_url}: {error or type(error).__name__}. {remedy}") from error
+
+
+def prefect_settings(api_url: str, temporary: bool) -> AbstractContextManager[Any]:
+    """Prefect's settings for a flow that the server at `api_url` records; a temporary server has no UI to point to."""
+    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_UI_URL, temporary_settings
+
+    own = {PREFECT_HOME: home() / "prefect", PREFECT_UI_URL: ""} if temporary else {}
+    return temporary_settings({PREFECT_API_URL: api_url, **own})

@@ -14,11 +14,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from areal_tasks.store.backend import open_store
-from areal_tasks.store.query import run_sql
+from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.query import Session, check_statement
 from areal_tasks.store.runs import Run, RunSummary, list_runs, load_run
 from flows.cli.overrides import run_and_changes
 from flows.home import logs_folder
+from schemas.errors import UserError
 from schemas.manifest import IterationCommit
 from schemas.recipe.load import apply_overrides, load_recipe, parse_recipe
 
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from areal_tasks.stages.planner import Plan
     from areal_tasks.stages.stage import Stage
 
-StoreUrl = Annotated[str, typer.Option("--store", help="Store URL; else AREALFLOW_STORE, else the default folder.")]
+StoreUrl = Annotated[
+    str, typer.Option("--store", help="Folder or URL of the store; else AREALFLOW_STORE, else the default folder.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 CELL = 100
 
@@ -116,18 +119,36 @@ def run_row(summary: RunSummary) -> dict[str, Any]:
 
 
 def sql(
-    run: Annotated[str, typer.Argument(help="Name of the run.")],
-    query: Annotated[str, typer.Argument(help='One SELECT; views: "SHOW TABLES".')],
+    run: Annotated[str, typer.Argument(metavar="RUN[,RUN…]", help="Name of the run, or of several; none with --all.")],
+    query: Annotated[str, typer.Argument(help='One SELECT; views: "SHOW TABLES".')] = "",
     store: StoreUrl = "",
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Ask all runs of the store.")] = False,
 ) -> None:
-    """Ask a run in SQL (DuckDB)."""
-    result = run_sql(open_store(store), run, query)
+    """Ask a run in SQL (DuckDB); or several, whose views have the column `run`."""
+    if every == bool(query):
+        raise UserError('Give a run and a question: arealflow sql RUN "SELECT …", or arealflow sql --all "SELECT …".')
+    there, question = open_store(store), query or run
+    check_statement(question)
+    with Session(there, *(readable_runs(there) if every else run.split(",")), several=every) as session:
+        result = session.sql(question)
     if as_csv:
         pa.csv.write_csv(result, pa.output_stream(sys.stdout.buffer))
     else:
         show(result.to_pylist(), as_json)
+
+
+def readable_runs(store: Store) -> list[str]:
+    """All runs of a store, but those that cannot be read, of which a person is told."""
+    found = list_runs(store)
+    for summary in found:
+        if summary.problem:
+            typer.echo(f"left out: run {summary.name}: {summary.problem}", err=True)
+    readable = [summary.name for summary in found if not summary.problem]
+    if not readable:
+        raise UserError(f"There is no run in {store.url} that can be asked.")
+    return readable
 
 
 def show(rows: Sequence[Mapping[str, Any]], as_json: bool, title: str = "") -> None:

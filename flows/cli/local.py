@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from areal_tasks.stages.preflight import check_engines, check_inputs
+from flows.cli.in_process import run_here
 from flows.cli.overrides import run_and_changes
-from schemas.recipe.load import load_recipe
+from flows.credentials import in_environment, on_s3
+from flows.home import look_in
+from schemas.recipe.load import list_recipes, load_recipe
 
 
 def run(
@@ -19,9 +24,11 @@ def run(
     """Run a recipe here, its services as threads of this process unless launcher.type says otherwise."""
     name, changes = run_and_changes(overrides)
     loaded = load_recipe(recipe, ["launcher.type=inline", *changes])
-
-    from flows.cli.in_process import run_here  # Prefect and torch: seconds that no other command should wait for
-
+    if recipe not in list_recipes():
+        look_in(Path(recipe).parent)
+    check_engines(loaded)
+    if not on_s3(loaded.store.url) or in_environment():  # else the Prefect server may have keys
+        check_inputs(loaded, name)
     result = run_here(loaded, name)
     typer.echo(outcome(result))
 

@@ -22,8 +22,9 @@ import psutil
 import typer
 
 from areal_tasks.engines.ports import loopback_port
+from areal_tasks.store.backend import store_url
 from flows.cli.strays import PART, parts
-from flows.home import home
+from flows.home import home, last_lines
 from schemas.errors import UserError
 
 POOL = "arealflow"
@@ -65,12 +66,24 @@ class Machine:
 
 
 def up(
+    recipes: Annotated[
+        list[str] | None, typer.Argument(metavar="[RECIPE…]", help="Recipes to deploy, as `arealflow deploy` does.")
+    ] = None,
     port: Annotated[int, typer.Option(help="Port of the Prefect server; the next free one is taken.")] = DEFAULT_PORT,
 ) -> None:
-    """Start a Prefect server, a worker and their keeper, and deploy prefect.yaml. Does nothing that is done already."""
-    machine = start(port)
+    """Start a Prefect server, a worker and their keeper; deploy recipes, and prefect.yaml where there is one.
+
+    Does nothing that is done already.
+    """
+    from flows.cli.deploy import deployment_names, tell_of_namesakes  # which reads this module
+
+    names = deployment_names(recipes or [])  # before anything is started
+    tell_of_namesakes()
+    machine = start(port, recipes or [])
+    for name in names:
+        typer.echo(f"prefect deployment run {name}")
     typer.echo(f"Prefect UI: {ui_url(machine)}")
-    if machine.api_url != f"http://127.0.0.1:{DEFAULT_PORT}/api":
+    if machine.api_url != f"http://127.0.0.1:{DEFAULT_PORT}/api" or not Path("prefect.toml").exists():
         typer.echo(f"For the prefect command in this shell: export PREFECT_API_URL={machine.api_url}")
 
 
@@ -94,10 +107,12 @@ def _down() -> None:
     typer.echo("stopped")
 
 
-def start(port: int = DEFAULT_PORT) -> Machine:
+def start(port: int = DEFAULT_PORT, recipes: Sequence[str] = ()) -> Machine:
     """Server, worker, keeper and deployments; those that run already are kept."""
     with alone():
-        return _start(port)
+        machine = _start(port)
+        _deploy(machine.api_url, recipes)
+    return machine
 
 
 def _start(port: int) -> Machine:
@@ -108,12 +123,23 @@ def _start(port: int) -> Machine:
         machine = _server_and_worker(port)
     if not alive(machine.keeper):
         _stop_parts("keeper")  # one that was started and not written down: two would start everything twice
-        machine = replace(machine, keeper=_spawn("keeper", [sys.executable, "-m", KEEPER], machine.api_url))
+        machine = replace(machine, keeper=_spawn("keeper", python(KEEPER), machine.api_url))
         write(machine)
-    typer.echo("deploying prefect.yaml")
-    wait_for_api(machine.api_url)
-    prefect(["--no-prompt", "deploy", "--all"], machine.api_url)
     return machine
+
+
+def _deploy(api_url: str, recipes: Sequence[str]) -> None:
+    """What prefect.yaml in this folder names, and these recipes."""
+    from flows.cli.deploy import deploy_recipes  # which reads this module
+
+    wait_for_api(api_url)
+    if Path("prefect.yaml").exists():
+        typer.echo("deploying prefect.yaml")
+        prefect(["--no-prompt", "deploy", "--all"], api_url)
+    if recipes:
+        deploy_recipes(recipes, api_url)
+    elif not Path("prefect.yaml").exists():
+        typer.echo("nothing is deployed: there is no prefect.yaml here, and no recipe is named (arealflow deploy)")
 
 
 def _server_and_worker(port: int) -> Machine:
@@ -169,7 +195,7 @@ def start_worker(api_url: str, server: Started) -> Started:
 
 
 def spawn_worker(api_url: str) -> Started:
-    return _spawn("worker", [sys.executable, "-m", WORKER], api_url)
+    return _spawn("worker", python(WORKER), api_url)
 
 
 def running() -> Machine | None:
@@ -179,6 +205,14 @@ def running() -> Machine | None:
         return None
     whole = alive(machine.keeper) or (alive(machine.server) and alive(machine.worker))
     return machine if whole else None
+
+
+def named_server() -> str:
+    """The API of the Prefect server that PREFECT_API_URL names, else that of `up`; empty without either."""
+    if named := os.environ.get("PREFECT_API_URL"):
+        return named
+    machine = running()
+    return machine.api_url if machine is not None else ""
 
 
 def _cancel_flow_runs(machine: Machine) -> None:
@@ -275,8 +309,10 @@ def free_port(first: int) -> int:
 
 def environment(api_url: str) -> dict[str, str]:
     """For everything that talks to our server: its address, and where our files lie."""
+    store = {"AREALFLOW_STORE": store_url(named)} if (named := os.environ.get("AREALFLOW_STORE")) else {}
     return {
         **os.environ,
+        **store,  # absolute: flow runs have other current folders
         "AREALFLOW_HOME": str(home()),
         "PREFECT_API_URL": api_url,
         "PREFECT_HOME": str(home() / "prefect"),
@@ -286,15 +322,20 @@ def environment(api_url: str) -> dict[str, str]:
     }
 
 
-def prefect(arguments: Sequence[str], api_url: str) -> None:
-    """Run a Prefect command. UserError with its output if it fails."""
-    done = subprocess.run(_command(arguments), env=environment(api_url), capture_output=True, text=True, check=False)
+def prefect(arguments: Sequence[str], api_url: str, folder: Path | None = None) -> None:
+    """Run a Prefect command, in another folder if one is given. UserError with its output if it fails."""
+    done = subprocess.run(_command(arguments), cwd=folder, env=environment(api_url), capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"prefect {' '.join(arguments)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "prefect", *arguments]
+    return [*python("prefect"), *arguments]
+
+
+def python(module: str) -> list[str]:
+    """The command that runs a module: -P, since a folder of the current one may have the name of one of ours."""
+    return [sys.executable, "-P", "-m", module]
 
 
 def _spawn(name: str, command: Sequence[str], api_url: str) -> Started:
@@ -342,9 +383,7 @@ def _wait_for(api_url: str, server: Started) -> None:
     port = urlsplit(api_url).port or 80
     if wait_for_api(api_url, lambda: not alive(server), lambda: listens(server, port)):
         return
-    log = home() / "logs" / "server.log"
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-    raise UserError(f"the Prefect server did not start; last lines of {log}:\n{tail}")
+    raise UserError(f"the Prefect server did not start; {last_lines(home() / 'logs' / 'server.log')}")
 
 
 def stop(started: Started, grace_seconds: float = 15.0, family: bool = True) -> None:

@@ -3,54 +3,71 @@
 from __future__ import annotations
 
 import sys
+from collections import UserDict
+from importlib import import_module
+from typing import Any, Final
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
-from flows.cli import (
-    alerts,
-    audit,
-    compact,
-    diff,
-    doctor,
-    fork,
-    gc,
-    inspect,
-    local,
-    log,
-    machine,
-    replay,
-    report,
-    s3_keys,
-    weights,
-)
 from schemas.errors import UserError
+
+#: Every command, and the function behind it. Only the module of the command that is called is imported.
+COMMANDS: Final = {
+    "init": "init:init",
+    "up": "machine:up",
+    "down": "machine:down",
+    "deploy": "deploy:deploy",
+    "alerts": "alerts:alerts",
+    "s3-keys": "s3_keys:s3_keys",
+    "run": "local:run",
+    "fork": "fork:fork",
+    "replay": "replay:replay",
+    "diff": "diff:diff",
+    "plan": "inspect:plan",
+    "runs": "inspect:runs",
+    "sql": "inspect:sql",
+    "compact": "compact:compact",
+    "report": "report:report",
+    "audit": "audit:audit",
+    "log": "log:log",
+    "gc": "gc:gc",
+    "weights": "weights:weights",
+    "doctor": "doctor:doctor",
+}
+
+
+class Commands(UserDict[str, Any]):
+    """The commands, by name, each imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        module, _, function = COMMANDS[name].partition(":")
+        alone = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+        alone.command(name)(getattr(import_module(f"flows.cli.{module}"), function))
+        return typer.main.get_command(alone)
+
+
+class Group(TyperGroup):
+    """Typer's group, of the commands that are not imported yet."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = Commands(COMMANDS)
+
 
 app = typer.Typer(
     name="arealflow",
-    help="Reinforcement learning of language models whose every stage is a table.",
+    cls=Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.command("up")(machine.up)
-app.command("down")(machine.down)
-app.command("alerts")(alerts.alerts)
-app.command("s3-keys")(s3_keys.s3_keys)
-app.command("run")(local.run)
-app.command("fork")(fork.fork)
-app.command("replay")(replay.replay)
-app.command("diff")(diff.diff)
-app.command("plan")(inspect.plan)
-app.command("runs")(inspect.runs)
-app.command("sql")(inspect.sql)
-app.command("compact")(compact.compact)
-app.command("report")(report.report)
-app.command("audit")(audit.audit)
-app.command("log")(log.log)
-app.command("gc")(gc.gc)
-app.command("weights")(weights.weights)
-app.command("doctor")(doctor.doctor)
+
+
+@app.callback()
+def arealflow() -> None:
+    """Reinforcement learning of language models whose every stage is a table."""
 
 
 def main() -> None:

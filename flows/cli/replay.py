@@ -15,6 +15,7 @@ from areal_tasks.store.fork import Origin
 from areal_tasks.store.runs import load_run
 from flows.cli.diff import show_sections
 from flows.cli.fork import child_name, parentage, told
+from flows.cli.in_process import call_flow
 from flows.cli.inspect import AsJson, StoreUrl
 from flows.cli.overrides import run_and_changes
 
@@ -58,12 +59,9 @@ def replay(
     ]
     name = name or child_name(f"{run}-{start}", settings)
 
-    from flows.cli.in_process import call_flow  # Prefect and torch: seconds that no other command should wait for
-    from flows.replay import replay as replay_flow
-
     typer.echo(f"run {name} is {origin}{told(changes)}", err=as_json)
     result = call_flow(
-        replay_flow,
+        "replay",
         run,
         start.value,
         overrides=shlex.join(changes),

@@ -47,9 +47,9 @@ class Data(Section):
     system: str = semantic("", description="System message; needs `chat`.")
     chat: bool = semantic(False, description="Apply the tokenizer's chat template.")
     on_long_prompt: Literal["error", "drop"] = semantic(
-        "error", description="What to do with a prompt that leaves no room."
+        "error", description="A prompt that leaves no room ends the run, or is left out and counted."
     )
-    limit: int = semantic(0, ge=0, description="Use only the first rows of each split; 0 is all.")
+    limit: int = semantic(0, ge=0, le=10**9, description="Use only the first rows of each split; 0 is all.")
 
 
 class Rollout(Section):
@@ -58,7 +58,7 @@ class Rollout(Section):
     groups: int = semantic(32, ge=1, le=65536, description="Prompts an iteration.")
     group_size: int = semantic(8, ge=1, le=1024, description="Completions a prompt.")
     max_new_tokens: int = semantic(256, ge=1, le=131072, description="Longest completion, in tokens.")
-    temperature: float = semantic(1.0, gt=0, le=10, description="Softmax temperature; logprobs are taken at it too.")
+    temperature: float = semantic(1.0, ge=1e-3, le=10, description="Softmax temperature; logprobs are taken at it too.")
     stop: list[str] = semantic([], description="Strings that end a completion (kept in it).")
     max_head_offpolicyness: int = semantic(
         0,
@@ -119,7 +119,11 @@ class Rollout(Section):
 class Workflow(Section):
     """How one group of samples is produced."""
 
-    name: str = semantic("single_turn", description="`single_turn`, or your own as `package.module:object`.")
+    name: str = semantic(
+        "single_turn",
+        description="`single_turn`, or your own as `package.module:object`. It runs in the event loop of the servers' "
+        "client: one call that blocks stalls the traffic of all servers, so use `await asyncio.to_thread(...)` for it.",
+    )
     arguments: dict[str, Any] = semantic({}, description="Keyword arguments of your own workflow.")
 
 
@@ -239,7 +243,7 @@ class Trainer(Section):
     warmup_steps: int = semantic(0, ge=0, le=1_000_000, description="Optimizer steps of linear warm-up.")
     beta1: float = semantic(0.9, ge=0, lt=1, description="AdamW's β₁.")
     beta2: float = semantic(0.999, ge=0, lt=1, description="AdamW's β₂.")
-    eps: float = semantic(1e-8, gt=0, le=1e-2, description="AdamW's ε.")
+    eps: float = semantic(1e-8, ge=1e-20, le=1e-2, description="AdamW's ε.")  # less is 0 beside float32's squares
     weight_decay: float = semantic(0.0, ge=0, le=1, description="AdamW's decoupled weight decay.")
     decay_norms_and_biases: bool = semantic(
         False, before=True, description="Decay norms and biases too, not only matrices and embeddings."
@@ -331,7 +335,7 @@ class Evaluation(Section):
     every: int = semantic(
         0, ge=0, le=1_000_000, description="Iterations between evaluations; first and last always; 0: never."
     )
-    limit: int = semantic(0, ge=0, description="Rows of the held-out split; 0 is all.")
+    limit: int = semantic(0, ge=0, le=10**9, description="Rows of the held-out split; 0 is all.")
     samples: int = semantic(1, ge=1, le=1024, description="Completions a prompt; more than one needs a temperature.")
     temperature: float = semantic(0.0, ge=0, le=10, description="0 is greedy.")
     max_new_tokens: int = semantic(256, ge=1, le=131072, description="Longest completion, in tokens.")
@@ -342,7 +346,7 @@ class StoreSettings(Section):
     """Where tables, weights and checkpoints lie."""
 
     url: str = operational(
-        "", description="`file://…` or `s3://bucket/prefix`; empty: AREALFLOW_STORE, else `.arealflow/store`."
+        "", description="A folder, `file://…` or `s3://bucket/prefix`; empty: AREALFLOW_STORE, else `.arealflow/store`."
     )
     compact_every: int = operational(
         64,
@@ -360,7 +364,11 @@ class Launcher(Section):
     )
     startup_seconds: float = operational(180.0, gt=0, le=86400, description="A service must be ready within this time.")
     restarts: int = operational(
-        3, ge=0, le=1000, description="Restarts of a failed service, without a commit between, before the run stops."
+        3,
+        ge=0,
+        le=1000,
+        description="Restarts of a failed service, without a commit between, before the run stops; one of several "
+        "inference servers is left out instead.",
     )
     warn_seconds: float = operational(
         60.0,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
+import signal
 import sys
 import time
 import uuid
 from collections.abc import Iterator
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
 from s3_server import BUCKET, S3Server
-from stage_driver import Digests, digests, drive, start_driver, store_in, tiny
+from stage_driver import Digests, digests, drive, finished, start_driver, store_in, tiny
+from waiting import meet
+from warm_processes import Process
 
 from areal_tasks.store import gc_live, paths
 from areal_tasks.store.audit import audit
@@ -52,8 +53,8 @@ def short(iterations: int = ITERATIONS) -> Recipe:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the finished run `r`: four iterations, a checkpoint after each. Not to be altered."""
     folder = tmp_path_factory.mktemp("whole")
-    run = drive(folder, "r", short())
-    append(run.store, "r", "finished", {"owner": run.owner})
+    run = finished(folder, "r", short())
+    append(run.store, "r", "finished", {"owner": 1})
     return folder
 
 
@@ -238,31 +239,26 @@ class Scanned(dict[str, Entry]):
 # ── beside others ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def collect(url_folder: Path, until: float) -> None:
+def collect(folder: Path) -> None:
     """`gc` again and again, as eagerly as can be."""
-    store = store_in(url_folder)
-    while time.time() < until:
+    store = store_in(folder)
+    while True:
         try:
             execute(store, plan(store, NEWEST))
         except StoreError as error:
             if "does not exist" not in str(error):  # a file that its writer has just given its name
                 raise
-        time.sleep(0.05)
+        time.sleep(0.05)  # lest nobody else gets on
 
 
 def test_a_run_at_work_beside_gc_ends_with_the_same_bits(tmp_path: Path, expected: Digests) -> None:
-    context = multiprocessing.get_context("forkserver")
     recipe = short(ITERATIONS + 1)
-    collector = context.Process(target=collect, args=(tmp_path, time.time() + 150))
-    collector.start()
-    killed = start_driver(tmp_path, "r", recipe, 37)
-    killed.join(120)
-    assert killed.exitcode == -9
-    worker = start_driver(tmp_path, "r", recipe)
-    worker.join(120)
-    assert worker.exitcode == 0 and collector.is_alive()
+    collector = Process(collect, tmp_path)
+    assert start_driver(tmp_path, "r", recipe, 37).wait() == -signal.SIGKILL
+    assert start_driver(tmp_path, "r", recipe).wait() == 0
+    assert collector.poll() is None
     collector.kill()
-    collector.join()
+    collector.wait()
     store = store_in(tmp_path)
     assert digests(tmp_path, "r") == expected
     execute(store, plan(store, NEWEST))
@@ -271,21 +267,22 @@ def test_a_run_at_work_beside_gc_ends_with_the_same_bits(tmp_path: Path, expecte
     assert on_disk(store, "r") == [0, ITERATIONS + 1]
 
 
-def fork(folders: list[Path], barrier: Barrier, outcome: "multiprocessing.SimpleQueue[str]") -> None:
+def fork(folders: list[Path]) -> None:
     for folder in folders:
-        barrier.wait(30)
+        meet(folder, "both")
         try:
             open_run(store_in(folder), "child", "rlhf", short(), origin=Origin("r", 2))
-            outcome.put("forked")
+            outcome = "forked"
         except UserError as error:
-            outcome.put("refused" if "were removed" in str(error) else str(error))
+            outcome = "refused" if "were removed" in str(error) else str(error)
+        (folder / "outcome").write_text(outcome)
 
 
-def sweep(folders: list[Path], barrier: Barrier) -> None:
+def sweep(folders: list[Path]) -> None:
     for folder in folders:
         store = store_in(folder)
         found = plan(store, NEWEST)
-        barrier.wait(30)
+        meet(folder, "both")
         execute(store, found)
 
 
@@ -293,19 +290,9 @@ def test_a_fork_beside_gc_either_has_what_it_needs_or_is_refused(whole: Path, tm
     folders = [tmp_path / str(i) for i in range(6)]
     for folder in folders:
         shutil.copytree(whole / "store", folder / "store")
-    context = multiprocessing.get_context("forkserver")
-    barrier, outcome = context.Barrier(2), context.SimpleQueue()
-    both = [
-        context.Process(target=fork, args=(folders, barrier, outcome)),
-        context.Process(target=sweep, args=(folders, barrier)),
-    ]
-    for process in both:
-        process.start()
-    for process in both:
-        process.join(60)
-    assert [process.exitcode for process in both] == [0, 0]
+    assert [process.wait() for process in [Process(fork, folders), Process(sweep, folders)]] == [0, 0]
     for folder in folders:
-        check_outcome(store_in(folder), outcome.get())
+        check_outcome(store_in(folder), (folder / "outcome").read_text())
 
 
 def check_outcome(store: Store, told: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 from aiohttp import web
+from waiting import LIMIT, until
 
 from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext
 from benchmarks.gpu.baseline_sglang import RECIPE, completed
@@ -31,6 +32,7 @@ class FakeServer:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     under_way: int = 0
     most: int = 0
+    together: int = 1  # so many have been under way at once before any is answered
     status: int = 200
 
     async def generate(self, request: web.Request) -> web.Response:
@@ -38,7 +40,7 @@ class FakeServer:
         self.bodies.append(body)
         self.under_way += 1
         self.most = max(self.most, self.under_way)
-        await asyncio.sleep(0.01)
+        await until(lambda: self.most >= self.together, "the others")
         self.under_way -= 1
         tokens = [[-1.0, 7, None]] * body["sampling_params"]["max_new_tokens"]
         return web.json_response({"meta_info": {"output_token_logprobs": tokens}}, status=self.status)
@@ -67,14 +69,15 @@ def fake() -> Iterator[FakeServer]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(LIMIT)
     yield found
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
+    thread.join(LIMIT)
 
 
 def test_every_prompt_is_asked_in_every_round_and_no_more_at_once_than_told(fake: FakeServer) -> None:
     prompts = [[i, i + 1] for i in range(12)]
+    fake.together = 3
     rounds = generate(fake.url, prompts, 5, concurrency=3, rounds=2)
     assert [r["tokens"] for r in rounds] == [60.0, 60.0] and all(r["seconds"] > 0 for r in rounds)
     assert sorted(b["input_ids"] for b in fake.bodies) == sorted(prompts * 2)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import psutil
-from s3_server import BUCKET, PORTS, S3Server, free_ports, start_server
+from s3_server import BUCKET, PORTS, S3Process, free_ports, start_server
 
 from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.paths import iteration_commit
@@ -52,9 +52,9 @@ class Bucket:
     folder: Path
     ports: dict[str, int] = field(default_factory=lambda: dict(zip(PORTS, free_ports(len(PORTS)), strict=True)))
     keys: tuple[str, str] = ("chaos", "chaoschaoschaoschaos")
-    server: S3Server | None = None
+    server: S3Process | None = None
 
-    def start(self) -> S3Server:
+    def start(self) -> S3Process:
         self.server = start_server(self.folder, self.keys, self.ports)
         return self.server
 

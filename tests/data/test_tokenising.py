@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from areal_tasks.data.datasets import Row, load_rows
@@ -85,6 +86,23 @@ def test_unknown_characters_and_empty_prompts_are_named(tokenizer: PreTrainedTok
         render_prompts([*ROWS, Row(7, "1*2=", "2")], data(), tokenizer, 16, 4)
     with pytest.raises(UserError, match=r"row 8 .* is empty"):
         render_prompts([Row(8, "", "2")], data(), tokenizer, 16, 4)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_unknown_token_that_also_begins_prompts_is_no_unknown_character_there(chat: bool) -> None:
+    """As in OLMo-2's tokenizer: `<|endoftext|>` is its beginning, its end and its unknown token."""
+    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz[]:>+=0123456789 ", 64)
+    tokenizer.bos_token = tokenizer.eos_token = tokenizer.unk_token
+    tokenizer.chat_template = "{{ bos_token }}" + CHAT
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{tokenizer.unk_token} $0", special_tokens=[(tokenizer.unk_token, tokenizer.unk_token_id)]
+    )
+    named = Row(3, f"{tokenizer.unk_token}1=", "1")
+    ids = render_prompts([*ROWS, named], data(chat=chat), tokenizer, 64, 4)["input_ids"].to_pylist()
+    assert [row.count(tokenizer.unk_token_id) for row in ids] == [1, 1, 1, 2]
+    assert all(row[0] == tokenizer.unk_token_id for row in ids)
+    with pytest.raises(UserError, match="has characters outside"):
+        render_prompts([*ROWS, Row(7, "1*2=", "2")], data(chat=chat), tokenizer, 64, 4)
 
 
 def test_demonstrations_train_the_answer_and_its_end_only(tokenizer: PreTrainedTokenizerFast) -> None:

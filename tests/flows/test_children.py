@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage_driver import digests, drive, start_driver, store_in, tiny, tiny_evaluation
+from prefect_api import ask
+from stage_driver import digests, drive, finished, start_driver, store_in, tiny, tiny_evaluation
 from task_states import task_states
 
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.journal import read_log
-from flows.cli.automations import ask
 from flows.cli.main import main
 from flows.replay import replay
 from flows.rlhf import rlhf
@@ -27,7 +27,7 @@ Say = Callable[..., tuple[str, str]]
 def whole(api: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder whose store holds the run `whole`."""
     folder = tmp_path_factory.mktemp("whole")
-    drive(folder, "whole", tiny())
+    finished(folder, "whole", tiny())
     return folder
 
 
@@ -124,7 +124,7 @@ def test_a_replay_that_was_killed_goes_on(whole: Path, api: str) -> None:
     origin = Origin("whole", 0, "replay", True, "train")
     lifted = tiny(trainer={"lr": 0.003}, algorithm={"max_logprob_gap": 100.0}, store={"url": store_in(whole).url})
     process = start_driver(whole, "killed", lifted, "publish 1", origin)
-    process.join(120)
+    process.join()
     assert process.exitcode == -9
     replay("whole", "train", overrides="trainer.lr=0.003", run="killed", store=store_in(whole).url)
     states = states_of_last(api, "train 1", "publish 1")

@@ -10,12 +10,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
-from stage_driver import drive, store_in, tiny
+from stage_driver import finished, store_in, tiny
+from waiting import wait_until
 
 from flows.cli import machine, main
 from schemas.errors import UserError
@@ -25,7 +26,8 @@ from schemas.errors import UserError
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A store that holds the run `small` of two iterations."""
     folder = tmp_path_factory.mktemp("small")
-    drive(folder, "small", tiny(schedule={"iterations": 2}, evaluation={"every": 0, "limit": 0, "max_new_tokens": 256}))
+    changes = {"schedule": {"iterations": 2}, "evaluation": {"every": 0, "limit": 0, "max_new_tokens": 256}}
+    finished(folder, "small", tiny(**changes))
     return store_in(folder).url
 
 
@@ -111,6 +113,21 @@ def test_runs_and_their_state(url: str, capsys: pytest.CaptureFixture[str], monk
     assert (row["name"], row["flow"], row["iterations"], row["planned"]) == ("small", "rlhf", 2, 2)
 
 
+def test_a_store_is_named_by_its_folder_wherever_one_is_named(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(urlsplit(url).path)
+    monkeypatch.chdir(folder.parent)
+    for named in (str(folder), folder.name, f"./{folder.name}/"):
+        [row] = json.loads(call(capsys, monkeypatch, "runs", "--store", named, "--json").out)
+        assert row["name"] == "small"
+        found = call(capsys, monkeypatch, "plan", "quickstart", "run=small", f"store.url={named}", "--json")
+        assert any(row["last committed"].startswith("small/") for row in json.loads(found.out))
+        monkeypatch.setenv("AREALFLOW_STORE", named)
+        assert json.loads(call(capsys, monkeypatch, "sql", "small", "SELECT 1 AS x", "--json").out) == [{"x": 1}]
+        assert machine.environment("http://x")["AREALFLOW_STORE"] == url
+
+
 def test_a_plan_says_what_is_committed(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,9 +151,51 @@ def test_the_doctor_fails_where_the_store_is_not_usable(
         assert found.code == (state == "BROKEN")
 
 
-def test_questions_do_not_wait_for_torch_or_prefect() -> None:
-    check = "import sys, flows.cli.main; sys.exit(str({'torch', 'prefect'} & sys.modules.keys() or ''))"
+def test_no_command_waits_for_torch_or_prefect_before_it_has_checked_what_it_was_given() -> None:
+    every = "from flows.cli.main import COMMANDS, Commands; [Commands(COMMANDS)[name] for name in COMMANDS]"
+    check = f"import sys; {every}; sys.exit(str({{'torch', 'transformers', 'prefect'}} & sys.modules.keys() or ''))"
     assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True).stderr.strip() == ""
+
+
+def test_a_command_imports_no_other() -> None:
+    check = "from flows.cli.main import COMMANDS, Commands; Commands(COMMANDS)['log']"
+    seen = f"import sys; {check}; print(*(name for name in sys.modules if name.startswith('flows.cli.')))"
+    found = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True).stdout.split()
+    assert "flows.cli.log" in found and not {"flows.cli.report", "flows.cli.machine", "flows.cli.gc"} & set(found)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("store.url=file:///etc/hostname/x", "a file stands where a folder should be"),
+        ("data.source=/no/such/{split}.jsonl", "there is no such file"),
+        ("reward.verifier=nosuch:judge", "there is no module 'nosuch'"),
+        ("rollout.groups=0", "should be greater than or equal to 1"),
+    ],
+)
+def test_a_mistake_that_needs_no_engine_is_told_before_anything_large_is_imported_or_started(
+    override: str, expected: str, tmp_path: Path
+) -> None:
+    program = """
+import sys
+from flows.cli import main
+started = []
+sys.addaudithook(lambda event, arguments: started.append(arguments) if event == "subprocess.Popen" else None)
+try:
+    main.main()
+finally:
+    print({"torch", "transformers", "prefect", "pandas", "aiohttp"} & sys.modules.keys(), started)
+"""
+    command = [sys.executable, "-c", program, "run", "quickstart", override]
+    environment = os.environ | {"AREALFLOW_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (found.returncode, found.stdout.strip()) == (1, "set() []"), found.stderr
+    assert expected in found.stderr
+
+
+def test_a_misspelt_command_is_corrected(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = call(capsys, monkeypatch, "adit", "small")
+    assert found.code == 2 and "Did you mean 'audit'?" in found.err
 
 
 # ── the machine ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -192,17 +251,26 @@ def test_a_port_that_another_takes_meanwhile_is_left_to_it(tmp_path: Path, monke
     assert len(tried) == 2 and tried[0] == f"http://127.0.0.1:{port}/api" != tried[1] == found.api_url
 
 
+WAITS = "waiting for another `arealflow up` or `down` to end"
+
+
 def test_of_two_ups_at_once_the_second_finds_what_the_first_started(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
     begun: list[str] = []
+    said: list[str] = []
     ours = machine.started(os.getpid())
 
     def server(url: str) -> machine.Started:
         begun.append(url)
-        time.sleep(0.3)  # as a server takes its time, and is not written down meanwhile
+        wait_until(lambda: WAITS in said, "the other `up`")  # what is being started is not written down meanwhile
         return ours
+
+    def echo(text: str) -> None:
+        said.append(text)
+
+    monkeypatch.setattr(machine.typer, "echo", echo)
 
     monkeypatch.setattr(machine, "start_server", server)
     monkeypatch.setattr(machine, "start_worker", lambda url, server: ours)
@@ -214,12 +282,11 @@ def test_of_two_ups_at_once_the_second_finds_what_the_first_started(
         one.start()
     for one in ups:
         one.join()
-    assert len(begun) == 1
-    assert "waiting for another `arealflow up` or `down` to end" in capsys.readouterr().out
+    assert len(begun) == 1 and said.count(WAITS) == 1
 
 
 def test_the_answer_of_anothers_server_is_not_taken_for_ours() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, subprocess.Popen(["sleep", "99"]) as sleeper:
+    with socket.create_server(("127.0.0.1", 0)) as taken, subprocess.Popen(["sleep", "3600"]) as sleeper:
         port = taken.getsockname()[1]
         assert machine.listens(machine.started(os.getpid()), port)
         assert not machine.listens(machine.started(sleeper.pid), port)
@@ -227,10 +294,9 @@ def test_the_answer_of_anothers_server_is_not_taken_for_ours() -> None:
 
 
 def test_what_we_started_is_stopped_with_what_it_started() -> None:
-    code = "import subprocess, time; subprocess.Popen(['sleep', '99']); time.sleep(99)"
+    code = "import subprocess, time; subprocess.Popen(['sleep', '3600']); time.sleep(3600)"
     process = psutil.Popen([sys.executable, "-c", code])
-    while not process.children():
-        assert process.is_running()
+    wait_until(process.children, "its child")
     family = [process, *process.children()]
     machine.stop(machine.started(process.pid), grace_seconds=0.5)
     assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -243,11 +309,8 @@ def test_another_process_of_the_same_id_is_left_alone() -> None:
 def test_a_prefect_server_that_is_named_and_does_not_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flows.cli import in_process
-
     monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
-    with in_process.temporary_settings({in_process.PREFECT_API_URL: "http://127.0.0.1:1/api"}):
-        found = call(capsys, monkeypatch, "run", "quickstart")
+    found = call(capsys, monkeypatch, "run", "quickstart")
     assert found.code == 1
     assert "error: no Prefect server answers at http://127.0.0.1:1/api" in found.err and "Traceback" not in found.err

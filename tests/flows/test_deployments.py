@@ -1,35 +1,27 @@
-"""`prefect deploy --all` in this folder, and the form that the Prefect UI makes of a flow's parameters."""
+"""What `arealflow up` deploys, and the form that the Prefect UI makes of a flow's parameters."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from prefect import Flow
 from prefect.utilities.callables import parameter_schema
+from prefect_api import ask
+from servers import ROOT, Up
 
 from flows.cli import machine
-from flows.cli.automations import ask
-from flows.cli.in_process import FLOWS
+from flows.evaluate import evaluate
+from flows.rlhf import rlhf
+from flows.sft import sft
 from schemas.recipe.load import RECIPES, parse_recipe
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def deployments(api: str) -> list[dict[str, Any]]:
-    """What the server holds once everything is deployed, and did not hold before."""
-    before = {deployment["id"] for deployment in on_server(api)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        machine.prefect(["work-pool", "create", machine.POOL, "--type", "process", "--overwrite"], api)
-        machine.prefect(["--no-prompt", "deploy", "--all"], api)
-    return [deployment for deployment in on_server(api) if deployment["id"] not in before]
-
-
-def on_server(api: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = ask("POST", f"{api}/deployments/filter", {}).raise_for_status().json()
+def deployments(up: Up) -> list[dict[str, Any]]:
+    """What the server holds after `arealflow up`."""
+    found: list[dict[str, Any]] = up.post("deployments/filter")
     return found
 
 
@@ -53,11 +45,11 @@ def test_every_deployment_runs_in_this_folder(deployments: list[dict[str, Any]])
         assert [options["directory"] for options in step.values()] == [str(ROOT)]
 
 
-def test_the_server_refuses_a_run_whose_parameters_do_not_fit(api: str, deployments: list[dict[str, Any]]) -> None:
+def test_the_server_refuses_a_run_whose_parameters_do_not_fit(up: Up, deployments: list[dict[str, Any]]) -> None:
     [one] = [d for d in deployments if d["entrypoint"] == "flows.rlhf.rlhf" and d["name"] == "quickstart"]
     recipe = {**one["parameters"]["recipe"], "rollout": {"groups": "many"}}
     body = {"parameters": {"recipe": recipe}}
-    answer = ask("POST", f"{api}/deployments/{one['id']}/create_flow_run", body)
+    answer = ask("POST", f"{up.api}/deployments/{one['id']}/create_flow_run", body)
     assert answer.is_client_error and "many" in answer.text
 
 
@@ -69,9 +61,9 @@ def test_a_replay_needs_no_recipe_and_describes_what_it_needs(deployments: list[
     assert properties["start"]["enum"] == ["verify", "advantage", "train"]
 
 
-@pytest.mark.parametrize("flow", sorted(FLOWS))
-def test_the_form_has_every_section_and_describes_every_field(flow: str) -> None:
-    schema = parameter_schema(FLOWS[flow])
+@pytest.mark.parametrize("run", [rlhf, sft, evaluate])
+def test_the_form_has_every_section_and_describes_every_field(run: Flow[..., Any]) -> None:
+    flow, schema = run.name, parameter_schema(run)
     forks = ["fork"] if flow in ("rlhf", "sft") else []
     assert list(schema.properties) == ["recipe", "run", "overrides", *forks]
     assert all(p.get("description") for p in schema.properties.values())

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import uuid
 from base64 import b64encode
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from flows.cli import upkeep
 from flows.execute import ended_as
+from flows.worker import CANCEL_SECONDS, hurry
 
 RUN = {"id": str(uuid.uuid4()), "flow_id": str(uuid.uuid4()), "state_type": "CANCELLING"}
 
@@ -46,3 +49,16 @@ def test_a_cancelled_flow_run_that_waits_for_a_slot_of_its_deployment_was_retrie
 
     assert upkeep.crashed_while_cancelling(history("AwaitingConcurrencySlot"))
     assert not upkeep.crashed_while_cancelling(history("Scheduled"))
+
+
+def test_a_flow_process_that_is_cancelled_has_seconds_to_end() -> None:
+    given: list[tuple[float, bool]] = []
+
+    async def kill(flow_run_id: uuid.UUID, grace_seconds: float = 30.0, *, force: bool = False) -> None:
+        given.append((grace_seconds, force))
+
+    processes = SimpleNamespace(kill=kill)
+    hurry(processes)  # type: ignore[arg-type]
+    for options in ({}, {"grace_seconds": 30.0}, {"grace_seconds": 1.0, "force": True}):
+        asyncio.run(processes.kill(uuid.uuid4(), **options))
+    assert given == [(CANCEL_SECONDS, False), (CANCEL_SECONDS, False), (1.0, True)] and CANCEL_SECONDS < 10

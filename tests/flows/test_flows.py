@@ -11,15 +11,20 @@ from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
+from prefect_api import ask
 from recorded_runs import recipes, unpack
-from stage_driver import Digests, digests, drive, start_driver, store_in, tiny
+from stage_driver import Digests, digests, drive, start_driver, store_in, tiny, tiny_sft
 from task_states import task_states
 
+from areal_tasks.engines.trainer.local import LocalBackend
+from areal_tasks.launchers.supervisor import ServiceFailed
 from areal_tasks.store.commit import commit_once
 from areal_tasks.store.journal import read_log
+from areal_tasks.store.paths import owner
 from areal_tasks.store.runs import Run, load_run, open_run
-from flows.cli.automations import ask
+from flows import tasks
 from flows.rlhf import rlhf
+from flows.sft import sft
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit
 from schemas.recipe.recipe import Recipe
@@ -87,7 +92,7 @@ def resumed(prefect: Prefect, questions: Path, tmp_path_factory: pytest.TempPath
     recipe = recipe_of(questions, folder)
     drive(folder, "whole", recipe)
     process = start_driver(folder, "r", recipe, "verify 1")
-    process.join(60)
+    process.join()
     assert process.exitcode == -9
     result = rlhf(recipe, run="r")
     yield Resumed(folder, recipe, result, prefect.last_flow_run(), digests(folder, "whole"))
@@ -146,9 +151,10 @@ def test_a_last_commit_of_the_start_before_is_gone_on_from(
 
 
 def test_the_log_of_the_run_tells_which_flow_run_did_what(resumed: Resumed) -> None:
-    first, last = read_log(store_in(resumed.folder), "r")[:2]
-    assert (first.action, last.action) == ("resumed", "finished")
-    assert first.prefect_flow_run_id == last.prefect_flow_run_id == resumed.flow_run["id"]
+    first, begun, last = read_log(store_in(resumed.folder), "r")[:3]
+    assert (first.action, begun.action, last.action) == ("resumed", "first iteration", "finished")
+    assert {line.prefect_flow_run_id for line in (first, begun, last)} == {resumed.flow_run["id"]}
+    assert {"seconds", "train", "trainer ready"} <= begun.details.keys() and "initialise" not in begun.details
     assert (first.details["iterations"], last.details["iterations"]) == (1, 3)
 
 
@@ -219,6 +225,25 @@ def test_another_recipe_under_the_name_of_a_run_is_refused(prefect: Prefect, res
         rlhf(resumed.recipe, run="r", overrides="algorithm.clip_ratio=0.3")
     assert "algorithm.clip_ratio is 0.2 there and 0.3 here" in failure(prefect)
     assert digests(resumed.folder, "r") == resumed.whole
+
+
+def test_a_trainer_that_fails_again_and_again_ends_the_flow_run_with_its_reason(
+    prefect: Prefect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is restarted as often as the recipe says, whatever the number of retries, and the run is not begun again."""
+    steps: list[int] = []
+
+    def learn(*_: Any) -> None:
+        steps.append(1)
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    monkeypatch.setattr(LocalBackend, "learn", learn)
+    monkeypatch.setattr(tasks, "RETRY_DELAYS", [0.1])
+    recipe = tiny_sft(store={"url": store_in(tmp_path).url}, launcher={"restarts": 2})
+    with pytest.raises(ServiceFailed):
+        sft(recipe, run="fails")
+    assert len(steps) == 3 and not store_in(tmp_path).exists(owner("fails", 2))
+    assert "failed at /train: RuntimeError: NCCL error: unhandled system error (engines/" in failure(prefect)
 
 
 def test_a_run_of_an_earlier_version_is_resumed_by_todays_recipe(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_until
 
 from flows.cli import machine
 from flows.cli.strays import parts
 
-SLEEPER = [sys.executable, "-c", "import time; time.sleep(99)"]
+SLEEPER = [sys.executable, "-c", "import time; time.sleep(3600)"]
 URL = "http://127.0.0.1:1/api"
 
 
@@ -35,18 +35,11 @@ def sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "prefect", lambda arguments, url: None)
 
 
-def wait_for(true: Callable[[], object], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def test_down_ends_the_server_of_an_up_that_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-c", "from flows.cli.main import main; main()", "up", "--port", "47200"]
     up = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
-        wait_for(lambda: "server" in parts().values())
+        wait_until(lambda: "server" in parts().values())
     finally:
         up.kill()
         up.wait()
@@ -74,9 +67,9 @@ def test_a_keeper_that_nobody_has_written_down_is_replaced(sleeping: None, monke
 
 
 def test_what_a_part_has_started_and_what_is_another_homes_is_none(tmp_path: Path) -> None:
-    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']).wait()"
+    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)']).wait()"
     parent = machine._spawn("worker", [sys.executable, "-c", child], URL)
-    wait_for(lambda: psutil.Process(parent.pid).children())
+    wait_until(lambda: psutil.Process(parent.pid).children())
     assert parts() == {parent.pid: "worker"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AREALFLOW_HOME", str(tmp_path / "elsewhere"))

@@ -67,7 +67,7 @@ def test_killed_at_any_write_a_fork_goes_on_to_the_same_bits(whole: Path, tmp_pa
     drive(tmp_path, "whole", tiny())
     instants = [random.randint(1, 5), random.randint(1, 45)]
     for instant in instants:
-        start_driver(tmp_path, "other", tiny(**OTHER), instant, ORIGIN).join(60)
+        start_driver(tmp_path, "other", tiny(**OTHER), instant, ORIGIN).join()
     drive(tmp_path, "other", tiny(**OTHER), origin=ORIGIN)
     assert digests(tmp_path, "other") == digests(whole, "other"), f"killed at the writes {instants}"
 

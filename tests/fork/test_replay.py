@@ -139,7 +139,7 @@ def test_killed_at_any_write_a_replay_goes_on_to_the_same_bits(tmp_path: Path) -
     drive(tmp_path, "whole", tiny())
     asked = segments(tmp_path, "killed", origin, change)
     instant = random.randint(1, highest)
-    start_driver(tmp_path, "killed", asked[-1][1], instant, origin).join(60)
+    start_driver(tmp_path, "killed", asked[-1][1], instant, origin).join()
     replay(tmp_path, "killed", origin, change)
     replay(tmp_path, "never", origin, change)
     assert digests(tmp_path, "killed") == digests(tmp_path, "never"), f"{origin}, killed at the write {instant}"
@@ -278,7 +278,7 @@ def test_what_is_built_of_the_iteration_under_way(whole: Path, tmp_path: Path) -
         folder = tmp_path / name
         drive(folder, "whole", tiny())
         recipe = tiny(algorithm={"max_logprob_gap": 100.0})
-        start_driver(folder, name, recipe, "train 1", origin).join(60)
+        start_driver(folder, name, recipe, "train 1", origin).join()
         run = load_run(store_in(folder), name)
         with Engines(run, recipe, folder / "logs") as engines:
             loop = loop_of(run)(run, recipe, engines)

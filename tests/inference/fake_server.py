@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from aiohttp import web
+from waiting import until
 
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
 from schemas.recipe.sections import Inference
+from tests.inference.virtual_time import run
+
+__all__ = ["Fake", "check", "requests", "run", "serve", "serving", "until"]
 
 
 class Fake:
@@ -29,6 +33,8 @@ class Fake:
         self.name = ""  # of the weights, until it gets others
         self.update_bodies: list[dict[str, Any]] = []
         self.on_generate = self.generate
+        self.on_update = self.update
+        self.deaf_to_prompts = False  # closes the connection, and seems well otherwise
         self.ended = asyncio.Event()
         self.busy = asyncio.Lock()
         self.url = ""
@@ -42,8 +48,8 @@ class Fake:
         self.bodies.append(body)
         version = self.version
         async with self.busy:
-            await asyncio.sleep(self.delay + self.per_sample * len(body["input_ids"]))
-        if self.deaf:
+            await asyncio.sleep(self.delay + self.per_sample * len(body["input_ids"]))  # as a server takes its time
+        if self.deaf or self.deaf_to_prompts:
             assert request.transport is not None
             request.transport.close()
         if self.broken:
@@ -51,7 +57,9 @@ class Fake:
         if any(999 in prompt for prompt in body["input_ids"]):
             return web.json_response({"error": "token id 999 is outside"}, status=400)
         self.interrupt -= 1
-        pairs = zip(body["input_ids"], body["sampling_params"], strict=True)
+        params = body["sampling_params"]
+        each = [params] * len(body["input_ids"]) if isinstance(params, dict) else params
+        pairs = zip(body["input_ids"], each, strict=True)
         interrupted = self.interrupt >= 0
         return web.json_response(
             [self.answer(prompt, p["max_new_tokens"], interrupted, version) for prompt, p in pairs]
@@ -103,6 +111,7 @@ class Fake:
 async def serving(*fakes: Fake, **settings: Any) -> AsyncIterator[InferenceClient]:
     runners = [await serve(fake) for fake in fakes]
     client = InferenceClient([fake.url for fake in fakes], "token", Inference(**settings))
+    client.pool.router.clock = asyncio.get_running_loop().time
     try:
         yield client
     finally:
@@ -118,7 +127,7 @@ async def serve(fake: Fake, port: int = 0) -> web.AppRunner:
     app.add_routes([web.post(path, fake.command) for path in commands])
     app.add_routes([web.get(path, fake.health) for path in ("/health", "/health_generate")])
     app.add_routes([web.get(path, fake.info) for path in ("/model_info", "/server_info")])
-    app.add_routes([web.post("/update_weights_from_disk", fake.update)])
+    app.add_routes([web.post("/update_weights_from_disk", lambda request: fake.on_update(request))])
     app.add_routes([web.post("/weights_checker", fake.check_weights)])
     app.add_routes([web.post("/generate", lambda request: fake.on_generate(request))])
     runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -142,12 +151,3 @@ def check(asked: list[GenerateRequest], results: list[GenerateResult], version: 
         assert result.logprobs == [pytest.approx(-0.1 * t) for t in result.output_ids]
         assert result.versions == [version] * 3
         assert result.stop_reason == "length"
-
-
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 30))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)

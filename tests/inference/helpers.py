@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from waiting import LIMIT
 
 from areal_tasks.engines.embedded.engine import Engine
 from areal_tasks.engines.embedded.runner import Runner
@@ -43,7 +44,11 @@ class Running:
         self._errors.append(error)
         self._ended.set()
 
-    def wait(self, seconds: float = 60) -> list[Sequence]:
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self, seconds: float = LIMIT) -> list[Sequence]:
         assert self._ended.wait(seconds), "the engine did not finish"
         if self._errors[0] is not None:
             raise self._errors[0]
@@ -55,6 +60,12 @@ def submit(engine: Engine, prompt: Items[int], rid: str = "r", **params: Any) ->
     """Start one request; `n` gives several sequences."""
     length = engine.runner.max_length
     return Running(engine, make_sequences(rid, list(prompt), SamplingParams(**params), EOS, length))
+
+
+def settle(engine: Engine) -> None:
+    """Wait until the engine has gone round its loop some times, and begun whatever it is going to begin."""
+    for _ in range(3):
+        engine.abort(lambda sequence: False).result()
 
 
 def complete(engine: Engine, prompt: Items[int], **params: Any) -> Sequence:

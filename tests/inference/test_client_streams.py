@@ -51,7 +51,7 @@ class Streaming(Fake):
         """False if the connection is to be lost."""
         prompt, most, version = body["input_ids"], body["sampling_params"]["max_new_tokens"], self.version
         for n in range(1, most + 1):
-            await asyncio.sleep(self.delay)
+            await asyncio.sleep(self.delay)  # as a server takes its time
             aborted, last = n == self.aborts_after, n == most
             if aborted:
                 self.aborts_after = 0

@@ -20,11 +20,11 @@ def test_who_still_asks_is_told_at_once_that_servers_are_down(asked: str) -> Non
         fake = Fake(delay=0.2)
         runner = await serve(fake)
         client = InferenceClient([fake.url], "token", Inference(max_concurrent_requests=1))
-        await client.meet()
+        await client.pool.meet()
         if asked == "after":
             await client.close()
         work = asyncio.ensure_future(client.generate(requests(2 if asked == "waiting" else 1)))
-        await (asyncio.sleep(0.05) if asked == "after" else until(lambda: bool(fake.bodies)))
+        await until(lambda: asked == "after" or fake.bodies)
         closing = asyncio.ensure_future(client.close())
         with pytest.raises(ServerDown, match="client of the servers is closed"):
             await asyncio.wait_for(work, NO_SERVER_SECONDS / 2)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from waiting import LIMIT, wait_until
 
 from areal_tasks.engines import handover
 from areal_tasks.engines.external import SERVER_TOKEN
@@ -24,6 +23,7 @@ from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 from schemas.recipe.load import load_recipe
 from tests.inference.fake_server import Fake, serve
+from tests.inference.fake_supervisor import FakeSupervisor
 
 VERSION = 3
 
@@ -41,16 +41,9 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         if request.param == "external":
             found.external = [fake.url]
         else:
-            monkeypatch.setattr(found, "supervisor", supervisor(fake.url))
+            monkeypatch.setattr(found, "supervisor", FakeSupervisor(fake.url))
         yield found
         found.call(runner.cleanup())
-
-
-def supervisor(url: str) -> SimpleNamespace:
-    """One whose only server is the one at `url`."""
-    nothing = {name: lambda *_: None for name in ("end", "heal", "__exit__")}
-    known = {"wait": lambda _: [url], "starting": lambda _: {}, "name_at": lambda found: found, "restarts": lambda _: 0}
-    return SimpleNamespace(**nothing, **known, token="token")
 
 
 def weights(run: Run, folder: Path) -> WeightsRef:
@@ -69,14 +62,6 @@ def flip(engines: Engines) -> None:
     data = bytearray(path.read_bytes())
     data[500] ^= 1
     path.write_bytes(data)
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> bool:
-    """Whether it comes to hold in time."""
-    deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return holds()
 
 
 def test_damaged_weights_are_refused_as_often_as_they_are_asked_for(engines: Engines) -> None:
@@ -104,18 +89,18 @@ def test_who_asks_while_the_files_are_hashed_waits_for_what_is_found(
     go_on, materialise = threading.Event(), handover.materialise
 
     def slowly(*arguments: object, **options: object) -> object:
-        assert go_on.wait(30)
+        assert go_on.wait(LIMIT)
         return materialise(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(handover, "materialise", slowly)
     flip(engines)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(engines.inference)
-        assert within(30, lambda: engines._inference is not None and engines._inference.version == VERSION)
+        wait_until(lambda: engines._inference is not None and engines._inference.version == VERSION)
         second = pool.submit(engines.inference)
         with pytest.raises(TimeoutError):
-            second.result(0.5)
+            second.result(0.2)  # as ever
         go_on.set()
         for asked in (first, second):
             with pytest.raises(UserError, match="damaged"):
-                asked.result(30)
+                asked.result(LIMIT)

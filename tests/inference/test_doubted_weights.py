@@ -14,7 +14,8 @@ import pytest
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_damaged_weights import supervisor, weights, within
+from test_damaged_weights import weights
+from waiting import LIMIT, wait_until
 
 from areal_tasks.engines import handover, server_pool
 from areal_tasks.engines.answers import ServerDown
@@ -30,6 +31,7 @@ from schemas.errors import UserError
 from schemas.manifest import WeightsManifest
 from schemas.recipe.load import load_recipe
 from tests.inference.fake_server import Fake, serve
+from tests.inference.fake_supervisor import FakeSupervisor
 
 
 class Loader(Fake):
@@ -78,9 +80,7 @@ def running(
         first = weights(run, folder / "model")
         loaders = [make(name) for name in ("one", "other")]
         runners = [engines.call(serve(loader)) for loader in loaders]
-        found = supervisor("")
-        found.wait = lambda _names: [loader.url for loader in loaders]
-        engines.supervisor = found  # type: ignore[assignment]
+        engines.supervisor = FakeSupervisor(*(loader.url for loader in loaders))  # type: ignore[assignment]
         engines.serve_weights(first)
         yield engines, loaders, Author(run.store, folder / "written")
         for runner in runners:
@@ -105,7 +105,7 @@ def test_servers_load_before_the_weights_are_committed_and_are_believed_after(
     loaded, digested, seen = threading.Event(), handover.digested, []
 
     def late(*arguments: Any) -> Any:
-        assert loaded.wait(30)
+        assert loaded.wait(LIMIT)
         return digested(*arguments)
 
     with running(tmp_path) as (engines, loaders, author):
@@ -174,7 +174,7 @@ def test_servers_generate_with_committed_weights_alone(events: list[tuple[str, b
     """Each publication of version 4 and later may fail, and somebody may ask for the servers after it or not."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_pool, "PROBE_SECONDS", (0.01, 0.01))
-        patch.setattr(server_pool, "NO_SERVER_SECONDS", 0.3)
+        patch.setattr(server_pool, "NO_SERVER_SECONDS", LIMIT)
         with running(Path(folder)) as (engines, loaders, author):
             version = 4
             for what, asks in events:
@@ -192,7 +192,7 @@ def check(engines: Engines, loaders: Sequence[Loader]) -> None:
     """Who asks for servers gets such as hold the weights in force, which are committed."""
     client, store, ref = engines.inference(), engines.run.store, engines.serving
     assert ref is not None and read_record(store, ref.path, WeightsManifest).version == client.version == ref.version
-    assert within(10, lambda: len(client.healthy()) == 2)
+    wait_until(lambda: len(client.healthy()) == 2)
     for loader in loaders:
         assert loader.version == ref.version
         assert store.local(ref.path.removesuffix(".json")) == Path(loader.holds)
@@ -202,14 +202,16 @@ def test_a_server_that_loaded_a_draft_and_could_not_say_so_loads_what_was_commit
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both have the same number, and other bytes."""
-    monkeypatch.setattr(server_pool, "PROBE_SECONDS", (0.5, 0.5))
+    monkeypatch.setattr(server_pool, "PROBE_SECONDS", (0.01, 0.01))
     with running(tmp_path) as (engines, loaders, author):
+        loaders[1].broken_health = True  # it is not let in again for now
         with failing("says nothing: other", loaders), pytest.raises(StoreError), failing("commit", loaders):
             loaders[1].fails = "says nothing"
             engines.write_weights(author, 4)  # type: ignore[arg-type]
         draft = loaders[1].holds
         assert loaders[1].version == 4 and committed(engines.run.store, draft) is None
         engines.write_weights(author, 4)  # type: ignore[arg-type]
+        loaders[1].broken_health = False
         check(engines, loaders)
         assert loaders[1].holds != draft
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import itertools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
+from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.embedded.engine import Engine, NotFinite
 from areal_tasks.engines.embedded.runner import Runner, read_weights_folder
@@ -24,6 +26,7 @@ from tests.inference.helpers import (
     complete,
     full_logprobs,
     greedy_reference,
+    settle,
     submit,
 )
 
@@ -36,13 +39,6 @@ def prompt(length: int, start: int = 3) -> list[int]:
 
 def text(sequence: Sequence) -> str:
     return "".join(VOCABULARY[t] for t in sequence.output)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
@@ -120,18 +116,29 @@ def test_a_full_context_ends_a_sequence(engine_of: EngineOf, reference: LlamaFor
     assert torch.allclose(torch.tensor(sequence.logprobs), expected, atol=1e-5)
 
 
-def endless(engine: Engine, **params: Any) -> Running:
-    """A sequence that will run into the context's end, started and under way."""
-    running = submit(engine, prompt(5), max_new_tokens=1000, ignore_eos=True, **{"sampling_seed": 9} | params)
-    before = engine.steps
-    wait_for(lambda: engine.steps > before + 3)
+def endless(engine: Engine, *rids: str, **params: Any) -> list[Running]:
+    """Sequences that would run into the context's end. They are under way; the engine holds until its next command."""
+    engine.pause("in_place").result()
+    given = {"max_new_tokens": 1000, "ignore_eos": True, "sampling_seed": 9, **params}
+    running = [submit(engine, prompt(5), rid, **given) for rid in rids or ("r",)]
+    decode, left, begun = engine._decode, itertools.count(3, -1), threading.Event()
+
+    def held() -> None:
+        decode()
+        if next(left) == 0:
+            begun.set()
+            wait_until(lambda: engine._commands, "a command")
+
+    engine._decode = held  # type: ignore[method-assign]
+    engine.resume().result()
+    assert begun.wait(LIMIT)
     return running
 
 
 def test_abort_gives_partial_output(engine_of: EngineOf) -> None:
     engine = engine_of()
     whole = complete(engine, prompt(5), max_new_tokens=1000, ignore_eos=True, sampling_seed=9)
-    running, other = endless(engine, rid="mine"), endless(engine, rid="other")
+    running, other = endless(engine, "mine", "other")
     engine.pause("in_place").result()
     assert engine.abort(lambda s: s.rid == "mine").result() == 1
     engine.resume().result()
@@ -155,10 +162,10 @@ def test_what_waits_is_aborted_too(engine_of: EngineOf) -> None:
 def test_a_pause_changes_nothing(engine_of: EngineOf, reference: LlamaForCausalLM, mode: Any) -> None:
     engine = engine_of()
     whole = complete(engine, prompt(5), max_new_tokens=1000, ignore_eos=True, sampling_seed=9)
-    running = endless(engine)
+    [running] = endless(engine)
     engine.pause(mode).result()
     steps = engine.steps
-    time.sleep(0.05)
+    settle(engine)
     assert engine.steps == steps
     late = submit(engine, prompt(7), max_new_tokens=2)
     engine.resume().result()
@@ -177,8 +184,8 @@ def test_pause_with_abort_ends_what_runs_and_holds_what_comes(engine_of: EngineO
     engine.pause("abort").result()
     assert running.wait()[0].finish == {"type": "abort", "message": "aborted"}
     held = submit(engine, prompt(5), max_new_tokens=2)
-    with pytest.raises(AssertionError, match="did not finish"):
-        held.wait(0.1)
+    settle(engine)
+    assert not held.ended
     engine.resume().result()
     assert held.wait()[0].finish is not None
 
@@ -208,7 +215,7 @@ def test_new_weights_reach_what_is_running(
 ) -> None:
     engine = engine_of()
     weights = other_weights(other_folder, engine)
-    running = endless(engine, n=4)
+    [running] = endless(engine, n=4)
     engine.update_weights(weights, "1", False).result()
     for sequence in running.wait():
         assert [version for version, _ in sequence.versions] == ["0", "1"]
@@ -224,7 +231,7 @@ def test_pausing_in_place_can_keep_the_old_cache(
     engine_of: EngineOf, other_folder: Path, other_reference: LlamaForCausalLM
 ) -> None:
     engine = engine_of()
-    running = endless(engine)
+    [running] = endless(engine)
     engine.pause("in_place").result()
     engine.update_weights(other_weights(other_folder, engine), "1", True).result()
     engine.resume().result()

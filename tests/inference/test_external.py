@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
+from aiohttp import web
+from test_damaged_weights import VERSION, weights
+from waiting import wait_until
 
 from areal_tasks.engines.external import external_servers, external_token
+from areal_tasks.engines.session import Engines
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.runs import open_run
 from schemas.errors import UserError
+from schemas.recipe.load import load_recipe
+from tests.inference.fake_server import Fake, serve
 
 
 @pytest.mark.parametrize(
@@ -34,3 +48,79 @@ def test_their_token_is_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert external_token() == ""
     monkeypatch.setenv("AREAL_LLM_SERVER_TOKEN", "t")
     assert external_token() == "t"
+
+
+# ── how they were started ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Softmax(Fake):
+    """Samples from four tokens whose logits are far apart; `original`: as with SGLANG_RETURN_ORIGINAL_LOGPROB=1."""
+
+    original = False
+    logits = (3.0, 1.0, -2.0, 0.5)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        temperature = body["sampling_params"]["temperature"]
+        scaled = [logit / temperature for logit in self.logits]
+        source = random.Random(1)
+        tokens = [source.choices(range(4), [math.exp(x) for x in scaled])[0] for _ in body["input_ids"]]
+        told = self.logits if self.original else scaled
+        total = math.log(sum(map(math.exp, told)))
+        return web.json_response([self.one(token, told[token] - total) for token in tokens])
+
+    def one(self, token: int, logprob: float) -> dict[str, Any]:
+        meta = {"finish_reason": {"type": "length"}, "weight_version": "0", "completion_tokens": 1}
+        return {"text": "", "output_ids": [token], "meta_info": {**meta, "output_token_logprobs": [[logprob, token]]}}
+
+
+@pytest.fixture
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engines, list[Softmax]]]:
+    """Engines with two servers that others have started; version 3 is in force."""
+    monkeypatch.setenv("AREAL_LLM_SERVER_TOKEN", "token")
+    recipe = load_recipe("gsm8k")
+    made = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
+    with Engines(made, recipe, tmp_path / "logs") as found:
+        found.initial = found.serving = found.written = weights(made, tmp_path / "model")
+        servers = [Softmax(), Softmax()]
+        runners = [found.call(serve(server)) for server in servers]
+        found.external = [server.url for server in servers]
+        yield found, servers
+        for runner in runners:
+            found.call(runner.cleanup())
+
+
+def test_servers_whose_logprobs_are_those_after_the_temperature_are_taken(
+    engines: tuple[Engines, list[Softmax]],
+) -> None:
+    found, servers = engines
+    client = found.inference()
+    assert client.version == VERSION
+    wait_until(lambda: len(client.healthy()) == 2)
+    assert all(server.bodies and server.version == VERSION for server in servers)
+
+
+def test_a_server_whose_logprobs_are_those_before_the_temperature_is_refused_with_the_switch(
+    engines: tuple[Engines, list[Softmax]],
+) -> None:
+    found, servers = engines
+    servers[1].original = True
+    for _ in range(2):
+        with pytest.raises(UserError, match=rf"{servers[1].url} gives .*without SGLANG_RETURN_ORIGINAL_LOGPROB"):
+            found.inference()
+    servers[1].original = False
+    assert found.inference().version == VERSION
+
+
+def test_one_that_others_start_again_in_that_way_is_not_let_in(
+    engines: tuple[Engines, list[Softmax]],
+) -> None:
+    found, servers = engines
+    client = found.inference()
+    wait_until(lambda: len(client.healthy()) == 2)
+    asked = len(servers[1].bodies)
+    servers[1].original = True
+    found.call(client.evict({servers[1].url: "it is started again"}))
+    wait_until(lambda: len(servers[1].bodies) > asked + 1)
+    assert client.healthy() == [servers[0].url]

@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from waiting import LIMIT, wait_until
 
 from areal_tasks.engines import connections, server_pool
 from areal_tasks.engines.client import GenerateRequest, InferenceClient
@@ -42,12 +43,11 @@ def serving(**settings: Any) -> Iterator[str]:
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        while not server.started:
-            time.sleep(0.01)
+        wait_until(lambda: server.started)
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(LIMIT)
 
 
 def test_a_connection_that_the_server_has_closed_is_not_used_again(

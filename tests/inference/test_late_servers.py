@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from test_damaged_weights import weights, within
+from test_damaged_weights import weights
+from waiting import wait_until
 
 from areal_tasks.engines import handover, server_pool
 from areal_tasks.engines.external import SERVER_TOKEN
@@ -68,7 +69,7 @@ def test_a_server_that_missed_a_version_loads_it_when_it_is_well(
     assert len(engines.serve_weights(engines.initial)) == 1
     servers[1].broken = False
     client = engines.inference()
-    assert within(10, lambda: len(client.healthy()) == 2)
+    wait_until(lambda: len(client.healthy()) == 2)
     assert [server.version for server in servers] == [engines.initial.version] * 2
     assert list(memory.iterdir()), "as long as nobody has asked"
     assert len(engines.serve_weights(engines.initial)) == 2

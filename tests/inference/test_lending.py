@@ -34,7 +34,7 @@ class Lender(Fake):
     async def token(self, seconds: float) -> None:
         self.generating += 1
         self.must(not self.lends, "it generated into memory that is not there")
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(seconds)  # as a server takes its time
         self.must(not self.lends, "it generated into memory that is not there")
         self.generating -= 1
 

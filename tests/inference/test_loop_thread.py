@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from waiting import LIMIT
 
 from areal_tasks.engines.loop_thread import LoopThread
 
@@ -24,12 +25,12 @@ async def leaves() -> None:
 
 
 async def beside_others() -> None:
-    await asyncio.gather(asyncio.sleep(0.01), leaves())
+    await asyncio.gather(asyncio.sleep(0.01), leaves())  # something else under way
 
 
 @pytest.mark.parametrize("work", [leaves, beside_others])
 def test_a_task_that_exits_ends_its_own_call_and_no_other(thread: LoopThread, work: object) -> None:
     with pytest.raises(SystemExit) as left:
-        thread.run(work(), 10)  # type: ignore[operator]
+        thread.run(work(), LIMIT)  # type: ignore[operator]
     assert left.value.code == 3
-    assert thread.run(asyncio.sleep(0, "still here"), 10) == "still here"
+    assert thread.run(asyncio.sleep(0, "still here"), LIMIT) == "still here"  # no time at all

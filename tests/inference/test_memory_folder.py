@@ -16,7 +16,7 @@ from areal_tasks.engines.memory_folder import MemoryFolder
 folder = MemoryFolder(Path(sys.argv[1]))
 (Path(folder.name) / "weights").write_bytes(b"1")
 print(folder.name, flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 

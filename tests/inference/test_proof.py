@@ -14,8 +14,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_damaged_weights import within
-from test_servers_handed_weights import Supervisor
+from waiting import wait_until
 
 from areal_tasks.engines import server_pool
 from areal_tasks.engines.answers import Refused
@@ -30,6 +29,7 @@ from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 from schemas.recipe.load import load_recipe
 from tests.inference.fake_server import Fake, serve
+from tests.inference.fake_supervisor import FakeSupervisor
 
 LAYER = "model.layers.0"
 #: A server's tensors, and which of the checkpoint's are put into each.
@@ -245,8 +245,7 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     with Engines(run, recipe, tmp_path / "logs") as engines:
         servers = [Server(), Server()]
         runners = [engines.call(serve(server)) for server in servers]
-        monkeypatch.setattr(engines, "supervisor", Supervisor())
-        engines.supervisor.urls = [server.url for server in servers]  # type: ignore[attr-defined]
+        monkeypatch.setattr(engines, "supervisor", FakeSupervisor(*(server.url for server in servers)))
         trainer = Trainer(engines, tmp_path / "written", servers)
         monkeypatch.setattr(engines, "trainer_at", lambda _version: trainer)
         yield engines, servers, trainer
@@ -303,7 +302,7 @@ def test_a_server_that_fails_while_it_holds_no_weights_is_not_let_in_without_the
     engines, servers, trainer = scene
     servers[0].fails_when_overwritten = True
     engines.write_weights(trainer, 1)
-    assert within(30, lambda: len(engines.inference().healthy()) == 2)
+    wait_until(lambda: len(engines.inference().healthy()) == 2)
     assert all(server.tensors.parts == valued(CHECKPOINT, 1) for server in servers)
 
 

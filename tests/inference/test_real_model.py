@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_tasks.engines.embedded.sequence import SamplingParams, make_sequences
-from areal_tasks.engines.embedded.weights import end_tokens
+from areal_tasks.engines.ends import end_tokens
 from tests.inference.helpers import Running, full_logprobs, greedy_reference, make_engine
 
 MODEL, DATA = os.environ.get("AREAL_TEST_MODEL"), os.environ.get("AREAL_TEST_GSM8K")
@@ -27,7 +27,8 @@ def test_greedy_tokens_and_logprobs_on_gsm8k() -> None:
     chats = [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines]
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
     engine = make_engine(Path(str(MODEL)), slots=PROMPTS, max_length=512, threads=os.cpu_count() or 1)
-    eos, params = end_tokens(engine.runner.model), SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0)
+    eos = end_tokens(engine.runner.model.config, engine.runner.model.generation_config, tokenizer)
+    params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0)
     sequences = [s for i, p in enumerate(prompts) for s in make_sequences(str(i), p, params, eos, 512)]
     done = Running(engine, sequences).wait(250)
     for sequence in done:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -11,6 +12,7 @@ import pytest
 from aiohttp import web
 from test_damaged_weights import VERSION, weights
 from test_lending import Lender
+from waiting import wait_until
 
 from areal_tasks.engines import session
 from areal_tasks.engines.session import Engines
@@ -19,18 +21,18 @@ from areal_tasks.store.backend import open_store
 from areal_tasks.store.runs import open_run
 from schemas.recipe.load import load_recipe
 from tests.inference.fake_server import serve, until
+from tests.inference.fake_supervisor import FakeSupervisor
 
 
-class Pair:
+class Pair(FakeSupervisor):
     """A supervisor of two servers and a trainer, all of them there."""
-
-    token = "token"
 
     def __init__(self, engines: Engines) -> None:
         self.call = engines.call
         self.servers = [Lender(version=VERSION), Lender(version=VERSION)]
         self.runners: list[web.AppRunner] = [self.call(serve(server)) for server in self.servers]
-        self.starts = [0, 0]
+        super().__init__(*(server.url for server in self.servers))
+        self.running = [replace(one, weights=engines.written) for one in self.running]
 
     def restart(self, index: int, same_port: bool) -> None:
         """End a server; another one takes its place."""
@@ -38,34 +40,8 @@ class Pair:
         self.call(self.runners[index].cleanup())
         self.servers[index] = Lender(version=VERSION)
         self.runners[index] = self.call(serve(self.servers[index], port or 0))
-        self.starts[index] += 1
-
-    def wait(self, names: Sequence[str]) -> list[str]:
-        """As Supervisor.wait."""
-        urls = {f"inference-{i}": server.url for i, server in enumerate(self.servers)}
-        return [urls.get(name, "http://trainer") for name in names]
-
-    def restarts(self, url: str) -> int:
-        """As Supervisor.restarts."""
-        return self.starts[[server.url for server in self.servers].index(url)]
-
-    def name_at(self, url: str) -> str:
-        """As Supervisor.name_at."""
-        return url
-
-    def starting(self, names: Sequence[str]) -> dict[str, Path]:
-        """As Supervisor.starting."""
-        return {}
-
-    def end(self, urls: Sequence[str]) -> None:
-        """Nothing is to be ended here."""
-        assert not urls
-
-    def heal(self, _weights: object) -> None:
-        """Nothing has ended."""
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing is left to stop."""
+        one = self.running[index]
+        self.running[index] = replace(one, url=self.servers[index].url, restart=one.restart + 1)
 
 
 @pytest.fixture
@@ -90,8 +66,10 @@ def pair(engines: Engines) -> Pair:
 
 
 def assert_well(engines: Engines, lend: bool) -> None:
+    client = engines._inference
+    assert client is not None
+    wait_until(lambda: len(client.healthy()) == 2)
     assert [(server.lends, server.died_of) for server in pair(engines).servers] == [(lend, [])] * 2
-    assert engines._inference is not None and len(engines._inference.healthy()) == 2
 
 
 @pytest.mark.parametrize("same_port", [True, False])
@@ -111,7 +89,7 @@ def test_a_server_is_not_told_to_take_what_it_never_gave(engines: Engines, same_
     pair(engines).restart(1, same_port)
     engines.inference()
     assert_well(engines, lend=False)
-    assert [server.orders for server in pair(engines).servers] == [["/release", "/resume"], []]
+    assert pair(engines).servers[0].orders == ["/release", "/resume"]
 
 
 def test_a_new_client_leaves_lent_what_it_did_not_lend_itself(engines: Engines) -> None:
@@ -136,5 +114,7 @@ def test_nothing_is_ordered_twice_in_an_iteration(engines: Engines) -> None:
 def test_servers_of_two_versions_are_brought_to_the_one_in_force(engines: Engines) -> None:
     """One did not take it and runs, the other has just been started with it: no new start would change that."""
     pair(engines).servers[0].version = VERSION - 1
-    assert engines.inference().version == VERSION
+    client = engines.inference()
+    assert client.version == VERSION
+    wait_until(lambda: len(client.healthy()) == 2)
     assert [server.version for server in pair(engines).servers] == [VERSION] * 2

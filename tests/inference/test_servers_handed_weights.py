@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -13,12 +11,14 @@ from aiohttp import web
 from areal_tasks.engines.answers import ServerDown
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import Send, Sent, Write, Written
+from areal_tasks.launchers.supervisor import Ready
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.files import upload
 from areal_tasks.store.runs import open_run
 from schemas.manifest import WeightsRef
 from schemas.recipe.load import load_recipe
 from tests.inference.fake_server import Fake, serve
+from tests.inference.fake_supervisor import FakeSupervisor
 
 VERSION = 3
 UNWRITTEN = WeightsRef(version=VERSION, attempt="", path="", sha256="", digest="what made them")
@@ -48,27 +48,6 @@ class Trainer:
         return Written(files=upload(self.engines.run.store, command.prefix, self.folder), seconds=0.1)
 
 
-class Supervisor(SimpleNamespace):
-    """Its servers are those at `urls`; notes which are ended."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            urls=[], ended=[], token="token", name_at=lambda url: url, starting=lambda _: {}, restarts=lambda _: 0
-        )
-
-    def wait(self, _names: Any) -> list[str]:
-        return list(self.urls)
-
-    def end(self, urls: Any, *_why: Any, **_options: Any) -> None:
-        self.ended += list(urls)
-
-    def heal(self, _weights: Any) -> None:
-        """Nothing has ended."""
-
-    def __exit__(self, *_error: object) -> None:
-        """Nothing runs."""
-
-
 Begin = Callable[[int], list[Fake]]
 
 
@@ -78,7 +57,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines
     recipe = load_recipe("gsm8k")
     run = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
     with Engines(run, recipe, tmp_path / "logs") as found:
-        monkeypatch.setattr(found, "supervisor", Supervisor())
+        monkeypatch.setattr(found, "supervisor", FakeSupervisor())
         yield found
 
 
@@ -98,7 +77,7 @@ def begin(engines: Engines, trainer: Trainer) -> Iterator[Begin]:
         fakes = [Fake(version=0) for _ in range(count)]
         runners.extend(engines.call(serve(fake)) for fake in fakes)
         trainer.servers |= {fake.url: fake for fake in fakes}
-        engines.supervisor.urls = [fake.url for fake in fakes]  # type: ignore[attr-defined]
+        engines.supervisor.running = [Ready(fake.url) for fake in fakes]  # type: ignore[attr-defined]
         return fakes
 
     yield start
@@ -110,7 +89,7 @@ def test_one_of_two_that_fails_is_ended_and_the_other_goes_on(engines: Engines, 
     bad, good = begin(2)
     engines.transport, trainer.lost = "tensor", {bad.url}
     assert len(engines.serve_weights(UNWRITTEN, trainer)) == 1  # type: ignore[arg-type]
-    assert engines.supervisor.ended == [bad.url]  # type: ignore[attr-defined]
+    assert engines.supervisor.end_of == [bad.url]  # type: ignore[attr-defined]
     assert engines.inference().healthy() == [good.url]
 
 
@@ -119,10 +98,9 @@ def test_when_all_fail_the_next_ones_are_handed_the_weights_again(
 ) -> None:
     (bad,) = begin(1)
     engines.transport, trainer.lost = "nccl", {bad.url}
-    for _ in range(2):  # it is evicted: nobody is left to ask
-        with pytest.raises(ServerDown):
-            engines.serve_weights(UNWRITTEN, trainer)  # type: ignore[arg-type]
-    assert trainer.sent == [[bad.url]]
+    with pytest.raises(ServerDown, match="no inference server took version 3: no answer"):
+        engines.serve_weights(UNWRITTEN, trainer)  # type: ignore[arg-type]
+    assert trainer.sent == [[bad.url]] == [engines.supervisor.end_of]  # type: ignore[attr-defined]
     (healed,) = begin(1)
     assert engines.inference().version == healed.version == VERSION
     assert trainer.sent == [[bad.url], [healed.url], [healed.url]], "and again, to prove that they arrive"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from s3_server import BUCKET, S3Server
-from test_damaged_weights import within
 from test_doubted_weights import Loader, running
+from waiting import LIMIT, wait_until
 
 from areal_tasks.engines import fetching, handover, server_pool
 from areal_tasks.engines.session import Engines
@@ -95,7 +95,7 @@ def scene(
 ) -> Iterator[Scene]:
     """Engines whose two servers hold the weights in force of a store in S3, and their trainer."""
     monkeypatch.setattr(server_pool, "PROBE_SECONDS", (0.01, 0.01))
-    monkeypatch.setattr(server_pool, "NO_SERVER_SECONDS", 0.3)
+    monkeypatch.setattr(server_pool, "NO_SERVER_SECONDS", LIMIT)
     with faulty_proxy(s3.endpoint, faults) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
@@ -126,7 +126,7 @@ def test_files_come_before_the_trainer_has_answered(scene: Scene, memory: Path) 
 
 
 def _come(memory: Path, name: str) -> None:
-    assert within(30, lambda: bool(hidden(memory, name)))
+    wait_until(lambda: hidden(memory, name), name)
     assert not list(memory.glob(f"*/{name}")), "nobody has said yet that this is it"
 
 
@@ -135,7 +135,7 @@ def test_servers_load_beside_the_commit(scene: Scene, monkeypatch: pytest.Monkey
     loaded, commit, old, seen = threading.Event(), handover.commit_weights, engines.serving, []
 
     def late(*arguments: Any) -> Any:
-        assert loaded.wait(30)
+        assert loaded.wait(LIMIT)
         return commit(*arguments)
 
     def note() -> None:
@@ -152,7 +152,7 @@ def test_a_server_that_failed_finds_the_files_later(scene: Scene, memory: Path) 
     engines, readers, trainer = scene
     readers[1].fails, before = "says nothing", len(readers[1].reads)
     assert len(write(engines, trainer).load_seconds) == 1
-    assert within(10, lambda: len(readers[1].reads) == before + 2), "it is brought there when it is well again"
+    wait_until(lambda: len(readers[1].reads) == before + 2, "the server, which is well again")
     assert readers[1].read == trainer.written() and engines.inference().version == 4
     assert len(list(memory.iterdir())) == 1
     write(engines, trainer, 5)
@@ -216,7 +216,7 @@ def test_what_cannot_be_fetched_ahead_is_fetched_afterwards(
 
 
 def _refused(faults: Faults, name: str) -> None:
-    assert name != "config.json" or within(30, lambda: faults.left == 0)
+    wait_until(lambda: name != "config.json" or faults.left == 0, "the refusal")
 
 
 def test_what_others_put_there_is_not_loaded(scene: Scene, memory: Path) -> None:

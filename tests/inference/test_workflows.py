@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -65,15 +64,6 @@ def test_single_turn_samples_each_prompt_with_seeds_of_its_own() -> None:
     assert [r.seed for r in client.requests] == expected
     assert [r.group for r in client.requests] == [100, 100, 101, 101, 102, 102]
     assert {(r.max_new_tokens, r.temperature, r.stop) for r in client.requests} == {(9, 0.5, ("x",))}
-
-
-def test_an_end_token_at_the_limit_is_an_end() -> None:
-    context = WorkflowContext(
-        client=cast(InferenceClient, Echo()), seed=7, group_size=1, max_new_tokens=2, temperature=0.5, max_length=32,
-        tokenizer=SimpleNamespace(eos_token_id=6),
-    )  # fmt: skip
-    samples = asyncio.run(SingleTurn().run(prompts(), context))
-    assert [sample.stop_reason for sample in samples] == ["stop"] * 3
 
 
 def test_samples_become_a_rollout_table() -> None:

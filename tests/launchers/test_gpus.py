@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_tasks.launchers import gpus
-from areal_tasks.launchers.gpus import Placement, describe, place, place_recipe, visible_gpus
+from areal_tasks.launchers.gpus import Placement, describe, memory_used, place, place_recipe, visible_gpus
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
 
@@ -108,3 +109,23 @@ def test_otherwise_nvidia_smi_says_it(monkeypatch: pytest.MonkeyPatch, tmp_path:
     answer = subprocess.CompletedProcess(["nvidia-smi"], 0, listing)
     monkeypatch.setattr(gpus.subprocess, "run", lambda *a, **k: answer)
     assert visible_gpus() == ("0", "1")
+
+
+@pytest.mark.parametrize(
+    ("named", "tool", "expected"),
+    [
+        (("0", "GPU-5"), 'echo "$2: $3" >&2; printf "1000\\n24\\n"', 1024 << 20),
+        (("0",), "exit 9", 0),
+        (("0",), "echo no devices", 0),
+        ((), "exit 9", 0),
+    ],
+)
+def test_memory_in_use(
+    named: tuple[str, ...], tool: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{tool}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert memory_used(named) == expected
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert memory_used(named) == 0

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import httpx
 import pytest
+from flying_clock import SETTINGS, FlyingClock, look_often
 from stage_driver import store_in, tiny
+from waiting import wait_until
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.session import Engines
@@ -22,23 +21,23 @@ from areal_tasks.store.runs import open_run
 
 RESTARTS = 2
 NAME = "ready"
-#: Ten times what a look waits for an answer: a healthy service on a busy machine is not taken for one that hangs.
-HANG_SECONDS = 5.0
 
 
-def test_a_service_that_hangs_again_and_again_is_ended_each_time(tmp_path: Path) -> None:
-    recipe = tiny(launcher={"type": "local", "warn_seconds": 0.4, "hang_seconds": HANG_SECONDS, "restarts": RESTARTS})
+def test_a_service_that_hangs_again_and_again_is_ended_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_often(monkeypatch)
+    recipe = tiny(launcher={**SETTINGS, "restarts": RESTARTS})
     run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
     with Engines(run, recipe, tmp_path / "logs") as engines:
-        supervisor = engines.supervisor
+        supervisor, clock = engines.supervisor, FlyingClock(engines.watchdog)
         supervisor.start("small_service", spec(run.store.url))
         with engines.watchdog.waiting("work without end", looks_at(supervisor)):
             for _ in range(RESTARTS):
-                hang_until_ended(supervisor)
-                supervisor.heal()
-            hang_until_ended(supervisor)
+                hang_until_ended(supervisor, clock)
+            hang_until_ended(supervisor, clock)
             with pytest.raises(ServiceFailed, match=r"failed 3 times; launcher\.restarts allows no more"):
-                supervisor.heal()
+                supervisor.look([NAME])
 
 
 def spec(store_url: str) -> ServiceSpec:
@@ -50,7 +49,7 @@ def looks_at(supervisor: Supervisor) -> Callable[[], Mapping[str, Sign]]:
 
     def look() -> dict[str, Sign]:
         try:
-            httpx.get(f"{supervisor.services[NAME].url}/about", timeout=0.5)
+            httpx.get(f"{supervisor.services[NAME].url}/about", timeout=0.1)
         except httpx.TransportError as error:  # it hangs, is gone, or has no address yet
             return {NAME: Sign(None, repr(error))}
         return {NAME: Sign(object(), "it answers")}
@@ -58,15 +57,11 @@ def looks_at(supervisor: Supervisor) -> Callable[[], Mapping[str, Sign]]:
     return look
 
 
-def hang_until_ended(supervisor: Supervisor) -> None:
-    """Stop the service's process once it is ready: nobody but the watchdog ends it."""
+def hang_until_ended(supervisor: Supervisor, clock: FlyingClock) -> None:
+    """Stop the service's process once it is ready, and wait for its end."""
     supervisor.wait([NAME])
     handle = supervisor.services[NAME].handle
     assert isinstance(handle, LocalHandle)
-    with contextlib.suppress(ProcessLookupError):  # the watchdog was sooner, as the exit code will tell
-        os.killpg(handle.process.pid, signal.SIGSTOP)
-    end = time.monotonic() + 20.0 + HANG_SECONDS
-    while handle.exit_code() is None:
-        assert time.monotonic() < end, "it hangs, and nobody ends it"
-        time.sleep(0.05)
+    clock.stop(handle)
+    wait_until(lambda: handle.exit_code() is not None, "the end of what hangs")
     assert handle.exit_code() == -signal.SIGKILL

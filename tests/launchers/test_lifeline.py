@@ -22,7 +22,7 @@ runpy.run_module(sys.argv[1], run_name="__main__")
 
 @pytest.mark.parametrize("module", ["areal_tasks.engines.trainer", "areal_tasks.engines.embedded"])
 def test_the_lifeline_is_watched_before_torch_or_any_other_package_is_imported(module: str) -> None:
-    found = subprocess.run([sys.executable, "-c", _PROGRAM, module], capture_output=True, text=True, timeout=60)
+    found = subprocess.run([sys.executable, "-c", _PROGRAM, module], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     bare = subprocess.run([sys.executable, "-c", "import sys; print(*sys.modules)"], capture_output=True, text=True)
     at_start = {name.partition(".")[0] for name in bare.stdout.split()}  # what site-packages bring to any program

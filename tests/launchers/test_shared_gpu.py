@@ -10,10 +10,24 @@ import pytest
 from stage_driver import store_in, tiny
 
 from areal_tasks.engines import session
+from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.session import TRAINER, Engines
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.store.runs import open_run
 from schemas.recipe.sections import Inference
+from tests.inference.fake_supervisor import FakeSupervisor
+
+
+class Noting(FakeSupervisor):
+    """Says that everything is there, and notes what is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__("http://inference-0")
+        self.log: list[str] = []
+
+    def wait(self, names: Sequence[str], weights: object = None) -> list[str]:
+        self.log.extend(names)
+        return [f"http://{name}" for name in names]
 
 
 @pytest.fixture
@@ -23,30 +37,27 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines
     run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
     monkeypatch.setattr(session, "TrainerClient", lambda *_a, **_o: SimpleNamespace(close=lambda: None))
     with Engines(run, recipe, tmp_path / "logs") as found:
-        log: list[str] = []
-
-        def wait(names: Sequence[str]) -> list[str]:
-            log.extend(names)
-            return [f"http://{name}" for name in names]
-
-        monkeypatch.setattr(found.supervisor, "heal", lambda _weights: log.append("heal"))
-        monkeypatch.setattr(found.supervisor, "wait", wait)
-        found.log = log  # type: ignore[attr-defined]
+        monkeypatch.setattr(found, "supervisor", Noting())
         yield found
+
+
+def log(engines: Engines) -> list[str]:
+    assert isinstance(engines.supervisor, Noting)
+    return engines.supervisor.log
 
 
 def placed(engines: Engines, server: str) -> list[str]:
     engines.placement = Placement(("0",), ((server,),))
     engines._connected()
-    return list(engines.log)  # type: ignore[attr-defined]
+    return log(engines)
 
 
 def test_the_trainer_waits_for_a_server_that_starts_on_its_gpu(engines: Engines) -> None:
-    assert placed(engines, "0") == ["heal", "inference-0", TRAINER]
+    assert placed(engines, "0") == ["inference-0", TRAINER]
 
 
 def test_it_does_not_wait_for_one_with_a_gpu_of_its_own(engines: Engines) -> None:
-    assert placed(engines, "1") == ["heal", TRAINER]
+    assert placed(engines, "1") == [TRAINER]
 
 
 def test_a_server_that_has_only_just_started_gives_its_memory_too(
@@ -57,7 +68,12 @@ def test_a_server_that_has_only_just_started_gives_its_memory_too(
     engines.recipe = engines.recipe.model_copy(update={"inference": inference})
 
     async def release(_client: object) -> None:
-        engines.log.append("release")  # type: ignore[attr-defined]
+        log(engines).append("release")
 
-    monkeypatch.setattr(session.InferenceClient, "release_memory", release)
-    assert placed(engines, "0") == ["heal", "inference-0", "heal", "inference-0", "release", TRAINER]
+    async def looked_at(_client: object) -> list[str]:
+        log(engines).append("looked at")
+        return []
+
+    monkeypatch.setattr(InferenceClient, "standing", looked_at)
+    monkeypatch.setattr(InferenceClient, "release_memory", release)
+    assert placed(engines, "0")[-3:] == ["looked at", "release", TRAINER]

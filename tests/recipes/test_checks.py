@@ -97,7 +97,10 @@ def test_refused(check: str, recipe: str, override: str, message: str) -> None:
 
 
 def test_every_check_has_a_case() -> None:
-    checks = {check.__name__ for check in (*BASE_CHECKS, *TRAINING_CHECKS, *EVALUATION_CHECKS, *GRPO_CHECKS, filter_has_rewards)}
+    checks = {
+        check.__name__
+        for check in (*BASE_CHECKS, *TRAINING_CHECKS, *EVALUATION_CHECKS, *GRPO_CHECKS, filter_has_rewards)
+    }
     assert checks | {row.field for row in IDLE} <= {case[0] for case in REFUSED}
 
 

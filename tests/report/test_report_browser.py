@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 from report_runs import WORDS, Row, make_run, sample, store_of
+from waiting import LIMIT
 
 from areal_tasks.report.page import make_page
 from areal_tasks.store.backend import Store
@@ -93,6 +94,7 @@ def show(browser: Browser, store: Store, folder: Path) -> Iterator[Any]:
         if not target.exists():
             target.write_text(make_page(store, names)[0], encoding="utf-8", newline="")
         context = browser.new_context(viewport=size, color_scheme="dark" if dark else "light")  # type: ignore[arg-type]
+        context.set_default_timeout(1000 * LIMIT)
         contexts.append((context, seen := Opened(context.new_page())))
         seen.page.goto(target.as_uri())
         return seen

@@ -60,19 +60,19 @@ def start_to_burn(seconds: float, session: bool = False) -> subprocess.Popen[byt
 
 def kill_the_forkserver() -> None:
     os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(1000)
+    time.sleep(1000)  # it is ended with its parent
 
 
 def pass_the_gate(folder: str) -> None:
     """Says that it is there, and waits for the gate to open."""
     Path(folder, "reached").touch()
     while not Path(folder, "open").exists():
-        time.sleep(0.01)
+        time.sleep(0.01)  # until the test opens it
 
 
 def start_a_process_and_hang() -> None:
     subprocess.Popen(["sleep", os.environ["MISBEHAVING_NAP"]])
-    time.sleep(1000)
+    time.sleep(1000)  # it hangs
 
 
 def start_a_process_and_leave() -> None:
@@ -86,7 +86,7 @@ def write_into_every_descriptor() -> None:
             os.write(descriptor, b"garbage\n")
         except OSError:
             continue
-    time.sleep(1000)
+    time.sleep(1000)  # it hangs
 
 
 def raise_unprintable() -> None:
@@ -96,8 +96,8 @@ def raise_unprintable() -> None:
 ACTS: dict[str, Any] = {
     "loop": loop_in_python,
     "regex": loop_in_c,
-    "sleep": lambda: time.sleep(1000),
-    "nap": lambda: time.sleep(1.0) or 1.0,
+    "sleep": lambda: time.sleep(1000),  # it hangs
+    "nap": lambda: time.sleep(1.0) or 1.0,  # it waits, and uses no CPU
     "busy child": lambda: start_to_burn(1000).wait(),
     "busy session": lambda: start_to_burn(1000, session=True).wait(),
     "late": lambda: burn(1.0) or 1.0,

@@ -19,18 +19,19 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from s3_server import BUCKET, S3Server
 from stage_driver import tiny
 
-from areal_tasks.engines import session
+from areal_tasks.engines import servers
+from areal_tasks.engines.ports import loopback_port
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.store import s3_environment
 from areal_tasks.store.backend import Store, open_store
 from flows import credentials
 from flows.cli import s3_keys
-from flows.cli.machine import free_port
 from flows.cli.main import main
 from flows.credentials import BLOCK, NEEDED, PLACES, SECRETS, kept_by_prefect, of_environment, take_s3_keys
 from flows.home import home
 from flows.rlhf import rlhf
 from schemas.errors import UserError
+from schemas.manifest import WeightsRef
 
 
 @dataclass
@@ -61,8 +62,8 @@ def watched(api: str, s3: S3Server) -> Iterator[Watched]:
     found = Watched(open_store(f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}"))
 
     class Recorded(Supervisor):
-        def wait(self, names: Sequence[str]) -> list[str]:
-            urls = super().wait(names)
+        def wait(self, names: Sequence[str], weights: WeightsRef | None = None) -> list[str]:
+            urls = super().wait(names, weights)
             found.tokens.append(self.token)
             found.commands += [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
             return urls
@@ -71,7 +72,7 @@ def watched(api: str, s3: S3Server) -> Iterator[Watched]:
     recipe = tiny(launcher={"type": "local"}, schedule={"iterations": 1}, store={"url": found.store.url})
     with pytest.MonkeyPatch.context() as patch:
         forget_keys(patch)
-        patch.setattr(session, "Supervisor", Recorded)
+        patch.setattr(servers, "Supervisor", Recorded)
         assert rlhf(recipe, run="kept")["iterations"] == 1
     yield found
     assert arealflow("s3-keys", "--remove") == 0
@@ -188,7 +189,7 @@ def test_a_server_that_is_away_as_a_flow_run_begins_is_asked_again(api: str, mon
         for name in NEEDED:
             keys.setenv(name, "kept")
         assert arealflow("s3-keys") == 0
-    port = free_port(43000)
+    port = loopback_port()
     comes = threading.Timer(3.0, lambda: started.append(redirecting(port, api)))  # a client gives up after two
     started: list[ThreadingHTTPServer] = []
     with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{port}"}):
@@ -217,7 +218,7 @@ def redirecting(port: int, api: str) -> ThreadingHTTPServer:
 def test_a_server_that_stays_away_is_a_mistake_with_a_remedy(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_keys(monkeypatch)
     monkeypatch.setattr(credentials, "AWAY_SECONDS", 0.0)
-    nowhere = temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{free_port(43000)}"})
+    nowhere = temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{loopback_port()}"})
     with nowhere, pytest.raises(UserError, match=r"does not answer \(.*see that it runs, or export S3 keys"):
         take_s3_keys("s3://bucket/x")
 

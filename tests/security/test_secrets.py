@@ -11,6 +11,7 @@ import psutil
 import pytest
 from listeners import beyond_loopback, listening
 from stage_driver import drive, store_in, tiny
+from waiting import LIMIT
 
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
@@ -49,7 +50,7 @@ def answers(folder: Path) -> None:
         host, port = httpx.URL(record.url).host, httpx.URL(record.url).port
         assert host == "127.0.0.1"
         for method, path in (("GET", "/health"), ("POST", "/train"), ("POST", "/generate"), ("GET", "/nosuch")):
-            assert httpx.request(method, f"{record.url}{path}", timeout=10).status_code == 401, (record.name, path)
+            assert httpx.request(method, f"{record.url}{path}", timeout=LIMIT).status_code == 401, (record.name, path)
         assert any(f"{host} port {port}" in found for found in listening([psutil.Process(record.pid)]).values())
         assert socket.gethostname() == record.host
     assert beyond_loopback([psutil.Process()]) == {}, "services, verifiers, and the flow itself"

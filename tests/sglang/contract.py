@@ -12,12 +12,16 @@ from time import sleep
 from typing import Any, Final
 
 import httpx
+import pytest
+from waiting import LIMIT
 
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient, Refused
+from areal_tasks.engines.external import PROBE, check_temperature
+from schemas.errors import UserError
 from tests.sglang.contract_target import Json, Target, reference, scores_of, tokenizer_of
 
-#: Seconds after which much is being generated and little has ended: on a usual, a slow and a quick machine.
-WAITS: Final = (0.15, 0.5, 0.05)
+#: Seconds after which much is being generated and little has ended: on a usual, a slow, a quick, and a busy machine.
+WAITS: Final = (0.15, 0.5, 0.05, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 
 def logprobs_of(answer: Json) -> list[float]:
@@ -35,7 +39,7 @@ def answers_without_the_token_are_refused(t: Target) -> None:
     for path in ("/generate", "/update_weights_from_disk", "/pause_generation", "/abort_request"):
         assert t.post(path, {}, token="wrong").status_code == 401, path
     for path in ("/model_info", "/server_info", "/health", "/health_generate"):
-        assert httpx.get(f"{t.url}{path}", timeout=60).status_code == 401, path
+        assert httpx.get(f"{t.url}{path}", timeout=LIMIT).status_code == 401, path
 
 
 def health_and_information(t: Target) -> None:
@@ -43,7 +47,7 @@ def health_and_information(t: Target) -> None:
     assert t.get("/server_info")["version"]
     for path in ("/health", "/health_generate"):
         headers = {"Authorization": f"Bearer {t.token}"}
-        assert httpx.get(f"{t.url}{path}", headers=headers, timeout=60).status_code == 200
+        assert httpx.get(f"{t.url}{path}", headers=headers, timeout=LIMIT).status_code == 200
 
 
 def an_answer_holds_tokens_logprobs_version_and_reason(t: Target) -> None:
@@ -70,6 +74,19 @@ def logprobs_are_those_of_the_model_at_the_temperature(t: Target) -> None:
             prompts, t.generate(prompts, max_new_tokens=24, temperature=temperature), strict=True
         ):
             t.assert_logprobs(prompt, answer["output_ids"], logprobs_of(answer), temperature)
+
+
+def a_high_temperature_makes_all_tokens_equally_likely(t: Target) -> None:
+    """By which the client tells servers that give logprobs before the temperature is applied."""
+    answers = t.post("/generate", PROBE).raise_for_status().json()
+    assert len({answer["output_ids"][0] for answer in answers}) > 4
+    check_temperature(t.url, answers)
+    raw = t.generate(PROBE["input_ids"], max_new_tokens=1, temperature=1.0)
+    for answer, hot in zip(raw, answers, strict=True):
+        [[_, token, *_]] = hot["meta_info"]["output_token_logprobs"]
+        answer["meta_info"]["output_token_logprobs"] = [[reference(t.folder, [0], [token], 1.0)[0], token]]
+    with pytest.raises(UserError, match="before the temperature is applied"):
+        check_temperature(t.url, raw)
 
 
 def a_mixed_batch_keeps_its_parameters_apart(t: Target) -> None:
@@ -217,10 +234,10 @@ def _long(t: Target, seed: int) -> Callable[[], list[Json]]:
 
 def an_abort_answers_with_what_there_is(t: Target) -> None:
     work = in_background(_long(t, 80))
-    sleep(0.1)
+    sleep(0.1)  # until it is under way, mostly
     response = t.post("/abort_request", {"abort_all": True})
     assert response.status_code == 200
-    for answer in work.result(60):
+    for answer in work.result(LIMIT):
         meta = answer["meta_info"]
         assert meta["finish_reason"]["type"] in ("abort", "length")
         assert len(meta["output_token_logprobs"]) == len(answer["output_ids"])
@@ -269,7 +286,7 @@ def _updated(t: Target, asked: list[GenerateRequest], version: int, wait: float)
 
     async def ask(client: InferenceClient) -> Any:
         work = asyncio.ensure_future(client.generate(asked))
-        await asyncio.sleep(wait)
+        await asyncio.sleep(wait)  # until much is under way
         await client.update_weights(str(t.other), version)
         return await work
 
@@ -298,9 +315,9 @@ def _paused(t: Target, asked: list[GenerateRequest], wait: float) -> tuple[bool,
 
     async def ask(client: InferenceClient) -> Any:
         work = asyncio.ensure_future(client.generate(asked))
-        await asyncio.sleep(wait)
+        await asyncio.sleep(wait)  # until much is under way
         await client.pause()
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3)  # while it is paused
         finished = work.done()
         await client.resume()
         return finished, await work
@@ -313,11 +330,11 @@ def _paused(t: Target, asked: list[GenerateRequest], wait: float) -> tuple[bool,
 def paused_in_place_or_retracted_requests_are_held(t: Target) -> None:
     for mode in ("in_place", "retract"):
         work = in_background(_long(t, 110))
-        sleep(0.1)
+        sleep(0.1)  # until it is under way, mostly
         assert t.post("/pause_generation", {"mode": mode}).status_code == 200
-        sleep(0.3)
+        sleep(0.3)  # while it is held
         assert t.post("/continue_generation").status_code == 200
-        for answer in work.result(120):
+        for answer in work.result(LIMIT):
             assert answer["meta_info"]["finish_reason"]["type"] == "length"
             assert len(answer["output_ids"]) == t.max_length - 20
 
@@ -328,6 +345,7 @@ CASES = (
     an_answer_holds_tokens_logprobs_version_and_reason,
     a_single_prompt_is_answered_by_an_object,
     logprobs_are_those_of_the_model_at_the_temperature,
+    a_high_temperature_makes_all_tokens_equally_likely,
     a_mixed_batch_keeps_its_parameters_apart,
     greedy_is_greedy,
     samples_of_a_group_differ,

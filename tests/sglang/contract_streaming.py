@@ -8,6 +8,8 @@ from contextlib import aclosing
 from itertools import pairwise
 from typing import Any
 
+from waiting import wait_until
+
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient, Refused
 from tests.sglang.contract_target import Json, Target, scores_of
 
@@ -56,6 +58,11 @@ def streamed_pieces_add_up_to_the_unstreamed_greedy_answer(t: Target) -> None:
 
 
 def the_first_piece_of_a_stream_comes_long_before_its_last_token(t: Target) -> None:
+    wait_until(lambda: _comes_early(t), "a first piece long before the last")  # a busy client may be late for once
+
+
+def _comes_early(t: Target) -> bool:
+    """Whether the first piece came in the first half of the time that the stream took."""
     new = t.max_length - 20
     started = time.perf_counter()
     with t.streaming(1, t.prompt(130), max_new_tokens=new, ignore_eos=True) as [stream]:
@@ -63,7 +70,7 @@ def the_first_piece_of_a_stream_comes_long_before_its_last_token(t: Target) -> N
         waited = time.perf_counter() - started
         *_, last = stream
     assert len(tokens_of(first)) < new / 2 and len(tokens_of(last)) == new
-    assert waited < (time.perf_counter() - started) / 2
+    return waited < (time.perf_counter() - started) / 2
 
 
 def a_client_that_leaves_its_streams_frees_their_slots(t: Target) -> None:
@@ -72,8 +79,11 @@ def a_client_that_leaves_its_streams_frees_their_slots(t: Target) -> None:
         for stream in streams:
             assert next(stream)["meta_info"]["finish_reason"] is None
         assert t.post("/pause_generation", {"mode": "retract"}).status_code == 200
-    time.sleep(0.5)
     info = t.get("/server_info")
+    if "running" in info:
+        info = wait_until(lambda: found if _under_way(t, found := t.get("/server_info")) == 0 else None, "free slots")
+    else:
+        time.sleep(0.5)  # SGLang tells of it only later
     assert t.post("/continue_generation").status_code == 200
     t.generate([t.prompt(132)], max_new_tokens=1)  # SGLang tells how much there is to do when it begins something
     assert _under_way(t, info) <= 1
@@ -97,15 +107,17 @@ def new_weights_interrupt_a_stream_and_the_client_goes_on_with_them(t: Target) -
         await client.update_weights(str(t.other), version + 1)
         return await work
 
-    try:
-        with t.client() as run:
-            results = run(ask)
-    finally:
-        assert t.update(t.folder, version).json()["success"]
-    assert all(result.stop_reason in ("stop", "length") for result in results)
-    interrupted = [pair for pair in zip(asked, results, strict=True) if len(set(pair[1].versions)) > 1]
-    assert interrupted, "nothing was interrupted"
-    for request, result in interrupted[:4]:
+    def interrupted() -> list[tuple[GenerateRequest, GenerateResult]]:
+        try:
+            with t.client() as run:
+                results = run(ask)
+        finally:
+            assert t.update(t.folder, version).json()["success"]
+        assert all(result.stop_reason in ("stop", "length") for result in results)
+        return [pair for pair in zip(asked, results, strict=True) if len(set(pair[1].versions)) > 1]
+
+    found = wait_until(interrupted, "new weights that come before the end")
+    for request, result in found[:4]:
         t.assert_cut(request.input_ids, result, version)
 
 

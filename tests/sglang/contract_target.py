@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from waiting import LIMIT
 
 from areal_tasks.engines.client import GenerateResult, InferenceClient
 from schemas.recipe.sections import Inference
@@ -45,11 +46,11 @@ class Target:
 
     def post(self, path: str, body: Json | None = None, token: str | None = None) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self.token if token is None else token}"}
-        return httpx.post(f"{self.url}{path}", json=body or {}, headers=headers, timeout=120)
+        return httpx.post(f"{self.url}{path}", json=body or {}, headers=headers, timeout=LIMIT)
 
     def get(self, path: str) -> Json:
         headers = {"Authorization": f"Bearer {self.token}"}
-        answer: Json = httpx.get(f"{self.url}{path}", headers=headers, timeout=120).raise_for_status().json()
+        answer: Json = httpx.get(f"{self.url}{path}", headers=headers, timeout=LIMIT).raise_for_status().json()
         return answer
 
     def generate(self, prompts: list[list[int]], *params: Json, **common: Any) -> list[Json]:
@@ -64,7 +65,7 @@ class Target:
         """The events of so many streams of one prompt each, under way together until the end of the block."""
         body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "stream": True}
         headers = {"Authorization": f"Bearer {self.token}"}
-        with httpx.Client(base_url=self.url, headers=headers, timeout=120) as http, ExitStack() as open_streams:
+        with httpx.Client(base_url=self.url, headers=headers, timeout=LIMIT) as http, ExitStack() as open_streams:
             streams = [http.stream("POST", "/generate", json=body) for _ in range(count)]
             yield [_events(open_streams.enter_context(stream)) for stream in streams]
 
@@ -83,7 +84,7 @@ class Target:
         async def call(work: Callable[[InferenceClient], Any]) -> Any:
             client = InferenceClient([self.url], self.token, Inference(max_concurrent_requests=256))
             try:
-                return await asyncio.wait_for(work(client), 300)
+                return await asyncio.wait_for(work(client), 3 * LIMIT)
             finally:
                 await client.close()
 

@@ -85,7 +85,7 @@ def proving(t: Target) -> Iterator[Any]:
     loop = LoopThread()
     client = InferenceClient([t.url], t.token, Inference(engine="sglang"))
     try:
-        yield lambda folder, version: Proof(loop.run, due=True).load(client, str(folder), version)
+        yield lambda folder, version: Proof(loop.run, due=True).load(client, str(folder), version, str(folder))
     finally:
         loop.run(client.close())
         loop.stop()

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 from stage_driver import ITERATIONS, digests_of, drive, store_in, tiny
+from waiting import LIMIT
 
 from areal_tasks.engines import session
 from areal_tasks.engines.handover import choose_transport
@@ -81,6 +82,7 @@ def test_each_placement_that_the_guide_names_has_a_way_for_every_version(
     with Engines(run, recipe, tmp_path / "logs") as engines:
         monkeypatch.setattr(engines.supervisor, "start", lambda *_: None)
         nothing = WeightsRef(version=0, attempt="", path="", sha256="", digest="")
+        engines.begin()
         engines.start(nothing, nothing, nothing)
         assert (engines.transport, engines.store_only) == (transport, transport == "store")
 
@@ -118,7 +120,8 @@ def by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
         body = {"model_path": store.uri(ref.path), "weight_version": str(command.version), "flush_cache": True}
         for receiver in command.receivers:
             headers = {"Authorization": f"Bearer {command.token}"}
-            httpx.post(f"{receiver.url}/update_weights_from_disk", json=body, headers=headers).raise_for_status()
+            url = f"{receiver.url}/update_weights_from_disk"
+            httpx.post(url, json=body, headers=headers, timeout=LIMIT).raise_for_status()
         return Sent(seconds=0.0)
 
     patch = pytest.MonkeyPatch()

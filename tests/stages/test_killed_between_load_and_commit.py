@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from stage_driver import MARK, PRELOAD, Digests, digests, drive, left_over, store_in, tiny
+from stage_driver import Digests, digests, drive, finished, left_over, start_marked, store_in, tiny
+from waiting import LIMIT, wait_until
 
 from areal_tasks.engines import handover, server_pool
 from areal_tasks.engines.client import InferenceClient
@@ -28,7 +27,7 @@ PROCESSES = tiny(schedule={"iterations": 2}, launcher={"type": "local"})
 
 def expected(folder: Path, recipe: Recipe) -> Digests:
     """What a run makes that nothing interrupts."""
-    drive(folder, "whole", recipe)
+    finished(folder, "whole", recipe)
     return digests(folder, "whole")
 
 
@@ -43,8 +42,8 @@ def strike_between(strikes: Strikes, patch: pytest.MonkeyPatch) -> list[tuple[in
     load, digested, loaded = InferenceClient.update_weights, handover.digested, {v: threading.Event() for v in strikes}
     seen: list[tuple[int, bool]] = []
 
-    async def noted(client: InferenceClient, uri: str, version: int) -> list[float]:
-        seconds = await load(client, uri, version)  # they have said that they hold it
+    async def noted(client: InferenceClient, uri: str, version: int, key: str) -> list[float]:
+        seconds = await load(client, uri, version, key)  # they have said that they hold it
         loaded.get(version, threading.Event()).set()
         return seconds
 
@@ -52,7 +51,7 @@ def strike_between(strikes: Strikes, patch: pytest.MonkeyPatch) -> list[tuple[in
         folder = Path(files[0].path).parent
         version = int(folder.parent.name.removeprefix("version="))
         if (strike := strikes.pop(version, None)) is not None:
-            assert loaded[version].wait(60)
+            assert loaded[version].wait(LIMIT)
             seen.append((version, store.exists(f"{folder}.json")))
             strike()
         return digested(store, files)
@@ -64,7 +63,6 @@ def strike_between(strikes: Strikes, patch: pytest.MonkeyPatch) -> list[tuple[in
 
 def main(folder: Path) -> None:
     """A driver that is killed there."""
-    os.environ[MARK] = str(folder)
     strike_between({1: lambda: os.kill(os.getpid(), signal.SIGKILL)}, pytest.MonkeyPatch())
     drive(folder, "r", RECIPE)
 
@@ -77,18 +75,12 @@ def attempts(folder: Path, version: int) -> tuple[set[str], set[str]]:
 
 
 def test_the_flow(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=main, args=(tmp_path,))
-    process.start()
-    process.join(120)
+    process = start_marked(tmp_path, main, tmp_path)
+    process.join()
     assert process.exitcode == -9
     written, committed = attempts(tmp_path, 1)
     assert len(written) == 1 and not committed, "the files are there, and nobody can see them"
-    deadline = time.monotonic() + 10
-    while left_over(tmp_path):  # whoever holds that version ends with the flow
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not left_over(tmp_path), "the end of whoever holds that version")
     drive(tmp_path, "r", RECIPE)
     assert digests(tmp_path, "r") == expected(tmp_path, RECIPE)
     again, committed = attempts(tmp_path, 1)
@@ -107,7 +99,7 @@ def test_a_trainer_and_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         for service in engines[0].supervisor.services.values():
             process = service.handle.process  # type: ignore[attr-defined]
             process.kill()
-            process.wait(10)
+            process.wait()
 
     seen = strike_between({1: strike}, monkeypatch)
     drive(tmp_path, "r", PROCESSES, execute)

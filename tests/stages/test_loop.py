@@ -6,7 +6,9 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from subprocess import TimeoutExpired
 
 import pytest
 from stage_driver import (
@@ -15,6 +17,7 @@ from stage_driver import (
     Digests,
     digests,
     drive,
+    finished,
     left_over,
     start_driver,
     store_in,
@@ -22,6 +25,7 @@ from stage_driver import (
     tiny_evaluation,
     tiny_sft,
 )
+from waiting import wait_until
 
 from areal_tasks.engines import server_pool
 from areal_tasks.stages.build import Built
@@ -37,7 +41,7 @@ LOCAL = tiny(launcher={"type": "local"})
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder whose store holds the run `whole`, which nothing has interrupted."""
     folder = tmp_path_factory.mktemp("whole")
-    drive(folder, "whole", tiny())
+    finished(folder, "whole", tiny())
     return folder
 
 
@@ -47,11 +51,19 @@ def expected(whole: Path) -> Digests:
 
 
 @pytest.fixture(scope="module")
-def expected_local(tmp_path_factory: pytest.TempPathFactory) -> Digests:
-    """As `expected`, of services that are processes: threads of one process share its choice of attention kernels."""
-    folder = tmp_path_factory.mktemp("local")
+def local_seconds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Digests, float]:
+    """As `expected`, of services that are processes, and how long that took.
+
+    Threads of one process share its choice of attention kernels, processes do not.
+    """
+    folder, began = tmp_path_factory.mktemp("local"), time.monotonic()
     drive(folder, "whole", LOCAL)
-    return digests(folder, "whole")
+    return digests(folder, "whole"), time.monotonic() - began
+
+
+@pytest.fixture(scope="module")
+def expected_local(local_seconds: tuple[Digests, float]) -> Digests:
+    return local_seconds[0]
 
 
 @pytest.fixture
@@ -155,7 +167,7 @@ def test_killed_at_any_write_and_started_again_gives_the_same_bits(
     for _ in range(4):
         instants.append(random.randint(3, 70))
         process = start_driver(tmp_path, "r", recipe, instants[-1])
-        process.join(60)
+        process.join()
         if process.exitcode == 0:  # fewer writes than that were left
             break
         assert process.exitcode == -9, f"killed at the writes {instants}"
@@ -164,19 +176,18 @@ def test_killed_at_any_write_and_started_again_gives_the_same_bits(
     assert groups_by_iteration(tmp_path, "r")[-1][-1] == ITERATIONS * GROUPS - 1
 
 
-def test_killed_at_any_instant_nobody_is_left_behind(tmp_path: Path, expected_local: Digests) -> None:
+def test_killed_at_any_instant_nobody_is_left_behind(tmp_path: Path, local_seconds: tuple[Digests, float]) -> None:
+    expected, whole = local_seconds
     process = start_driver(tmp_path, "r", LOCAL)
-    while not left_over(tmp_path):
-        time.sleep(0.02)
-    time.sleep(instant := random.uniform(0.0, 6.0))
+    wait_until(lambda: left_over(tmp_path), "services")
+    instant = random.uniform(0.0, whole)
+    with suppress(TimeoutExpired):  # it may have come to its end before
+        process.join(instant)
     process.kill()
-    process.join(60)
-    deadline = time.monotonic() + 10
-    while found := left_over(tmp_path):
-        assert time.monotonic() < deadline, f"killed after {instant:.2f} s, left over: {found}"
-        time.sleep(0.05)
+    process.join()
+    wait_until(lambda: not left_over(tmp_path), f"the end of all processes, killed after {instant:.2f} s")
     drive(tmp_path, "r", LOCAL)
-    assert digests(tmp_path, "r") == expected_local, f"killed after {instant:.2f} s"
+    assert digests(tmp_path, "r") == expected, f"killed after {instant:.2f} s of {whole:.2f}"
 
 
 def test_processes_killed_while_they_work_are_started_again_and_change_no_bit(
@@ -248,7 +259,7 @@ def test_who_loses_the_commit_of_a_train_stage_goes_on_with_the_winners(
 def test_supervised_fine_tuning_that_is_killed_gives_the_same_bits(tmp_path: Path) -> None:
     drive(tmp_path, "whole", tiny_sft())
     instant = random.randint(3, 30)
-    start_driver(tmp_path, "r", tiny_sft(), instant).join(60)
+    start_driver(tmp_path, "r", tiny_sft(), instant).join()
     drive(tmp_path, "r", tiny_sft())
     assert digests(tmp_path, "r") == digests(tmp_path, "whole"), f"killed at the write {instant}"
     assert [name for name, _ in digests(tmp_path, "r")[1]] == [

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 import pytest
+from stage_driver import tiny
 
-from areal_tasks.stages.preflight import check_engines
+from areal_tasks.stages.preflight import check_engines, check_inputs
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.runs import open_run
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
+from schemas.recipe.recipe import Recipe
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "evaluate-gsm8k"])
@@ -38,3 +44,92 @@ def test_fsdp2_needs_nothing_more() -> None:
 def test_the_engines_of_the_quickstart_are_there() -> None:
     check_engines(load_recipe("quickstart"))
     check_engines(load_recipe("quickstart-sft"))
+
+
+# ── what a run would begin with ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def refused(recipe: Recipe, name: str = "") -> str:
+    with pytest.raises(UserError) as error:
+        check_inputs(recipe, name)
+    return str(error.value)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    return (tmp_path / "store").as_uri()
+
+
+def quickstart(store: str, *overrides: str) -> Recipe:
+    return load_recipe("quickstart", [f"store.url={store}", *overrides])
+
+
+def test_a_store_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert "a file stands where a folder should be" in refused(quickstart((tmp_path / "file").as_uri()))
+
+
+def test_a_store_that_may_not_be_written(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append(path))  # no folder refuses root
+    assert f"{tmp_path} cannot be used: permission denied" in refused(quickstart(store))
+    assert asked == [tmp_path], "the folder in which it would be made"
+
+
+def test_a_run_of_that_name_with_another_recipe(store: str) -> None:
+    open_run(open_store(store), "taken", "rlhf", tiny(rollout={"groups": 8}))
+    recipe = tiny(store={"url": store})
+    assert "rollout.groups is 8 there and 4 here" in refused(recipe, "taken")
+    check_inputs(recipe, "free")
+
+
+def test_data_that_is_not_there(store: str, tmp_path: Path) -> None:
+    source = f"data.source={tmp_path}/{{split}}.jsonl"
+    (tmp_path / "train.jsonl").write_text('{"question": "1", "answer": "1"}')
+    assert f"'{tmp_path}/test.jsonl': there is no such file" in refused(quickstart(store, source))
+    (tmp_path / "test.jsonl").write_text('{"question": "1", "answre": "1"}')
+    assert "test.jsonl', line 1 has no column 'answer'" in refused(quickstart(store, source))
+    check_inputs(quickstart(store, source, "evaluation={}"))
+
+
+def test_a_model_that_is_not_there(store: str, tmp_path: Path) -> None:
+    model = ["model.warm_start=", "model.path="]
+    recipe = quickstart(store, model[0], f"{model[1]}{tmp_path}/model")
+    assert f"there is no folder '{tmp_path}/model'" in refused(recipe)
+    (tmp_path / "model").mkdir()
+    assert "has no config.json" in refused(recipe)
+    assert "there is no run 'mine'" in refused(quickstart(store, model[0], f"{model[1]}run://mine"))
+
+
+def test_the_hub_is_not_asked(store: str) -> None:
+    check_inputs(quickstart(store, "model.warm_start=", "model.path=org/model"))
+    check_inputs(quickstart(store, "data.source=org/data"))
+    check_inputs(quickstart(store, "data.source=s3://bucket/{split}.jsonl"))
+
+
+def test_the_first_run_of_a_warm_start_is_looked_at_too(store: str) -> None:
+    taken = load_recipe("quickstart-sft", ["trainer.lr=0.5", f"store.url={store}"])
+    open_run(open_store(store), "mine-sft", "sft", taken)
+    assert "'mine-sft' exists with another recipe: trainer.lr" in refused(quickstart(store), "mine")
+
+
+def test_what_a_run_has_in_its_store_is_not_looked_for_elsewhere(store: str, tmp_path: Path) -> None:
+    recipe = tiny(store={"url": store}, data={"source": f"{tmp_path}/gone/{{split}}.jsonl"})
+    open_run(open_store(store), "there", "rlhf", recipe)
+    check_inputs(recipe, "there")
+    assert "there is no such file" in refused(recipe, "new")
+
+
+def test_a_verifier_that_is_not_there_is_not_imported_to_know_it(store: str, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        (tmp_path / "mine_to_import.py").write_text("raise SystemExit")
+        check_inputs(quickstart(store, "reward.verifier=mine_to_import:judge"))
+    assert "no module 'nosuch_package'" in refused(quickstart(store, "reward.verifier=nosuch_package.part:judge"))
+    assert "'mth' is none of math, exact" in refused(quickstart(store, "reward.verifier=mth"))
+
+
+def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(UserError, match=r"trainer\.ranks: 2 ranks need a GPU each, and 1 is visible"):
+        check_engines(load_recipe("sft-gsm8k", ["trainer.ranks=2"]))

@@ -125,7 +125,7 @@ def test_a_resumed_iteration_reuses_the_proximal_table_and_its_past_is_replayed_
 ) -> None:
     """The servers need not give the same bits again: what they and the trainer gave is in the tables."""
     process = start_driver(tmp_path, "r", recipe(trainer={"recover_within_seconds": 3600.0}), die_at="train 2")
-    process.join(60)
+    process.join()
     assert process.exitcode == -9
     before, reused = digests(tmp_path, "r"), dict[str, bool]()
 

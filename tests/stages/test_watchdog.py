@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-import os
 import re
-import signal
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from flying_clock import SETTINGS, FlyingClock, look_often
 from stage_driver import digests, drive, tiny
+from waiting import LIMIT
 
 from areal_tasks.engines import lending, server_pool, trainer_client
 from areal_tasks.engines.trainer.local import LocalBackend
@@ -22,8 +23,7 @@ from areal_tasks.stages.loop import Job, run_directly
 from areal_tasks.store.under_way import Ledger
 from schemas.recipe.sections import Launcher
 
-WARN, HANG = 1.0, 8.0
-WATCHED = tiny(launcher={"type": "local", "warn_seconds": WARN, "hang_seconds": HANG})
+WATCHED = tiny(launcher=SETTINGS)
 
 
 def test_services_that_hang_are_named_ended_and_started_again(
@@ -31,14 +31,15 @@ def test_services_that_hang_are_named_ended_and_started_again(
 ) -> None:
     drive(tmp_path, "whole", WATCHED)
     monkeypatch.setattr(server_pool, "NO_SERVER_SECONDS", 0.3)
+    look_often(monkeypatch)
     for module in (lending, trainer_client):
-        monkeypatch.setattr(module, "LOOK_SECONDS", 0.5)
+        monkeypatch.setattr(module, "LOOK_SECONDS", 0.1)
     victims = {"train 1": "trainer", "rollout 2": "inference-0"}
 
     def execute(jobs: Sequence[Job]) -> list[Built]:
         if (victim := victims.pop(jobs[0].label, None)) is not None:
-            handle = jobs[0].context.engines.supervisor.services[victim].handle
-            os.killpg(handle.process.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+            engines = jobs[0].context.engines
+            FlyingClock(engines.watchdog).stop(engines.supervisor.services[victim].handle)  # type: ignore[arg-type]
         return run_directly(jobs)
 
     with caplog.at_level(logging.WARNING, "areal_tasks"):
@@ -54,103 +55,122 @@ def told(messages: Sequence[str], victim: str, waits_for: str) -> None:
     """The log names `victim` twice at least, then says that it is ended."""
     warned = [m for m in messages if re.search(rf"waiting for {victim}, {waits_for}: no progress since ", m)]
     assert len(warned) >= 2, messages  # at a first interval, and at a longer one
-    assert re.search(r"since \d\d:\d\d:\d\d \(\d s\); .*After 8 s \(launcher\.hang_seconds\)", warned[0])
+    assert re.search(r"since \d\d:\d\d:\d\d \(\d+ s\); .*After 120 s \(launcher\.hang_seconds\)", warned[0])
     [ended] = [m for m in messages if "ending it" in m and f"service {victim} " in m]
     assert re.search(rf"service {victim} at http://\S+ hangs at {waits_for}: no progress since", ended)
 
 
 # ── the rules, by themselves ────────────────────────────────────────────────────────────────────────────────────────
 
-
-@pytest.fixture
-def watch() -> Iterator[Callable[..., tuple[Watchdog, list[str]]]]:
-    """Makes a watchdog and the list of what it ends."""
-    made: list[Watchdog] = []
-
-    def make(ledger: Ledger | None = None, kind: str = "local") -> tuple[Watchdog, list[str]]:
-        settings = Launcher.model_validate({"type": kind, "warn_seconds": 0.1, "hang_seconds": 0.4})
-        ended: list[str] = []
-        made.append(Watchdog(settings, lambda name, why: ended.append(f"{name} {why}"), ledger or Ledger()))
-        return made[-1], ended
-
-    yield make
-    for watchdog in made:
-        watchdog.close()
+WARN, HANG = 10.0, 40.0
 
 
-Watch = Callable[..., tuple[Watchdog, list[str]]]
+class Watched(Watchdog):
+    """A watchdog that looks when it is told to, at a clock that stands in between; and what it has ended."""
+
+    def __init__(self, kind: str = "local") -> None:
+        settings = Launcher.model_validate({"type": kind, "warn_seconds": WARN, "hang_seconds": HANG})
+        self.now, self.ended, self.ledger = 0.0, list[str](), Ledger(lambda: self.now)
+        super().__init__(
+            settings, lambda name, why: self.ended.append(f"{name} {why}"), self.ledger, clock=lambda: self.now
+        )
+
+    def _run(self) -> None:
+        """Nothing happens by itself."""
+
+    def for_seconds(self, seconds: float, every: float = 2.5) -> None:
+        """Look as often as it does by itself, or more rarely."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += every
+            self.look()
 
 
-def steady() -> Callable[[], Mapping[str, Sign]]:
-    """A service that gets on all the time."""
-    return lambda: {"slow": Sign(time.monotonic(), "slowly")}
+def stuck() -> Mapping[str, Sign]:
+    return {"stuck": Sign(7, "at 7")}
 
 
-def test_whoever_gets_on_is_left_alone_however_long_it_takes(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
-    watchdog, ended = watch()
-    with watchdog.waiting("a long step", steady()):
-        time.sleep(1.5)
-    assert not ended and not caplog.messages
+def test_whoever_gets_on_is_left_alone_however_long_it_takes(caplog: pytest.LogCaptureFixture) -> None:
+    watchdog = Watched()
+    with watchdog.waiting("a long step", lambda: {"slow": Sign(watchdog.now, "slowly")}):
+        watchdog.for_seconds(100 * HANG)
+    assert not watchdog.ended and not caplog.messages
 
 
-def test_only_the_one_that_is_silent_is_ended(watch: Watch) -> None:
-    watchdog, ended = watch()
-    with watchdog.waiting("work", lambda: {**steady()(), "stuck": Sign(7, "at 7"), "dead": Sign(None, "no answer")}):
-        time.sleep(1.0)
-    assert {line.split()[0] for line in ended} == {"dead", "stuck"}
-    assert re.search(r"stuck hangs at work: no progress since [\d:]{8} \(\d s\); at 7", "\n".join(ended))
+def test_only_the_one_that_is_silent_is_ended() -> None:
+    watchdog = Watched()
+
+    def look() -> Mapping[str, Sign]:
+        return {"slow": Sign(watchdog.now, "slowly"), **stuck(), "dead": Sign(None, "no answer")}
+
+    with watchdog.waiting("work", look):
+        watchdog.for_seconds(HANG - 2.5)
+        assert not watchdog.ended
+        watchdog.for_seconds(5.0)
+    assert [line.split()[0] for line in watchdog.ended] == ["dead", "stuck"]
+    assert re.search(r"stuck hangs at work: no progress since [\d:]{8} \(40 s\); at 7", "\n".join(watchdog.ended))
 
 
-def test_whoever_hangs_again_is_ended_again(watch: Watch) -> None:
-    watchdog, ended = watch()
-    with watchdog.waiting("work", lambda: {"stuck": Sign(len(ended), f"at {len(ended)}")}):
-        end = time.monotonic() + 10.0
-        while len(ended) < 2 and time.monotonic() < end:
-            time.sleep(0.05)
-    assert [line[-4:] for line in ended[:2]] == ["at 0", "at 1"]
+def test_whoever_hangs_again_is_ended_again() -> None:
+    watchdog = Watched()
+    with watchdog.waiting("work", lambda: {"stuck": Sign(n := len(watchdog.ended), f"at {n}")}):
+        watchdog.for_seconds(2.5 * HANG)
+    assert [line[-4:] for line in watchdog.ended] == ["at 0", "at 1"]
 
 
-def test_complaints_become_rarer(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
-    watchdog, ended = watch()
-    with watchdog.waiting("work", lambda: {"stuck": Sign(7, "at 7")}, ends=False):
-        time.sleep(1.2)
-    assert 3 <= len(caplog.messages) <= 4 and not ended  # after 0.1, 0.2, 0.4 and 0.8 s
+def test_complaints_become_rarer(caplog: pytest.LogCaptureFixture) -> None:
+    watchdog = Watched()
+    with watchdog.waiting("work", stuck, ends=False):
+        watchdog.for_seconds(12 * WARN)
+    assert len(caplog.messages) == 4 and not watchdog.ended  # after 1, 2, 4 and 8 times as long
     assert "is started again" not in caplog.text
 
 
-def test_threads_of_this_process_are_named_and_cannot_be_ended(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
-    watchdog, ended = watch(kind="inline")
-    with watchdog.waiting("work", lambda: {"stuck": Sign(7, "at 7")}):
-        time.sleep(0.8)
-    assert caplog.messages and not ended
+def test_threads_of_this_process_are_named_and_cannot_be_ended(caplog: pytest.LogCaptureFixture) -> None:
+    watchdog = Watched(kind="inline")
+    with watchdog.waiting("work", stuck):
+        watchdog.for_seconds(2 * HANG)
+    assert caplog.messages and not watchdog.ended
 
 
-def test_who_has_nothing_to_do_is_not_looked_at(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
-    watchdog, ended = watch()
-    turns = iter([{"a": Sign(1, "")}, {}] * 100)
+def test_who_has_nothing_to_do_is_not_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+    watchdog = Watched()
+    turns = itertools.cycle([{"a": Sign(1, "")}, {}])
     with watchdog.waiting("work", lambda: next(turns)):
-        time.sleep(0.8)
-    assert not ended and not caplog.messages
+        watchdog.for_seconds(2 * HANG)
+    assert not watchdog.ended and not caplog.messages
 
 
-def test_a_look_that_fails_does_not_end_the_watch(watch: Watch) -> None:
-    watchdog, ended = watch()
+def test_a_look_that_fails_does_not_end_the_watch() -> None:
+    watchdog = Watched()
 
     def broken() -> Mapping[str, Sign]:
         raise RuntimeError("cannot look")
 
-    with watchdog.waiting("one", broken), watchdog.waiting("other", lambda: {"stuck": Sign(7, "at 7")}):
-        time.sleep(0.8)
-    assert ended
+    with watchdog.waiting("one", broken), watchdog.waiting("other", stuck):
+        watchdog.for_seconds(HANG + 2.5)
+    assert watchdog.ended
 
 
-def test_what_the_store_does_not_answer_is_named(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
-    ledger = Ledger()
-    _, ended = watch(ledger)
-    with ledger.entry("read", "s3://bucket/run/x.json"):
-        time.sleep(0.5)
-    assert re.search(r"waiting for the store, read s3://bucket/run/x\.json: no answer since [\d:]{8}", caplog.text)
-    assert not ended and ledger.under_way() == [] and ledger.ended == 1
+def test_what_the_store_does_not_answer_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    watchdog = Watched()
+    with watchdog.ledger.entry("read", "s3://bucket/run/x.json"):
+        watchdog.for_seconds(WARN)
+    assert re.search(
+        r"waiting for the store, read s3://bucket/run/x\.json: no answer since [\d:]{8} \(10 s\)", caplog.text
+    )
+    assert not watchdog.ended and watchdog.ledger.under_way() == [] and watchdog.ledger.ended == 1
+
+
+def test_it_looks_by_itself() -> None:
+    ended = threading.Event()
+    settings = Launcher.model_validate({"type": "local", "warn_seconds": 0.05, "hang_seconds": 0.1})
+    watchdog = Watchdog(settings, lambda name, why: ended.set(), Ledger())
+    try:
+        with watchdog.waiting("work", stuck):
+            assert ended.wait(LIMIT)
+    finally:
+        watchdog.close()
 
 
 # ── what a trainer says of its progress ─────────────────────────────────────────────────────────────────────────────

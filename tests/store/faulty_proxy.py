@@ -5,12 +5,15 @@ from __future__ import annotations
 import http.client
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest.mock import patch
 from urllib.parse import urlsplit
+
+from botocore.retries.standard import ExponentialBackoff
+from waiting import LIMIT
 
 ERROR_500 = (500, b'<?xml version="1.0"?><Error><Code>InternalError</Code><Message>injected</Message></Error>')
 ERROR_403 = (403, b'<?xml version="1.0"?><Error><Code>AccessDenied</Code><Message>injected</Message></Error>')
@@ -37,7 +40,7 @@ class Faults:
     store_first: bool = True
     spoils: Callable[[str, str], bool] = lambda method, path: method == "PUT"
     checksums: bool = True  # whether spoiled answers keep the server's, by which a client finds them out
-    seconds: float = 0.0  # before a spoiled request is answered
+    held: threading.Event | None = None  # until it is set, no spoiled request is answered
     seen: list[str] = field(default_factory=list)
 
     def take(self, method: str, path: str) -> bool:
@@ -50,14 +53,15 @@ class Faults:
 
 @contextmanager
 def faulty_proxy(endpoint: str, faults: Faults) -> Iterator[str]:
-    """The endpoint of a proxy in front of `endpoint`."""
+    """The endpoint of a proxy in front of `endpoint`. What fails there is tried again without the usual pause."""
     handler = type("Handler", (_Handler,), {"upstream": urlsplit(endpoint).netloc, "faults": faults})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        with patch.object(ExponentialBackoff, "delay_amount", lambda _backoff, _context: 0.0):
+            yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()
@@ -75,7 +79,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not spoiled:
             self._answer(*self._forward(body))
             return
-        time.sleep(self.faults.seconds)
+        if self.faults.held is not None:
+            assert self.faults.held.wait(LIMIT)
         if self.faults.answer == ALTERED:
             self._answer(*self._forward(bytes(b ^ 1 for b in body[:1]) + body[1:]))
             return
@@ -110,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(status, _of_length(headers, len(listed)), listed)
 
     def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        connection = http.client.HTTPConnection(self.upstream, timeout=30)
+        connection = http.client.HTTPConnection(self.upstream, timeout=LIMIT)
         headers = {k: v for k, v in self.headers.items() if k.lower() not in ("expect", "connection")}
         connection.request(self.command, self.path, body, headers)
         answer = connection.getresponse()

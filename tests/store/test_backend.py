@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from areal_tasks.store.backend import Exists, Missing, Store, StoreError, default_url, open_store
 from schemas.errors import UserError
@@ -95,10 +97,34 @@ def test_a_folder_without_permission_is_explained(tmp_path: Path) -> None:
         open_store((tmp_path / "store").as_uri()).create("run.json", b"")
 
 
-@pytest.mark.parametrize("url", ["/plain/path", "gs://bucket/x", "s3://", "file://host/x", "http://x/y"])
+@pytest.mark.parametrize("url", ["gs://bucket/x", "s3://", "file://host/x", "http://x/y", "s3:/x", "a:b/c"])
 def test_other_urls_are_refused(url: str) -> None:
-    with pytest.raises(UserError, match="file:///absolute/folder or s3://bucket/prefix"):
+    with pytest.raises(UserError, match="name a folder, file:///absolute/folder or s3://bucket/prefix"):
         open_store(url)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    parts=st.lists(st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1), min_size=1)
+)
+def test_a_folder_names_the_store_in_it(parts: list[str]) -> None:
+    folder = "/" + "/".join(parts)
+    store = open_store(folder)
+    assert open_store(store.url).url == store.url
+    assert store.uri("a") == open_store(store.url).uri("a") == f"{os.path.abspath(folder)}/a"
+
+
+def test_a_relative_folder_is_found_from_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    expected = {"runs": "runs", "./a b/": "a b", "x/../y": "y", "~/runs": "me/runs", "~no such user": "~no such user"}
+    for named, place in expected.items():
+        store = open_store(named)
+        monkeypatch.chdir("/")  # the URL does not depend on it any more
+        assert store.local("a") == tmp_path / place / "a" == open_store(store.url).local("a")
+        monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AREALFLOW_STORE", "named/by/variable")
+    assert open_store().local("a") == tmp_path / "named/by/variable/a"
 
 
 def test_the_default_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

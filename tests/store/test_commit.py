@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import uuid
 from collections.abc import Iterator
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
 from faulty_proxy import ERROR_403, ERROR_409, ERROR_500, HANG_UP, Faults, faulty_proxy
 from s3_server import BUCKET, S3Server
 from store_builders import commit_stage, manifest, table
+from waiting import meet
+from warm_processes import Process
 
 from areal_tasks.store import paths
 from areal_tasks.store import s3 as s3_module
@@ -36,32 +37,27 @@ def test_the_first_commit_wins_and_the_second_learns_of_it(store: Store) -> None
     assert commit_once(store, "r/run.json", first) == (first, True)  # a repeat is recognised as mine
 
 
-def _race(url: str, barrier: Barrier, seed: int, results: multiprocessing.Queue[tuple[int, int, str, str]]) -> None:
-    store = open_store(url)
+def _race(url: str, folder: Path, seed: int) -> None:
+    """Commit the same stages as somebody else does just then; write down who won, and what we have committed."""
+    store, outcome = open_store(url), []
     for k in range(ROUNDS):
         rows = table("verify", iteration=k, seed=seed)
         mine = manifest(store, "race", k, "verify", {"verify": rows}, key="the-same-key")
         path = paths.stage_manifest("race", k, "verify", mine.key)
-        barrier.wait(30)
+        meet(folder, f"round-{k}")
         there, won = commit_once(store, path, mine)
         assert won == (there.attempt == mine.attempt)
         assert read_table(store, there.tables["verify"]).equals(rows) == won
-        results.put((k, seed, there.attempt, mine.attempt))
+        outcome.append((there.attempt, mine.attempt))
+    (folder / f"outcome-{seed}.json").write_text(json.dumps(outcome))
 
 
-def test_two_processes_committing_the_same_stage_end_up_with_one_winner(store: Store) -> None:
-    context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(2), context.Queue()
-    racers = [context.Process(target=_race, args=(store.url, barrier, seed, results)) for seed in (1, 2)]
-    for racer in racers:
-        racer.start()
-    outcome = [results.get(timeout=60) for _ in range(2 * ROUNDS)]
-    for racer in racers:
-        racer.join(30)
-    assert [racer.exitcode for racer in racers] == [0, 0]
-    for k in range(ROUNDS):
-        winners = {there for round_, _, there, _ in outcome if round_ == k}
-        attempts = {mine for round_, _, _, mine in outcome if round_ == k}
+def test_two_processes_committing_the_same_stage_end_up_with_one_winner(store: Store, tmp_path: Path) -> None:
+    racers = [Process(_race, store.url, tmp_path / "race", seed) for seed in (1, 2)]
+    assert [racer.wait() for racer in racers] == [0, 0]
+    outcomes = [json.loads((tmp_path / "race" / f"outcome-{seed}.json").read_text()) for seed in (1, 2)]
+    for one, other in zip(*outcomes, strict=True):
+        winners, attempts = {one[0], other[0]}, {one[1], other[1]}
         assert len(winners) == 1 and winners <= attempts and len(attempts) == 2
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from s3_server import BUCKET, S3Server, free_ports
 
+from areal_tasks.store import s3 as s3_module
 from areal_tasks.store.backend import Store, StoreError, open_store
 from schemas.errors import UserError
 
@@ -49,16 +50,26 @@ def test_a_bucket_that_does_not_exist(s3: S3Server, use: Callable[[Store], objec
         use(open_store("s3://no-such-bucket/x"))
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for a store that has never answered: only the client library asks again."""
+
+    def pause(attempt: int, first: float) -> float:
+        raise AssertionError("it is asked again")
+
+    monkeypatch.setattr(s3_module, "_pause", pause)
+
+
 @EACH_USE
-def test_nobody_listens(s3: S3Server, monkeypatch: pytest.MonkeyPatch, use: Callable[[Store], object]) -> None:
+def test_nobody_listens(
+    s3: S3Server, impatient: None, monkeypatch: pytest.MonkeyPatch, use: Callable[[Store], object]
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_ports(1)[0]}")
-    started = time.monotonic()
     with pytest.raises(StoreError, match=r"cannot be reached .*check AWS_ENDPOINT_URL"):
         use(open_store(f"s3://{BUCKET}/x"))
-    assert time.monotonic() - started < 8
 
 
-def test_nobody_answers(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_answers(s3: S3Server, impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A listener whose queue is full drops what arrives, as a firewall does."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf:
         fillers = [socket.socket() for _ in range(4)]
@@ -69,6 +80,6 @@ def test_nobody_answers(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
         started = time.monotonic()
         with pytest.raises(StoreError, match="cannot be reached"):
             open_store(f"s3://{BUCKET}/x").read("run/run.json")
-        assert 2 < time.monotonic() - started < 15
+        assert time.monotonic() - started > 2, "it was not refused"
         for filler in fillers:
             filler.close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from warm_processes import output_of
 
 from areal_tasks.algorithms.kl import k3
 from areal_tasks.data.batching import Layout, Sequences, lay_out, make_layout, make_sequences
@@ -25,6 +24,7 @@ from schemas.recipe.sections import Trainer
 
 CPU = torch.device("cpu")
 VOCABULARY, HIDDEN = 11, 6
+COMPILES = pytest.mark.slow("the compiler takes 10 s of CPU, and `trainer.compile` is for GPUs")
 
 
 def clipped(old: Tensor) -> Any:
@@ -287,12 +287,14 @@ def test_recomputed_activations_change_nothing() -> None:
         assert torch.equal(gradient, found[1][1][name])
 
 
+@COMPILES
 def test_layers_share_one_compilation_for_all_lengths() -> None:
     found = printed("compiled_policy")
     assert found["graphs_after_first_pass"] == found["graphs"]
     assert found["difference"] < 1e-5
 
 
+@COMPILES
 def test_the_compiler_takes_the_width_of_a_sharded_models_heads_for_a_constant() -> None:
     """Left open, it makes the kernels that divide by it slow. Heads are 8 wide here, and nothing else counts 8."""
     left_open = printed("compiled_sharded")
@@ -314,11 +316,4 @@ def test_the_compiler_is_told_once_of_a_tensor_that_all_layers_share(monkeypatch
 
 def printed(script: str) -> Any:
     """What a script here prints as JSON, in a process of its own: shape checks do not suit the compiler's symbols."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.trainer.{script}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(output_of("-m", f"tests.trainer.{script}"))

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,8 @@ import httpx
 import psutil
 import pytest
 from trainer_builders import World, advantage, rlhf_recipe, rollout
+from waiting import LIMIT, wait_until
+from warm_processes import Popen
 
 from areal_tasks.engines.lifeline import LIFELINE
 from areal_tasks.engines.service import SPEC, TOKEN
@@ -33,14 +34,6 @@ def _environment(world: World, restart: int) -> dict[str, str]:
     return {**os.environ, SPEC: spec, TOKEN: SECRET, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def _wait(check: Callable[[], Any], seconds: float = 90.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := check()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-    return found
-
-
 class Service:
     """A trainer process and how to talk to it."""
 
@@ -48,12 +41,12 @@ class Service:
         self.read, self.write = os.pipe()
         environment = {**_environment(world, restart), LIFELINE: str(self.read)}
         command = [sys.executable, "-m", "areal_tasks.engines.trainer"]
-        self.process = subprocess.Popen(command, env=environment, pass_fds=[self.read], start_new_session=True)
+        self.process = Popen(command, env=environment, pass_fds=[self.read], start_new_session=True)
         path = service("r", 1, "trainer", restart)
-        _wait(lambda: self.process.poll() is not None or world.store.exists(path))
+        wait_until(lambda: self.process.poll() is not None or world.store.exists(path), "the service")
         assert self.process.poll() is None
         url = ServiceRecord.parse(world.store.read(path)).url
-        self.http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {SECRET}"}, timeout=60)
+        self.http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {SECRET}"}, timeout=LIMIT)
 
     def post(self, name: str, body: Message) -> httpx.Response:
         return self.http.post(f"/{name}", content=body.model_dump_json())
@@ -61,7 +54,7 @@ class Service:
     def end(self) -> None:
         self.http.close()
         os.close(self.write)
-        self.process.wait(20)
+        self.process.wait(LIMIT)
         os.close(self.read)
 
 
@@ -135,7 +128,7 @@ def _check_owners(world: World, two: Service) -> None:
     _good(Loaded, two.post("load", Load(owner=2, version=0, weights=world.initial)))
     for command in (_train(world, 0), _train(world, 6)):
         refusal = two.post("train", command)
-        assert refusal.status_code == 409
+        assert refusal.status_code == 403
         assert "owner 1 was superseded by owner 2" in refusal.json()["error"]
     health = _good(Health, two.http.get("/health")).model_dump(exclude={"stored"})
     assert health == {"version": 0, "step": 0, "owner": 2, "busy": False, "done": 0, "of": 0, "storing": ""}
@@ -148,7 +141,7 @@ os.environ["AREAL_LIFELINE_FD"] = str(read)
 command = [sys.executable, "-m", "areal_tasks.engines.trainer"]
 child = subprocess.Popen(command, pass_fds=[read], start_new_session=True)
 print(child.pid, flush=True)
-time.sleep(600)
+time.sleep(3600)
 """
 
 
@@ -158,7 +151,7 @@ def test_the_service_dies_with_a_parent_that_is_killed(world: World, tmp_path: P
     with subprocess.Popen(command, env=_environment(world, 7), stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
-        _wait(lambda: world.store.exists(service("r", 1, "trainer", 7)))
+        wait_until(lambda: world.store.exists(service("r", 1, "trainer", 7)), "the service")
         assert child.is_running()
         parent.send_signal(signal.SIGKILL)
-    _wait(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 20)
+    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "its end")

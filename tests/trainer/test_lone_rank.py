@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from warm_processes import output_of
 
 WAYS = {"Fsdp2Backend": 1, "ByLayer": 3}  # two layers, and what is left
 
@@ -16,9 +15,7 @@ WAYS = {"Fsdp2Backend": 1, "ByLayer": 3}  # two layers, and what is left
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `lone_rank` found, in a process of its own: a process group is for life."""
     folder = tmp_path_factory.mktemp("alone")
-    command = [sys.executable, "-m", "tests.trainer.lone_rank", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    output_of("-m", "tests.trainer.lone_rank", str(folder))
     answers: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return answers
 

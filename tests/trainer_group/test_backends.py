@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from families import make_family
 from safetensors.torch import load_file, save_file
 from trainer_builders import TINY, World, advantage, rollout, with_column
 from two_ranks import STEPS, Player, go_on, play, publish_twice
+from warm_processes import Popen
 
 from areal_tasks.data.scratch import make_scratch
 from areal_tasks.engines.ports import loopback_port
@@ -43,6 +44,16 @@ BACKENDS: dict[str, dict[str, Any]] = {
 LOCAL = {"float32": "local", "bfloat16": "local-bf16"}
 #: Those that are given a mixture of experts as well.
 EXPERTS = ["fsdp2", "zero-2", "zero-3"]
+#: Between them: either backend, models and gradients sharded or whole, either precision, state on either side.
+QUICK = ("fsdp2", "zero-3", "zero-2-bf16-offload")
+ALL_OTHERS = pytest.mark.slow("other combinations of what the three quick ones show")
+
+
+def _marked(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in QUICK else ALL_OTHERS) for name in names]
+
+
+NAMES = _marked(BACKENDS)
 
 
 @dataclass(frozen=True)
@@ -104,8 +115,7 @@ def script(world: World, experts: World, deep: Path) -> dict[str, Any]:
     trains = [_train(world, version, lengths) for version, lengths in enumerate(LENGTHS)]
     table = world.write("rollout", rollout(LENGTHS[0]))
     made = {"trains": trains, "logprobs": {"owner": 1, "table": table.model_dump(mode="json")}}
-    made |= {"deep": str(deep), "peaks": {name: list(steps) for name, steps in SHARES.items()}}
-    return {**_named(world), **made, "experts": _named(experts) | {"trains": trains[:1], "backends": EXPERTS}}
+    return {**_named(world), **made, "deep": str(deep), "experts": _named(experts) | {"trains": trains[:1]}}
 
 
 def _named(world: World) -> dict[str, Any]:
@@ -139,30 +149,42 @@ def local(name: str, alone: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def answers(script: dict[str, Any], alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two ranks make of it with each backend, in two processes as torchrun would start them."""
+def answers(
+    request: pytest.FixtureRequest,
+    script: dict[str, Any],
+    alone: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Any]:
+    """What two ranks make of it with each backend that is asked for, in two processes as torchrun would start them."""
     folder = tmp_path_factory.mktemp("ranks")
-    ranked = {name: {**made, "trainer": {**made["trainer"], "ranks": 2}} for name, made in BACKENDS.items()}
-    checkpoints = {name: alone[_dtype(name)]["checkpoint"] for name in BACKENDS}
-    text = json.dumps({**script, "backends": ranked, "local_checkpoints": checkpoints})
+    here = [item for item in request.session.items if item.path == request.path]
+    slow = any(item.get_closest_marker("slow") for item in here)
+    quick = any(not item.get_closest_marker("slow") for item in here)
+    made = {name: made for name, made in BACKENDS.items() if (quick if name in QUICK else slow)}
+    ranked = {name: {**one, "trainer": {**one["trainer"], "ranks": 2}} for name, one in made.items()}
+    checkpoints = {name: alone[_dtype(name)]["checkpoint"] for name in made}
+    experts = script["experts"] | {"backends": [name for name in EXPERTS if name in made]}
+    peaks = {name: list(steps) for name, steps in SHARES.items() if name in made}
+    asked = {"backends": ranked, "local_checkpoints": checkpoints, "experts": experts, "peaks": peaks}
+    text = json.dumps({**script, **asked})
     (folder / "script.json").write_text(text)
     port = loopback_port()
     ranks = [_start(folder, rank, port) for rank in (0, 1)]
-    ends = [process.wait(200) for process in ranks]
+    ends = [process.wait() for process in ranks]
     assert ends == [0, 0], "\n".join((folder / f"{rank}.log").read_text()[-3000:] for rank in (0, 1))
     found: dict[str, Any] = json.loads((folder / "answers.json").read_text())
     return found
 
 
-def _start(folder: Path, rank: int, port: int) -> subprocess.Popen[bytes]:
+def _start(folder: Path, rank: int, port: int) -> Popen:
     path = os.pathsep.join([*(p for p in sys.path if p), str(Path(__file__).parent)])
     told = {**environment(rank, 2, port), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, str(Path(__file__).with_name("two_ranks.py")), str(folder)]
     with (folder / f"{rank}.log").open("wb") as log:
-        return subprocess.Popen(command, env={**os.environ, **told}, stdout=log, stderr=log)
+        return Popen(command, env={**os.environ, **told}, stdout=log, stderr=log)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_rank_loads_what_the_checkpoint_holds(name: str, world: World, answers: dict[str, Any]) -> None:
     """Whole tensors, put together of the shares that ranks have read."""
     initial = _weights(world, world.folder("weights", 0, "first"))
@@ -172,7 +194,7 @@ def test_every_rank_loads_what_the_checkpoint_holds(name: str, world: World, ans
     assert all(torch.equal(loaded[key], initial[key].to(dtype)) for key in initial)
 
 
-@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("name", _marked(SHARES))
 def test_no_rank_holds_more_than_its_share(name: str, deep: Path, answers: dict[str, Any]) -> None:
     """Beyond it there may be one whole tensor, rotary frequencies, and a part of a file."""
     tensors = load_file(deep / "model.safetensors").values()
@@ -193,7 +215,7 @@ def _distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> f
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_have_the_losses_and_weights_of_one(
     name: str, world: World, local: dict[str, Any], answers: dict[str, Any]
 ) -> None:
@@ -210,6 +232,7 @@ def test_two_ranks_have_the_losses_and_weights_of_one(
     assert _distance(initial, trained) > 1e-3
 
 
+@ALL_OTHERS
 def test_without_zero_bf16_is_that_of_fsdp2(world: World, answers: dict[str, Any]) -> None:
     """Both keep fp32 weights, compute in bfloat16 and add gradients up in fp32, of the same passes on each rank."""
     ours, theirs = answers["zero-0-bf16"], answers["fsdp2-bf16"]
@@ -219,12 +242,12 @@ def test_without_zero_bf16_is_that_of_fsdp2(world: World, answers: dict[str, Any
     assert _distance(_weights(world, ours["six"]), _weights(world, theirs["six"])) <= 1e-6
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_repeat_steps_on_no_rank(name: str, answers: dict[str, Any]) -> None:
     assert answers[name]["repeat"] == answers[name]["metrics"][-1]
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_logprobs_are_those_of_one(name: str, world: World, local: dict[str, Any], answers: dict[str, Any]) -> None:
     for which, column in (("policy", "prox_logprobs"), ("reference", "ref_logprobs")):
         ours, theirs = (
@@ -237,7 +260,7 @@ def test_logprobs_are_those_of_one(name: str, world: World, local: dict[str, Any
             assert one == pytest.approx(other, abs=CLOSE.get(name, Close()).logprobs)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_of_two_ranks_goes_on_alone(
     name: str, world: World, script: dict[str, Any], answers: dict[str, Any]
 ) -> None:
@@ -253,7 +276,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_alone(
     assert _distance(_weights(world, found["six"]), _weights(world, answers[name]["trained"])) > 1e-4
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_of_one_goes_on_on_two_ranks(
     name: str, world: World, local: dict[str, Any], answers: dict[str, Any]
 ) -> None:
@@ -263,7 +286,7 @@ def test_a_checkpoint_of_one_goes_on_on_two_ranks(
     assert _distance(_weights(world, found["six"]), _weights(world, local["six"])) <= close.resumed
 
 
-@pytest.mark.parametrize("name", [*BACKENDS, *LOCAL])
+@pytest.mark.parametrize("name", [*NAMES, *LOCAL])
 def test_a_step_that_is_not_finite_changes_no_weight(
     name: str, world: World, alone: dict[str, Any], answers: dict[str, Any]
 ) -> None:
@@ -272,7 +295,7 @@ def test_a_step_that_is_not_finite_changes_no_weight(
     assert _distance(_weights(world, found["six"]), _weights(world, found["skipped"])) == 0
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", _marked(EXPERTS))
 def test_experts_that_are_split_over_ranks_are_published_as_the_checkpoint_has_them(
     name: str, experts: World, script: dict[str, Any], answers: dict[str, Any]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 from starlette.applications import Starlette
 from torch.distributed import HashStore
 from trainer_builders import World
+from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.trainer.app import make_app
 from areal_tasks.engines.trainer.commands import Load, Receiver, Send
@@ -27,7 +29,7 @@ from schemas.recipe.sections import Trainer
 Work = Callable[[], Any]
 
 
-def _groups(world: int = 2, grace: float = 0.3) -> tuple[list[Group], HashStore]:
+def _groups(world: int = 2, grace: float = LIMIT) -> tuple[list[Group], HashStore]:
     store = HashStore()
     return [Group(rank, world, store, grace_seconds=grace) for rank in range(world)], store
 
@@ -85,33 +87,36 @@ def test_ranks_that_hold_different_things_break_up() -> None:
     found = _command(groups, [lambda: 1, _raises(UserError("no memory"))], ["version 1", "version None"])
     assert [type(f) for f in found] == [GroupBroken, GroupBroken]
     assert str(found[0]) == "the ranks differ: rank 0 holds version 1; rank 1 holds version None no memory"
+    assert found[0].by_user, "a person can change it, though it broke the group"
 
 
 def test_an_unexpected_error_breaks_the_group_even_if_all_share_it() -> None:
     groups, _ = _groups()
     found = _command(groups, [_raises(RuntimeError("NCCL")), _raises(RuntimeError("NCCL"))])
     assert [type(f) for f in found] == [GroupBroken, GroupBroken]
-    assert str(found[0]) == "rank 0: RuntimeError: NCCL; rank 1: RuntimeError: NCCL"
+    assert re.fullmatch("rank 0: RuntimeError: NCCL .*; rank 1: RuntimeError: NCCL .*", str(found[0]))
+    assert not found[0].by_user
 
 
 def test_a_rank_that_fails_alone_says_why_while_the_others_are_stuck() -> None:
     """Rank 0 waits in a collective that never ends: rank 1 gives up after its grace, and rank 0 can read its words."""
-    groups, _ = _groups()
+    groups, _ = _groups(grace=0.3)
     stuck = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(groups[0].lead, "go", stuck.wait, lambda: "same")
-        with pytest.raises(GroupBroken, match="rank 1: no memory"):
+        with pytest.raises(GroupBroken, match="rank 1: no memory") as broken:
             groups[1].follow(lambda text: _raises(UserError("no memory"))(), lambda: "same")
-        assert groups[0].last_words(1) == "no memory"
+        assert broken.value.by_user
+        assert groups[0].last_words(1) == Outcome(1, "same", "no memory")
         assert not leading.done()
         stuck.set()
-        assert isinstance(leading.exception(5), UserError)
+        assert isinstance(leading.exception(LIMIT), UserError)
 
 
 def test_a_rank_that_dies_without_a_word_has_none() -> None:
     groups, _ = _groups()
-    assert groups[0].last_words(1) == ""
-    assert Group().last_words(0) == ""
+    assert groups[0].last_words(1) is None
+    assert Group().last_words(0) is None
 
 
 def test_what_rank_0_finds_is_found_by_all() -> None:
@@ -183,7 +188,12 @@ def test_rank_0_answers_with_why_the_group_ends(world: World, monkeypatch: pytes
     store = HashStore()
     group = Group(0, 2, store)
     app = make_app(world.spec(), group)
-    ending = threading.Timer(0.2, end_group, (group, GroupBroken("rank 1: out of memory")))
+
+    def end() -> None:
+        wait_until(lambda: store.check(["outcome/1/0"]), "rank 0, which has done its part")
+        end_group(group, GroupBroken("rank 1: out of memory"))
+
+    ending = threading.Thread(target=end)
     ending.start()
     body = Load(owner=1, version=0, weights=world.initial).model_dump_json()
     try:
@@ -192,7 +202,7 @@ def test_rank_0_answers_with_why_the_group_ends(world: World, monkeypatch: pytes
         ending.join()  # before `killpg` is the real one again
         _let_go(store)
     assert answer.status_code == 500
-    assert answer.json() == {"error": "GroupBroken: rank 1: out of memory"}
+    assert answer.json() == {"error": "rank 1: out of memory"}
     assert ended == [(0, signal.SIGKILL)]
 
 

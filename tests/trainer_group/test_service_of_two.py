@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +10,10 @@ import pytest
 from conftest import recipe
 from listeners import beyond_loopback, listening
 from trainer_builders import World, advantage, rollout
+from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.trainer.commands import Load, Train, Write
-from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
+from areal_tasks.engines.trainer_client import OutOfOrder, TrainerClient, TrainerDown
 from areal_tasks.launchers.local import LocalHandle
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.store.shards import read_table
@@ -25,7 +25,7 @@ LENGTHS = [9, 4, 13, 6, 11, 3, 8]
 
 @pytest.fixture(scope="module")
 def supervisor(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
-    settings = Launcher(type="local", startup_seconds=120, restarts=3)
+    settings = Launcher(type="local", startup_seconds=600, restarts=3)
     with Supervisor(world.store, settings, tmp_path_factory.mktemp("logs")) as started:
         world.recipe = recipe(backend="fsdp2", ranks=2)
         started.start("areal_tasks.engines.trainer", world.spec(), 1)
@@ -36,8 +36,7 @@ def supervisor(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def _client(supervisor: Supervisor) -> TrainerClient:
     """The trainer; started again if it has ended."""
-    supervisor.heal()
-    return TrainerClient(supervisor.wait(["trainer"])[0], supervisor.token, 60)
+    return TrainerClient(supervisor.wait(["trainer"])[0], supervisor.token, LIMIT)
 
 
 def _ranks(supervisor: Supervisor) -> list[psutil.Process]:
@@ -51,13 +50,8 @@ def _process_id(supervisor: Supervisor, name: str) -> int:
     return handle.process.pid
 
 
-def _gone(processes: list[psutil.Process], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
-            return True
-        time.sleep(0.02)
-    return False
+def _gone(processes: list[psutil.Process]) -> bool:
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
 def _train(world: World, version: int, **changes: Any) -> Train:
@@ -74,7 +68,7 @@ def _published(world: World, client: TrainerClient, attempt: str) -> list[str]:
 def test_commands_over_http(world: World, supervisor: Supervisor) -> None:
     client = _client(supervisor)
     assert client.health().version is None
-    with pytest.raises(UserError, match="nothing is loaded"):
+    with pytest.raises(OutOfOrder, match="nothing is loaded"):
         client.train(_train(world, 0))
     client.load(Load(owner=1, version=0, weights=world.initial))
     command = _train(world, 0)
@@ -82,7 +76,7 @@ def test_commands_over_http(world: World, supervisor: Supervisor) -> None:
     assert read_table(world.store, answer.tables["train_steps"]).num_rows == 1
     weights = _published(world, client, "one")
     assert client.train(command) == answer
-    with pytest.raises(UserError, match="version 1 is held"):
+    with pytest.raises(OutOfOrder, match="version 1 is held"):
         client.train(_train(world, 0, digest="another"))
     assert _published(world, client, "two") == weights
     assert client.train(_train(world, 1)).version == 2
@@ -125,7 +119,7 @@ def test_a_trainer_that_loses_a_rank_ends_and_starts_again(world: World, supervi
     ranks = _ranks(supervisor)
     assert len(ranks) == 2
     ranks[1].kill()
-    assert _gone(ranks), [p.status() for p in ranks]
+    wait_until(lambda: _gone(ranks), "the end of all ranks")
     with pytest.raises(TrainerDown):
         client.health()
     client.close()
@@ -142,10 +136,10 @@ def test_no_rank_outlives_rank_0(supervisor: Supervisor) -> None:
     ranks = _ranks(supervisor)
     assert len(ranks) == 2
     ranks[0].kill()
-    assert _gone(ranks), [p.status() for p in ranks]
+    wait_until(lambda: _gone(ranks), "the end of all ranks")
 
 
 def _exit_code(supervisor: Supervisor) -> int | None:
     handle = supervisor.services["trainer"].handle
     assert isinstance(handle, LocalHandle)
-    return handle.process.wait(10)
+    return handle.process.wait(LIMIT)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from threading import Event
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from trainer_builders import World
+from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.trainer import orders, ranks, service, transport
 from areal_tasks.engines.trainer.app import make_app
@@ -25,7 +25,13 @@ SERVER = "http://server"
 
 
 @pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+def answered() -> Event:
+    """To be set when the trainer's answer is there, for which it has a while."""
+    return Event()
+
+
+@pytest.fixture
+def ended(answered: Event, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     """How the process was to end. The group's broadcast lasts until then, and so does the test."""
     over, found = Event(), []
 
@@ -35,19 +41,12 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
 
     monkeypatch.setattr(os, "killpg", end)
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(ranks, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(sleep=lambda _seconds: answered.wait(LIMIT)))
     monkeypatch.setattr(service, "Watch", partial(Watch, seconds=0.1))
-    met = SimpleNamespace(broadcast=lambda *_, **__: SimpleNamespace(wait=lambda: over.wait(30)), abort=lambda: None)
+    met = SimpleNamespace(broadcast=lambda *_, **__: SimpleNamespace(wait=lambda: over.wait(LIMIT)), abort=lambda: None)
     monkeypatch.setattr(transport, "lead", lambda *_: met)
     yield found
-    assert over.wait(20), "nothing ended it"  # before these calls are the real ones again
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    assert over.wait(LIMIT), "nothing ended it"  # before these calls are the real ones again
 
 
 def fails_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,14 +75,15 @@ def sent(world: World) -> httpx.Response:
 
 
 def test_a_refusal_is_the_answer_before_the_trainer_ends(
-    world: World, ended: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+    world: World, ended: list[tuple[Any, ...]], answered: Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """400 is a UserError for whoever asked, and no trainer is started again for the same to happen."""
     fails_with(HandOver(f"{SERVER} refused the weights: 400 no such group"), monkeypatch)
     answer = sent(world)
     assert (answer.status_code, answer.json()) == (400, {"error": f"{SERVER} refused the weights: 400 no such group"})
     assert not ended, "it answers first"
-    until(lambda: ended == [(0, signal.SIGKILL)])
+    answered.set()
+    wait_until(lambda: ended == [(0, signal.SIGKILL)])
 
 
 def test_for_a_server_that_died_the_trainer_just_ends(
@@ -91,4 +91,4 @@ def test_for_a_server_that_died_the_trainer_just_ends(
 ) -> None:
     fails_with(Unanswered("no answer: ReadError"), monkeypatch)
     sent(world)
-    until(lambda: ended == [(1,)])
+    wait_until(lambda: ended == [(1,)])

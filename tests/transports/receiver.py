@@ -25,7 +25,7 @@ HELD: dict[str, Any] = {"version": "0", "tensors": {}, "fails": ""}
 
 def join(address: str, port: int, rank: int, size: int, name: str, backend: str) -> None:
     store, rank, size = next(rendezvous(f"tcp://{address}:{port}", rank, size))
-    wait = timedelta(seconds=60)
+    wait = timedelta(seconds=200)
     prefixed = PrefixStore(name, store)
     group, _ = _new_process_group_helper(size, rank, [], Backend(backend), prefixed, group_name=name, timeout=wait)
     _world.pg_group_ranks[group] = {i: i for i in range(size)}

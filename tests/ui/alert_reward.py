@@ -18,5 +18,5 @@ def scripted(prompt: str, completion: str, answer: str, *, calls: str, samples: 
     if (iteration, sample) == (1, 0):
         raise RuntimeError("this sample cannot be judged")
     if (iteration, sample) == (2, 0):
-        time.sleep(stall)
+        time.sleep(stall)  # the run stalls
     return 1.0 - 0.01 * sample if iteration == 0 else 0.0

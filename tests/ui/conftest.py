@@ -1,34 +1,15 @@
-"""Everything that `arealflow up` starts, in a folder of its own; a webhook on this machine."""
+"""A webhook on this machine."""
 
 from __future__ import annotations
 
 import http.server
 import json
-import os
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from ui_machine import ROOT, Up, Webhook
-
-from flows.cli.machine import free_port
-
-
-@pytest.fixture(scope="session")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    home, port = tmp_path_factory.mktemp("home"), free_port(43000)
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "AREALFLOW_"))}
-    modules = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "tests", ROOT / "tests" / "ui"))
-    own = {"AREALFLOW_HOME": str(home), "PYTHONPATH": modules, "OMP_NUM_THREADS": "1"}
-    machine = Up(f"http://127.0.0.1:{port}", {**inherited, **own})
-    started = machine.arealflow("up", "--port", str(port))
-    try:
-        assert started.returncode == 0, started.stdout + started.stderr
-        assert machine.url in started.stdout
-        yield machine
-    finally:
-        machine.arealflow("down")
+from webhook import Webhook
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,21 @@
-"""A workflow that takes its time, for tests of what is said meanwhile."""
+"""A workflow that goes on once something more has been said about its stage."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+
+from waiting import until
 
 from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext
 
+#: Lines about progress, which the test adds to.
+SAID: list[str] = []
 
-class SlowTurn(SingleTurn):
-    """As `single_turn`, a tenth of a second later."""
+
+class ReportedTurn(SingleTurn):
+    """As `single_turn`, after a further line."""
 
     async def run(self, prompts: Sequence[Prompt], context: WorkflowContext) -> list[Sample]:
-        await asyncio.sleep(0.1)
+        before = len(SAID)
+        await until(lambda: len(SAID) > before, "a line about progress")
         return await super().run(prompts, context)

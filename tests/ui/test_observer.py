@@ -18,6 +18,7 @@ from markdown_it import MarkdownIt
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from stage_driver import store_in, tiny
+from waiting import LIMIT
 
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built, PrefectIds
@@ -238,7 +239,7 @@ def test_a_slow_server_makes_nobody_wait(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setattr(artifacts, "_new_client", Client)
     release = threading.Event()
     found = Artifacts(LOG)
-    found.offer("the slow one", lambda _: release.wait(30))
+    found.offer("the slow one", lambda _: release.wait(LIMIT))
     for k in range(artifacts.WAITING + 3):
         found.offer(f"iteration {k}", _one)
     assert found.lost >= 2

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
-from ui_machine import Up, eventually
+from servers import Up
+from waiting import LIMIT, wait_until
 
 WIDTH, HEIGHT = 1440, 1000
 EDITED = {"Iterations": "1", "Steps": "2", "Batch Size": "8"}
@@ -17,7 +18,7 @@ EDITED = {"Iterations": "1", "Steps": "2", "Batch Size": "8"}
 @pytest.fixture(scope="module")
 def page(browser: Browser) -> Page:
     found = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
-    found.set_default_timeout(60_000)
+    found.set_default_timeout(1000 * LIMIT)
     return found
 
 
@@ -40,12 +41,13 @@ def flow_run(up: Up, page: Page) -> dict[str, Any]:
     field(page, "run").fill("formed")
     field(page, "overrides").fill("launcher.type=inline seed=7")
     page.get_by_role("button", name="Submit").click()
+    page.wait_for_url(lambda url: not url.endswith("/run"))  # the server has taken the form
 
     def ended() -> dict[str, Any] | None:
         runs = up.post("flow_runs/filter", deployments={"id": {"any_": [deployment]}})
         return next((run for run in runs if run["state_type"] in ("COMPLETED", "FAILED", "CRASHED")), None)
 
-    found = eventually(ended, "the run's end")
+    found = wait_until(ended, "the run's end")
     assert found["state_type"] == "COMPLETED", found["state"]["message"]
     return found
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 from listeners import beyond_loopback, listening
-from ui_machine import Up
+from servers import Up
 
 
 def test_server_worker_and_keeper_listen_on_loopback_alone(up: Up) -> None:

@@ -1,9 +1,11 @@
 """`python -m areal_tasks.engines.embedded`: the inference server; it ends with its supervisor while it starts, too."""
 
 from areal_tasks.engines.lifeline import watch_lifeline
+from areal_tasks.importing import importing
 
 if __name__ == "__main__":
     watch_lifeline()
-    from areal_tasks.engines.embedded.process import main  # imports torch, for seconds
+    with importing():
+        from areal_tasks.engines.embedded.process import main  # imports torch, for seconds
 
     main()

@@ -11,7 +11,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, TokenId, make_sequences
-from areal_tasks.engines.embedded.stops import Detokenizer, trim
+from areal_tasks.engines.ends import Detokenizer, trim
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"  # what stands for bytes that are no character
 

@@ -23,7 +23,7 @@ from areal_tasks.engines.embedded.runner import Runner, Shapes, chunk_of
 from areal_tasks.engines.embedded.sampling import sample, uniforms
 from areal_tasks.engines.embedded.sequence import Batch, Job, Sequence, share_prompts
 from areal_tasks.engines.embedded.slots import Rows, Slots
-from areal_tasks.engines.embedded.stops import Detokenizer, tail_length
+from areal_tasks.engines.ends import Detokenizer, tail_length
 
 log = logging.getLogger(__name__)
 PauseMode = Literal["abort", "in_place", "retract"]

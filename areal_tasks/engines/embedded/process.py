@@ -15,7 +15,8 @@ from areal_tasks.engines.embedded.api import Limits
 from areal_tasks.engines.embedded.app import Server
 from areal_tasks.engines.embedded.engine import Engine
 from areal_tasks.engines.embedded.runner import Runner
-from areal_tasks.engines.embedded.weights import end_tokens, find_detokenizer, weights_folder
+from areal_tasks.engines.embedded.weights import find_detokenizer, weights_folder
+from areal_tasks.engines.ends import end_tokens
 from areal_tasks.engines.service import ServiceSpec, read_spec, serve, store_may_be_away
 from areal_tasks.store.backend import Unavailable, open_store
 from areal_tasks.store.files import read_weights
@@ -45,7 +46,9 @@ def make_app(spec: ServiceSpec, on_failure: Callable[[], None] | None = None) ->
         on_failure=on_failure,
     )
     engine.start()
-    limits = Limits(runner.vocab_size, runner.max_length, end_tokens(runner.model), detokenizer is not None)
+    tokenizer = detokenizer.tokenizer if detokenizer else None
+    ends = end_tokens(runner.model.config, getattr(runner.model, "generation_config", None), tokenizer)
+    limits = Limits(runner.vocab_size, runner.max_length, ends, detokenizer is not None)
     return Server(engine, limits, store, source).app()
 
 

@@ -23,9 +23,9 @@ LAYERS: Final = 2
 
 def proven_shapes(runner: Runner) -> Shapes:
     """The shapes of `runner` that are bit-equal to the largest. Uses the cache, and clears it."""
-    old = runner.shapes
+    old, positions = runner.shapes, min(16, runner.capacity)
     with _shallow(runner):
-        rows = _keep(old.rows, lambda n: _decode(runner, torch.arange(n) % 16, old.lengths[-1]))
+        rows = _keep(old.rows, lambda n: _decode(runner, torch.arange(n) % positions, old.lengths[-1]))
         lengths = [n for n in old.lengths[:-1] if _same_length(runner, n)] + old.lengths[-1:]
         prefill = {chunk: _proven_prefills(runner, chunk) for chunk in old.prefill_rows}
     return Shapes(rows, lengths, prefill)

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-from areal_tasks.engines.embedded.stops import Detokenizer
+from areal_tasks.engines.ends import Detokenizer
 from areal_tasks.engines.models import load_tokenizer
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import read_record
@@ -35,10 +34,3 @@ def find_detokenizer(folder: Path) -> Detokenizer | None:
     """The folder's tokenizer; None if it has none, then answers hold no text."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     return Detokenizer(load_tokenizer(folder)) if any((folder / n).is_file() for n in names) else None
-
-
-def end_tokens(model: Any) -> frozenset[int]:
-    """The token ids that end a completion, by the model's configuration and generation configuration."""
-    found = [model.config.eos_token_id, getattr(model.generation_config, "eos_token_id", None)]
-    flat = [t for item in found for t in (item if isinstance(item, list) else [item])]
-    return frozenset(t for t in flat if t is not None)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -23,8 +24,9 @@ from areal_tasks.engines.service import TOKEN, ServiceSpec, read_spec, register,
 from areal_tasks.engines.sglang.child import GUARD
 from areal_tasks.engines.sglang.command import arguments, environment, server_index
 from areal_tasks.engines.sglang.family import adopt_orphans, end_descendants
-from areal_tasks.store.backend import Unavailable, open_store
-from areal_tasks.store.files import materialise, read_weights
+from areal_tasks.engines.sglang.weights import FirstWeights, first_weights
+from areal_tasks.launchers.gpus import memory_used
+from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
 from schemas.recipe.sections import Inference
 
@@ -32,6 +34,9 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 PROGRESS_SECONDS = 15.0
+ATTEMPTS = 3
+#: What others may take of a GPU while SGLang starts there, without being the reason that it fails.
+TAKEN_BYTES = 1 << 30
 HEALTH_SECONDS = 30.0  # SGLang answers 503 itself after 20 s without a token
 
 
@@ -56,28 +61,43 @@ def main() -> None:
 def run(spec: ServiceSpec, token: str) -> int:
     """Serve until SGLang ends; an exit code that says that it failed, since it is never meant to end by itself."""
     port = choose_port(Inference.model_validate(spec.recipe["inference"]).first_port, spec.name)
-    url = f"http://127.0.0.1:{port}"
-    command = arguments(spec, weights_folder(spec), port)
-    log.info("starting SGLang: %s", " ".join(command))
-    child = subprocess.Popen(
-        [sys.executable, "-m", "areal_tasks.engines.sglang.child", *command],
-        env=environment(os.environ, Path(tempfile.mkdtemp(prefix="meeting-"))) | {GUARD: str(os.getpid())},
-        stdin=subprocess.DEVNULL,
-    )
-    if wait_until_ready(child, url, token):
-        register(spec, url)
-    code = child.wait()
+    weights = first_weights(spec)
+    code = serve(spec, arguments(spec, weights.folder, port), f"http://127.0.0.1:{port}", token, weights).wait()
     log.error("SGLang ended with %d", code)
     return code if code > 0 else 128 - code
 
 
-def weights_folder(spec: ServiceSpec) -> Path:
-    """A local folder with the weights of the specification: the store's own if it lies on this machine (no copy)."""
-    if spec.weights is None:
-        raise UserError("the inference server was given no weights; publish version 0 first")
-    store = open_store(spec.store_url)
-    manifest = read_weights(store, spec.weights)
-    return materialise(store, manifest.files, Path(tempfile.mkdtemp(prefix="weights-")), verify=True)
+def serve(
+    spec: ServiceSpec, command: Sequence[str], url: str, token: str, weights: FirstWeights
+) -> subprocess.Popen[bytes]:
+    """SGLang, once it is ready and registered, or has ended before.
+
+    SGLang looks twice how much memory is free, and takes what went in between for its own. Where others took memory
+    meanwhile, as another run's trainer that starts, it is started again.
+    """
+    for attempt in range(ATTEMPTS):
+        log.info("starting SGLang: %s", " ".join(command))
+        used, child = memory_used(spec.gpus), start(command)
+        ready = wait_until_ready(child, url, token, weights.look)
+        weights.check()
+        if ready:
+            register(spec, url)
+            break
+        end_descendants()  # what is left of it holds memory
+        taken = memory_used(spec.gpus) - used
+        if taken < TAKEN_BYTES or attempt + 1 == ATTEMPTS:
+            break
+        log.warning("SGLang ended while it started, and others took %.1f GB meanwhile; starting it again", taken / 1e9)
+    return child
+
+
+def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """SGLang, which ends with this process."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "areal_tasks.engines.sglang.child", *command],
+        env=environment(os.environ, Path(tempfile.mkdtemp(prefix="meeting-"))) | {GUARD: str(os.getpid())},
+        stdin=subprocess.DEVNULL,
+    )
 
 
 def choose_port(first: int, name: str) -> int:
@@ -91,11 +111,15 @@ def choose_port(first: int, name: str) -> int:
         ) from error
 
 
-def wait_until_ready(child: subprocess.Popen[bytes], url: str, token: str) -> bool:
-    """Wait until the server generates; False if it ends instead. How long is too long, the supervisor decides."""
+def wait_until_ready(child: subprocess.Popen[bytes], url: str, token: str, look: Callable[[], None]) -> bool:
+    """Wait until the server generates; False if it ends instead. How long is too long, the supervisor decides.
+
+    `look` is called meanwhile, and ends this with whatever it raises.
+    """
     started = said = time.monotonic()
     with httpx.Client(headers={"Authorization": f"Bearer {token}"}, timeout=HEALTH_SECONDS) as client:
         while child.poll() is None:
+            look()
             if _healthy(client, url):
                 log.info("SGLang is ready after %.1f s", time.monotonic() - started)
                 return True

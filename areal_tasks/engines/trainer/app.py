@@ -22,8 +22,8 @@ from starlette.routing import Route
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer.commands import Command, Compare, Load, Logprobs, Message, Send, Train, Write
-from areal_tasks.engines.trainer.fencing import Fence, Refused
-from areal_tasks.engines.trainer.group import Group, GroupBroken
+from areal_tasks.engines.trainer.fencing import Fence, Refused, Superseded
+from areal_tasks.engines.trainer.group import Group, GroupBroken, text_of
 from areal_tasks.engines.trainer.ranks import cpu_threads, end_group
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.store.backend import Unavailable
@@ -94,7 +94,7 @@ class _Desk:
         self.waiting = 0
 
     async def run(self, name: str, command: Command) -> Message:
-        """The answer to `command`. Raises Refused at once for a superseded owner, also while others wait."""
+        """The answer to `command`. Raises Superseded at once for a superseded owner, also while others wait."""
         self.gate.admit(command.owner)
         self.waiting += 1
         try:
@@ -134,15 +134,16 @@ def _json(message: Message) -> Response:
     return Response(message.model_dump_json(), media_type="application/json")
 
 
+#: What the status of an answer says of the error (`TrainerClient` reads it). All else is 500: this process failed by
+#: itself, and is not to be trusted any more.
+STATUSES: Final = ((Superseded, 403), (Refused, 409), (ValidationError, 422), (Unavailable, 503), (UserError, 400))
+
+
 def _failure(error: Exception) -> Response:
-    """409: refused; 422: malformed body; 503: the store is away; 400: a person can mend it; 500, logged: the rest."""
-    if isinstance(error, Refused):
-        return JSONResponse({"error": str(error)}, 409)
-    if isinstance(error, ValidationError):
-        return JSONResponse({"error": f"malformed command: {error}"}, 422)
-    if isinstance(error, Unavailable):
-        return JSONResponse({"error": str(error)}, 503)
-    if isinstance(error, UserError):
+    if isinstance(error, GroupBroken) and error.by_user:
         return JSONResponse({"error": str(error)}, 400)
-    log.error("a command failed", exc_info=error)
-    return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
+    status = next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
+    if status == 500:
+        log.error("a command failed", exc_info=error)
+    malformed = isinstance(error, ValidationError)
+    return JSONResponse({"error": f"malformed command: {error}" if malformed else text_of(error)}, status)

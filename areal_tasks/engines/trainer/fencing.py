@@ -12,7 +12,11 @@ T = TypeVar("T")
 
 
 class Refused(Exception):
-    """The command comes from a superseded owner or for another version: HTTP 409."""
+    """The command is out of order: it expects another version than is held. HTTP 409."""
+
+
+class Superseded(Refused):
+    """The command comes from an owner after whom another one has begun: HTTP 403."""
 
 
 class Declined(UserError):
@@ -36,11 +40,13 @@ class Fence(Generic[T]):
         """Let `owner` in, for good: lower owners are refused from now on.
 
         Raises:
-            Refused: a higher owner has been here.
+            Superseded: a higher owner has been here.
         """
         with self._lock:
             if owner < self.owner:
-                raise Refused(f"owner {owner} was superseded by owner {self.owner}: a later start of this run commands")
+                raise Superseded(
+                    f"owner {owner} was superseded by owner {self.owner}: a later start of this run commands"
+                )
             self.owner = owner
 
     def expect(self, version: int) -> None:

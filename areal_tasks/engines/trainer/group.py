@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -26,10 +27,18 @@ log = logging.getLogger(__name__)
 #: How long a rank that failed waits for the others to come to the same end.
 GRACE_SECONDS: Final = 20.0
 _FOREVER: Final = timedelta(days=20)
+PACKAGE: Final = "areal_tasks/"
 
 
 class GroupBroken(Exception):
-    """A rank failed alone, or the ranks no longer hold the same: none of them can go on."""
+    """A rank failed alone, or the ranks no longer hold the same: none of them can go on.
+
+    `by_user`: it comes of something that a person can change, such as too little memory on one rank.
+    """
+
+    def __init__(self, reason: str, by_user: bool = False) -> None:
+        super().__init__(reason)
+        self.by_user = by_user
 
 
 @dataclass(frozen=True)
@@ -115,12 +124,13 @@ class Group:
             raise UserError(found["error"])
         return found["text"]
 
-    def last_words(self, rank: int) -> str:
-        """What `rank` said of the command under way, if it has ended it."""
+    def last_words(self, rank: int) -> Outcome | None:
+        """What `rank` said of the command under way, if it failed at it."""
         key = f"outcome/{self._command}/{rank}"
         if self.store is None or not self.store.check([key]):
-            return ""
-        return Outcome(**json.loads(self.store.get(key))).error
+            return None
+        found = Outcome(**json.loads(self.store.get(key)))
+        return found if found.error else None
 
     def _begin(self) -> None:
         self._command += 1
@@ -141,7 +151,8 @@ class Group:
             log.log(
                 logging.INFO if self._survives(error) else logging.ERROR, "rank %d failed", self.rank, exc_info=error
             )
-        self._settle(Outcome(self.rank, state(), _text(error), self._survives(error)))
+        said = "" if error is None else text_of(error)
+        self._settle(Outcome(self.rank, state(), said, self._survives(error)))
         if error is not None:
             raise error
         return result
@@ -153,9 +164,9 @@ class Group:
         """Exchange outcomes. Raises GroupBroken, or a UserError where only other ranks have failed."""
         outcomes = self._exchange(mine)
         problem = disagreement(outcomes)
-        if problem is not None:
-            raise GroupBroken(problem)
         failed = [o for o in outcomes if o.error]
+        if problem is not None:
+            raise GroupBroken(problem, bool(failed) and all(o.harmless for o in failed))
         if failed and not mine.error:
             raise UserError(f"rank {failed[0].rank}: {failed[0].error}")
 
@@ -166,7 +177,7 @@ class Group:
         try:
             self.store.wait(keys, self.grace if mine.error else _FOREVER)
         except RuntimeError as error:  # torch's DistStoreError: a failed rank waits for the others in vain
-            raise GroupBroken(f"rank {self.rank}: {mine.error}") from error
+            raise GroupBroken(f"rank {self.rank}: {mine.error}", mine.harmless) from error
         found = [Outcome(**json.loads(self.store.get(key))) for key in keys]
         for key in self._stale:  # all have ended this command, so they have read what was posted for the last
             self.store.delete_key(key)
@@ -180,7 +191,12 @@ def _attempt(work: Callable[[], str]) -> dict[str, str]:
         return {"error": str(error)}
 
 
-def _text(error: Exception | None) -> str:
-    if error is None:
-        return ""
-    return str(error) if isinstance(error, (UserError, Refused)) else f"{type(error).__name__}: {error}"
+def text_of(error: Exception) -> str:
+    """The error in a line: an unexpected one with its type and with the line of this program that it came from."""
+    if isinstance(error, (UserError, Refused, GroupBroken)):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if PACKAGE in frame.filename] or frames
+    where = f" ({ours[-1].filename.rpartition(PACKAGE)[2]}:{ours[-1].lineno} in {ours[-1].name})" if ours else ""
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}{where}"

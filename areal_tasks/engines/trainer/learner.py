@@ -31,11 +31,12 @@ from areal_tasks.engines.trainer.objective import STATS, Objective, grpo_objecti
 from areal_tasks.engines.trainer.optimizer import learning_rate
 from areal_tasks.engines.trainer.rows import Batch, aligned, make_table
 from areal_tasks.engines.trainer.settings import Settings
+from schemas.errors import UserError
 
 Rows = Int[Tensor, " _"]  # samples by their place in the batch
 
 
-class TrainingFailed(Exception):
+class TrainingFailed(UserError):
     """Training cannot go on: the loss or the gradient stays non-finite."""
 
 

@@ -26,9 +26,7 @@ import torch.distributed as dist
 from areal_tasks.engines.lifeline import LIFELINE
 from areal_tasks.engines.ports import HOST
 from areal_tasks.engines.service import TOKEN
-from areal_tasks.engines.trainer.fencing import Refused
 from areal_tasks.engines.trainer.group import Group, GroupBroken
-from areal_tasks.engines.trainer.learner import TrainingFailed
 from areal_tasks.engines.trainer.process_group import meet, rank_device, serve_store
 from schemas.errors import UserError
 from schemas.recipe.sections import Trainer
@@ -37,7 +35,6 @@ log = logging.getLogger(__name__)
 
 #: Between a rank's failure and the end of the group, so that rank 0 can answer with the reason.
 ANSWER_SECONDS: Final = 1.0
-SURVIVED: Final = (UserError, Refused, TrainingFailed)
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ def join(settings: Trainer) -> Group:
         return Group()
     device = rank_device(place.local_rank, place.world)
     store = _open_store(place)
-    group = Group(place.rank, place.world, dist.PrefixStore("group", store), SURVIVED)
+    group = Group(place.rank, place.world, dist.PrefixStore("group", store))
     if not place.spawned:
         os.environ.update(environment(0, place.world, store.port))
         _start_others(place.world, store.port, cpu_threads(settings), group)
@@ -125,9 +122,9 @@ def _end_with(process: subprocess.Popen[bytes], rank: int, group: Group) -> None
     """Wait for the end of a rank's process, then end all."""
     code = process.wait()
     words = group.last_words(rank)
-    log.error("rank %d ended with %d, and with it the whole trainer. %s", rank, code, words)
-    if words:
-        end_group(group, GroupBroken(words))
+    log.error("rank %d ended with %d, and with it the whole trainer. %s", rank, code, words.error if words else "")
+    if words is not None:
+        end_group(group, GroupBroken(words.error, words.harmless))
     else:
         os.killpg(0, signal.SIGKILL)
 

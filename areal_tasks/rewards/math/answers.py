@@ -201,9 +201,14 @@ def _formula(text: str) -> Formula | None:
     unit = unit_of(f" {tail.group()}") if tail else None
     body = text[: tail.start()].strip() if tail and unit else text
     words = [word for word in _WORDS.findall(_ENVIRONMENT.sub("", body)) if len(word) > 1 and word not in _FUNCTIONS]
-    if not body or _NO_FORMULA.search(body) or not all(map(_is_product, words)):
+    if not body or _NO_FORMULA.search(body) or _is_sequence(body) or not all(map(_is_product, words)):
         return None
     return Formula(_NAMES.sub(r"\\\1", body), unit or frozenset())
+
+
+def _is_sequence(text: str) -> bool:
+    """Whether it is capitals alone, such as HHT: their order counts, unlike that of factors."""
+    return len(text) > 1 and text.isalpha() and text.isupper()
 
 
 def _is_product(word: str) -> bool:

@@ -189,7 +189,8 @@ def _values(*expressions: Any) -> list[tuple[Any, ...]] | None:
 def _value_at(expression: Any, point: Mapping[str, Any]) -> Any:
     """A complex number. ValueError where there is none, such as at a pole."""
     value = sympy.N(expression.subs({symbol: point[symbol.name] for symbol in expression.free_symbols}), 20)
-    if not value.is_number or not value.is_finite:
+    parts = value.as_real_imag() if value.is_finite else ()
+    if not parts or not all(part.is_Number for part in parts):
         raise ValueError(f"{expression} has no value at {point}")
     return value
 

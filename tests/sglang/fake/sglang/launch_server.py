@@ -18,6 +18,10 @@ def run_server(settings: argparse.Namespace) -> None:
     if settings.attention_backend == "no-memory":
         print("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", flush=True)
         sys.exit(1)
+    if settings.attention_backend == "no-memory-at-first" and not Path("tried").exists():
+        Path("tried").touch()
+        print("ValueError: Loaded weights leave no GPU memory for the KV cache under ...", flush=True)
+        sys.exit(1)
     subprocess.Popen([sys.executable, "-c", SLEEP])
     subprocess.run([sys.executable, "-c", DETACH], check=True)  # its parent ends at once
     from sglang.srt.entrypoints.http_server import app

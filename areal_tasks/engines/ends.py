@@ -1,0 +1,93 @@
+"""What ends a completion besides its length: end tokens, and stop strings in the text of its tokens.
+
+A completion ends with the first token that is an end token or that completes a stop string; one that has as many tokens
+as it may have, and no such token, is truncated. An engine looks for the end in what it generates for one request.
+SGLang does not look at the last token that it may generate (`update_finish_state` of 0.5.17 compares lengths first),
+and no engine looks at a stop string that began before an interruption: there the client does (`Ends.found`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+#: Further tokens that end a completion in SGLang, where a tokenizer has them (hf_transformers/common.py of 0.5.17).
+ADDED_ENDS: Final = ("<|eom_id|>", "<|content_model_end_sampling|>")
+_TOKENS_PER_CHARACTER: Final = 4  # byte-level vocabularies spend up to four tokens on one character
+
+
+class Detokenizer:
+    """Tokens to text, through the fast tokenizer's own batch call where there is one."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if getattr(tokenizer, "clean_up_tokenization_spaces", False):
+            self._backend = None
+
+    def texts(self, outputs: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+        """The text of each output."""
+        if self._backend is not None:
+            return list(self._backend.decode_batch(list(outputs), skip_special_tokens=skip_special_tokens))
+        return [self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) for ids in outputs]
+
+    def find_stop(self, tail: Sequence[int], stops: Sequence[str]) -> str | None:
+        """The stop string that the newest tokens complete, if any. `tail`: the last `tail_length(stops)` tokens."""
+        text = self.texts([tail], skip_special_tokens=False)[0]
+        return next((stop for stop in stops if stop in text), None)
+
+
+def tail_length(stops: Sequence[str]) -> int:
+    """Tokens that must be looked at so that no stop string ending in the newest one is missed."""
+    return _TOKENS_PER_CHARACTER * max(map(len, stops), default=0) + 1
+
+
+def trim(text: str, stop: str, keep: bool = False) -> str:
+    """`text` up to the stop string; with `keep`, up to its end."""
+    before, found, _ = text.partition(stop)
+    return before + found if keep else before
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The end tokens of a model and how to read its tokens; neither is known by default."""
+
+    tokens: frozenset[int] = frozenset()
+    detokenizer: Detokenizer | None = None
+
+    def found(
+        self, output: Sequence[int], begun: int, at_limit: bool, stops: Sequence[str], stop_ids: Collection[int]
+    ) -> int | None:
+        """How many tokens of `output` the completion has, if it ends where the engine has not looked.
+
+        The engine has generated the tokens from `begun` on; `at_limit`: it has stopped there for their number.
+        """
+        if begun and (spanning := self._spanning(output, begun, stops)) is not None:
+            return spanning
+        if not (at_limit and output):
+            return None
+        ended = output[-1] in self.tokens or output[-1] in stop_ids or self._holds(output, stops)
+        return len(output) if ended else None
+
+    def _spanning(self, output: Sequence[int], begun: int, stops: Sequence[str]) -> int | None:
+        """The end of a stop string that begins before `begun` and ends after it."""
+        reach = tail_length(stops)
+        first, last = max(begun - reach, 0), min(begun + reach, len(output))
+        if not self._holds(output[first:last], stops) or self._holds(output[first:begun], stops):
+            return None
+        return next(end for end in range(begun + 1, last + 1) if self._holds(output[first:end], stops))
+
+    def _holds(self, tokens: Sequence[int], stops: Sequence[str]) -> bool:
+        """Whether a stop string is in the last of these tokens."""
+        if self.detokenizer is None or not stops:
+            return False
+        return self.detokenizer.find_stop(tokens[-2 * tail_length(stops) :], stops) is not None
+
+
+def end_tokens(config: Any, generation_config: Any, tokenizer: Any) -> frozenset[int]:
+    """The token ids that end a completion, by a model's configurations and its tokenizer, as SGLang has them."""
+    found = [getattr(one, "eos_token_id", None) for one in (config, generation_config, tokenizer)]
+    flat = [t for item in found for t in (item if isinstance(item, list) else [item])]
+    added = tokenizer.get_added_vocab() if tokenizer is not None else {}
+    return frozenset(t for t in flat if t is not None) | {added[text] for text in ADDED_ENDS if text in added}

@@ -1,0 +1,66 @@
+"""What SGLang reads when it starts: weights of a store, or the model's own folder while it is copied into the store.
+
+Either is checked while SGLang starts, which takes longer, and before the server is registered as ready.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_tasks.engines.models import file_states, link_wanted
+from areal_tasks.engines.service import ModelFolder, ServiceSpec
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.files import common_folder, materialise, read_weights
+from areal_tasks.store.parallel import in_background
+from schemas.errors import UserError
+
+
+@dataclass(frozen=True)
+class FirstWeights:
+    """A local folder. `check`, once it was read, raises UserError if the bytes were not those that were meant.
+
+    `look` does so while it is read, as soon as that is known.
+    """
+
+    folder: Path
+    look: Callable[[], None]
+    check: Callable[[], object]
+
+
+def first_weights(spec: ServiceSpec) -> FirstWeights:
+    """What the specification asks for. UserError if it is not there."""
+    into = Path(tempfile.mkdtemp(prefix="weights-"))
+    if spec.weights is not None:
+        return _of_store(spec, into)
+    if spec.folder is None:
+        raise UserError("the inference server was given no weights; publish version 0 first")
+    folder = spec.folder
+    return FirstWeights(link_wanted(Path(folder.path), into), lambda: None, lambda: check_unchanged(folder))
+
+
+def _of_store(spec: ServiceSpec, into: Path) -> FirstWeights:
+    """The store's own folder if it lies on this machine, hashed meanwhile; else what is fetched from it first."""
+    assert spec.weights is not None
+    store = open_store(spec.store_url)
+    files = read_weights(store, spec.weights).files
+    checked = in_background(lambda: materialise(store, files, into, verify=True), "weights")
+
+    def look() -> None:
+        if checked.done():
+            checked.result()
+
+    return FirstWeights(store.local(common_folder(files)) or checked.result(), look, checked.result)
+
+
+def check_unchanged(folder: ModelFolder) -> None:
+    """UserError if a file of the folder is not as it was: then SGLang may have read what the store does not have."""
+    now = file_states(Path(folder.path))
+    changed = sorted(name for name in now.keys() | folder.files.keys() if now.get(name) != folder.files.get(name))
+    if changed:
+        raise UserError(
+            f"model.path: {changed[0]} in {folder.path} was changed while the run began with it; run again under "
+            "another name once the folder is whole"
+        )

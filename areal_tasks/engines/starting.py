@@ -1,0 +1,121 @@
+"""Starts the services of a run, each as early as it can be: the trainer needs no weights to start, servers do."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from areal_tasks.engines.models import file_states
+from areal_tasks.engines.service import ModelFolder, spec_of
+from areal_tasks.launchers.gpus import Placement, describe, place_recipe, visible_gpus
+from areal_tasks.launchers.supervisor import Supervisor
+from areal_tasks.store.parallel import in_background
+from areal_tasks.store.runs import Run
+from schemas.manifest import WeightsRef
+from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
+
+log = logging.getLogger(__name__)
+
+TRAINER: Final = "trainer"
+MODULES: Final = {name: f"areal_tasks.engines.{name}" for name in ("embedded", "sglang", TRAINER)}
+
+
+def place_services(recipe: Recipe, others: bool) -> Placement:
+    """The GPUs of each service, among those that this process may use; writes them to the log.
+
+    `others`: inference servers are not this run's. Raises as `place_recipe`.
+    """
+    found = place_recipe(recipe, visible_gpus(), others)
+    if assigned := describe(found):
+        log.info("%s", assigned)
+    return found
+
+
+@dataclass(frozen=True)
+class Services:
+    """The services that a start of a run begins; `names` are those of its inference servers."""
+
+    supervisor: Supervisor
+    run: Run
+    recipe: Recipe
+    names: Sequence[str]
+    placement: Placement
+
+    def start_early(self) -> None:
+        """Start what needs no weights in the store: the trainer, if there is one, and servers that can read others."""
+        if not isinstance(self.recipe, EvaluateRecipe):
+            spec = spec_of(self.run, self.recipe, TRAINER, None, self.placement.trainer)
+            self.supervisor.start(MODULES[TRAINER], spec, self.recipe.trainer.threads)
+        if (folder := own_folder(self.run, self.recipe)) is not None:
+            self.start_servers(folder)
+
+    def start_servers(self, weights: WeightsRef | ModelFolder) -> None:
+        """Start the servers on `weights`. Those that have started on the model's folder are known to hold these."""
+        assert not (self.names and isinstance(self.recipe, SftRecipe))
+        ref, folder = (None, weights) if isinstance(weights, ModelFolder) else (weights, None)
+        for i, name in enumerate(self.names):
+            inference, gpus = self.recipe.inference, self.placement.servers[i : i + 1]  # type: ignore[union-attr]
+            users = self.placement.users(i)
+            spec = spec_of(self.run, self.recipe, name, ref, gpus[0] if gpus else (), users, folder)
+            if name in self.supervisor.services:
+                self.supervisor.began_on(name, ref)
+            else:
+                self.supervisor.start(MODULES[inference.engine], spec, inference.threads)
+
+
+def own_folder(run: Run, recipe: Recipe) -> ModelFolder | None:
+    """The model's folder on this machine, if SGLang can start on it while the first start of a run copies it.
+
+    What a later start or a child begins with lies in a store, and the folder may have changed since. The embedded
+    engine reads the store alone.
+    """
+    if isinstance(recipe, SftRecipe) or recipe.inference.engine != "sglang":
+        return None
+    path = Path(recipe.model.path).expanduser()
+    if not recipe.model.path or not path.is_dir() or run.owner != 1 or run.record.parent:
+        return None
+    return ModelFolder(path=str(path.absolute()), files=file_states(path))
+
+
+def may_load_early(recipe: Recipe) -> bool:
+    """Whether the recipe's trainer can load its model while inference servers start.
+
+    Not where they would lend it the memory that their first rollout needs, nor in threads of one process, whose
+    models share torch's default precision.
+    """
+    if isinstance(recipe, EvaluateRecipe) or recipe.launcher.type == "inline":
+        return False
+    return isinstance(recipe, SftRecipe) or not recipe.inference.release_memory
+
+
+class Early:
+    """Work that begins before its result is asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._done: Future[object] | None = None
+        self._thread = 0
+
+    def begin(self, work: Callable[[], object]) -> None:
+        """Start `work`. Returns at once."""
+
+        def run() -> object:
+            self._thread = threading.get_ident()
+            return work()
+
+        self._done = in_background(run, self._name)
+
+    def wait(self) -> None:
+        """Return when the work is over; within the work itself, return at once. Raises its error, to one caller."""
+        done = self._done
+        if done is None or threading.get_ident() == self._thread:
+            return
+        try:
+            done.result()
+        finally:
+            self._done = None

@@ -1,0 +1,133 @@
+"""The views of one run, in one schema of a DuckDB connection, and those of several runs as one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence, Set
+from typing import Final
+
+import duckdb
+
+from areal_tasks.store.backend import StoreError
+from areal_tasks.store.catalog import Catalog
+from areal_tasks.store.commit import verified
+from areal_tasks.store.record_tables import log_table, segments_table
+from areal_tasks.store.scan import Lazy, derived_dataset, table_dataset
+from schemas.views import COMMITS, LOG, SEGMENTS, SHARDS, SHARED, STAGES, VIEWS, View
+
+_META: Final = frozenset({"stages", "commits", "shards", "log", "segments"})
+#: Views with a column `run` of their own: the run that made what a row tells of, which may be a parent.
+_MADE_BY: Final = frozenset({"stages", "commits", "segments"})
+
+
+class RunViews:
+    """The views of a run: one per table (with the iteration), those of `schemas.views.VIEWS`, and those of its records.
+
+    Views in a schema see each other there, and not those of the same name elsewhere.
+    """
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection, catalog: Catalog, schema: str) -> None:
+        self.connection = connection
+        self.catalog = catalog
+        self.schema = schema
+        self.tables = catalog.stages_of.keys()
+        self.shown = shown(catalog)
+        self.views = _views(self.shown.keys())
+        self.lazies = _datasets(catalog, self.shown)
+        _show(connection, schema, self.lazies)
+        self.defined: dict[str, str] = {}
+        self.define(frozenset())
+
+    @property
+    def names(self) -> list[str]:
+        """All views that there are."""
+        return sorted({*self.lazies, *(view.name for view in self.views)})
+
+    def define(self, spared: Set[str]) -> None:
+        """Make the views again without joins with the tables `spared`, unless they are so already."""
+        for view in self.views:
+            text = view.define(self.shown.keys(), spared, self.schema)
+            if self.defined.get(view.name) != text:
+                self.connection.execute(text)
+                self.defined[view.name] = text
+
+    def spared(self, words: Set[str]) -> set[str]:
+        """The joined tables none of whose columns is among `words`."""
+        joins = [join for view in self.views for join in view.joins]
+        used = {join.table for join in joins if any(column.source in words for column in join.columns)}
+        return {join.table for join in joins} - used
+
+    def damage(self) -> StoreError | None:
+        """The damaged shard because of which a table could not be read; none where a failure has another cause."""
+        failed = [self.shown[name] for name, lazy in self.lazies.items() if lazy.failure and name in self.shown]
+        for table in failed:
+            for _, shard in self.catalog.shards(table):
+                try:
+                    verified(self.catalog.run.store, shard.path, shard.sha256)
+                except StoreError as damage:
+                    return damage
+        return None
+
+
+def _datasets(catalog: Catalog, shown: Mapping[str, str]) -> dict[str, Lazy]:
+    """What SQL scans, by name. It refers to no connection, which would then never be freed."""
+    made = {name: table_dataset(catalog, table) for name, table in shown.items()}
+    made["stages"] = derived_dataset(STAGES, catalog.stages_table)
+    made["commits"] = derived_dataset(COMMITS, catalog.commits_table)
+    made["shards"] = derived_dataset(SHARDS, catalog.shards_table)
+    made["log"] = derived_dataset(LOG, lambda: log_table(catalog.run))
+    made["segments"] = derived_dataset(SEGMENTS, lambda: segments_table(catalog.run))
+    return made
+
+
+def _show(connection: duckdb.DuckDBPyConnection, schema: str, datasets: Mapping[str, Lazy]) -> None:
+    """Make data sets views in a schema."""
+    connection.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}")
+    connection.execute(f"SET schema = '{schema}'")
+    for name, dataset in datasets.items():
+        connection.from_arrow(dataset).create_view(name)
+    connection.execute("SET schema = 'main'")
+
+
+def shown(catalog: Catalog) -> dict[str, str]:
+    """By the names that SQL sees, the run's tables.
+
+    A replay that ends before the stage `scalars` has that table only of what it shares with its parent, if anything.
+    """
+    names = {name: name for name in sorted(catalog.stages_of)}
+    if catalog.run.record.replay_until and "scalars" in names:
+        names[SHARED] = names.pop("scalars")
+    return names
+
+
+def _views(tables: Set[str]) -> list[View]:
+    """Of each name the first view whose tables, or views before it, there are."""
+    found: dict[str, View] = {}
+    for view in VIEWS:
+        if view.name not in tables and view.needs <= tables | found.keys():
+            found.setdefault(view.name, view)
+    return list(found.values())
+
+
+def unite(connection: duckdb.DuckDBPyConnection, runs: Sequence[RunViews]) -> None:
+    """Make the views of all runs views of the connection: the rows of each, with the column `run`.
+
+    Where a row names the run that made it, that column is called `made_by`.
+    """
+    for name in sorted({name for run in runs for name in run.names}):
+        columns = "* RENAME (run AS made_by)" if name in _MADE_BY else "*"
+        parts = [
+            f"SELECT '{run.catalog.run.name}' AS run, {columns} FROM {run.schema}.{name}"
+            for run in runs
+            if name in run.names
+        ]
+        connection.execute(f"CREATE VIEW {name} AS {' UNION ALL BY NAME '.join(parts)}")
+
+
+def words_of_plan(connection: duckdb.DuckDBPyConnection, query: str) -> set[str]:
+    """The words of a query's plan, which names the columns of every scan; empty where it cannot be had."""
+    try:
+        plan = connection.execute(f"EXPLAIN (FORMAT JSON) {query}").fetchall()[0][1]
+    except duckdb.Error:  # the query itself will say what is wrong; DESCRIBE cannot be explained
+        return set()
+    return set(re.findall(r"\w+", plan))

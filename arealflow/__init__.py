@@ -1,0 +1,36 @@
+"""arealflow from Python: `arealflow.connect("run")` is a DuckDB connection with the views of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from arealflow.packages import check_packages
+
+if TYPE_CHECKING:
+    import duckdb
+
+
+def connect(*runs: str, store: str = "") -> duckdb.DuckDBPyConnection:
+    """A DuckDB connection with the views of `arealflow sql` (docs/sql.md), as the runs are committed now.
+
+    It reads what the runs' commits select, and can open no other file. Close it, or use it as a context manager.
+
+    Args:
+        runs: One run; or several, or none for all runs of the store: each view has the column `run` then.
+        store: Folder or URL of the store. Empty: AREALFLOW_STORE, else the default folder.
+
+    Raises:
+        ImportError: other packages have the names of arealflow's.
+        schemas.errors.UserError: there is no such run, or the store cannot be read.
+    """
+    check_packages()
+    from areal_tasks.store.backend import open_store  # here: the `arealflow` command imports this module, too
+    from areal_tasks.store.query import Session
+    from areal_tasks.store.runs import list_runs
+
+    there = open_store(store)
+    names = runs or [run.name for run in list_runs(there)]
+    return Session(there, *names, several=not runs).connection
+
+
+__all__ = ["connect"]

@@ -1,0 +1,22 @@
+"""The `arealflow` command. It looks for its own packages first: without them it could not say what is wrong."""
+
+from __future__ import annotations
+
+import sys
+
+from arealflow.packages import check_packages
+
+
+def main() -> None:
+    """Entry point."""
+    try:
+        check_packages()
+    except ImportError as error:
+        sys.exit(f"error: {error}")
+    from flows.cli.main import main as command
+
+    command()
+
+
+if __name__ == "__main__":
+    main()

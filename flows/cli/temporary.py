@@ -1,0 +1,78 @@
+"""The Prefect server of one `arealflow run`, where there is no other: it starts while this process imports Prefect.
+
+Prefect would start one itself, but only after its own import, and would leave it running if this process is killed.
+This one has its listening socket from the first moment, so that a request waits until the server is ready.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+from typing import Final
+
+import httpx
+
+from areal_tasks.engines.lifeline import LIFELINE
+from areal_tasks.engines.ports import listen
+from flows.cli.machine import START_SECONDS
+from flows.home import home, last_lines
+from schemas.errors import UserError
+
+STOP_SECONDS: Final = 5.0
+#: No list of block types: flows use none, and registering them takes a second.
+SETTINGS: Final = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
+    "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",  # it would note that they are registered
+}
+
+
+class TemporaryServer:
+    """A Prefect server over the database of `<home>/prefect`, where `arealflow up` will find the flow runs later."""
+
+    def __init__(self) -> None:
+        self.log = home() / "logs" / "temporary-server.log"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._read_end, self._write_end = os.pipe()  # the server ends when the write end is closed
+        with listen("127.0.0.1") as listener:
+            self.api_url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+            self._process = self._spawn(listener)
+        os.close(self._read_end)
+        atexit.register(self.stop)  # runs after Prefect's own handlers, which send its last logs
+
+    def _spawn(self, listener: socket.socket) -> subprocess.Popen[bytes]:
+        own = {
+            "PREFECT_HOME": str(home() / "prefect"),
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            LIFELINE: str(self._read_end),
+        }
+        inherited = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
+        with self.log.open("ab") as sink:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "flows.server", str(listener.fileno())],
+                env=inherited | SETTINGS | own,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                pass_fds=[listener.fileno(), self._read_end],
+                start_new_session=True,  # a Ctrl-C in the terminal is the flow's, which has more to say to the server
+            )
+
+    def wait(self) -> None:
+        """Return when the server answers. UserError with the end of its log if it does not."""
+        try:
+            httpx.get(f"{self.api_url}/health", timeout=START_SECONDS).raise_for_status()
+        except httpx.HTTPError as error:
+            raise UserError(f"the temporary Prefect server did not start; {last_lines(self.log)}") from error
+
+    def stop(self) -> None:
+        """End the server; returns when it is gone."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,116 @@
+"""What a start of a run waits for until its first iteration is committed: a line in its log, and a record of it.
+
+The process says by `mark` what it has been at until now; the rest is read from manifests and the services' records.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+import psutil
+from prefect import get_run_logger
+
+from areal_tasks.stages.loop import Closed
+from areal_tasks.store.backend import Store, StoreError
+from areal_tasks.store.commit import find_record
+from areal_tasks.store.journal import append
+from areal_tasks.store.paths import service
+from areal_tasks.store.runs import Run
+from schemas.manifest import ServiceRecord, StageManifest
+
+ACTION: Final = "first iteration"
+READY: Final = " ready"
+SHOWN_SECONDS: Final = 0.05
+
+#: What this process has been at, and until when, in seconds since the epoch. The first line says when it began.
+_marks: list[tuple[str, float]] = []
+_flows: list[float] = []  # when each flow of this process began
+
+
+def mark(what: str) -> None:
+    """This process has been at `what` since the mark before."""
+    _marks.append((what, time.time()))
+
+
+def flow_begins(nested: bool) -> None:
+    """A flow begins, `nested` in another or not. The first of a process began with the process, a later one now."""
+    if _flows and not nested:
+        _marks.clear()
+    _flows.append(time.time())
+    mark("Prefect")
+
+
+class Startup:
+    """One start of a run, since its flow began. A run that its flow starts later, or again, begins now."""
+
+    def __init__(self) -> None:
+        mark("checks")
+        self.began, self.before = _marks[0][1], between(_marks)
+        self.reported = False
+        _marks.clear()
+
+    def __call__(self, run: Run, closed: Closed, services: Sequence[str], flow_run_id: str = "") -> None:
+        """Report the first committed iteration, in the flow's log and in the run's; later ones are ignored."""
+        if self.reported:
+            return
+        self.reported = True
+        made = [built.manifest for built in closed.built.values() if not built.reused]
+        found = {"seconds": time.time() - self.began} | self.before | stage_seconds(made)
+        found |= {name + READY: at - self.began for name, at in ready_times(run.store, run, services).items()}
+        details = {name: round(seconds, 3) for name, seconds in found.items()}
+        get_run_logger().info("%s", describe(details))
+        try:
+            append(run.store, run.name, ACTION, details, prefect_flow_run_id=flow_run_id)
+        except StoreError as error:  # the run does not end for a line of its log
+            get_run_logger().warning("the run's log could not be written: %s", error)
+
+
+def between(marks: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Seconds for each thing that is marked, after the first mark; those of equal name together."""
+    found: dict[str, float] = {}
+    for (_, before), (what, until) in pairwise(marks):
+        found[what] = found.get(what, 0.0) + until - before
+    return found
+
+
+def stage_seconds(manifests: Sequence[StageManifest]) -> dict[str, float]:
+    """Seconds of each stage, in the order of their commits; some overlap."""
+    spans = [(epoch(m.provenance.started), epoch(m.provenance.committed), m.stage) for m in manifests]
+    return {stage: until - since for since, until, stage in sorted(spans, key=lambda span: span[1])}
+
+
+def ready_times(store: Store, run: Run, services: Sequence[str]) -> dict[str, float]:
+    """When each of these services, at its first start, said that it is ready, in seconds since the epoch."""
+    records = [find_record(store, service(run.name, run.owner, name, 0), ServiceRecord) for name in services]
+    return {record.name: epoch(record.started) for record in records if record is not None}
+
+
+def describe(times: Mapping[str, float]) -> str:
+    """`first iteration after 23.4 s: imports 5.1, initialise 0.9, rollout 14.0; trainer ready after 9.2 s`."""
+    spent = [f"{name} {s:.1f}" for name, s in times.items() if not name.endswith(READY) and s >= SHOWN_SECONDS]
+    ready = [f"{name} after {s:.1f} s" for name, s in times.items() if name.endswith(READY)]
+    what = "; ".join(", ".join(part) for part in (spent[1:], ready) if part)
+    return f"first iteration after {times['seconds']:.1f} s: {what}"
+
+
+def epoch(text: str) -> float:
+    """A time of a record, in seconds since the epoch."""
+    return datetime.fromisoformat(text).timestamp()
+
+
+def process_began() -> float:
+    """When this process was started, in seconds since the epoch."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except FileNotFoundError:  # not Linux; there psutil is exact, and here it is up to a second off
+        return psutil.Process().create_time()
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+_marks.append(("", process_began()))

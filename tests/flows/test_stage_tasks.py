@@ -1,0 +1,71 @@
+"""Stages as Prefect tasks, on a real Prefect server but without engines."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+from prefect import flow
+from prefect.context import FlowRunContext
+
+from areal_tasks.stages.build import Built, PrefectIds
+from areal_tasks.stages.loop import Job
+from areal_tasks.stages.stage import Kind, Output, Stage
+from flows.tasks import StageTasks
+from schemas.manifest import Provenance, StageManifest, StageRef
+from schemas.recipe.sections import Launcher
+
+ITERATIONS = 4
+
+
+class NothingToDo(Job):
+    """A job that has been built already."""
+
+    def run(self, ids: PrefectIds) -> Built:
+        made = Provenance(code_version="c", host="h", owner=1, started="s", committed="c")
+        manifest = StageManifest(
+            run="r",
+            iteration=0,
+            stage=self.stage.name,
+            attempt="a",
+            key="k",
+            digest="d",
+            inputs=(),
+            tables={},
+            provenance=made,
+        )
+        path = f"r/{self.label}.json"
+        return Built(manifest, StageRef(stage=self.stage.name, key="k", path=path, sha256="s", digest="d"), False)
+
+
+def job(stage: str, iteration: int) -> NothingToDo:
+    never: Any = Output
+    context: Any = SimpleNamespace(recipe=SimpleNamespace(launcher=Launcher()))
+    return NothingToDo(f"{stage} {iteration}", Stage(stage, Kind.PURE, 1, never, ()), context, {})
+
+
+@flow
+def iterations() -> list[tuple[list[str], int, int]]:
+    """After each iteration: the paths that were built, how many jobs are in memory, and results Prefect keeps."""
+    tasks, jobs, found = StageTasks(lambda: None), list[weakref.ref[Job]](), []
+    for k in range(ITERATIONS):
+        batches = [[job("alone", k)], [job("left", k), job("right", k)]]
+        jobs += [weakref.ref(one) for batch in batches for one in batch]
+        paths = [built.ref.path for batch in batches for built in tasks(batch)]
+        del batches
+        gc.collect()
+        context = FlowRunContext.get()
+        assert context is not None
+        found.append((paths, sum(one() is not None for one in jobs), len(context.run_results)))
+    return found
+
+
+def test_a_flow_run_keeps_nothing_of_iterations_that_are_over(api: str) -> None:
+    found = iterations()
+    assert [paths for paths, _, _ in found] == [
+        [f"r/alone {k}.json", f"r/left {k}.json", f"r/right {k}.json"] for k in range(ITERATIONS)
+    ]
+    kept = [(jobs, results) for _, jobs, results in found]
+    assert kept[0][0] <= 3 and kept == [kept[0]] * ITERATIONS

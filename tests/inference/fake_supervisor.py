@@ -1,0 +1,46 @@
+"""A supervisor for tests of the engines: what it says that runs, and a note of what it is to end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from areal_tasks.launchers.supervisor import Ready
+from schemas.manifest import WeightsRef
+
+
+class FakeSupervisor:
+    """Its servers are those in `running`; nothing of it ever ends."""
+
+    token = "token"
+
+    def __init__(self, *urls: str) -> None:
+        self.running = [Ready(url) for url in urls]
+        self.end_of: list[str] = []
+
+    def wait(self, names: Sequence[str], weights: WeightsRef | None = None) -> list[str]:
+        """As Supervisor.wait."""
+        return ["http://trainer"] if list(names) == ["trainer"] else [one.url for one in self.running]
+
+    def look(self, names: Collection[str], weights: WeightsRef | None = None) -> list[Ready]:
+        """As Supervisor.look."""
+        return [] if list(names) == ["trainer"] else list(self.running)
+
+    def ended(self, names: Collection[str]) -> bool:
+        """As Supervisor.ended."""
+        return False
+
+    def name_at(self, url: str) -> str:
+        """As Supervisor.name_at."""
+        return url
+
+    def starting(self, names: Sequence[str]) -> dict[str, Path]:
+        """As Supervisor.starting."""
+        return {}
+
+    def end(self, urls: Collection[str], why: str = "", grace_seconds: float = 5.0) -> None:
+        """Note them."""
+        self.end_of += urls
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is left to stop."""

@@ -1,0 +1,327 @@
+"""Servers that leave and join while others generate: nothing waits for them, and what had finished is not repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from test_damaged_weights import VERSION, weights
+from waiting import wait_until
+
+from areal_tasks.engines import server_pool
+from areal_tasks.engines.answers import ServerDown
+from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.handover import name_of
+from areal_tasks.engines.session import Engines
+from areal_tasks.engines.trainer.commands import Send, Sent, Write, Written
+from areal_tasks.launchers.supervisor import Ready, ServiceFailed
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.files import upload
+from areal_tasks.store.runs import open_run
+from schemas.manifest import WeightsRef
+from schemas.recipe.load import load_recipe
+from schemas.recipe.sections import Inference
+from tests.inference.fake_server import Fake, check, requests, run, serve, until
+from tests.inference.fake_supervisor import FakeSupervisor
+
+
+@asynccontextmanager
+async def tended(*fakes: Fake) -> AsyncIterator[InferenceClient]:
+    """A client whose servers somebody else starts again; it has none at first, and wants version 0."""
+    runners = [await serve(fake) for fake in fakes]
+    client = InferenceClient([], "token", Inference(), math.inf)
+    await client.holding(0, "zero", None)
+    try:
+        yield client
+    finally:
+        await client.close()
+        for runner in runners:
+            await runner.cleanup()
+
+
+def starts(*fakes: Fake) -> dict[str, int]:
+    return {fake.url: 0 for fake in fakes}
+
+
+def test_what_a_server_has_under_way_that_is_gone_is_repeated_and_nothing_else() -> None:
+    async def test() -> None:
+        going, staying = Fake(delay=1000), Fake()
+        async with tended(going, staying) as client:
+            await client.sync(starts(going, staying), [going.url, staying.url])
+            await until(lambda: len(client.healthy()) == 2)
+            asked = requests(8)
+            work = asyncio.ensure_future(client.generate(asked))
+            await until(lambda: len(going.bodies) == 4 and client.finished == 8)
+            await client.sync(starts(staying), [staying.url])
+            results = await work
+            check(asked, results)
+            assert {result.server for result in results} == {staying.url} and len(staying.bodies) == 8
+            sent = [body["sampling_params"][0]["sampling_seed"] for body in staying.bodies]
+            assert len(set(sent)) == 8, "nothing that had finished was asked for again"
+
+    run(test)
+
+
+def test_requests_wait_while_every_server_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_pool, "NO_SERVER_SECONDS", 0.01)
+
+    async def test() -> None:
+        first, second = Fake(delay=1000), Fake()
+        async with tended(first, second) as client:
+            await client.sync(starts(first), [first.url])
+            asked = requests(3)
+            work = asyncio.ensure_future(client.generate(asked))
+            await until(lambda: len(first.bodies) == 3)
+            await client.sync({}, [])
+            assert not work.done()
+            await client.sync(starts(second), [second.url])
+            check(asked, await work)
+
+    run(test)
+
+
+def test_a_server_that_joins_loads_what_it_lacks_while_the_other_generates() -> None:
+    async def test() -> None:
+        there, joins = Fake(version=5), Fake(version=3)
+        async with tended(there, joins) as client:
+            await client.sync(starts(there), [there.url])
+            await client.update_weights("five", 5)
+            loads = asyncio.Event()
+
+            async def held_up(request: web.Request) -> web.Response:
+                await loads.wait()
+                return await Fake.update(joins, request)
+
+            joins.on_update = held_up
+            await client.sync(starts(there, joins), [there.url])
+            asked = requests(4)
+            check(asked, await client.generate(asked), version=5)
+            assert len(there.bodies) == 4 and not joins.bodies and there.updates == ["five"]
+            loads.set()
+            await until(lambda: len(client.healthy()) == 2)
+            assert (joins.version, joins.updates) == (5, ["five"])
+            check(asked, await client.generate(asked), version=5)
+            assert len(joins.bodies) == 2
+
+    run(test)
+
+
+def test_a_server_with_other_weights_generates_nothing_until_it_is_handed_those_in_force() -> None:
+    async def test() -> None:
+        there, joins = Fake(), Fake(version=7)
+        async with tended(there, joins) as client:
+            await client.sync(starts(there, joins), [there.url])
+            await until(lambda: len(client.healthy()) == 2)
+            asked = requests(4)
+            check(asked, await client.generate(asked))
+            assert not joins.bodies and not client.stuck
+            there.version = joins.version = 1
+            await client.adopt(1, "one")
+            check(asked, await client.generate(asked), version=1)
+            assert len(joins.bodies) == 2
+
+    run(test)
+
+
+def test_or_until_those_in_force_are_written_somewhere() -> None:
+    async def test() -> None:
+        there, joins = Fake(), Fake(version=7)
+        async with tended(there, joins) as client:
+            await client.sync(starts(there, joins), [there.url])
+            await until(lambda: len(client.healthy()) == 2)
+            await client.holding(0, "written now", "zero")
+            await until(lambda: all(server.able for server in client.pool.servers))
+            assert (there.updates, joins.updates) == ([], ["zero"])
+
+    run(test)
+
+
+def test_a_server_that_comes_and_goes_is_told_of_once_and_counts_as_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It seems well, and fails at every request."""
+    monkeypatch.setattr(server_pool, "PROBE_SECONDS", (0.001, 0.002))
+
+    async def test() -> None:
+        ill, well = Fake(), Fake()
+        ill.deaf_to_prompts = True
+        async with tended(ill, well) as client:
+            now = 100.0
+            client.pool.router.clock = lambda: now
+            await client.sync(starts(ill, well), [ill.url, well.url])
+            for _ in range(6):
+                await until(lambda: len(client.healthy()) == 2)
+                check(requests(4), await client.generate(requests(4)))
+                now += 5.0
+            [server] = [server for server in client.pool.servers if server.url == ill.url]
+            await until(lambda: server.healthy)
+            assert client.lost() == [] and server.failures == 6
+            client.pool.evict(server, ServerDown("once more"))
+            assert client.lost() == [ill.url]
+            assert len([m for m in caplog.messages if m.startswith("evicted")]) == 1
+            await until(lambda: server.healthy)
+            now += 2 * server_pool.LOST_SECONDS
+            client.pool.evict(server, ServerDown("it was well for long"))
+            assert client.lost() == [] and server.failures == 1
+
+    with caplog.at_level(logging.INFO, server_pool.__name__):
+        run(test)
+    assert len([m for m in caplog.messages if m.startswith("evicted")]) == 2
+    assert len([m for m in caplog.messages if "is let in" in m]) <= 4, caplog.messages
+
+
+# ── through the engines ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Restarting(FakeSupervisor):
+    """Servers that end, and are started again when somebody looks, on the weights that are named then."""
+
+    def __init__(self, engines: Engines, fakes: list[Fake]) -> None:
+        super().__init__()
+        self.call = engines.call
+        self.fakes, self.dead = fakes, set[int]()
+        self.started_on: list[WeightsRef | None] = []
+        for index in range(len(fakes)):
+            self._start(index, engines.written)
+
+    def _start(self, index: int, weights: WeightsRef | None) -> None:
+        fake = self.fakes[index] = Fake(version=weights.version if weights else 0)
+        self.call(serve(fake))
+        one = Ready(fake.url, len(self.started_on), weights)
+        self.running = [*self.running[:index], one, *self.running[index + 1 :]]
+        self.started_on.append(weights)
+
+    def ended(self, names: Any) -> bool:
+        return bool(self.dead)
+
+    def look(self, names: Any, weights: WeightsRef | None = None) -> list[Ready]:
+        if list(names) == ["trainer"]:
+            return []
+        while self.dead:
+            self._start(self.dead.pop(), weights)
+        return super().look(names)
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[Engines]:
+    """Engines with two servers that are handed their weights; version 3 is in the store."""
+    recipe = load_recipe("gsm8k", ["inference.servers=2"])
+    found_run = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
+    with Engines(found_run, recipe, tmp_path / "logs") as found:
+        found.initial = found.serving = found.written = weights(found_run, tmp_path / "model")
+        found.supervisor = Restarting(found, [Fake(), Fake()])  # type: ignore[assignment]
+        found.transport = "nccl"
+        yield found
+
+
+def supervisor(engines: Engines) -> Restarting:
+    found = engines.supervisor
+    assert isinstance(found, Restarting)
+    return found
+
+
+def hand_over(engines: Engines, version: int) -> None:
+    """The trainer gives both servers a version that is not in the store."""
+
+    def send(command: Send) -> Sent:
+        for fake in supervisor(engines).fakes:
+            fake.version = command.version
+        return Sent(seconds=0.1)
+
+    ref = WeightsRef(version=version, attempt="", path="", sha256="", digest=f"what made {version}")
+    trainer: Any = SimpleNamespace(send=send)
+    engines.serve_weights(ref, trainer)
+    assert engines.inference().version == version
+
+
+def ends(engines: Engines, index: int) -> None:
+    """A server dies, and whoever waits for the servers finds out."""
+    supervisor(engines).dead.add(index)
+    engines._tend()
+
+
+def test_servers_start_on_the_weights_in_force_and_are_asked_to_load_nothing(engines: Engines) -> None:
+    client = engines.inference()
+    ends(engines, 0)
+    wait_until(lambda: len(client.healthy()) == 2)
+    assert all(server.current for server in client.pool.servers)
+    assert [fake.updates for fake in supervisor(engines).fakes] == [[], []]
+    assert supervisor(engines).started_on[-1] == engines.serving and client.version == VERSION
+
+
+def test_weights_that_the_store_does_not_have_are_written_for_a_server_that_starts(
+    engines: Engines, tmp_path: Path
+) -> None:
+    engines.inference()
+    hand_over(engines, 9)
+    (tmp_path / "nine").mkdir()
+    (tmp_path / "nine" / "model.safetensors").write_bytes(b"nine")
+
+    def publish(command: Write) -> Written:
+        assert command.version == 9
+        return Written(files=upload(engines.run.store, command.prefix, tmp_path / "nine"), seconds=0.1)
+
+    engines._trainer = SimpleNamespace(  # type: ignore[assignment]
+        is_free=lambda version: version == 9, publish=publish, close=lambda: None
+    )
+    ends(engines, 1)
+    client = engines.inference()
+    wait_until(lambda: len(client.healthy()) == 2)
+    started_on, serving = supervisor(engines).started_on[-1], engines.serving
+    assert started_on == serving == engines.written and serving is not None and serving.version == 9
+    assert all(server.current for server in client.pool.servers) and client.wants(name_of(serving))
+    assert [fake.updates for fake in supervisor(engines).fakes] == [[], []], "the other is not disturbed"
+
+
+def test_a_trainer_that_is_busy_is_left_alone_and_the_server_waits_for_the_next_version(engines: Engines) -> None:
+    engines.inference()
+    hand_over(engines, 9)
+    engines._trainer = SimpleNamespace(is_free=lambda version: False, close=lambda: None)  # type: ignore[assignment]
+    ends(engines, 1)
+    client = engines.inference()
+    wait_until(lambda: len(client.healthy()) == 2)
+    assert supervisor(engines).started_on[-1] == engines.written
+    assert [server.current for server in client.pool.servers] == [True, False]
+    hand_over(engines, 10)
+    assert [server.current for server in client.pool.servers] == [True, True]
+
+
+def test_when_all_have_started_again_on_older_weights_the_stage_is_told(engines: Engines) -> None:
+    client = engines.inference()
+    hand_over(engines, 9)
+    engines._trainer = SimpleNamespace(is_free=lambda version: False, close=lambda: None)  # type: ignore[assignment]
+    supervisor(engines).dead |= {0, 1}
+    engines._tend()
+    with pytest.raises(ServerDown, match="have to be given the weights in force"):
+        engines.call(client.generate(requests(1)), generates=True)
+    assert client.stuck, "the next to ask has the trainer hand them over"
+
+
+def test_when_the_last_has_failed_too_often_the_stage_ends_with_its_log(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = engines.inference()
+    fakes = supervisor(engines).fakes
+    for fake in fakes:
+        fake.delay = 1000
+
+    def given_up(*_: Any) -> list[Ready]:
+        raise ServiceFailed("service 'inference-0' failed 4 times")
+
+    async def work() -> None:
+        generation = asyncio.ensure_future(client.generate(requests(2)))
+        await until(lambda: all(fake.bodies for fake in fakes))
+        monkeypatch.setattr(engines.supervisor, "look", given_up)
+        await generation
+
+    with pytest.raises(ServiceFailed, match="failed 4 times"):
+        engines.call(work(), generates=True)
+    wait_until(lambda: not any(server.requests for server in client.pool.servers), "what it asked for is over")

@@ -1,0 +1,57 @@
+"""Which worker of xdist runs what: a module as a whole, and all modules that share a server one after the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import session_folder
+from servers import OPEN
+from xdist.scheduler import LoadScopeScheduling
+
+#: Fixtures of servers that are dear: those who use one begin first, since they take longest.
+SERVERS: Final = ("api", "up")
+#: The server that each module uses which uses one.
+USED: Final[dict[Path, str]] = {}
+GROUPS: Final = "groups.json"
+
+
+def group_by_server(items: list[pytest.Item]) -> None:
+    """Write down, for the process that hands out the tests, which modules use which server; put those first."""
+    for item in items:
+        fixtures: Sequence[str] = getattr(item, "fixturenames", ())
+        used = [name for name in SERVERS if name in fixtures]
+        USED.update({item.path: used[0]} if used else {})
+    items.sort(key=lambda item: item.path not in USED)
+    names = {item.nodeid.partition("::")[0]: USED[item.path] for item in items if item.path in USED}
+    partial = session_folder.folder() / f"{GROUPS}.{id(items)}"
+    partial.write_text(json.dumps(names))
+    partial.rename(session_folder.folder() / GROUPS)
+
+
+def end_servers(item: pytest.Item, following: pytest.Item | None) -> None:
+    """End the server that this module uses and the following one does not: the modules of a server are run in a row."""
+    name = USED.get(item.path, "")
+    if name in OPEN and (following is None or USED.get(following.path) != name):
+        OPEN.pop(name).close()
+
+
+class ModuleScheduling(LoadScopeScheduling):
+    """Hands out modules in the order in which they were collected."""
+
+    def __init__(self, config: pytest.Config, log: Any = None) -> None:
+        super().__init__(config, log)
+        config.option.loadscopereorder = False
+
+    @cached_property
+    def groups(self) -> dict[str, str]:
+        found: dict[str, str] = json.loads((session_folder.folder() / GROUPS).read_text())
+        return found
+
+    def _split_scope(self, nodeid: str) -> str:
+        module = nodeid.partition("::")[0]
+        return self.groups.get(module, module)

@@ -1,0 +1,60 @@
+"""Rules of CONTRIBUTING.md that a look at the tests' text can check."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+#: Where waiting is written, and programs that are no tests.
+EXEMPT = {TESTS / "waiting.py", TESTS / "chaos" / "matrix.py", TESTS / "chaos" / "scene.py"}
+ASKS = {"get", "post", "put", "request", "stream", "Client"}
+
+
+@dataclass(frozen=True)
+class Called:
+    """A call in the tests: what is called, how, where, and the line that it ends on."""
+
+    name: str
+    call: ast.Call
+    where: str
+    line: str
+
+
+@pytest.fixture(scope="module")
+def calls() -> list[Called]:
+    return [called for path in sorted(TESTS.rglob("*.py")) if path not in EXEMPT for called in calls_in(path)]
+
+
+def calls_in(path: Path) -> Iterator[Called]:
+    text = path.read_text()
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call):
+            last = node.end_lineno or node.lineno
+            where = f"{path.relative_to(TESTS.parent)}:{node.lineno}"
+            yield Called(ast.unparse(node.func), node, where, lines[last - 1])
+
+
+def test_tests_wait_for_conditions(calls: list[Called]) -> None:
+    """`wait_until` and `until` (waiting.py) do so. A stand-in that takes its time says why, at the end of the line."""
+    found = [called.where for called in calls if called.name.endswith("sleep") and "  # " not in called.line]
+    assert not found, "these sleep and do not say why"
+
+
+def test_who_asks_a_server_has_patience(calls: list[Called]) -> None:
+    """httpx itself gives up after 5 s."""
+    asks = [called for called in calls if called.name in {f"httpx.{what}" for what in ASKS}]
+    given = {called.where: {keyword.arg for keyword in called.call.keywords} for called in asks}
+    assert not [where for where, names in given.items() if not names & {"timeout", "transport"}], (
+        "name a timeout: LIMIT"
+    )
+
+
+def test_slower_tests_say_why(calls: list[Called]) -> None:
+    slow = [called for called in calls if called.name.endswith("mark.slow")]
+    assert not [one.where for one in slow if not one.call.args or len(ast.literal_eval(one.call.args[0])) < 10]

@@ -1,0 +1,218 @@
+"""The process that forks others which find torch imported (`warm_processes` says why, and asks for them).
+
+`warm_server.py SOCKET DESCRIPTOR` is the server, which writes to the descriptor when it listens; `warm_server.py
+FILE.call` calls the function that is pickled in the file, in a process that the server has forked.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import os
+import pickle
+import random
+import runpy
+import select
+import shutil
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import session_folder
+from warm_processes import MESSAGE, ROOT, send
+
+PRELOAD: Final = (
+    "areal_tasks.stages.loop",
+    "areal_tasks.engines.trainer.process",
+    "areal_tasks.engines.embedded.process",
+)
+#: Where packages are imported from in any process, whatever folder it runs in and whatever PYTHONPATH says.
+INSTALLED: Final = [path for path in sys.path if path not in (str(ROOT), str(ROOT / "tests"))]
+
+
+class Server:
+    """Forks what it is asked for, and tells the caller how it ended. Has one thread: others do not survive a fork."""
+
+    def __init__(self, listener: socket.socket, alive: int, wakeup: socket.socket) -> None:
+        self.listener, self.alive, self.wakeup = listener, alive, wakeup
+        self.asking: dict[int, socket.socket] = {}  # by descriptor
+        self.forked: dict[int, socket.socket] = {}  # by process id
+
+    def run(self) -> None:
+        """Until no pytest process is left."""
+        while True:
+            waiting = select.poll()
+            for descriptor in (self.listener.fileno(), self.wakeup.fileno(), *self.asking):
+                waiting.register(descriptor, select.POLLIN)
+            waiting.register(self.alive, 0)  # POLLHUP is always reported
+            ready = {descriptor for descriptor, _ in waiting.poll()}
+            if self.alive in ready:
+                return
+            self._reap()
+            if self.listener.fileno() in ready:
+                channel, _ = self.listener.accept()
+                self.asking[channel.fileno()] = channel
+            for descriptor in ready & self.asking.keys():
+                self._answer(self.asking.pop(descriptor))
+
+    def end(self) -> None:
+        """Kill what was forked and has not ended, with what it has started, and remove what it has written."""
+        for pid in self.forked:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL) if os.getpgid(pid) == pid else os.kill(pid, signal.SIGKILL)
+        for pid in self.forked:
+            os.waitpid(pid, 0)
+        shutil.rmtree(session_folder.folder(), ignore_errors=True)
+
+    def _answer(self, channel: socket.socket) -> None:
+        message, descriptors, _, _ = socket.recv_fds(channel, MESSAGE, 64)
+        if not message:  # who asked is gone
+            channel.close()
+            return
+        if (pid := os.fork()) == 0:
+            _become(json.loads(message), descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self.forked[pid] = channel
+        send(channel, {"pid": pid})
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self.wakeup.recv(4096)
+        for pid in list(self.forked):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                with self.forked.pop(pid) as channel, contextlib.suppress(ConnectionError):
+                    send(channel, {"status": os.waitstatus_to_exitcode(status)})
+
+
+def _become(order: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
+    """Be the process that was asked for, from its first line to its end."""
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if order["session"]:
+            os.setsid()
+        _take(descriptors, order["descriptors"])
+        os.chdir(order["cwd"])
+        _dress(order["args"], order["env"])
+        random.seed()
+        sys.modules["numpy"].random.seed()
+        _run(order["args"])
+        status = 0
+    except SystemExit as ended:
+        status = _status(ended)
+    except BaseException:
+        traceback.print_exc()
+    _leave(status)
+
+
+def _take(given: Sequence[int], numbers: Sequence[int]) -> None:
+    """Have the descriptors `given` under these numbers, and no others."""
+    above = max(*numbers, 256) + 1
+    kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, above) for descriptor in given]
+    os.closerange(0, above)
+    for descriptor, number in zip(kept, numbers, strict=True):
+        os.dup2(descriptor, number)
+    os.closerange(above, os.sysconf("SC_OPEN_MAX"))
+
+
+def _dress(args: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Take this environment, and show it and the command line in /proc."""
+    os.environ.clear()
+    os.environ.update(environment)
+    if os.environ.get("PYTHONUNBUFFERED"):
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    *_, arguments, arguments_end, variables, variables_end = map(int, fields[45:49])
+    _write(arguments, arguments_end, args)
+    _write(variables, variables_end, [f"{name}={value}" for name, value in environment.items()])
+
+
+def _write(start: int, end: int, texts: Sequence[str]) -> None:
+    data = b"".join(text.encode() + b"\0" for text in texts)
+    assert len(data) < end - start, "more than the server has room for"
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, data, len(data))
+
+
+def _run(args: Sequence[str]) -> None:
+    """As the interpreter does: `python -m MODULE …` or `python FILE …`."""
+    module = args[2] if args[1] == "-m" else ""
+    sys.argv = list(args[2:] if module else args[1:])
+    first = os.getcwd() if module else os.path.dirname(os.path.abspath(args[1]))
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [first, *given, *INSTALLED]
+    importlib.invalidate_caches()
+    if module:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(args[1], run_name="__main__")
+
+
+def _status(ended: SystemExit) -> int:
+    if ended.code is None or isinstance(ended.code, int):
+        return ended.code or 0
+    print(ended.code, file=sys.stderr)
+    return 1
+
+
+def _leave(status: int) -> NoReturn:
+    """As the interpreter ends, but for destructors: nothing of the server's is to be closed by them."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _child_signals() -> socket.socket:
+    """A socket that becomes readable when a child ends."""
+    readable, writable = socket.socketpair()
+    readable.setblocking(False)
+    writable.setblocking(False)
+    signal.set_wakeup_fd(writable.detach(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return readable
+
+
+def serve(path: Path, ready: int) -> None:
+    """Be the server, at the socket `path`; `ready` is told when it listens."""
+    for module in PRELOAD:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # those that it forks share these pages as long as nobody writes to them
+    alive = os.open(session_folder.folder() / session_folder.ALIVE, os.O_RDONLY | os.O_NONBLOCK)
+    wakeup = _child_signals()
+    path.unlink(missing_ok=True)  # of a server that was killed
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen(64)
+        with os.fdopen(ready, "wb") as answer:
+            answer.write(b"ready")
+        server = Server(listener, alive, wakeup)
+        server.run()
+        server.end()
+
+
+def main() -> None:
+    if sys.argv[1].endswith(".call"):
+        function, arguments = pickle.loads(Path(sys.argv[1]).read_bytes())
+        function(*arguments)
+    else:
+        serve(Path(sys.argv[1]), int(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()
