@@ -43,8 +43,7 @@ def assert_equal(ours: Tensors, theirs: Tensors) -> None:
 def test_a_model_is_made_of_its_checkpoint_as_transformers_makes_it(family: str, tmp_path: Path) -> None:
     files, model = stored(make_family(family, tmp_path)), loaded(tmp_path)
     names = Names(model, stored_names(tmp_path))
-    made = {n: t for g in names.groups for n, t in zip(g.held, g.to_model([files[s] for s in g.stored]), strict=True)}
-    assert_equal(made, held(model, names))
+    assert_equal(names.to_model(files), held(model, names))
     assert (names.missing, names.unexpected) == ((), ())
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import DENSE, MIXED, make_family
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from trainer_builders import World, advantage, rlhf_recipe, rollout
 from transformers import AutoModelForCausalLM
 
 from areal_tasks.engines.trainer.commands import Compare, Load, Write
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.store.backend import open_store
+from areal_tasks.store.files import upload
 from schemas.errors import UserError
 
 LENGTHS = [9, 4, 13, 6]
@@ -115,6 +117,32 @@ def test_published_experts_are_loaded_and_compared_as_they_were_left(tmp_path: P
     assert again.compare(Compare(owner=1, version=0, weights=ref)).difference == 0.0
     assert first.compare(Compare(owner=1, version=0, weights=ref)).difference == 0.0
     assert again.compare(Compare(owner=1, version=0, weights=world.initial)).difference > 0.0
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2"])
+def test_weights_of_runs_that_began_under_the_models_own_names_are_compared_by_value(
+    family: str, tmp_path: Path
+) -> None:
+    """Experts were published merged, and a tied matrix under one name though its checkpoint may have two."""
+    model = make_family(family, tmp_path / "model")
+    if family == "qwen2":
+        tensors = stored(model)
+        both = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        save_file(both, model / "model.safetensors", metadata={"format": "pt"})
+    world = World(open_store(f"file://{tmp_path}/store"), model, rlhf_recipe())
+    trainer = world.trainer()
+    names = stored(published(world, trainer)).keys()
+    own = dict(trainer.backend.named_weights())
+    assert names != own.keys()
+    old = shutil.copytree(world.model, tmp_path / "old")
+    save_file(own, old / "model.safetensors", metadata={"format": "pt"})
+    ref = world.commit("weights", 0, "o", upload(world.store, world.folder("weights", 0, "o"), old))
+    assert trainer.compare(Compare(owner=1, version=0, weights=ref)).difference == 0.0
+    name = "model.layers.1.mlp.gate.weight" if family == "qwen3_moe" else "model.embed_tokens.weight"
+    with torch.no_grad():
+        trainer.backend.models["policy"].model.get_parameter(name)[0, 0] += 0.25  # type: ignore[attr-defined]
+    trainer.snapshot.version = None
+    assert trainer.compare(Compare(owner=1, version=0, weights=ref)).difference == pytest.approx(0.25)
 
 
 def test_many_files_name_each_expert_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
