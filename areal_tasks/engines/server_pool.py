@@ -123,18 +123,17 @@ class ServerPool:
         """
         await self.meet()
         for _ in range(ATTEMPTS):
-            server, tokens = await self._server_for(group, samples), 0
+            server = await self._server_for(group, samples)
             try:
                 async with aclosing(self._generate(server, body(), samples)) as answered:
                     async for answers in answered:
-                        tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
                         yield server.url, answers
                 server.failing_since = None
                 return
             except ServerDown as error:
                 self.evict(server, error)
             finally:
-                self.router.end(server, samples, tokens)
+                self.router.end(server, samples)
                 self._dispatch()
         raise ServerDown(f"{ATTEMPTS} servers failed to answer one request; the last: {self._last_error}")
 
@@ -163,22 +162,20 @@ class ServerPool:
             return await waiter.given
         except asyncio.CancelledError:
             if waiter.given.done() and not waiter.given.cancelled():
-                self.router.end(waiter.given.result(), samples, 0)
+                self.router.end(waiter.given.result(), samples)
             self._dispatch()
             raise
 
     def _dispatch(self) -> None:
         """Give waiting requests, in order, to the servers that the router chooses."""
-        waiting = sum(waiter.samples for waiter in self._waiting)
         while self._waiting:
             waiter = self._waiting[0]
             if not waiter.given.done():  # else it was cancelled
-                server = self.router.choose(waiter.group, waiter.samples, waiting)
+                server = self.router.choose(waiter.group)
                 if server is None:
                     break
                 self.router.begin(server, waiter.group, waiter.samples)
                 waiter.given.set_result(server)
-            waiting -= waiter.samples
             self._waiting.popleft()
         if any(s.healthy for s in self.servers):
             if self._end_of_hope is not None:
