@@ -29,7 +29,7 @@ class Session:
     """One run, or several, open for questions, as they were committed when this was made. A context manager.
 
     Views: one per table (with the iteration), those of `schemas.views.VIEWS`, `stages`, `commits`, `shards`, `log`,
-    `segments`. Of several runs, and of one that is asked as several, each has the column `run` and all runs' rows.
+    `starts`, `segments`. Of several runs, and of one that is asked as several, each has the column `run` and all rows.
     Many questions in one session share what they have read: the catalog, and what was verified of compacted tables.
     """
 

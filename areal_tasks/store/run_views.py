@@ -13,7 +13,8 @@ from areal_tasks.store.catalog import Catalog
 from areal_tasks.store.commit import verified
 from areal_tasks.store.record_tables import log_table, segments_table
 from areal_tasks.store.scan import Lazy, derived_dataset, table_dataset
-from schemas.views import COMMITS, LOG, SEGMENTS, SHARDS, SHARED, STAGES, VIEWS, View
+from areal_tasks.store.starts import starts_table
+from schemas.views import COMMITS, LOG, SEGMENTS, SHARDS, SHARED, STAGES, STARTS, VIEWS, View
 
 _META: Final = frozenset({"stages", "commits", "shards", "log", "segments"})
 #: Views with a column `run` of their own: the run that made what a row tells of, which may be a parent.
@@ -76,6 +77,7 @@ def _datasets(catalog: Catalog, shown: Mapping[str, str]) -> dict[str, Lazy]:
     made["commits"] = derived_dataset(COMMITS, catalog.commits_table)
     made["shards"] = derived_dataset(SHARDS, catalog.shards_table)
     made["log"] = derived_dataset(LOG, lambda: log_table(catalog.run))
+    made["starts"] = derived_dataset(STARTS, lambda: starts_table(catalog))
     made["segments"] = derived_dataset(SEGMENTS, lambda: segments_table(catalog.run))
     return made
 

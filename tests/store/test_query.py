@@ -180,8 +180,8 @@ def test_sql_with_an_error_is_explained(local_store: Store, query: str, cause: s
     with pytest.raises(UserError, match=cause) as error:
         ask(local_store, query)
     if "single SELECT" not in cause and "syntax" not in cause:
-        views = "advantage, commits, groups, log, rollout, samples, scalars, segments, servers, shards, stages, tokens"
-        assert f"Views of run 'run': {views}" in str(error.value)
+        views = "advantage, commits, groups, log, rollout, samples, scalars, segments, servers, shards, stages"
+        assert f"Views of run 'run': {views}, starts, tokens" in str(error.value)
 
 
 @pytest.mark.parametrize(
