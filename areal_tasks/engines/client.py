@@ -204,9 +204,9 @@ class InferenceClient:
         """
         return await self.pool.update_weights(Target(version, key or uri, uri))
 
-    async def adopt(self, version: int, key: str = "") -> None:
-        """The servers were handed `version` by the trainer: have each of them say so."""
-        await self.pool.adopt(Target(version, key))
+    async def adopt(self, version: int, key: str, urls: Container[str]) -> list[str]:
+        """The servers at `urls` were handed `version` by the trainer; the addresses of those that say so."""
+        return await self.pool.adopt(Target(version, key), urls)
 
     def wants(self, key: str) -> bool:
         """Whether the weights of that name are those that all servers are to hold."""
@@ -288,13 +288,11 @@ class InferenceClient:
 
     async def pause(self, mode: str = "abort") -> None:
         """Stop generating on all servers; interrupted requests continue after `resume()`."""
-        self.pool.paused = True
-        await self.pool.broadcast("/pause_generation", {"mode": mode})
+        await self.pool.pause(mode)
 
     async def resume(self) -> None:
         """Go on generating."""
-        await self.pool.broadcast("/continue_generation", {})
-        self.pool.paused = False
+        await self.pool.go_on()
 
     async def abort(self) -> None:
         """End all requests under way: their results have stop_reason `abort` and what was generated so far."""

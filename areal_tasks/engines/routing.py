@@ -41,6 +41,7 @@ class Server:
     admitted: float = 0.0  # when it was let in
     requests: int = 0  # under way
     asks: int = 0  # requests and orders that it has not answered
+    paused: bool = False  # it was told to stop generating, or may have been, and not yet to go on
     lends: bool = False  # the memory of its cache, to the trainer: it must not generate
     load: int = 0  # samples under way
     done: int = 0  # samples answered

@@ -94,6 +94,7 @@ class ServerPool:
         there = {server.url for server in self.servers}
         for url in starts.keys() - there:
             server = Server(url, self.settings.max_concurrent_requests, starts[url], False, url in current)
+            server.paused = self.foreign  # perhaps, by a run that ended before it could have them go on
             self.servers.append(server)
             self._background("admit", server, self._admit)
         self._dispatch()
@@ -221,7 +222,12 @@ class ServerPool:
             server.current = False
 
     def hold(self, target: Target) -> None:
-        """These weights are wanted, and servers that hold those that were wanted hold them; the others load them."""
+        """These weights are wanted, and servers that hold those that were wanted, of that version, hold them.
+
+        The others load them, if they can by themselves.
+        """
+        if self.target is not None and self.target.version != target.version:
+            self.aim(target)
         self.target = target
         for server in self.servers:
             if server.healthy and not server.current and target.uri is not None:
@@ -231,7 +237,7 @@ class ServerPool:
     def doubt(self) -> None:
         """Nobody knows any more what the servers hold: they are to be given the weights once more."""
         if self.target is not None:
-            self.aim(replace(self.target, uri=None))
+            self.aim(replace(self.target, key="", uri=None))
 
     async def update_weights(self, target: Target) -> list[float]:
         """Have every healthy server load `target`; seconds for each. The others follow before they are let in.
@@ -246,15 +252,19 @@ class ServerPool:
             await self._until(lambda: any(server.able for server in self.servers))
         return seconds
 
-    async def adopt(self, target: Target) -> None:
-        """Somebody else gave every healthy server `target`: have each say so. One that does not is evicted."""
-        self.aim(target)
-        await self.each(self._adopted)
+    async def adopt(self, target: Target, urls: Container[str]) -> list[str]:
+        """Somebody else gave the servers at `urls` the weights: have each say so. One that does not is evicted.
 
-    async def _adopted(self, server: Server) -> None:
+        Returns the addresses of those that hold them.
+        """
+        self.aim(target)
+        return await self.each(self._adopted, urls)
+
+    async def _adopted(self, server: Server) -> str:
         await self._confirm(server)
         server.current = True
         self._dispatch()
+        return server.url
 
     async def standing(self) -> list[str]:
         """Addresses of the servers that are well, once each was looked at and one is."""
@@ -274,9 +284,9 @@ class ServerPool:
                 raise self._no_server()
             await asyncio.sleep(POLL_SECONDS)
 
-    async def each(self, ask: Callable[[Server], Awaitable[T]]) -> list[T]:
-        """Ask every healthy server at once; what those answered that did not fail. The others are evicted."""
-        servers = [s for s in self.servers if s.healthy]
+    async def each(self, ask: Callable[[Server], Awaitable[T]], urls: Container[str] | None = None) -> list[T]:
+        """Ask every healthy server (only those at `urls`) at once; what they answered. One that fails is evicted."""
+        servers = [s for s in self.servers if s.healthy and (urls is None or s.url in urls)]
         outcomes = await asyncio.gather(*map(ask, servers), return_exceptions=True)
         for server, outcome in zip(servers, outcomes, strict=True):
             if isinstance(outcome, ServerDown):
@@ -313,6 +323,27 @@ class ServerPool:
     async def broadcast(self, path: str, body: dict[str, Any]) -> None:
         """POST to every healthy server."""
         await self.each(lambda server: self._ask(server, "POST", path, body))
+
+    async def pause(self, mode: str) -> None:
+        """Have every healthy server stop generating, until `go_on`."""
+        self.paused = True
+
+        async def pause(server: Server) -> None:
+            server.paused = True  # also if its answer is lost
+            await self._ask(server, "POST", "/pause_generation", {"mode": mode})
+
+        await self.each(pause)
+
+    async def go_on(self) -> None:
+        """Have every server that was paused generate again: the healthy ones now, others before they are let in."""
+        while any(server.healthy and server.paused for server in self.servers):  # one may be let in meanwhile
+            await self.each(self._go_on)
+        self.paused = False
+
+    async def _go_on(self, server: Server) -> None:
+        if server.paused:
+            await self._ask(server, "POST", "/continue_generation", {})
+            server.paused = False
 
     async def lend(self, wanted: bool) -> None:
         """Have every healthy server lend the memory of its cache, or take it back; one that has already is not asked.
@@ -370,11 +401,13 @@ class ServerPool:
             await asyncio.sleep(min(first * (2 ** min(server.failures, 10) - 1), longest))
             try:
                 await self.lending.settle(server)
+                if not self.paused:
+                    await self._go_on(server)
                 await self.lending.look(server, self.paused)
                 await self._check(server)
                 await self._catch_up(server)
-                if server.lends != self.lending.wanted:
-                    raise ServerDown(f"{server.url}: whether it lends its memory has changed meanwhile")
+                if server.lends != self.lending.wanted or (server.paused and not self.paused):
+                    raise ServerDown(f"{server.url}: whether it lends its memory or is paused has changed meanwhile")
             except (ServerDown, UserError) as error:
                 self._note(server, error)
                 continue

@@ -286,10 +286,10 @@ class Servers(ABC):
             gone = trainer.send(command).gone
         self.call(client.evict(gone))
         self.supervisor.end(gone, "did not take new weights", grace_seconds=0.0)
-        self.call(client.adopt(version, name_of(ref)))
-        if client.stuck:
+        took = self.call(client.adopt(version, name_of(ref), set(urls) - gone.keys()))
+        if not took:
             raise ServerDown(f"no inference server took version {version}: {'; '.join(gone.values())}")
-        return [time.monotonic() - started] * len(client.healthy())
+        return [time.monotonic() - started] * len(took)
 
     def _ready(self, names: Sequence[str]) -> list[str]:
         """The addresses of these services, once they have started."""

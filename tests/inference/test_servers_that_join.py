@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,7 +124,7 @@ def test_a_server_with_other_weights_generates_nothing_until_it_is_handed_those_
             check(asked, await client.generate(asked))
             assert not joins.bodies and not client.stuck
             there.version = joins.version = 1
-            await client.adopt(1, "one")
+            await client.adopt(1, "one", [there.url, joins.url])
             check(asked, await client.generate(asked), version=1)
             assert len(joins.bodies) == 2
 
@@ -176,6 +176,89 @@ def test_a_server_that_comes_and_goes_is_told_of_once_and_counts_as_lost(
         run(test)
     assert len([m for m in caplog.messages if m.startswith("evicted")]) == 2
     assert len([m for m in caplog.messages if "is let in" in m]) <= 4, caplog.messages
+
+
+def test_a_server_that_was_not_sent_the_weights_is_not_taken_to_hold_them() -> None:
+    """It was let in while the trainer sent them to the others, and has the same number from before."""
+
+    async def test() -> None:
+        sent, other = Fake(version=1), Fake(version=1)
+        async with tended(sent, other) as client:
+            await client.sync(starts(sent, other), [])
+            await until(lambda: len(client.healthy()) == 2)
+            assert await client.adopt(1, "one", [sent.url]) == [sent.url]
+            assert [server.url for server in client.pool.servers if server.current] == [sent.url]
+
+    run(test)
+
+
+class Pausing(Fake):
+    """Notes its orders. While it is paused it shows no health, as SGLang, which would generate a token for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.orders: list[str] = []
+        self.goes_on: Callable[[], object] = lambda: True  # when
+
+    async def command(self, request: web.Request) -> web.Response:
+        if request.path == "/continue_generation":
+            await until(self.goes_on)
+        self.orders.append(request.path)
+        self.broken_health = request.path == "/pause_generation"
+        return await super().command(request)
+
+
+def test_a_server_that_was_evicted_while_it_was_paused_goes_on_before_it_is_let_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_pool, "PROBE_SECONDS", (0.001, 0.002))
+
+    async def test() -> None:
+        ill, well = Pausing(), Pausing()
+        async with tended(ill, well) as client:
+            await client.sync(starts(ill, well), [ill.url, well.url])
+            await until(lambda: len(client.healthy()) == 2)
+            await client.pause()
+            await client.evict({ill.url: "its answer was lost"})
+            await client.resume()
+            await until(lambda: len(client.healthy()) == 2)
+            await client.evict({ill.url: "its answer was lost once more"})
+            await until(lambda: len(client.healthy()) == 2)
+            assert ill.orders == well.orders == ["/pause_generation", "/continue_generation"]
+
+    run(test)
+
+
+def test_a_server_that_is_let_in_while_all_are_told_to_go_on_is_told_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_pool, "PROBE_SECONDS", (0.001, 0.002))
+
+    async def test() -> None:
+        ill, well = Pausing(), Pausing()
+        async with tended(ill, well) as client:
+            await client.sync(starts(ill, well), [ill.url, well.url])
+            await until(lambda: len(client.healthy()) == 2)
+            await client.pause()
+            await client.evict({ill.url: "its answer was lost"})
+            well.goes_on = lambda: len(client.healthy()) == 2
+            await client.resume()
+            assert ill.orders == well.orders == ["/pause_generation", "/continue_generation"]
+
+    run(test)
+
+
+def test_servers_of_others_are_told_to_go_on_once() -> None:
+    """A run that ended before may have left them paused."""
+
+    async def test() -> None:
+        fake = Pausing()
+        async with tended(fake) as client:
+            await client.foreign([fake.url])
+            await until(lambda: len(client.healthy()) == 1)
+            await client.evict({fake.url: "its answer was lost"})
+            await until(lambda: len(client.healthy()) == 1)
+            assert fake.orders == ["/continue_generation"]
+
+    run(test)
 
 
 # ── through the engines ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -236,10 +319,27 @@ def hand_over(engines: Engines, version: int) -> None:
             fake.version = command.version
         return Sent(seconds=0.1)
 
-    ref = WeightsRef(version=version, attempt="", path="", sha256="", digest=f"what made {version}")
     trainer: Any = SimpleNamespace(send=send)
-    engines.serve_weights(ref, trainer)
+    engines.serve_weights(unwritten(version), trainer)
     assert engines.inference().version == version
+
+
+def unwritten(version: int) -> WeightsRef:
+    return WeightsRef(version=version, attempt="", path="", sha256="", digest=f"what made {version}")
+
+
+def holds_nine(engines: Engines, folder: Path) -> None:
+    """The trainer holds version 9, has nothing to do, and writes it when it is asked."""
+    (folder / "nine").mkdir()
+    (folder / "nine" / "model.safetensors").write_bytes(b"nine")
+
+    def publish(command: Write) -> Written:
+        assert command.version == 9
+        return Written(files=upload(engines.run.store, command.prefix, folder / "nine"), seconds=0.1)
+
+    engines._trainer = SimpleNamespace(  # type: ignore[assignment]
+        is_free=lambda version: version == 9, publish=publish, close=lambda: None
+    )
 
 
 def ends(engines: Engines, index: int) -> None:
@@ -262,16 +362,7 @@ def test_weights_that_the_store_does_not_have_are_written_for_a_server_that_star
 ) -> None:
     engines.inference()
     hand_over(engines, 9)
-    (tmp_path / "nine").mkdir()
-    (tmp_path / "nine" / "model.safetensors").write_bytes(b"nine")
-
-    def publish(command: Write) -> Written:
-        assert command.version == 9
-        return Written(files=upload(engines.run.store, command.prefix, tmp_path / "nine"), seconds=0.1)
-
-    engines._trainer = SimpleNamespace(  # type: ignore[assignment]
-        is_free=lambda version: version == 9, publish=publish, close=lambda: None
-    )
+    holds_nine(engines, tmp_path)
     ends(engines, 1)
     client = engines.inference()
     wait_until(lambda: len(client.healthy()) == 2)
@@ -292,6 +383,26 @@ def test_a_trainer_that_is_busy_is_left_alone_and_the_server_waits_for_the_next_
     assert [server.current for server in client.pool.servers] == [True, False]
     hand_over(engines, 10)
     assert [server.current for server in client.pool.servers] == [True, True]
+
+
+def test_servers_on_older_weights_are_not_taken_to_hold_what_is_written_for_another(
+    engines: Engines, tmp_path: Path
+) -> None:
+    """The run resumes at a version that the store does not have; a server dies before the trainer hands it over."""
+    client = engines.inference()
+    engines.serving = unwritten(9)
+    holds_nine(engines, tmp_path)
+    ends(engines, 1)
+    wait_until(lambda: all(server.able for server in client.pool.servers))
+    assert [fake.version for fake in supervisor(engines).fakes] == [9, 9] and client.version == 9
+
+
+def test_when_one_starts_again_after_weights_failed_the_others_are_given_some_again(engines: Engines) -> None:
+    client = engines.inference()
+    engines._loop.run(client.doubt())
+    ends(engines, 1)
+    wait_until(lambda: len(client.healthy()) == 2)
+    assert all(server.able for server in engines.inference().pool.servers)
 
 
 def test_when_all_have_started_again_on_older_weights_the_stage_is_told(engines: Engines) -> None:

@@ -199,7 +199,7 @@ def test_works_from_a_thread_that_ends() -> None:
         pool.close()
 
 
-def test_close_leaves_no_process_and_the_pool_can_be_used_again() -> None:
+def test_close_leaves_no_process_and_is_for_good() -> None:
     before = {p.pid for p in descendants(os.getpid())}
     pool = VerifierPool(settings())
     assert judge(pool, "x")[0].reward == 1.0
@@ -208,8 +208,29 @@ def test_close_leaves_no_process_and_the_pool_can_be_used_again() -> None:
     pool.close()
     pool.close()
     assert not alive(started)
-    assert judge(pool, "xx")[0].reward == 2.0
-    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        judge(pool, "xx")
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.__enter__()  # as a thread does that was to load it early, and comes too late
+    assert {p.pid for p in descendants(os.getpid())} <= before
+
+
+def test_close_does_not_wait_for_a_verifier_that_is_being_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "endless.py").write_text(
+        "import os, pathlib, signal\npathlib.Path(os.environ['ENDLESS_REACHED']).touch()\nsignal.pause()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("ENDLESS_REACHED", str(tmp_path / "reached"))
+    before = {p.pid for p in descendants(os.getpid())}
+    pool = VerifierPool(settings(verifier="endless:f"))
+    with ThreadPoolExecutor(1) as early:
+        loading = early.submit(pool.__enter__)
+        wait_until((tmp_path / "reached").exists)
+        pool.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            loading.result()
     assert {p.pid for p in descendants(os.getpid())} <= before
 
 
