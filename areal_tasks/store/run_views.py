@@ -16,7 +16,6 @@ from areal_tasks.store.scan import Lazy, derived_dataset, table_dataset
 from areal_tasks.store.starts import starts_table
 from schemas.views import COMMITS, LOG, SEGMENTS, SHARDS, SHARED, STAGES, STARTS, VIEWS, View
 
-_META: Final = frozenset({"stages", "commits", "shards", "log", "segments"})
 #: Views with a column `run` of their own: the run that made what a row tells of, which may be a parent.
 _MADE_BY: Final = frozenset({"stages", "commits", "segments"})
 

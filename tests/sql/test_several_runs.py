@@ -197,6 +197,8 @@ def test_all_runs_are_those_that_can_be_read(
     printed = capsys.readouterr()
     assert json.loads(printed.out) == [{"run": "old"}]
     assert printed.err.startswith("left out: run broken: ")
+    with pytest.warns(UserWarning, match="left out: run broken: "), arealflow.connect() as connection:
+        assert connection.sql("SELECT DISTINCT run FROM samples").fetchall() == [("old",)]
 
 
 # ── from Python ─────────────────────────────────────────────────────────────────────────────────────────────────────
