@@ -26,7 +26,7 @@ def init(folder: Annotated[Path, typer.Argument(help="Folder to write to; made i
     recipe = shlex.quote(str(folder / RECIPE))
     typer.echo(f"wrote {', '.join(FILES)} in {folder}")
     typer.echo(f"arealflow run {recipe}")
-    typer.echo(f"arealflow up {recipe} && prefect deployment run rlhf/{Path(RECIPE).stem}")
+    typer.echo(f"arealflow up {recipe}    # or so: prints the commands that run it as a deployment")
 
 
 def write(folder: Path) -> None:
