@@ -110,7 +110,7 @@ def test_nothing_is_overwritten(work: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_any_folder_gives_a_recipe(name: str, tmp_path: Path) -> None:
     text = (INSTALLED / "flows/cli/template/recipe.yaml").read_text()
     recipe = parse_recipe(yaml.safe_load(filled(text, tmp_path / name)))
-    assert recipe.data.source == f"{tmp_path / name}/{{split}}.jsonl"
+    assert recipe.data.source == "{split}.jsonl"
     assert recipe.name == recipe_name(tmp_path / name)
 
 
