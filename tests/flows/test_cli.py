@@ -116,6 +116,34 @@ def test_answers_as_json_and_csv(url: str, capsys: pytest.CaptureFixture[str], m
     assert list(csv.reader(io.StringIO(found.out))) == [["iteration", "n"], ["0", "16"], ["1", "16"]]
 
 
+def test_lists_and_maps_are_json_in_both(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {
+        "l": ("['a', NULL]", ["a", None]),
+        "m": ("MAP {'x': [MAP {1: 0}], 'y': [MAP {2: 3}]}", {"x": [{"1": 0}], "y": [{"2": 3}]}),
+        "s": ("{'d': DATE '2026-01-02', 'e': MAP {}}", {"d": "2026-01-02", "e": {}}),
+        "i": ("INTERVAL 3 DAY", [0, 3, 0]),
+        "n": ("NULL::INTEGER[]", None),
+    }
+    query = f"SELECT {', '.join(f'{text} AS {name}' for name, (text, _) in values.items())}, 7 AS z"
+    expected = {name: value for name, (_, value) in values.items()}
+    found = call(capsys, monkeypatch, "sql", "small", query, "--store", url, "--json")
+    assert json.loads(found.out) == [expected | {"z": 7}]
+    found = call(capsys, monkeypatch, "sql", "small", query, "--store", url, "--csv")
+    [row] = csv.DictReader(io.StringIO(found.out))
+    assert {name: json.loads(cell or "null") for name, cell in row.items()} == expected | {"z": 7}
+
+
+def test_an_answer_wider_than_the_terminal_is_printed_column_by_column(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for width, vertical in ((30, False), (90, True)):
+        query = f"SELECT repeat('x', {width}) AS a, repeat('y', {width}) || chr(10) || 'z' AS b FROM range(2)"
+        found = call(capsys, monkeypatch, "sql", "small", query, "--store", url).out
+        assert (f"a: {'x' * width}\nb: {'y' * width}\n    z\n── row 2" in found) == vertical
+
+
 def test_a_text_is_shown_as_it_is(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +154,17 @@ def test_a_text_is_shown_as_it_is(
 def test_runs_and_their_state(url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     [row] = json.loads(call(capsys, monkeypatch, "runs", "--store", url, "--json").out)
     assert (row["name"], row["flow"], row["iterations"], row["planned"]) == ("small", "rlhf", 2, 2)
+
+
+def test_a_folder_without_a_store_is_said_to_be_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = call(capsys, monkeypatch, "runs", "--store", str(tmp_path / "none"), "--json")
+    assert found.code == 1 and f"there is no store in {(tmp_path / 'none').as_uri()}" in found.err
+    assert call(capsys, monkeypatch, "runs", "--store", str(tmp_path), "--json").out == "[]\n"
+    monkeypatch.setenv("AREALFLOW_STORE", str(tmp_path / "none"))
+    found = call(capsys, monkeypatch, "runs", "--json")
+    assert (found.code, found.out) == (0, "[]\n") and "no store" in found.err and "yet" in found.err
 
 
 def test_a_store_is_named_by_its_folder_wherever_one_is_named(
@@ -164,6 +203,10 @@ def test_the_doctor_fails_where_the_store_is_not_usable(
         text = found.out[found.out.index("[\n") :]
         assert {row["what"]: row["state"] for row in json.loads(text)}["store"] == state
         assert found.code == (state == "BROKEN")
+    assert not (tmp_path / "store").exists(), "the doctor leaves nothing behind"
+    (tmp_path / "store" / "run").mkdir(parents=True)
+    call(capsys, monkeypatch, "doctor", "--store", str(tmp_path / "store"), "--json")
+    assert [path.name for path in (tmp_path / "store").rglob("*")] == ["run"]
 
 
 def test_no_command_waits_for_torch_or_prefect_before_it_has_checked_what_it_was_given() -> None:
