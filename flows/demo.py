@@ -20,7 +20,7 @@ from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.paths import iteration_commit
 from areal_tasks.store.query import Session, run_sql
 from flows.cli.inspect import show
-from flows.cli.machine import Machine, environment, start, ui_url
+from flows.cli.machine import Machine, environment, running, start, ui_url
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
 
@@ -52,9 +52,22 @@ def main() -> None:
     options = parser.parse_args()
     try:
         demo(options.store, options.iterations, options.stops)
+    except KeyboardInterrupt:
+        console.print(interrupted(running(), options.stops), soft_wrap=True, markup=False)
+        sys.exit(130)
     except UserError as error:
         console.print(f"error: {error}", style="red", markup=False)
         sys.exit(1)
+
+
+def interrupted(machine: Machine | None, stops: bool) -> str:
+    """What goes on after Ctrl-C, and how to end it."""
+    if machine is None or stops:
+        return "\ninterrupted"
+    return (
+        "\ninterrupted; the Prefect server and the worker go on, and so does a run that has begun: see "
+        f"{ui_url(machine)}/runs. Stop everything: make down"
+    )
 
 
 def demo(store_url: str, iterations: int, stops: bool) -> None:

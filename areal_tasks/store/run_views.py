@@ -110,19 +110,22 @@ def _views(tables: Set[str]) -> list[View]:
     return list(found.values())
 
 
-def unite(connection: duckdb.DuckDBPyConnection, runs: Sequence[RunViews]) -> None:
+def unite(connection: duckdb.DuckDBPyConnection, runs: Sequence[RunViews], several: bool) -> None:
     """Make the views of all runs views of the connection: the rows of each, with the column `run`.
 
-    Where a row names the run that made it, that column is called `made_by`.
+    Where a row names the run that made it, that column is called `made_by` if `several` runs are asked, and is the
+    only one if not.
     """
     for name in sorted({name for run in runs for name in run.names}):
-        columns = "* RENAME (run AS made_by)" if name in _MADE_BY else "*"
-        parts = [
-            f"SELECT '{run.catalog.run.name}' AS run, {columns} FROM {run.schema}.{name}"
-            for run in runs
-            if name in run.names
-        ]
+        parts = [f"SELECT {_columns(run, name, several)} FROM {run.schema}.{name}" for run in runs if name in run.names]
         connection.execute(f"CREATE VIEW {name} AS {' UNION ALL BY NAME '.join(parts)}")
+
+
+def _columns(run: RunViews, view: str, several: bool) -> str:
+    of_run = f"'{run.catalog.run.name}' AS run"
+    if view not in _MADE_BY:
+        return f"{of_run}, *"
+    return f"{of_run}, * RENAME (run AS made_by)" if several else "*"
 
 
 def words_of_plan(connection: duckdb.DuckDBPyConnection, query: str) -> set[str]:
