@@ -17,8 +17,8 @@ def connect(*runs: str, store: str = "") -> duckdb.DuckDBPyConnection:
     It reads what the runs' commits select, and can open no other file. Close it, or use it as a context manager.
 
     Args:
-        runs: One run; or several, or none for all runs of the store: each view has the column `run` then. Of all runs,
-            those that cannot be read are left out, with a warning.
+        runs: One run, or several: each view has their rows, and the column `run`. None: all runs of the store but those
+            that cannot be read, of which a warning says so.
         store: Folder or URL of the store. Empty: AREALFLOW_STORE, else the default folder.
 
     Raises:
