@@ -224,7 +224,7 @@ class ServerPool:
             server.current = False
 
     def hold(self, target: Target) -> None:
-        """These weights are wanted. Servers with those of this version that were wanted hold them; the others load them."""
+        """These are wanted. Servers with those of this version that were wanted hold them; the others load them."""
         if self.target is not None and self.target.version != target.version:
             self.aim(target)
         self.target = target
