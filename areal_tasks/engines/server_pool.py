@@ -57,7 +57,6 @@ class ServerPool:
         self.connections = Connections(token, settings.request_timeout_seconds)
         self._ask = self.connections.ask
         self.lending = Lending(self._ask)
-        self.paused = False  # then nobody generates, and silence is no sign of illness
         self.foreign = False  # others have started the servers
         self.target: Target | None = None  # none: what the servers hold when they are first asked
         self._patience = NO_SERVER_SECONDS if patience_seconds is None else patience_seconds
@@ -222,10 +221,7 @@ class ServerPool:
             server.current = False
 
     def hold(self, target: Target) -> None:
-        """These weights are wanted, and servers that hold those that were wanted, of that version, hold them.
-
-        The others load them, if they can by themselves.
-        """
+        """These are wanted. Servers with those of this version that were wanted hold them; the others load them."""
         if self.target is not None and self.target.version != target.version:
             self.aim(target)
         self.target = target
@@ -253,10 +249,7 @@ class ServerPool:
         return seconds
 
     async def adopt(self, target: Target, urls: Container[str]) -> list[str]:
-        """Somebody else gave the servers at `urls` the weights: have each say so. One that does not is evicted.
-
-        Returns the addresses of those that hold them.
-        """
+        """Somebody else gave the servers at `urls` the weights; addresses of those that say so. Others are evicted."""
         self.aim(target)
         return await self.each(self._adopted, urls)
 
@@ -320,31 +313,6 @@ class ServerPool:
     async def _version_of(self, server: Server) -> str:
         return str((await self._ask(server, "GET", "/model_info"))["weight_version"])
 
-    async def broadcast(self, path: str, body: dict[str, Any]) -> None:
-        """POST to every healthy server."""
-        await self.each(lambda server: self._ask(server, "POST", path, body))
-
-    async def pause(self, mode: str) -> None:
-        """Have every healthy server stop generating, until `go_on`."""
-        self.paused = True
-
-        async def pause(server: Server) -> None:
-            server.paused = True  # also if its answer is lost
-            await self._ask(server, "POST", "/pause_generation", {"mode": mode})
-
-        await self.each(pause)
-
-    async def go_on(self) -> None:
-        """Have every server that was paused generate again: the healthy ones now, others before they are let in."""
-        while any(server.healthy and server.paused for server in self.servers):  # one may be let in meanwhile
-            await self.each(self._go_on)
-        self.paused = False
-
-    async def _go_on(self, server: Server) -> None:
-        if server.paused:
-            await self._ask(server, "POST", "/continue_generation", {})
-            server.paused = False
-
     async def lend(self, wanted: bool) -> None:
         """Have every healthy server lend the memory of its cache, or take it back; one that has already is not asked.
 
@@ -387,7 +355,7 @@ class ServerPool:
             if not (server.requests and server.healthy):
                 return
             try:
-                await self.lending.look(server, self.paused)
+                await self.lending.look(server)
                 silent = 0
             except (ServerDown, Refused) as error:
                 silent, last = silent + 1, error
@@ -401,13 +369,13 @@ class ServerPool:
             await asyncio.sleep(min(first * (2 ** min(server.failures, 10) - 1), longest))
             try:
                 await self.lending.settle(server)
-                if not self.paused:
-                    await self._go_on(server)
-                await self.lending.look(server, self.paused)
+                await self.lending.look(server)
                 await self._check(server)
                 await self._catch_up(server)
-                if server.lends != self.lending.wanted or (server.paused and not self.paused):
-                    raise ServerDown(f"{server.url}: whether it lends its memory or is paused has changed meanwhile")
+                if not self.lending.settled(server):
+                    raise ServerDown(
+                        f"{server.url}: whether it is to lend its memory or to pause has changed meanwhile"
+                    )
             except (ServerDown, UserError) as error:
                 self._note(server, error)
                 continue

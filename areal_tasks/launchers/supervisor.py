@@ -131,10 +131,11 @@ class Supervisor:
             raise failures[0]
         return [one for one in found if isinstance(one, Ready)]
 
-    def ended(self, names: Collection[str]) -> bool:
-        """Whether `look` would start one of these services again, now or soon."""
+    def ended(self, names: Collection[str]) -> frozenset[tuple[str, int]]:
+        """Those of these services that `look` would start again, now or soon, and which start of each has ended."""
         services = [self.services[name] for name in names]
-        return any(s.handle.exit_code() is not None and not self._given_up(s) for s in services)
+        over = [s.spec for s in services if s.handle.exit_code() is not None and not self._given_up(s)]
+        return frozenset((spec.name, spec.restart) for spec in over)
 
     def starting(self, names: Sequence[str]) -> dict[str, Path]:
         """Those of these services that are not ready yet, and their logs."""

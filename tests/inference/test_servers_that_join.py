@@ -19,13 +19,16 @@ from waiting import wait_until
 from areal_tasks.engines import server_pool
 from areal_tasks.engines.answers import ServerDown
 from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.handover import name_of
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import Send, Sent, Write, Written
+from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.launchers.supervisor import Ready, ServiceFailed
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.files import upload
 from areal_tasks.store.runs import open_run
+from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 from schemas.recipe.load import load_recipe
 from schemas.recipe.sections import Inference
@@ -271,6 +274,7 @@ class Restarting(FakeSupervisor):
         super().__init__()
         self.call = engines.call
         self.fakes, self.dead = fakes, set[int]()
+        self.pauses = False  # before it starts one again
         self.started_on: list[WeightsRef | None] = []
         for index in range(len(fakes)):
             self._start(index, engines.written)
@@ -282,13 +286,13 @@ class Restarting(FakeSupervisor):
         self.running = [*self.running[:index], one, *self.running[index + 1 :]]
         self.started_on.append(weights)
 
-    def ended(self, names: Any) -> bool:
-        return bool(self.dead)
+    def ended(self, names: Any) -> frozenset[tuple[str, int]]:
+        return frozenset((str(index), self.running[index].restart) for index in self.dead)
 
     def look(self, names: Any, weights: WeightsRef | None = None) -> list[Ready]:
         if list(names) == ["trainer"]:
             return []
-        while self.dead:
+        while self.dead and not self.pauses:
             self._start(self.dead.pop(), weights)
         return super().look(names)
 
@@ -383,6 +387,36 @@ def test_a_trainer_that_is_busy_is_left_alone_and_the_server_waits_for_the_next_
     assert [server.current for server in client.pool.servers] == [True, False]
     hand_over(engines, 10)
     assert [server.current for server in client.pool.servers] == [True, True]
+
+
+@pytest.mark.parametrize("error", [UserError("the trainer refused /publish: No space left"), TrainerDown("no answer")])
+def test_a_trainer_that_cannot_write_does_not_disturb_the_servers_that_are_well(
+    engines: Engines, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked once for each start of a server, not at each look."""
+    client = engines.inference()
+    monkeypatch.setattr(client, "_ends", Ends)  # there is no model to ask
+    hand_over(engines, 9)
+    asked: list[int] = []
+
+    def publish(command: Write) -> Written:
+        asked.append(command.version)
+        raise error
+
+    trainer: Any = SimpleNamespace(is_free=lambda version: True, publish=publish, close=lambda: None)
+    engines._trainer = trainer
+    restarting = supervisor(engines)
+    restarting.pauses = True
+    for _ in range(3):
+        ends(engines, 1)
+    assert asked == [9]
+    restarting.pauses = False
+    ends(engines, 1)
+    assert asked == [9] and restarting.started_on[-1] == engines.written
+    asked_for = requests(2)
+    check(asked_for, engines.call(client.generate(asked_for), generates=True), version=9)
+    ends(engines, 1)
+    assert asked == [9, 9]
 
 
 def test_servers_on_older_weights_are_not_taken_to_hold_what_is_written_for_another(
