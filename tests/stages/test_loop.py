@@ -250,7 +250,7 @@ def test_who_loses_the_commit_of_a_train_stage_goes_on_with_the_winners(
 
 
 def test_supervised_fine_tuning_that_is_killed_gives_the_same_bits(tmp_path: Path) -> None:
-    drive(tmp_path, "whole", tiny_sft())
+    finished(tmp_path, "whole", tiny_sft())
     instant = random.randint(3, 30)
     start_driver(tmp_path, "r", tiny_sft(), instant).join()
     drive(tmp_path, "r", tiny_sft())
