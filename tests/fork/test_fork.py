@@ -102,7 +102,9 @@ def test_what_lists_and_logs_say_of_a_fork(store: Store) -> None:
 
 
 def test_a_query_sees_the_parents_iterations(store: Store) -> None:
-    query = "SELECT iteration, count(*) AS n, any_value(run) AS made_by FROM samples JOIN commits USING (iteration)"
+    query = (
+        "SELECT iteration, count(*) AS n, any_value(commits.run) AS made_by FROM samples JOIN commits USING (iteration)"
+    )
     rows = run_sql(store, "other", f"{query} GROUP BY ALL ORDER BY 1").to_pylist()
     assert [tuple(row.values()) for row in rows] == [(0, 16, "whole"), (1, 16, "other"), (2, 16, "other")]
 
