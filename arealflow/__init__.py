@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 from arealflow.packages import check_packages
@@ -16,7 +17,8 @@ def connect(*runs: str, store: str = "") -> duckdb.DuckDBPyConnection:
     It reads what the runs' commits select, and can open no other file. Close it, or use it as a context manager.
 
     Args:
-        runs: One run; or several, or none for all runs of the store: each view has the column `run` then.
+        runs: One run, or several: each view has their rows, and the column `run`. None: all runs of the store but those
+            that cannot be read, of which a warning says so.
         store: Folder or URL of the store. Empty: AREALFLOW_STORE, else the default folder.
 
     Raises:
@@ -29,7 +31,11 @@ def connect(*runs: str, store: str = "") -> duckdb.DuckDBPyConnection:
     from areal_tasks.store.runs import list_runs
 
     there = open_store(store)
-    names = runs or [run.name for run in list_runs(there)]
+    every = [] if runs else list_runs(there)
+    for run in every:
+        if run.problem:
+            warnings.warn(f"left out: run {run.name}: {run.problem}", stacklevel=2)
+    names = runs or [run.name for run in every if not run.problem]
     return Session(there, *names, several=not runs).connection
 
 

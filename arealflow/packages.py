@@ -57,6 +57,7 @@ def note(folder: Path) -> str:
     listed = " and ".join(f"{name}/" for name in names)
     return (
         f"{listed} in {folder.resolve()} and arealflow have packages of the same name. arealflow's own processes find "
-        "their own; but Python that is started in this folder (`python -m`, a notebook) finds yours, and rewards and "
-        "workflows that import from it get arealflow's. Rename the folder, or keep recipes and rewards in another one."
+        "their own; but Python that is started in this folder (`python -m`, a notebook) finds yours, where "
+        "`arealflow.connect` ends with an ImportError; and rewards and workflows that import from it get arealflow's. "
+        "Rename the folder, or keep recipes and rewards in another one."
     )

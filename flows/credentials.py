@@ -7,9 +7,11 @@ is in one block, so that nobody ever reads the one of old keys and the other of 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -18,6 +20,7 @@ import httpx
 
 from areal_tasks.store import s3_environment
 from areal_tasks.store.backend import default_url
+from flows.home import home
 from schemas.errors import UserError
 
 #: The Secret block: a JSON object with some of the environment variables SECRETS and PLACES.
@@ -71,6 +74,23 @@ def use(kept: Mapping[str, str]) -> None:
     for name in SECRETS:
         os.environ.pop(name, None)
     os.environ.update({name: value for name, value in kept.items() if name not in PLACES or not PLACES[name]()})
+
+
+def may_be_kept() -> bool:
+    """Whether a server that is started over the database of this home may keep keys.
+
+    The block is looked for as Prefect 3.8 writes it; whether it can be used is seen later.
+    """
+    if os.environ.get("PREFECT_API_DATABASE_CONNECTION_URL"):
+        return True
+    database = home() / "prefect" / "prefect.db"
+    if not database.exists():
+        return False
+    try:
+        with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
+            return connection.execute("SELECT 1 FROM block_document WHERE name = ?", (BLOCK,)).fetchone() is not None
+    except sqlite3.Error:  # another Prefect's
+        return True
 
 
 def kept_by_prefect() -> dict[str, str]:

@@ -15,11 +15,12 @@ import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from areal_tasks.report.cost import Cost, cost_of
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.paths import iteration_commit
-from areal_tasks.store.query import run_sql
+from areal_tasks.store.query import Session, run_sql
 from flows.cli.inspect import show
-from flows.cli.machine import Machine, environment, start, ui_url
+from flows.cli.machine import Machine, environment, running, start, ui_url
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
 
@@ -51,9 +52,22 @@ def main() -> None:
     options = parser.parse_args()
     try:
         demo(options.store, options.iterations, options.stops)
+    except KeyboardInterrupt:
+        console.print(interrupted(running(), options.stops), soft_wrap=True, markup=False)
+        sys.exit(130)
     except UserError as error:
         console.print(f"error: {error}", style="red", markup=False)
         sys.exit(1)
+
+
+def interrupted(machine: Machine | None, stops: bool) -> str:
+    """What goes on after Ctrl-C, and how to end it."""
+    if machine is None or stops:
+        return "\ninterrupted"
+    return (
+        "\ninterrupted; the Prefect server and the worker go on, and so does a run that has begun: see "
+        f"{ui_url(machine)}/runs. Stop everything: make down"
+    )
 
 
 def demo(store_url: str, iterations: int, stops: bool) -> None:
@@ -67,6 +81,7 @@ def demo(store_url: str, iterations: int, stops: bool) -> None:
     console.print(f"follow it in the Prefect UI: {ui_url(machine)}/runs/flow-run/{flow_run}", soft_wrap=True)
     follow(machine, store, run, flow_run, iterations)
     answer(store, run)
+    tell_cost(store, f"{run}-sft", run)
     console.print(f"\nParquet: {store.uri(run)}", soft_wrap=True, markup=False)
     if not stops:
         console.print(f"Prefect UI: {ui_url(machine)}")
@@ -147,6 +162,15 @@ def answer(store: Store, run: str) -> None:
     for title, query in QUERIES.items():
         console.print(f"\n[bold]{title}[/bold]\n{query}", soft_wrap=True)
         show(run_sql(store, run, query).to_pylist(), as_json=False)
+
+
+def tell_cost(store: Store, *runs: str) -> None:
+    """What these runs cost together, in one line."""
+    total = Cost()
+    for run in runs:
+        with Session(store, run) as session, session.explained() as connection:
+            total += cost_of(connection, run)
+    console.print(f"\ncost, supervised fine-tuning included: {total}", soft_wrap=True)
 
 
 def _planned(recipe: str) -> int:

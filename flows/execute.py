@@ -168,6 +168,8 @@ def logged(run: Run, flow_run_id: str) -> Iterator[None]:
     except BaseException as error:
         ended = "failed" if isinstance(error, Exception) else ended_as(error, flow_run_id)  # a signal is no Exception
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+        if isinstance(error, KeyboardInterrupt):  # Ctrl-C: a worker sends SIGTERM
+            get_run_logger().info("run %s is interrupted: start it again with run=%s, and it goes on", *[run.name] * 2)
         try:
             note(ended, standing(run) | {"reason": reason})
         except StoreError as unsaid:  # why the run ended says more

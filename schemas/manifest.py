@@ -302,9 +302,12 @@ class LogRecord(StoredRecord):
     previous: str = Field(default="", description="SHA-256 of the bytes of the record before it")
 
 
+#: How a start of the flow ends, unless it is killed.
+ENDINGS: Final = ("finished", "failed", "cancelled", "suspended", "interrupted")
 #: What a log tells of.
 ACTIONS: Final = (
-    *("started", "resumed", "first iteration", "finished", "failed", "cancelled", "suspended", "interrupted"),
+    *("started", "resumed", "placed", "first iteration"),
+    *ENDINGS,
     *("extended", "forked", "replayed", "removed", "tagged", "protected", "exported", "signed"),
 )
 

@@ -86,6 +86,21 @@ LOG: Final = pa.schema(  # one row per line of the run's log
     ]
 )
 
+STARTS: Final = pa.schema(  # one row per start of the run's flow
+    [
+        ("owner", pa.int32()),
+        ("host", pa.string()),
+        ("pid", pa.int32()),
+        ("prefect_flow_run_id", pa.string()),
+        ("started", pa.timestamp("us")),  # UTC
+        ("ended", pa.timestamp("us")),  # null where neither the log nor a commit tells
+        ("ended_by", pa.string()),  # the log's word for it, or "last commit"
+        ("seconds", pa.float64()),
+        ("gpus", pa.int32()),  # that were assigned to its services
+        ("gpus_by", pa.string()),  # "log", or "recipe" where the log does not tell
+    ]
+)
+
 SEGMENTS: Final = pa.schema(  # one row per recipe of the run and of its parents; commits name them by run and segment
     [
         ("run", pa.string()),

@@ -77,7 +77,7 @@ def s3_server(folder: Path) -> Iterator[S3Process]:
     finally:
         server.process.terminate()
         try:
-            server.process.wait(10)
+            server.process.wait(10)  # then it is killed
         except subprocess.TimeoutExpired:
             server.process.kill()
             server.process.wait()
@@ -141,7 +141,7 @@ def _wait_until_ready(server: S3Process, log: Path) -> None:
         region_name="us-east-1",
         aws_access_key_id=server.access_key,
         aws_secret_access_key=server.secret_key,
-        config=Config(retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=10),
+        config=Config(retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=10),  # it is asked again
     )
     end = time.monotonic() + READY_SECONDS
     while server.process.poll() is None and time.monotonic() < end:

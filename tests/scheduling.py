@@ -15,18 +15,23 @@ from xdist.scheduler import LoadScopeScheduling
 
 #: Fixtures of servers that are dear: those who use one begin first, since they take longest.
 SERVERS: Final = ("api", "up")
+#: Folders of modules that take long next, so that the last ones, which one worker may run alone, are short.
+LONG: Final = frozenset({"stages", "fork", "trainer_group"})
 #: The server that each module uses which uses one.
 USED: Final[dict[Path, str]] = {}
 GROUPS: Final = "groups.json"
 
 
 def group_by_server(items: list[pytest.Item]) -> None:
-    """Write down, for the process that hands out the tests, which modules use which server; put those first."""
+    """Write down, for the process that hands out the tests, which modules use which server.
+
+    Those come first, then LONG.
+    """
     for item in items:
         fixtures: Sequence[str] = getattr(item, "fixturenames", ())
         used = [name for name in SERVERS if name in fixtures]
         USED.update({item.path: used[0]} if used else {})
-    items.sort(key=lambda item: item.path not in USED)
+    items.sort(key=lambda item: (item.path not in USED, item.path.parent.name not in LONG))
     names = {item.nodeid.partition("::")[0]: USED[item.path] for item in items if item.path in USED}
     partial = session_folder.folder() / f"{GROUPS}.{id(items)}"
     partial.write_text(json.dumps(names))

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from waiting import LIMIT
 
 TESTS = Path(__file__).parent
 #: Where waiting is written, and programs that are no tests.
 EXEMPT = {TESTS / "waiting.py", TESTS / "chaos" / "matrix.py", TESTS / "chaos" / "scene.py"}
+WAITS = {"wait", "wait_for", "result", "join"}
 ASKS = {"get", "post", "put", "request", "stream", "Client"}
 
 
@@ -44,6 +46,20 @@ def test_tests_wait_for_conditions(calls: list[Called]) -> None:
     """`wait_until` and `until` (waiting.py) do so. A stand-in that takes its time says why, at the end of the line."""
     found = [called.where for called in calls if called.name.endswith("sleep") and "  # " not in called.line]
     assert not found, "these sleep and do not say why"
+
+
+def test_limits_are_for_machines_without_hope(calls: list[Called]) -> None:
+    """Numbers below LIMIT, given to what waits or as a timeout; 0 is a look. The line says why, where one is right."""
+    short = [called for called in calls if any(0 < limit < LIMIT for limit in limits(called))]
+    assert not [called.where for called in short if "  # " not in called.line], "wait for LIMIT, or say why"
+
+
+def limits(called: Called) -> Iterator[float]:
+    """The limits that are written as numbers."""
+    named = [keyword.value for keyword in called.call.keywords if (keyword.arg or "").endswith("timeout")]
+    for node in [*named, *(called.call.args if called.name.rpartition(".")[2] in WAITS else [])]:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+            yield node.value
 
 
 def test_who_asks_a_server_has_patience(calls: list[Called]) -> None:

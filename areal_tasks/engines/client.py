@@ -204,9 +204,9 @@ class InferenceClient:
         """
         return await self.pool.update_weights(Target(version, key or uri, uri))
 
-    async def adopt(self, version: int, key: str = "") -> None:
-        """The servers were handed `version` by the trainer: have each of them say so."""
-        await self.pool.adopt(Target(version, key))
+    async def adopt(self, version: int, key: str, urls: Container[str]) -> list[str]:
+        """The servers at `urls` were handed `version` by the trainer; the addresses of those that say so."""
+        return await self.pool.adopt(Target(version, key), urls)
 
     def wants(self, key: str) -> bool:
         """Whether the weights of that name are those that all servers are to hold."""
@@ -263,7 +263,7 @@ class InferenceClient:
         """How each server that has something to do for this client (`everyone`: any server) gets on, by its address."""
         pool = self.pool  # a server that is evicted is given up already
         busy = [server for server in pool.servers if server.healthy and (server.asks or everyone)]
-        signs = await asyncio.gather(*(pool.lending.sign(server, pool.paused) for server in busy))
+        signs = await asyncio.gather(*(pool.lending.sign(server) for server in busy))
         return dict(zip([server.url for server in busy], signs, strict=True))
 
     def lost(self) -> list[str]:
@@ -288,18 +288,21 @@ class InferenceClient:
 
     async def pause(self, mode: str = "abort") -> None:
         """Stop generating on all servers; interrupted requests continue after `resume()`."""
-        self.pool.paused = True
-        await self.pool.broadcast("/pause_generation", {"mode": mode})
+        self.pool.lending.paused = True
+        await self.pool.each(partial(self.pool.lending.pause, mode=mode))
 
     async def resume(self) -> None:
-        """Go on generating."""
-        await self.pool.broadcast("/continue_generation", {})
-        self.pool.paused = False
+        """Go on generating; servers that are evicted do before they are let in."""
+        pool = self.pool
+        while any(server.healthy and server.paused for server in pool.servers):  # one may be let in meanwhile
+            await pool.each(pool.lending.go_on)
+        pool.lending.paused = False
 
     async def abort(self) -> None:
         """End all requests under way: their results have stop_reason `abort` and what was generated so far."""
         self._aborts += 1
-        await self.pool.broadcast("/abort_request", {"abort_all": True})
+        ask = self.pool.connections.ask
+        await self.pool.each(lambda server: ask(server, "POST", "/abort_request", {"abort_all": True}))
 
 
 def _chunks(works: Iterable[_Work], groups: int) -> list[list[_Work]]:

@@ -125,8 +125,9 @@ def check_model(store: Store, model: Model) -> None:
 
 
 def _may_be_on_hub(path: str) -> bool:
-    """Whether `path` is no folder here, and looks like a model's name."""
-    return not Path(path).expanduser().is_dir() and bool(_NAME.fullmatch(path)) and not path.startswith(".")
+    """Whether `path` is no folder here, nor in a folder that is here, and looks like a model's name."""
+    here = Path(path).expanduser().is_dir() or Path(path).parent.is_dir()
+    return not here and bool(_NAME.fullmatch(path)) and not path.startswith(".")
 
 
 def _require(folder: Path, path: str, patterns: Iterable[str], problem: str) -> None:

@@ -121,6 +121,13 @@ class Names:
             )
         return self
 
+    def to_model(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The model's tensors, made of the checkpoint's; without those that are missing or unexpected."""
+        made = (
+            zip(group.held, group.to_model([stored[n] for n in group.stored]), strict=True) for group in self.groups
+        )
+        return {name: tensor for pairs in made for name, tensor in pairs}
+
     def to_checkpoint(self, held: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The model's tensors, which come one at a time, under the checkpoint's names and in its shapes.
 

@@ -67,7 +67,11 @@ class Proof:
         """False if the servers failed meanwhile, so that nothing was proven."""
         started, before = time.perf_counter(), self._checksums(client)
         if computed := computed_tensors(before):
-            log.warning("not proven that new weights reach all tensors: the servers compute %s", shown(computed))
+            log.warning(
+                "not proven that new weights reach all tensors: the servers compute %s, which would be "
+                "overwritten, too. Each iteration's logprob gap (algorithm.max_logprob_gap) is what shows it here",
+                shown(computed),
+            )
             return True
         with _refusals():
             self.call(client.overwrite_weights())

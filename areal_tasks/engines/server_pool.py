@@ -57,7 +57,6 @@ class ServerPool:
         self.connections = Connections(token, settings.request_timeout_seconds)
         self._ask = self.connections.ask
         self.lending = Lending(self._ask)
-        self.paused = False  # then nobody generates, and silence is no sign of illness
         self.foreign = False  # others have started the servers
         self.target: Target | None = None  # none: what the servers hold when they are first asked
         self._patience = NO_SERVER_SECONDS if patience_seconds is None else patience_seconds
@@ -94,6 +93,7 @@ class ServerPool:
         there = {server.url for server in self.servers}
         for url in starts.keys() - there:
             server = Server(url, self.settings.max_concurrent_requests, starts[url], False, url in current)
+            server.paused = self.foreign  # perhaps, by a run that ended before it could have them go on
             self.servers.append(server)
             self._background("admit", server, self._admit)
         self._dispatch()
@@ -123,18 +123,17 @@ class ServerPool:
         """
         await self.meet()
         for _ in range(ATTEMPTS):
-            server, tokens = await self._server_for(group, samples), 0
+            server = await self._server_for(group, samples)
             try:
                 async with aclosing(self._generate(server, body(), samples)) as answered:
                     async for answers in answered:
-                        tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
                         yield server.url, answers
                 server.failing_since = None
                 return
             except ServerDown as error:
                 self.evict(server, error)
             finally:
-                self.router.end(server, samples, tokens)
+                self.router.end(server, samples)
                 self._dispatch()
         raise ServerDown(f"{ATTEMPTS} servers failed to answer one request; the last: {self._last_error}")
 
@@ -163,22 +162,20 @@ class ServerPool:
             return await waiter.given
         except asyncio.CancelledError:
             if waiter.given.done() and not waiter.given.cancelled():
-                self.router.end(waiter.given.result(), samples, 0)
+                self.router.end(waiter.given.result(), samples)
             self._dispatch()
             raise
 
     def _dispatch(self) -> None:
         """Give waiting requests, in order, to the servers that the router chooses."""
-        waiting = sum(waiter.samples for waiter in self._waiting)
         while self._waiting:
             waiter = self._waiting[0]
             if not waiter.given.done():  # else it was cancelled
-                server = self.router.choose(waiter.group, waiter.samples, waiting)
+                server = self.router.choose(waiter.group)
                 if server is None:
                     break
                 self.router.begin(server, waiter.group, waiter.samples)
                 waiter.given.set_result(server)
-            waiting -= waiter.samples
             self._waiting.popleft()
         if any(s.healthy for s in self.servers):
             if self._end_of_hope is not None:
@@ -224,7 +221,9 @@ class ServerPool:
             server.current = False
 
     def hold(self, target: Target) -> None:
-        """These weights are wanted, and servers that hold those that were wanted hold them; the others load them."""
+        """These are wanted. Servers with those of this version that were wanted hold them; the others load them."""
+        if self.target is not None and self.target.version != target.version:
+            self.aim(target)
         self.target = target
         for server in self.servers:
             if server.healthy and not server.current and target.uri is not None:
@@ -234,7 +233,7 @@ class ServerPool:
     def doubt(self) -> None:
         """Nobody knows any more what the servers hold: they are to be given the weights once more."""
         if self.target is not None:
-            self.aim(replace(self.target, uri=None))
+            self.aim(replace(self.target, key="", uri=None))
 
     async def update_weights(self, target: Target) -> list[float]:
         """Have every healthy server load `target`; seconds for each. The others follow before they are let in.
@@ -249,15 +248,16 @@ class ServerPool:
             await self._until(lambda: any(server.able for server in self.servers))
         return seconds
 
-    async def adopt(self, target: Target) -> None:
-        """Somebody else gave every healthy server `target`: have each say so. One that does not is evicted."""
+    async def adopt(self, target: Target, urls: Container[str]) -> list[str]:
+        """Somebody else gave the servers at `urls` the weights; addresses of those that say so. Others are evicted."""
         self.aim(target)
-        await self.each(self._adopted)
+        return await self.each(self._adopted, urls)
 
-    async def _adopted(self, server: Server) -> None:
+    async def _adopted(self, server: Server) -> str:
         await self._confirm(server)
         server.current = True
         self._dispatch()
+        return server.url
 
     async def standing(self) -> list[str]:
         """Addresses of the servers that are well, once each was looked at and one is."""
@@ -277,9 +277,9 @@ class ServerPool:
                 raise self._no_server()
             await asyncio.sleep(POLL_SECONDS)
 
-    async def each(self, ask: Callable[[Server], Awaitable[T]]) -> list[T]:
-        """Ask every healthy server at once; what those answered that did not fail. The others are evicted."""
-        servers = [s for s in self.servers if s.healthy]
+    async def each(self, ask: Callable[[Server], Awaitable[T]], urls: Container[str] | None = None) -> list[T]:
+        """Ask every healthy server (only those at `urls`) at once; what they answered. One that fails is evicted."""
+        servers = [s for s in self.servers if s.healthy and (urls is None or s.url in urls)]
         outcomes = await asyncio.gather(*map(ask, servers), return_exceptions=True)
         for server, outcome in zip(servers, outcomes, strict=True):
             if isinstance(outcome, ServerDown):
@@ -312,10 +312,6 @@ class ServerPool:
 
     async def _version_of(self, server: Server) -> str:
         return str((await self._ask(server, "GET", "/model_info"))["weight_version"])
-
-    async def broadcast(self, path: str, body: dict[str, Any]) -> None:
-        """POST to every healthy server."""
-        await self.each(lambda server: self._ask(server, "POST", path, body))
 
     async def lend(self, wanted: bool) -> None:
         """Have every healthy server lend the memory of its cache, or take it back; one that has already is not asked.
@@ -359,7 +355,7 @@ class ServerPool:
             if not (server.requests and server.healthy):
                 return
             try:
-                await self.lending.look(server, self.paused)
+                await self.lending.look(server)
                 silent = 0
             except (ServerDown, Refused) as error:
                 silent, last = silent + 1, error
@@ -373,11 +369,13 @@ class ServerPool:
             await asyncio.sleep(min(first * (2 ** min(server.failures, 10) - 1), longest))
             try:
                 await self.lending.settle(server)
-                await self.lending.look(server, self.paused)
+                await self.lending.look(server)
                 await self._check(server)
                 await self._catch_up(server)
-                if server.lends != self.lending.wanted:
-                    raise ServerDown(f"{server.url}: whether it lends its memory has changed meanwhile")
+                if not self.lending.settled(server):
+                    raise ServerDown(
+                        f"{server.url}: whether it is to lend its memory or to pause has changed meanwhile"
+                    )
             except (ServerDown, UserError) as error:
                 self._note(server, error)
                 continue

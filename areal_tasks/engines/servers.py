@@ -38,9 +38,10 @@ from areal_tasks.engines.starting import TRAINER
 from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
 from areal_tasks.engines.watchdog import Sign, Watchdog
 from areal_tasks.launchers.supervisor import Ready, ServiceFailed, Supervisor
-from areal_tasks.store.backend import StoreError, Unavailable
+from areal_tasks.store.backend import Unavailable
 from areal_tasks.store.files import common_folder, read_weights
 from areal_tasks.store.runs import Run
+from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
 
@@ -71,6 +72,7 @@ class Servers(ABC):
         self._trainer: TrainerClient | None = None
         self._loop = LoopThread()
         self._proof = Proof(self.call, is_proven(recipe))
+        self._unwritable: dict[str, frozenset[tuple[str, int]]] = {}  # weights, and for which starts they were tried
 
     @property
     @abstractmethod
@@ -173,7 +175,8 @@ class Servers(ABC):
         if lost := client.lost():
             self.supervisor.end(lost)
         names = self.server_names
-        weights = self._weights_to_start_on() if self.supervisor.ended(names) else None
+        ended = self.supervisor.ended(names)
+        weights = self._weights_to_start_on(ended) if ended else None
         ready = self.supervisor.look(names, weights)
         if ready != self._ready_servers:
             self._ready_servers = ready
@@ -183,18 +186,23 @@ class Servers(ABC):
             with suppress(ServiceFailed, Unavailable):  # who needs the trainer is told
                 self.supervisor.look([TRAINER])
 
-    def _weights_to_start_on(self) -> WeightsRef | None:
+    def _weights_to_start_on(self, ended: frozenset[tuple[str, int]]) -> WeightsRef | None:
         """Those in force, which the trainer writes if the store does not have them and it holds them.
 
-        Otherwise the newest that the store has; the server is handed those in force with all others, later.
+        Otherwise the newest that the store has; the server is handed those in force with all others, later. What could
+        not be written is tried again when another start of a server has `ended`.
         """
         ref, trainer = self._serving(), self._trainer
-        if ref.written or trainer is None or not trainer.is_free(ref.version):
+        tried_for = self._unwritable.get(name_of(ref), frozenset())
+        if ref.written or ended <= tried_for or trainer is None or not trainer.is_free(ref.version):
             return self.written
         try:
             return self.write_weights(trainer, ref.version, handed=True).ref
-        except (TrainerDown, StoreError) as error:
+        except ServiceFailed:
+            raise
+        except (TrainerDown, UserError) as error:  # the servers that are well go on
             log.warning("version %d cannot be written for a server that starts: %s", ref.version, error)
+            self._unwritable = {name_of(ref): tried_for | ended}
             return self.written
 
     def _server_signs(self, everyone: bool = False) -> dict[str, Sign]:
@@ -286,10 +294,10 @@ class Servers(ABC):
             gone = trainer.send(command).gone
         self.call(client.evict(gone))
         self.supervisor.end(gone, "did not take new weights", grace_seconds=0.0)
-        self.call(client.adopt(version, name_of(ref)))
-        if client.stuck:
+        took = self.call(client.adopt(version, name_of(ref), set(urls) - gone.keys()))
+        if not took:
             raise ServerDown(f"no inference server took version {version}: {'; '.join(gone.values())}")
-        return [time.monotonic() - started] * len(client.healthy())
+        return [time.monotonic() - started] * len(took)
 
     def _ready(self, names: Sequence[str]) -> list[str]:
         """The addresses of these services, once they have started."""

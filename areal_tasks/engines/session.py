@@ -23,9 +23,10 @@ from areal_tasks.engines.servers import Servers
 from areal_tasks.engines.starting import TRAINER, Early, Services, may_load_early, place_services
 from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.engines.watchdog import Sign
-from areal_tasks.launchers.gpus import Placement
+from areal_tasks.launchers.gpus import Placement, assigned
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.store.files import materialise, read_weights
+from areal_tasks.store.journal import append
 from areal_tasks.store.runs import Run
 from schemas.manifest import StageManifest, WeightsRef
 from schemas.recipe.recipe import Recipe, RlhfRecipe, SftRecipe
@@ -67,6 +68,8 @@ class Engines(Servers):
         """Start what needs no weights in the store: trainer, verifiers, perhaps servers. Does not wait for them."""
         others = bool(self.external) or not self.generates  # no GPU of ours is for servers
         self.placement = place_services(self.recipe, others)
+        if (gpus := assigned(self.placement)) or others:  # else the recipe tells that there are none
+            append(self.run.store, self.run.name, "placed", {"owner": self.run.owner, **gpus})
         self.transport = choose_transport(self.recipe, self.placement, others) if self.generates else "store"
         if self.store_only and isinstance(self.recipe, RlhfRecipe) and self.recipe.trainer.weights_every > 1:
             log.info("servers get new weights through the store here: all are written, whatever trainer.weights_every")

@@ -147,6 +147,10 @@ class TrainerClient:
             answer = self.http.request(method, path, content=content, timeout=timeout or self.http.timeout)
         except httpx.TransportError as error:
             raise TrainerDown(f"the trainer did not answer {path}: {type(error).__name__}: {error}") from error
+        except RuntimeError as error:
+            if not self.http.is_closed:
+                raise
+            raise TrainerDown(f"the trainer was not asked {path}: this connection to it is closed") from error
         if answer.is_error:
             meant = _error(path, answer)
             if isinstance(meant, TrainerFailed):

@@ -106,11 +106,16 @@ def place(
     return Placement(trainer, tuple(pool[at : at + tensor_parallel] for at in starts))
 
 
+def assigned(placement: Placement) -> dict[str, str]:
+    """The GPUs of each service that has any: `{"trainer": "0+1", "inference-0": "2"}`."""
+    services = {"trainer": placement.trainer}
+    services |= {f"inference-{i}": gpus for i, gpus in enumerate(placement.servers)}
+    return {name: "+".join(gpus) for name, gpus in services.items() if gpus}
+
+
 def describe(placement: Placement) -> str:
     """`trainer on GPU 0, inference-0 on GPU 1`."""
-    owners = [("trainer", placement.trainer)]
-    owners += [(f"inference-{i}", gpus) for i, gpus in enumerate(placement.servers)]
-    return ", ".join(f"{name} on GPU {'+'.join(gpus)}" for name, gpus in owners if gpus)
+    return ", ".join(f"{name} on GPU {gpus}" for name, gpus in assigned(placement).items())
 
 
 def _refuse_named(chosen: Sequence[int], field: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import threading
 import time
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 LAUNCHERS: dict[str, type[LocalLauncher] | type[InlineLauncher]] = {"local": LocalLauncher, "inline": InlineLauncher}
 POLL_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 30.0
 LOG_LINES = 20
 SEARCHED_LINES = 2000
 
@@ -41,14 +43,25 @@ class Service:
     handle: Handle
     started: float = field(default_factory=time.monotonic)
     url: str = ""
-    failures: int = 0  # since something came of its work
-    reason: str = ""  # why it was ended
+    failures: int = 0  # since something came of its work; that the store was away is none of its own
+    reason: str = ""  # why it was ended, or could not be started
+    told: bool = False  # the log says that it is given up
     due: float | None = None  # when it is started again, having ended
 
     @property
     def spec(self) -> ServiceSpec:
         """What it was told at its start."""
         return self.job.spec
+
+
+class NotStarted:
+    """In place of a service that this machine could not start."""
+
+    def exit_code(self) -> int:
+        return os.EX_OSERR
+
+    def stop(self, grace_seconds: float = 5.0) -> None:
+        """There is nothing to end."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +118,11 @@ class Supervisor:
     def look(self, names: Collection[str], weights: WeightsRef | None = None) -> list[Ready]:
         """Those of the services that are ready. One that has ended is started again after a pause; nothing here waits.
 
-        It is started on `weights` if they are given. One that has failed too often is given up.
+        It is started on `weights` if they are given. One that has failed too often is given up, and the log says why.
 
         Raises:
             ServiceFailed: one was not ready after its first start, or all of them are given up; with its log's end.
-            Unavailable: the same, where it is the store that is away.
+            Unavailable: the store is away, so that one could not start at first, or none of them can now.
         """
         with self._healing:
             found = [self._look_at(self.services[name], weights) for name in names]
@@ -118,10 +131,11 @@ class Supervisor:
             raise failures[0]
         return [one for one in found if isinstance(one, Ready)]
 
-    def ended(self, names: Collection[str]) -> bool:
-        """Whether `look` would start one of these services again, now or soon."""
+    def ended(self, names: Collection[str]) -> frozenset[tuple[str, int]]:
+        """Those of these services that `look` would start again, now or soon, and which start of each has ended."""
         services = [self.services[name] for name in names]
-        return any(s.handle.exit_code() is not None and not self._given_up(s) for s in services)
+        over = [s.spec for s in services if s.handle.exit_code() is not None and not self._given_up(s)]
+        return frozenset((spec.name, spec.restart) for spec in over)
 
     def starting(self, names: Sequence[str]) -> dict[str, Path]:
         """Those of these services that are not ready yet, and their logs."""
@@ -166,10 +180,9 @@ class Supervisor:
         if not service.url and not service.spec.restart:
             raise self._failure(service, f"ended with {service.handle.exit_code()} while starting.")
         if self._given_up(service):
-            times = f"failed {service.failures + 1} times; launcher.restarts allows no more."
-            return self._failure(service, times)
+            return self._last_failure(service)
         self._start_again(service, weights)
-        return None
+        return self._failure(service) if service.handle.exit_code() == STORE_AWAY else None
 
     def _find(self, service: Service) -> None:
         """Learn where it listens, if it is ready. One that takes too long is ended, or has failed if it never was."""
@@ -187,22 +200,37 @@ class Supervisor:
     def _start_again(self, service: Service, weights: WeightsRef | None) -> None:
         """Start a service that has ended, once its pause is over."""
         spec, now = service.spec, time.monotonic()
+        away = service.handle.exit_code() == STORE_AWAY
         if service.due is None:
             log.warning("service %s ended with %s; starting it again", spec.name, service.handle.exit_code())
             service.handle.stop()
-            service.due = now + min(30.0, 0.5 * 2**service.failures)
+            pause = LONGEST_PAUSE_SECONDS if away else 0.5 * 2**service.failures
+            service.due = now + min(LONGEST_PAUSE_SECONDS, pause)
         if now < service.due:
             return
         renewed = spec.model_copy(update={"restart": spec.restart + 1, "weights": weights or spec.weights})
         service.job = replace(service.job, spec=renewed, log=self._log(renewed))
-        service.handle, service.started = self.launcher.start(service.job), time.monotonic()
-        service.failures += 1
         service.url, service.reason, service.due = "", "", None
+        service.failures += not away
+        service.started = time.monotonic()
+        try:
+            service.handle = self.launcher.start(service.job)
+        except OSError as error:  # no memory or process for it, or no disk: as if it had failed by itself
+            log.warning("service %s could not be started: %s", spec.name, error)
+            service.handle, service.reason = NotStarted(), f"it could not be started: {error}\n"
 
     def _given_up(self, service: Service) -> bool:
-        return service.handle.exit_code() is not None and service.failures >= self.settings.restarts
+        return service.handle.exit_code() not in (None, STORE_AWAY) and service.failures >= self.settings.restarts
 
-    def _failure(self, service: Service, what: str) -> UserError:
+    def _last_failure(self, service: Service) -> UserError:
+        """Why the service is given up; once, the log says so: other services may go on without it."""
+        failure = self._failure(service, f"failed {service.failures + 1} times; launcher.restarts allows no more.")
+        if not service.told:
+            log.error("giving up: %s", failure)
+            service.told = True
+        return failure
+
+    def _failure(self, service: Service, what: str = "") -> UserError:
         """The error that ends the run: what happened, why it was ended if it was, and its last words."""
         name = service.spec.name
         if service.handle.exit_code() == STORE_AWAY:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from areal_tasks.report.cost import cost_of, cost_payload
 from areal_tasks.report.curves import CHARTS, curves
 from areal_tasks.report.facts import Makers, differences, dropped_prompts, makers_of, moment, run_facts
 from areal_tasks.report.pick import available, pick
@@ -58,19 +59,20 @@ def make_report(store: Store, names: Sequence[str], samples: int, max_bytes: int
 
 
 def _run(store: Store, catalog: Catalog, points: int, samples: int) -> Payload:
-    nothing: Payload = {"curves": {}, "samples": [], "vocabulary": {}, "available": 0, "problems": []}
+    nothing: Payload = {"cost": None, "curves": {}, "samples": [], "vocabulary": {}, "available": 0, "problems": []}
     head = catalog.run.head()
     if head is None:
         return run_facts(catalog.run, None, Makers()) | nothing
     with Session(store, catalog.run.name) as session, session.explained() as connection:
         facts = run_facts(catalog.run, head, makers_of(connection))
         facts["facts"] += dropped_prompts(connection)
+        cost = cost_payload(cost_of(connection, catalog.run.name))
         lines, picked, count = curves(connection, points), pick(connection, samples), available(connection)
     rows, problems = read_samples(catalog, picked)
     encoded = [encode_sample(key, row, picked[key]) for key, row in rows]
     texts, problem = vocabulary(catalog, {i for sample in encoded for i in sample["tokens"]["ids"]})
     told = {"available": count, "problems": [*problems, *([problem] if problem else [])]}
-    return facts | {"curves": lines, "samples": encoded, "vocabulary": texts, **told}
+    return facts | {"cost": cost, "curves": lines, "samples": encoded, "vocabulary": texts, **told}
 
 
 def _fit(payload: Payload, max_bytes: int) -> None:

@@ -10,13 +10,11 @@ from typing import Any, Final
 
 import duckdb
 
-from areal_tasks.store import paths
-from areal_tasks.store.commit import read_record
 from areal_tasks.store.fork import origin_of
 from areal_tasks.store.journal import read_log
 from areal_tasks.store.runs import Run
-from areal_tasks.store.search import last_present
-from schemas.manifest import IterationCommit, OwnerRecord, Segment
+from areal_tasks.store.starts import read_owners
+from schemas.manifest import IterationCommit, Segment
 from schemas.recipe.recorded import read_recorded
 
 MOST: Final = 200  # starts and log records that are shown, the newest ones
@@ -118,9 +116,7 @@ def _facts(run: Run, head: IterationCommit | None, makers: Makers) -> Table:
 
 def starts(run: Run) -> Table:
     """Every start of the flow on this run, the newest first."""
-    last = last_present(lambda n: run.store.exists(paths.owner(run.name, n)), 1)
-    numbers = range(last, max(0, last - MOST), -1)
-    owners = [read_record(run.store, paths.owner(run.name, n), OwnerRecord) for n in numbers]
+    owners = read_owners(run)[: -MOST - 1 : -1]
     rows = [[str(o.n), moment(o.started), o.host, str(o.pid), o.prefect_flow_run_id or UNSET] for o in owners]
     return [["start", "when", "host", "process", "Prefect flow run"], *rows]
 

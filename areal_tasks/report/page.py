@@ -23,6 +23,7 @@ MODULES: Final = (
     "stack.js",
     "curves.js",
     "facts.js",
+    "cost.js",
     "tokens.js",
     "detail.js",
     "filters.js",

@@ -7,13 +7,16 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from areal_tasks.rewards.job import Job
 from areal_tasks.rewards.processes import Forkserver, Worker
 from areal_tasks.rewards.protocol import Row
 from areal_tasks.rewards.worker import Result
+from schemas.errors import UserError
 from schemas.recipe.sections import Reward
+
+_CLOSED: Final = "this pool of verifiers is closed"
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,9 @@ class VerifierPool:
     def __init__(self, settings: Reward) -> None:
         self.settings = settings
         self._lock = threading.Lock()
+        self._gate = threading.Lock()  # of the next two; held for moments only, unlike the other
+        self._closed = False
+        self._loading: Forkserver | None = None
         self._server: Forkserver | None = None
         self._workers: list[Worker] = []
         self._job: Job | None = None
@@ -61,7 +67,11 @@ class VerifierPool:
         self.close()
 
     def close(self) -> None:
-        """Ends all processes of the pool and waits for that. A later `verify` starts afresh."""
+        """Ends all processes of the pool, for good, and waits for that. One that is loading the verifier is killed."""
+        with self._gate:
+            self._closed = True
+            if self._loading is not None:
+                self._loading.abandon()
         with self._lock:
             self._stop()
 
@@ -73,6 +83,7 @@ class VerifierPool:
         Raises:
             UserError: The verifier cannot be loaded.
             ConnectionError: That process is lost again and again, although no verifier is at work.
+            RuntimeError: The pool is closed.
         """
         with self._lock:
             job = self._job = Job(rows, self.settings)
@@ -93,14 +104,34 @@ class VerifierPool:
 
     def _start(self) -> Forkserver:
         if self._server is None:
-            server = Forkserver(self.settings.verifier, self.settings.arguments, self.settings.memory_mb)
+            server = self._begin()
             try:
+                self._load(server)
                 self._workers = [server.fork() for _ in range(self.settings.workers)]
             except BaseException:
                 server.close()
                 raise
             self._server = server
         return self._server
+
+    def _begin(self) -> Forkserver:
+        """The process, which has yet to load the verifier; `close` knows of it, or has been called before."""
+        with self._gate:
+            if self._closed:
+                raise RuntimeError(_CLOSED)
+            self._loading = Forkserver()
+            return self._loading
+
+    def _load(self, server: Forkserver) -> None:
+        try:
+            server.load(self.settings.verifier, self.settings.arguments, self.settings.memory_mb)
+        except (UserError, ConnectionError) as error:
+            if self._closed:  # so it was abandoned
+                raise RuntimeError(_CLOSED) from error
+            raise
+        finally:
+            with self._gate:
+                self._loading = None
 
     def _stop(self) -> None:
         if self._server is not None:

@@ -77,9 +77,9 @@ class Worker:
 
 
 class Forkserver:
-    """The process of `areal_tasks.rewards.forkserver`, with the verifier loaded. UserError when that fails."""
+    """The process of `areal_tasks.rewards.forkserver`. Use after `load`, and `close` when done, also if that fails."""
 
-    def __init__(self, verifier: str, arguments: Mapping[str, Any], memory_mb: int) -> None:
+    def __init__(self) -> None:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -91,11 +91,6 @@ class Forkserver:
             )
         self.reply_seconds = _REPLY_SECONDS
         self.exited: list[tuple[int, int]] = []  # noticed, and not yet told by `exits`
-        try:
-            self._load(verifier, {"verifier": verifier, "arguments": dict(arguments), "memory_mb": memory_mb})
-        except BaseException:
-            self.close()
-            raise
 
     def fork(self) -> Worker:
         """A fresh worker."""
@@ -139,7 +134,16 @@ class Forkserver:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    def _load(self, verifier: str, spec: Mapping[str, Any]) -> None:
+    def abandon(self) -> None:
+        """From another thread: kill the process while it loads, so that `load` fails at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            self.control.shutdown(socket.SHUT_RDWR)  # what the import has started may hold the other end
+
+    def load(self, verifier: str, arguments: Mapping[str, Any], memory_mb: int) -> None:
+        """Have it import the verifier. Raises UserError when that fails."""
+        spec = {"verifier": verifier, "arguments": dict(arguments), "memory_mb": memory_mb}
         self._send(json.dumps(spec).encode())
         try:
             event = self._event(LOAD_SECONDS)

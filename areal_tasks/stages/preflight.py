@@ -10,7 +10,7 @@ from areal_tasks.data.datasets import check_data
 from areal_tasks.engines.external import external_servers
 from areal_tasks.engines.models import check_model
 from areal_tasks.launchers.gpus import place_recipe, visible_gpus
-from areal_tasks.rewards.load import check_module
+from areal_tasks.rewards.load import BUILT_IN, check_module
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.local import unusable
@@ -19,6 +19,7 @@ from areal_tasks.store.runs import check_run
 from areal_tasks.store.segments import continued
 from schemas.errors import UserError
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
+from schemas.recipe.sources import source_kind
 from schemas.recipe.warm_start import first_name, warm_start
 
 
@@ -50,8 +51,9 @@ def check_code(recipe: Recipe) -> None:
     from areal_tasks.workflows import load_workflow  # and the client of inference servers, which no other check needs
 
     load_workflow(recipe.workflow.name, recipe.workflow.arguments)
-    with VerifierPool(recipe.reward.model_copy(update={"workers": 1})):
-        pass
+    if recipe.reward.verifier not in BUILT_IN or recipe.reward.arguments:  # else there is nothing to be found
+        with VerifierPool(recipe.reward.model_copy(update={"workers": 1})):
+            pass
 
 
 def check_inputs(recipe: Recipe, name: str = "") -> None:
@@ -71,6 +73,8 @@ def check_inputs(recipe: Recipe, name: str = "") -> None:
     if first is not None:
         check_inputs(first, first_name(name) if name else "")
     if not name or not store.exists(run_record(name)):
+        if source_kind(recipe.data.source) == "hub":
+            require_package("datasets", f"data.source={recipe.data.source}")
         check_data(recipe)
         if first is None:
             check_model(store, recipe.model)
@@ -79,12 +83,15 @@ def check_inputs(recipe: Recipe, name: str = "") -> None:
 
 
 def usable_store(url: str) -> Store:
-    """The store at `url`. UserError if it cannot be read, or lies in a folder that may not be written."""
+    """The store at `url`, its folder made. UserError if it cannot be read, or its folder not be made or written."""
     store = open_store(url)
     store.exists(run_record("any"))
     root = store.local("")
     if root is not None:
-        there = next(place for place in (root, *root.parents) if place.exists())
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise unusable(str(there), PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            if not os.access(root, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise unusable(str(root), error) from error
     return store

@@ -29,6 +29,7 @@ _REMEDIES: Final = {
     errno.EACCES: "permission denied: give this user access to the folder, or choose another store with --store",
     errno.EPERM: "the file system refuses it (no hard links?): choose a store on a POSIX file system, or s3://",
     errno.EOPNOTSUPP: "the file system has no hard links: choose a store on a POSIX file system, or s3://",
+    errno.ENOENT: "the system makes no folder there: choose another store with --store",
     errno.ENOTDIR: "a file stands where a folder should be: choose another store with --store",
     errno.EIO: "the disk reported an input/output error: check it, then run again",
 }

@@ -29,7 +29,7 @@ class Session:
     """One run, or several, open for questions, as they were committed when this was made. A context manager.
 
     Views: one per table (with the iteration), those of `schemas.views.VIEWS`, `stages`, `commits`, `shards`, `log`,
-    `segments`. Of several runs, and of one that is asked as several, each has the column `run` and all runs' rows.
+    `starts`, `segments`. Each has the rows of all runs, and the column `run`. `several` asks one run as one of several.
     Many questions in one session share what they have read: the catalog, and what was verified of compacted tables.
     """
 
@@ -43,10 +43,9 @@ class Session:
             config={"enable_external_access": "false", "autoload_known_extensions": "false"}
         )
         self.connection.execute("SET python_enable_replacements = false")
-        schemas = [f"run_{i}" for i in range(len(names))] if several else ["main"]
+        schemas = [f"run_{i}" for i in range(len(names))]
         self.runs = [RunViews(self.connection, *part) for part in zip(catalogs, schemas, strict=True)]
-        if several:
-            unite(self.connection, self.runs)
+        unite(self.connection, self.runs, several)
         self.connection.execute("SET lock_configuration = true")
 
     def __enter__(self) -> Self:

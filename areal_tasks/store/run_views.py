@@ -13,9 +13,9 @@ from areal_tasks.store.catalog import Catalog
 from areal_tasks.store.commit import verified
 from areal_tasks.store.record_tables import log_table, segments_table
 from areal_tasks.store.scan import Lazy, derived_dataset, table_dataset
-from schemas.views import COMMITS, LOG, SEGMENTS, SHARDS, SHARED, STAGES, VIEWS, View
+from areal_tasks.store.starts import starts_table
+from schemas.views import COMMITS, LOG, SEGMENTS, SHARDS, SHARED, STAGES, STARTS, VIEWS, View
 
-_META: Final = frozenset({"stages", "commits", "shards", "log", "segments"})
 #: Views with a column `run` of their own: the run that made what a row tells of, which may be a parent.
 _MADE_BY: Final = frozenset({"stages", "commits", "segments"})
 
@@ -76,6 +76,7 @@ def _datasets(catalog: Catalog, shown: Mapping[str, str]) -> dict[str, Lazy]:
     made["commits"] = derived_dataset(COMMITS, catalog.commits_table)
     made["shards"] = derived_dataset(SHARDS, catalog.shards_table)
     made["log"] = derived_dataset(LOG, lambda: log_table(catalog.run))
+    made["starts"] = derived_dataset(STARTS, lambda: starts_table(catalog))
     made["segments"] = derived_dataset(SEGMENTS, lambda: segments_table(catalog.run))
     return made
 
@@ -109,19 +110,22 @@ def _views(tables: Set[str]) -> list[View]:
     return list(found.values())
 
 
-def unite(connection: duckdb.DuckDBPyConnection, runs: Sequence[RunViews]) -> None:
+def unite(connection: duckdb.DuckDBPyConnection, runs: Sequence[RunViews], several: bool) -> None:
     """Make the views of all runs views of the connection: the rows of each, with the column `run`.
 
-    Where a row names the run that made it, that column is called `made_by`.
+    Where a row names the run that made it, that column is called `made_by` if `several` runs are asked, and is the
+    only one if not.
     """
     for name in sorted({name for run in runs for name in run.names}):
-        columns = "* RENAME (run AS made_by)" if name in _MADE_BY else "*"
-        parts = [
-            f"SELECT '{run.catalog.run.name}' AS run, {columns} FROM {run.schema}.{name}"
-            for run in runs
-            if name in run.names
-        ]
+        parts = [f"SELECT {_columns(run, name, several)} FROM {run.schema}.{name}" for run in runs if name in run.names]
         connection.execute(f"CREATE VIEW {name} AS {' UNION ALL BY NAME '.join(parts)}")
+
+
+def _columns(run: RunViews, view: str, several: bool) -> str:
+    of_run = f"'{run.catalog.run.name}' AS run"
+    if view not in _MADE_BY:
+        return f"{of_run}, *"
+    return f"{of_run}, * RENAME (run AS made_by)" if several else "*"
 
 
 def words_of_plan(connection: duckdb.DuckDBPyConnection, query: str) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,8 +31,26 @@ def deploy(recipes: Recipes) -> None:
         raise UserError("there is no Prefect server to deploy to: start it with `arealflow up`, or set PREFECT_API_URL")
     tell_of_namesakes()
     deploy_recipes(recipes, api_url)
+    tell_commands(names, api_url)
+
+
+def tell_commands(names: Sequence[str], api_url: str) -> None:
+    """Print what runs these deployments from this shell and folder, in the order in which it is to be pasted."""
+    if api_url_of_prefect() != api_url:
+        typer.echo(f"export PREFECT_API_URL={api_url}")
     for name in names:
         typer.echo(f"prefect deployment run {name}")
+
+
+def api_url_of_prefect() -> str:
+    """The server that the `prefect` command uses in this shell and folder, as far as either names one."""
+    if named := os.environ.get("PREFECT_API_URL"):
+        return named
+    try:
+        settings = tomllib.loads(Path("prefect.toml").read_text(encoding="utf-8"))
+    except (FileNotFoundError, tomllib.TOMLDecodeError):
+        return ""
+    return str(settings.get("api", {}).get("url", ""))
 
 
 def deployment_names(recipes: Sequence[str]) -> list[str]:

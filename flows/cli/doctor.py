@@ -14,6 +14,7 @@ import typer
 
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.commit import new_attempt
+from areal_tasks.store.inventory import remove, remove_folders
 from arealflow.packages import namesakes
 from flows.cli.inspect import AsJson, StoreUrl, show
 from flows.cli.machine import DEFAULT_PORT, free_port, named_server, running, ui_url
@@ -115,16 +116,20 @@ def _kept_keys() -> dict[str, str]:
 
 
 def store_row(url: str) -> dict[str, Any]:
-    """Writes a small object, reads it back; it lies under `_doctor/`, which no run can be called."""
+    """Writes a small object, reads it back and removes it; it lies under `_doctor/`, which no run can be called."""
     try:
         store = open_store(url)
-        path = f"_doctor/{new_attempt()}"
+        root, path = store.local(""), f"_doctor/{new_attempt()}"
+        made = root is not None and not root.exists()
         store.create(path, b"ok")
-        if store.read(path) != b"ok":
+        read = store.read(path)
+        remove(store, [path])
+        remove_folders(store, "" if made else "_doctor")
+        if read != b"ok":
             raise UserError("what was written is not what was read")
     except UserError as error:
         return _row("store", "BROKEN", str(error))
-    return _row("store", "ok", f"{store.url}: written and read")
+    return _row("store", "ok", f"{store.url}: written, read and removed")
 
 
 def _row(what: str, state: str, detail: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def init(folder: Annotated[Path, typer.Argument(help="Folder to write to; made i
     recipe = shlex.quote(str(folder / RECIPE))
     typer.echo(f"wrote {', '.join(FILES)} in {folder}")
     typer.echo(f"arealflow run {recipe}")
-    typer.echo(f"arealflow up {recipe} && prefect deployment run rlhf/{Path(RECIPE).stem}")
+    typer.echo(f"arealflow up {recipe}    # or so: prints the commands that run it as a deployment")
 
 
 def write(folder: Path) -> None:
@@ -41,11 +41,10 @@ def write(folder: Path) -> None:
 
 
 def filled(recipe: str, folder: Path) -> str:
-    """The recipe of this folder. The data's place is absolute: the recipe may be run from anywhere."""
+    """The recipe of this folder."""
     values = {
         "RECIPE_NAME": json.dumps(recipe_name(folder)),  # JSON is YAML, and no text of it is taken for a number
         "RECIPE_FILE": shlex.quote(str(folder / RECIPE)),
-        "RECIPE_DATA": json.dumps(str(folder.absolute() / "{split}.jsonl"), ensure_ascii=False),
     }
     return re.sub("|".join(values), lambda found: values[found[0]], recipe)
 

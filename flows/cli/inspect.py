@@ -106,7 +106,13 @@ def stage_row(stage: Stage, graph: Plan) -> dict[str, Any]:
 
 def runs(store: StoreUrl = "", as_json: AsJson = False) -> None:
     """The runs in the store."""
-    found = list_runs(open_store(store))
+    place = open_store(store)
+    root = place.local("")
+    if root is not None and not root.exists():
+        if store:
+            raise UserError(f"there is no store in {place.url}: name another one")
+        typer.echo(f"there is no store in {place.url} yet: `arealflow run` makes one", err=True)
+    found = list_runs(place)
     show([asdict(summary) if as_json else run_row(summary) for summary in found], as_json, "runs")
 
 
@@ -123,20 +129,46 @@ def sql(
     query: Annotated[str, typer.Argument(help='One SELECT; views: "SHOW TABLES".')] = "",
     store: StoreUrl = "",
     as_json: AsJson = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV; lists, maps and structs as JSON.")] = False,
     every: Annotated[bool, typer.Option("--all", help="Ask all runs of the store.")] = False,
 ) -> None:
-    """Ask a run in SQL (DuckDB); or several, whose views have the column `run`."""
+    """Ask a run in SQL (DuckDB); or several. The column `run` of each view names the run that a row is of."""
     if every == bool(query):
         raise UserError('Give a run and a question: arealflow sql RUN "SELECT …", or arealflow sql --all "SELECT …".')
     there, question = open_store(store), query or run
     check_statement(question)
-    with Session(there, *(readable_runs(there) if every else run.split(",")), several=every) as session:
+    named = [name for name in map(str.strip, run.split(",")) if name]
+    with Session(there, *(readable_runs(there) if every else named), several=every) as session:
         result = session.sql(question)
     if as_csv:
-        pa.csv.write_csv(result, pa.output_stream(sys.stdout.buffer))
+        pa.csv.write_csv(flat(result), pa.output_stream(sys.stdout.buffer))
     else:
-        show(result.to_pylist(), as_json)
+        show(rows_of(result), as_json, vertical=True)
+
+
+def rows_of(table: pa.Table) -> list[dict[str, Any]]:
+    """The rows of an answer, with maps as objects."""
+    rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
+    return [{name: _with_text_keys(value) for name, value in row.items()} for row in rows]
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _with_text_keys(part) for key, part in value.items()}
+    return [_with_text_keys(part) for part in value] if isinstance(value, list) else value
+
+
+def _is_no_cell(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_nested(kind) or pa.types.is_interval(kind))
+
+
+def flat(table: pa.Table) -> pa.Table:
+    """The table with nested columns and intervals, which Arrow does not write as CSV, as texts of JSON."""
+    for name in [field.name for field in table.schema if _is_no_cell(field.type)]:
+        rows = rows_of(table.select([name]))
+        texts = [None if row[name] is None else json.dumps(row[name], default=str) for row in rows]
+        table = table.set_column(table.column_names.index(name), name, pa.array(texts, pa.string()))
+    return table
 
 
 def readable_runs(store: Store) -> list[str]:
@@ -151,8 +183,8 @@ def readable_runs(store: Store) -> list[str]:
     return readable
 
 
-def show(rows: Sequence[Mapping[str, Any]], as_json: bool, title: str = "") -> None:
-    """Rows as JSON, or as a table for people."""
+def show(rows: Sequence[Mapping[str, Any]], as_json: bool, title: str = "", vertical: bool = False) -> None:
+    """Rows as JSON, or for people: as a table; with `vertical` as lines where the table is wider than the terminal."""
     if as_json:
         typer.echo(json.dumps(list(rows), default=str, indent=1))
         return
@@ -161,9 +193,19 @@ def show(rows: Sequence[Mapping[str, Any]], as_json: bool, title: str = "") -> N
         table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
-    Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
+    if vertical and console.measure(table, options=console.options.update(max_width=10**6)).maximum > console.width:
+        for number, row in enumerate(rows, 1):
+            lines = (f"{name}: {_text(value)}".replace("\n", "\n    ") for name, value in row.items())
+            typer.echo("\n".join([f"── row {number} ──", *lines]))
+    else:
+        console.print(table)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _cell(value: Any) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    text = _text(value)
     return text if len(text) <= CELL else f"{text[: CELL - 1]}…"

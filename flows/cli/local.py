@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from areal_tasks.stages.preflight import check_engines, check_inputs
+from areal_tasks.stages.preflight import check_code, check_engines, check_inputs
+from areal_tasks.store.backend import open_store, store_url
 from flows.cli.in_process import run_here
+from flows.cli.machine import named_server
 from flows.cli.overrides import run_and_changes
-from flows.credentials import in_environment, on_s3
+from flows.credentials import in_environment, may_be_kept, on_s3
 from flows.home import look_in
+from schemas.errors import UserError
 from schemas.recipe.load import list_recipes, load_recipe
+from schemas.recipe.recipe import Recipe
 
 
 def run(
@@ -20,19 +27,60 @@ def run(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="section.field=value …; run=NAME names the run.")
     ] = None,
+    store: Annotated[
+        str, typer.Option("--store", help="Folder or URL of the store, as store.url; else the recipe's.")
+    ] = "",
 ) -> None:
     """Run a recipe here, its services as threads of this process unless launcher.type says otherwise."""
     name, changes = run_and_changes(overrides)
-    loaded = load_recipe(recipe, ["launcher.type=inline", *changes])
+    loaded = in_threads(recipe, [*changes, *in_store(store, changes)])
     if recipe not in list_recipes():
         look_in(Path(recipe).parent)
+    look_in(Path.cwd())
     check_engines(loaded)
-    if not on_s3(loaded.store.url) or in_environment():  # else the Prefect server may have keys
+    if not on_s3(loaded.store.url) or in_environment() or not (named_server() or may_be_kept()):
         check_inputs(loaded, name)
+    check_code(loaded)
     result = run_here(loaded, name)
     typer.echo(outcome(result))
 
 
+def in_store(store: str, changes: Sequence[str]) -> list[str]:
+    """`--store` as a change of the recipe. UserError if the changes name another store."""
+    if not store:
+        return []
+    named = [change.removeprefix("store.url=") for change in changes if change.startswith("store.url=")]
+    if any(store_url(other) != store_url(store) for other in named):
+        raise UserError(f"--store {store} and store.url={named[0]} name two stores: give one of them")
+    return [f"store.url={json.dumps(store, ensure_ascii=False)}"]  # JSON is YAML
+
+
+def in_threads(recipe: str, changes: Sequence[str]) -> Recipe:
+    """The recipe, with its services in threads unless a change says otherwise.
+
+    Raises:
+        UserError: the recipe cannot be used, or not so.
+    """
+    loaded = load_recipe(recipe, changes)
+    if any(change.startswith(("launcher.type=", "launcher=")) for change in changes):
+        return loaded
+    try:
+        return load_recipe(recipe, ["launcher.type=inline", *changes])
+    except UserError as error:
+        raise UserError(without_threads(recipe, loaded)) from error
+
+
+def without_threads(recipe: str, loaded: Recipe) -> str:
+    """How to run a recipe whose services cannot be threads."""
+    return (
+        f"`arealflow run` has services as threads of its own process, and those of {recipe} need processes. Run "
+        f"it with `arealflow up {shlex.quote(recipe)}` and `prefect deployment run {loaded.flow}/{Path(recipe).stem}`; "
+        f"or here, with launcher.type={loaded.launcher.type}"
+    )
+
+
 def outcome(result: dict[str, Any]) -> str:
-    """Where a run stands now, for a person."""
-    return f"run {result['run']}: {result['iterations']} iterations in {result['store']}"
+    """Where a run stands now, and what comes next, for a person."""
+    elsewhere = "" if result["store"] == open_store().url else f" --store {shlex.quote(result['store'])}"
+    done = f"run {result['run']}: {result['iterations']} iterations in {result['store']}"
+    return f"{done}\nread it: arealflow report {result['run']}{elsewhere}"

@@ -75,16 +75,13 @@ def up(
 
     Does nothing that is done already.
     """
-    from flows.cli.deploy import deployment_names, tell_of_namesakes  # which reads this module
+    from flows.cli.deploy import deployment_names, tell_commands, tell_of_namesakes  # which reads this module
 
     names = deployment_names(recipes or [])  # before anything is started
     tell_of_namesakes()
     machine = start(port, recipes or [])
-    for name in names:
-        typer.echo(f"prefect deployment run {name}")
+    tell_commands(names, machine.api_url)
     typer.echo(f"Prefect UI: {ui_url(machine)}")
-    if machine.api_url != f"http://127.0.0.1:{DEFAULT_PORT}/api" or not Path("prefect.toml").exists():
-        typer.echo(f"For the prefect command in this shell: export PREFECT_API_URL={machine.api_url}")
 
 
 def down() -> None:

@@ -15,6 +15,7 @@ from schemas.errors import UserError
 from schemas.recipe.checks import PROBLEMS, REFUSED_KEYS
 from schemas.recipe.fields import nested_section
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
+from schemas.recipe.sources import SPLIT, source_kind
 from schemas.recipe.yaml_text import parse_yaml
 
 RECIPES: Final[dict[str, type[RlhfRecipe] | type[SftRecipe] | type[EvaluateRecipe]]] = {
@@ -30,11 +31,40 @@ def list_recipes() -> list[str]:
 
 
 def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of that name or in that file, with overrides like `rollout.groups=8`. UserError lists all faults."""
+    """The recipe of that name or in that file, with overrides like `rollout.groups=8`. UserError lists all faults.
+
+    Relative data of a recipe in a file may lie in the current folder or in that of the file: see `beside`.
+    """
     values = parse_yaml(_read(str(name_or_path)), str(name_or_path))
     if not isinstance(values, dict):
         raise UserError(f"recipe '{name_or_path}' should be a mapping of sections, not {type(values).__name__}")
-    return parse_recipe(apply_overrides(values, overrides), str(name_or_path))
+    recipe = parse_recipe(apply_overrides(values, overrides), str(name_or_path))
+    return recipe if str(name_or_path) in list_recipes() else beside(recipe, Path(name_or_path).resolve().parent)
+
+
+def beside(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe, with the absolute path of its data if that is relative and lies in `folder` alone.
+
+    What lies in the current folder keeps its relative path, by which runs have recorded it.
+
+    Raises:
+        UserError: both folders have such data.
+    """
+    data = recipe.data
+    if source_kind(data.source) != "file" or "://" in data.source or Path(data.source).is_absolute():
+        return recipe
+    names = [data.source.replace(SPLIT, split) for split in (data.train_split, data.eval_split)]
+    there = [name for name in names if (folder / name).exists()]
+    here = [name for name in names if Path(name).exists()]
+    same = all((folder / name).samefile(name) for name in there if name in here)
+    if not there or (here and same):
+        return recipe
+    if here:
+        raise UserError(
+            f"data.source '{data.source}' is in the current folder ({Path.cwd()}) and in that of the recipe ({folder}"
+            "): name the one that is meant by its absolute path"
+        )
+    return recipe.model_copy(update={"data": data.model_copy(update={"source": str(folder / data.source)})})
 
 
 def parse_recipe(values: Mapping[str, Any], origin: str = "") -> Recipe:

@@ -15,8 +15,9 @@ from typing import Any, Final, Literal
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from schemas.recipe.checks import IDLE, REFUSED_KEYS
+from schemas.recipe.checks import REFUSED_KEYS
 from schemas.recipe.fields import Section, former_values, is_semantic, nested_section
+from schemas.recipe.idle import IDLE
 from schemas.recipe.load import RECIPES
 from schemas.recipe.recipe import BaseRecipe
 

@@ -36,7 +36,7 @@ class Data(Section):
     """The prompts and their answers."""
 
     source: str = semantic(
-        description="Data-set name, JSONL/Parquet path or URL (`{split}` is replaced), or `sums://TERMS` (made up).",
+        description="Data-set name, JSONL/Parquet path (also from the recipe's folder) or URL, `{split}` replaced; or `sums://TERMS`.",
     )
     subset: str = semantic("", description="Configuration name of a Hugging Face data set.")
     train_split: str = semantic("train", min_length=1, description="Split that is trained on.")

@@ -7,6 +7,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import session_folder
 from stage_driver import drive, store_in, tiny
 
 from areal_tasks.store.backend import Store
@@ -20,9 +21,12 @@ SCHEMA_1 = Path(__file__).parents[1] / "fixtures" / "schema-1" / "run.tar.xz"
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made() -> Path:
     """A folder whose store holds the finished run `small`. Not to be altered."""
-    folder = tmp_path_factory.mktemp("made")
+    return session_folder.once("audited", make)
+
+
+def make(folder: Path) -> None:
     run = drive(
         folder,
         "small",
@@ -40,7 +44,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     catalog = Catalog(run)
     compact(run, catalog, catalog.regions)
     append(run.store, "small", "finished", {"owner": 1, "iterations": 2, "head": run.digest_of(head)})
-    return folder
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def test_a_folder_that_is_no_iteration_is_no_obstacle(small: Store) -> None:
     assert report.unselected_files == 1 and report.sound
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_altered_bit_of_any_file_is_found_and_named(altered: Store, data: st.DataObject) -> None:
     file = data.draw(st.sampled_from(entries(altered, "small")))

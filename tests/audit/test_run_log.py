@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from prefect.exceptions import Pause, TerminationSignal
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.journal import read_log
 from areal_tasks.store.runs import Run, open_run
+from flows import execute
 from flows.execute import logged
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
@@ -36,6 +38,17 @@ def test_a_later_start_resumes_and_says_what_it_asks_for_beyond(tmp_path: Path) 
     log = read_log(open_store(tmp_path.as_uri()), "r")
     assert [record.action for record in log] == ["resumed", "extended", "finished"]
     assert (log[1].details["segment"], log[1].details["from_iteration"]) == (1, 0)
+
+
+def test_ctrl_c_says_how_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(execute, "get_run_logger", lambda: logging.getLogger("run"))
+    with pytest.raises(KeyboardInterrupt), logged(start(tmp_path), ""):
+        raise KeyboardInterrupt
+    assert "run r is interrupted: start it again with run=r, and it goes on" in caplog.messages
+    assert read_log(open_store(tmp_path.as_uri()), "r")[-1].action == "interrupted"
 
 
 @pytest.mark.parametrize(

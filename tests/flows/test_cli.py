@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 import os
+import shlex
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -18,8 +22,11 @@ import pytest
 from stage_driver import finished, store_in, tiny
 from waiting import wait_until
 
-from flows.cli import machine, main
+from areal_tasks.store.backend import open_store
+from flows import demo
+from flows.cli import local, machine, main
 from schemas.errors import UserError
+from schemas.recipe.recipe import Recipe
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +61,15 @@ MISTAKES: dict[str, Mistake] = {
     "misspelt recipe": (["plan", "quickstrat"], ["did you mean 'quickstart'?"]),
     "bad recipe": (["run", "quickstart", "rollout.groups=0"], ["rollout.groups: should be greater than or equal to 1"]),
     "no override": (["plan", "quickstart", "groups"], ["groups: unknown key"]),
+    "two stores": (
+        ["run", "quickstart", "--store", "/a", "store.url=/b"],
+        ["--store /a and store.url=/b name two stores"],
+    ),
+    "run without threads": (
+        ["run", "gsm8k"],
+        ["`arealflow up gsm8k`", "`prefect deployment run rlhf/gsm8k`", "launcher.type=local"],
+    ),
+    "store of a run": (["run", "quickstart", "--store", "{file}"], ["a file stands where a folder should be"]),
     "unknown run": (["sql", "nosuch", "SELECT 1", "--store", "{url}"], ["no run 'nosuch'", "Runs there: small"]),
     "no run's name": (["sql", "../x", "SELECT 1", "--store", "{url}"], ["'../x' cannot name a run"]),
     "run to plan": (["plan", "quickstart", "run=nosuch", "--store", "{url}"], ["no run 'nosuch'"]),
@@ -101,6 +117,34 @@ def test_answers_as_json_and_csv(url: str, capsys: pytest.CaptureFixture[str], m
     assert list(csv.reader(io.StringIO(found.out))) == [["iteration", "n"], ["0", "16"], ["1", "16"]]
 
 
+def test_lists_and_maps_are_json_in_both(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {
+        "l": ("['a', NULL]", ["a", None]),
+        "m": ("MAP {'x': [MAP {1: 0}], 'y': [MAP {2: 3}]}", {"x": [{"1": 0}], "y": [{"2": 3}]}),
+        "s": ("{'d': DATE '2026-01-02', 'e': MAP {}}", {"d": "2026-01-02", "e": {}}),
+        "i": ("INTERVAL 3 DAY", [0, 3, 0]),
+        "n": ("NULL::INTEGER[]", None),
+    }
+    query = f"SELECT {', '.join(f'{text} AS {name}' for name, (text, _) in values.items())}, 7 AS z"
+    expected = {name: value for name, (_, value) in values.items()}
+    found = call(capsys, monkeypatch, "sql", "small", query, "--store", url, "--json")
+    assert json.loads(found.out) == [expected | {"z": 7}]
+    found = call(capsys, monkeypatch, "sql", "small", query, "--store", url, "--csv")
+    [row] = csv.DictReader(io.StringIO(found.out))
+    assert {name: json.loads(cell or "null") for name, cell in row.items()} == expected | {"z": 7}
+
+
+def test_an_answer_wider_than_the_terminal_is_printed_column_by_column(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for width, vertical in ((30, False), (90, True)):
+        query = f"SELECT repeat('x', {width}) AS a, repeat('y', {width}) || chr(10) || 'z' AS b FROM range(2)"
+        found = call(capsys, monkeypatch, "sql", "small", query, "--store", url).out
+        assert (f"a: {'x' * width}\nb: {'y' * width}\n    z\n── row 2" in found) == vertical
+
+
 def test_a_text_is_shown_as_it_is(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +155,17 @@ def test_a_text_is_shown_as_it_is(
 def test_runs_and_their_state(url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     [row] = json.loads(call(capsys, monkeypatch, "runs", "--store", url, "--json").out)
     assert (row["name"], row["flow"], row["iterations"], row["planned"]) == ("small", "rlhf", 2, 2)
+
+
+def test_a_folder_without_a_store_is_said_to_be_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = call(capsys, monkeypatch, "runs", "--store", str(tmp_path / "none"), "--json")
+    assert found.code == 1 and f"there is no store in {(tmp_path / 'none').as_uri()}" in found.err
+    assert call(capsys, monkeypatch, "runs", "--store", str(tmp_path), "--json").out == "[]\n"
+    monkeypatch.setenv("AREALFLOW_STORE", str(tmp_path / "none"))
+    found = call(capsys, monkeypatch, "runs", "--json")
+    assert (found.code, found.out) == (0, "[]\n") and "no store" in found.err and "yet" in found.err
 
 
 def test_a_store_is_named_by_its_folder_wherever_one_is_named(
@@ -149,6 +204,10 @@ def test_the_doctor_fails_where_the_store_is_not_usable(
         text = found.out[found.out.index("[\n") :]
         assert {row["what"]: row["state"] for row in json.loads(text)}["store"] == state
         assert found.code == (state == "BROKEN")
+    assert not (tmp_path / "store").exists(), "the doctor leaves nothing behind"
+    (tmp_path / "store" / "run").mkdir(parents=True)
+    call(capsys, monkeypatch, "doctor", "--store", str(tmp_path / "store"), "--json")
+    assert [path.name for path in (tmp_path / "store").rglob("*")] == ["run"]
 
 
 def test_no_command_waits_for_torch_or_prefect_before_it_has_checked_what_it_was_given() -> None:
@@ -191,6 +250,105 @@ finally:
     found = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (found.returncode, found.stdout.strip()) == (1, "set() []"), found.stderr
     assert expected in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["reward.verifier=mine:nosuch"], "has no 'nosuch'"),
+        (["reward.verifier=mine:score", "reward.arguments={wrong: 1}"], "unexpected keyword argument 'wrong'"),
+        (["reward.verifier=exact", "reward.arguments={wrong: 1}"], "unexpected keyword argument 'wrong'"),
+        (["reward.verifier=broken:score"], "importing broken fails with SyntaxError"),
+        (["workflow.name=nosuch:wf"], "nosuch cannot be imported"),
+    ],
+)
+def test_a_mistake_in_the_users_code_is_told_before_a_server_is_started(
+    overrides: list[str],
+    expected: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "mine.py").write_text("def score(prompt, completion, answer): return 1.0\n")
+    (tmp_path / "broken.py").write_text("def score(:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(local, "run_here", lambda recipe, name: pytest.fail("the flow begins"))
+    found = call(capsys, monkeypatch, "run", "quickstart", *overrides)
+    assert found.code == 1 and found.err.startswith("error: ") and expected in found.err
+
+
+def test_s3_keys_that_prefect_cannot_have_are_missed_before_a_server_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "PREFECT_API_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
+    begun: list[str] = []
+
+    def run_here(recipe: Recipe, name: str) -> dict[str, Any]:
+        begun.append(name)
+        raise UserError("begun")
+
+    monkeypatch.setattr(local, "run_here", run_here)
+    asked = ("run", "quickstart", "store.url=s3://bucket/x", "run=mine")
+    assert "AWS_ACCESS_KEY_ID is not set" in call(capsys, monkeypatch, *asked).err and not begun
+    (tmp_path / "prefect").mkdir()
+    with contextlib.closing(sqlite3.connect(tmp_path / "prefect" / "prefect.db")) as database:
+        database.execute("CREATE TABLE block_document (name TEXT)")
+        assert "AWS_ACCESS_KEY_ID is not set" in call(capsys, monkeypatch, *asked).err and not begun
+        database.execute("INSERT INTO block_document VALUES ('areal-s3-keys')")
+        database.commit()
+        call(capsys, monkeypatch, *asked)
+        database.execute("DELETE FROM block_document")
+        database.commit()
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
+    call(capsys, monkeypatch, *asked)
+    assert begun == ["mine", "mine"], "the database or the server may have keys"
+
+
+def test_a_run_in_a_store_that_an_option_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+
+    def run_here(recipe: Recipe, name: str) -> dict[str, Any]:
+        begun.append(recipe.store.url)
+        return {"run": name, "iterations": 1, "store": open_store(recipe.store.url).url}
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(local, "run_here", run_here)
+    for words in (("--store", "null #"), ("--store", "b", "store.url=./b"), ("store.url=b",)):
+        found = call(capsys, monkeypatch, "run", "quickstart", "run=mine", *words)
+        assert found.code == 0 and found.out.endswith(f"--store {shlex.quote(open_store(begun[-1]).url)}\n")
+    assert begun == ["null #", "b", "b"]
+    monkeypatch.setenv("AREALFLOW_STORE", str(tmp_path / "b"))
+    found = call(capsys, monkeypatch, "run", "quickstart", "run=mine")
+    assert found.out.endswith("arealflow report mine\n")
+
+
+def test_an_interrupted_demo_says_what_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    ours = machine.started(os.getpid())
+    monkeypatch.setattr(demo, "demo", interrupt)
+    for there, words, expected in (
+        (machine.Machine("http://127.0.0.1:4207/api", ours, ours), [], ["http://127.0.0.1:4207/runs", "make down"]),
+        (machine.Machine("http://127.0.0.1:4207/api", ours, ours), ["--stops"], ["interrupted\n"]),
+        (None, [], ["interrupted\n"]),
+    ):
+        monkeypatch.setattr(demo, "running", lambda there=there: there)
+        monkeypatch.setattr(sys, "argv", ["demo", *words])
+        with pytest.raises(SystemExit) as ended:
+            demo.main()
+        said = capsys.readouterr().out
+        assert ended.value.code == 130 and all(part in said for part in expected)
+        assert ("make down" in said) == ("make down" in expected)
 
 
 def test_a_misspelt_command_is_corrected(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ def test_so_does_a_notebook_that_is_started_there(project: Path) -> None:
 
 
 def test_the_commands_own_processes_find_their_own(project: Path) -> None:
+    (project / "store").mkdir()
     done = run(project, "-P", "-m", "arealflow.command", "runs", "--store", "store", "--json")
     assert (done.returncode, json.loads(done.stdout)) == (0, []), done.stderr
 

@@ -125,7 +125,10 @@ def test_the_command_with_a_server_of_its_own(tmp_path: Path) -> None:
     environment |= {"AREALFLOW_HOME": str(tmp_path / "home"), "AREALFLOW_STORE": store_in(tmp_path).url}
     command = [sys.executable, "-c", "from flows.cli.main import main; main()", "run", str(recipe), "run=r"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"run r: 1 iterations in {store_in(tmp_path).url}\n"), done.stderr
+    assert (done.returncode, done.stdout) == (
+        0,
+        f"run r: 1 iterations in {store_in(tmp_path).url}\nread it: arealflow report r\n",
+    ), done.stderr
     assert re.search(r"first iteration after [\d.]+ s: imports [\d.]+, .*; trainer ready after", done.stderr)
     times = next(line.details for line in read_log(store_in(tmp_path), "r") if line.action == "first iteration")
     assert {"imports", "Prefect", "checks", "initialise", "rollout", "inference-0 ready"} <= times.keys()

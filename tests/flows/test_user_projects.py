@@ -22,7 +22,7 @@ from areal_tasks.store.runs import load_run
 from arealflow.packages import INSTALLED, PACKAGES
 from flows.cli import machine, main
 from flows.cli.automations import ask
-from flows.cli.deploy import deployment_names, project
+from flows.cli.deploy import deployment_names, project, tell_commands
 from flows.cli.init import FILES, filled, recipe_name
 from flows.deploy import enter
 from schemas.errors import UserError
@@ -77,6 +77,7 @@ def test_what_init_writes_runs_as_it_is(
     call(monkeypatch, *readme("init"))
     told = capsys.readouterr().out
     assert f"arealflow {shlex.join(readme('run'))}\n" in told and f"arealflow {shlex.join(readme('up'))} " in told
+    assert "prefect deployment run" not in told, "it would need the server's address, which `up` prints"
     assert sorted(path.name for path in (work / "my-project").iterdir()) == sorted(FILES)
     assert f"arealflow {shlex.join(readme('run'))}" in (work / "my-project" / "recipe.yaml").read_text()
     call(monkeypatch, *readme("run"), "run=mine", *SHORT)
@@ -109,7 +110,7 @@ def test_nothing_is_overwritten(work: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_any_folder_gives_a_recipe(name: str, tmp_path: Path) -> None:
     text = (INSTALLED / "flows/cli/template/recipe.yaml").read_text()
     recipe = parse_recipe(yaml.safe_load(filled(text, tmp_path / name)))
-    assert recipe.data.source == f"{tmp_path / name}/{{split}}.jsonl"
+    assert recipe.data.source == "{split}.jsonl"
     assert recipe.name == recipe_name(tmp_path / name)
 
 
@@ -204,6 +205,40 @@ def test_a_deployment_runs_in_the_folder_it_was_deployed_in(work: Path) -> None:
     assert all(one["pull"] == [{"flows.deploy.enter": {"directory": str(work), "modules": str(work)}}] for one in there)
     [step] = there[0]["build"]
     assert step["flows.deploy.read_recipe"]["name"] == str(work / "mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("variable", "toml", "exported"),
+    [
+        ("", "", True),
+        ("http://here:1/api", "", False),
+        ("", '[api]\nurl = "http://here:1/api"', False),
+        ("", '[api]\nurl = "http://there:1/api"', True),
+        ("http://there:1/api", '[api]\nurl = "http://here:1/api"', True),
+        ("", "[server]", True),
+        ("", "no TOML", True),
+    ],
+)
+def test_the_server_is_named_before_the_command_that_needs_it_unless_prefect_finds_it(
+    variable: str,
+    toml: str,
+    exported: bool,
+    work: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", variable)
+    if toml:
+        (work / "prefect.toml").write_text(toml)
+    tell_commands(["rlhf/mine"], "http://here:1/api")
+    export = ["export PREFECT_API_URL=http://here:1/api"] if exported else []
+    assert capsys.readouterr().out.splitlines() == [*export, "prefect deployment run rlhf/mine"]
+
+
+def test_the_commands_of_the_readme_are_in_an_order_that_works() -> None:
+    section = (INSTALLED / "README.md").read_text().split("## Your own recipe", 1)[1].split("```")[1]
+    words = [line.split()[0] for line in section.strip().splitlines()]
+    assert words.index("export") < words.index("prefect") and "export PREFECT_API_URL=http://" in section
 
 
 def test_up_says_where_there_is_nothing_to_deploy(api: str, work: Path, capsys: pytest.CaptureFixture[str]) -> None:

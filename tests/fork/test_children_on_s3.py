@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from replays import kept, replay
 from s3_server import BUCKET, S3Server
-from stage_driver import digests, digests_of, drive, tiny
+from stage_driver import digests, digests_of, drive, finished, tiny
 
 from areal_tasks.store import paths
 from areal_tasks.store.audit import audit
@@ -67,7 +67,7 @@ def test_a_fork_on_s3_is_the_fork_on_disk(store: Store, folder: Path) -> None:
     """Same bits from the same recipes, whatever the store; what is shared is not copied."""
     changed = tiny(trainer={**OFTEN, "lr": 0.003}, schedule={"iterations": LONG})
     child = ended(drive(folder, "forked", changed, origin=Origin("whole", AT), store=store))
-    drive(folder, "whole", tiny(trainer=OFTEN, schedule={"iterations": LONG}))
+    finished(folder, "whole", tiny(trainer=OFTEN, schedule={"iterations": LONG}))
     drive(folder, "forked", changed, origin=Origin("whole", AT))
     for name in ("whole", "forked"):
         assert digests_of(store, name) == digests(folder, name)

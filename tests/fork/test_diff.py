@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from replays import kept, replay
-from stage_driver import drive, store_in, tiny
+from stage_driver import drive, finished, store_in, tiny
 from typer.testing import CliRunner
 
 from areal_tasks.store.diff import Difference, diff_runs
@@ -28,7 +28,7 @@ NAMES = ("a", "b")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder whose store holds a run, another of the same recipe, a fork, a replay, and one of another seed."""
     folder = tmp_path_factory.mktemp("whole")
-    drive(folder, "whole", tiny())
+    finished(folder, "whole", tiny())
     drive(folder, "twin", tiny(launcher={"restarts": 7}))
     drive(folder, "forked", tiny(trainer={"lr": 0.003}), origin=Origin("whole", 1))
     replay(folder, "normed", kept("advantage"), "algorithm.reward_norm=mean")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage_driver import digests, drive, start_driver, store_in, tiny, tiny_evaluation, tiny_sft
+from stage_driver import digests, drive, finished, start_driver, store_in, tiny, tiny_evaluation, tiny_sft
 
 from areal_tasks.store.audit import audit
 from areal_tasks.store.backend import Store
@@ -30,7 +30,7 @@ OTHER: dict[str, dict[str, Any]] = {
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder whose store holds the run `whole`, and `other`, its fork with other settings."""
     folder = tmp_path_factory.mktemp("whole")
-    drive(folder, "whole", tiny())
+    finished(folder, "whole", tiny())
     drive(folder, "other", tiny(**OTHER), origin=ORIGIN)
     return folder
 
@@ -54,7 +54,7 @@ def test_an_unchanged_fork_repeats_its_parent_to_the_bit(whole: Path, store: Sto
 
 def test_a_changed_fork_goes_its_own_way_from_where_its_parent_stood(whole: Path, tmp_path: Path) -> None:
     """Its trainer is brought there by its parent's recipe: whether a checkpoint spares that makes no difference."""
-    drive(tmp_path, "whole", tiny(trainer={"recover_within_seconds": 1e-6}))
+    finished(tmp_path, "whole", tiny(trainer={"recover_within_seconds": 1e-6}))
     drive(tmp_path, "other", tiny(**OTHER), origin=ORIGIN)
     found = digests(whole, "other")
     assert digests(tmp_path, "other") == found
@@ -64,7 +64,7 @@ def test_a_changed_fork_goes_its_own_way_from_where_its_parent_stood(whole: Path
 
 
 def test_killed_at_any_write_a_fork_goes_on_to_the_same_bits(whole: Path, tmp_path: Path) -> None:
-    drive(tmp_path, "whole", tiny())
+    finished(tmp_path, "whole", tiny())
     instants = [random.randint(1, 5), random.randint(1, 45)]
     for instant in instants:
         start_driver(tmp_path, "other", tiny(**OTHER), instant, ORIGIN).join()
@@ -102,13 +102,15 @@ def test_what_lists_and_logs_say_of_a_fork(store: Store) -> None:
 
 
 def test_a_query_sees_the_parents_iterations(store: Store) -> None:
-    query = "SELECT iteration, count(*) AS n, any_value(run) AS made_by FROM samples JOIN commits USING (iteration)"
+    query = (
+        "SELECT iteration, count(*) AS n, any_value(commits.run) AS made_by FROM samples JOIN commits USING (iteration)"
+    )
     rows = run_sql(store, "other", f"{query} GROUP BY ALL ORDER BY 1").to_pylist()
     assert [tuple(row.values()) for row in rows] == [(0, 16, "whole"), (1, 16, "other"), (2, 16, "other")]
 
 
 def test_supervised_fine_tuning_forks_too(tmp_path: Path) -> None:
-    drive(tmp_path, "whole", tiny_sft())
+    finished(tmp_path, "whole", tiny_sft())
     drive(tmp_path, "same", tiny_sft(), origin=Origin("whole", 2))
     assert digests(tmp_path, "same") == digests(tmp_path, "whole")
 
@@ -134,7 +136,7 @@ def test_a_fork_at_0_of_a_run_that_has_committed_nothing_makes_its_own_beginning
 
 
 def test_another_seed_generates_otherwise_and_begins_with_the_parents_weights(whole: Path, tmp_path: Path) -> None:
-    drive(tmp_path, "whole", tiny())
+    finished(tmp_path, "whole", tiny())
     drive(tmp_path, "seed", tiny(seed=2), origin=ORIGIN)
     there, here = (dict(digests(tmp_path, name)[AT]) for name in ("whole", "seed"))
     assert here["initialise"] == there["initialise"] and here["rollout"] != there["rollout"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from replays import kept, replay, segments
-from stage_driver import digests, drive, start_driver, store_in, tiny, tiny_sft
+from stage_driver import digests, drive, finished, start_driver, store_in, tiny, tiny_sft
 
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built
@@ -36,7 +36,7 @@ LR = "trainer.lr=0.003"
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder whose store holds the run `whole`, and `lr`, its replay with another learning rate."""
     folder = tmp_path_factory.mktemp("whole")
-    drive(folder, "whole", tiny())
+    finished(folder, "whole", tiny())
     replay(folder, "lr", kept("train"), LR)
     return folder
 
@@ -136,7 +136,7 @@ def test_killed_at_any_write_a_replay_goes_on_to_the_same_bits(tmp_path: Path) -
     """One of three kinds each time: with a trainer, with servers, with neither."""
     origin, highest = random.choice([(kept("train"), 30), (ON_POLICY, 45), (kept("verify", until="advantage"), 16)])
     change = "reward.verifier=exact" if origin.replay_until else LR
-    drive(tmp_path, "whole", tiny())
+    finished(tmp_path, "whole", tiny())
     asked = segments(tmp_path, "killed", origin, change)
     instant = random.randint(1, highest)
     start_driver(tmp_path, "killed", asked[-1][1], instant, origin).join()
@@ -157,7 +157,7 @@ def test_a_run_that_was_made_longer_is_replayed_by_the_recipe_of_each_time(tmp_p
 
 
 def test_supervised_fine_tuning_is_replayed_from_its_training(tmp_path: Path) -> None:
-    drive(tmp_path, "whole", tiny_sft())
+    finished(tmp_path, "whole", tiny_sft())
     replay(tmp_path, "lr", kept("train"), LR)
     assert made_by(tmp_path, "lr", 1) == {"train", "publish"}
     with pytest.raises(UserError, match="'whole' has no stage 'verify' to replay from: replay it from train"):
@@ -276,7 +276,7 @@ def test_what_is_built_of_the_iteration_under_way(whole: Path, tmp_path: Path) -
         ),
     ):
         folder = tmp_path / name
-        drive(folder, "whole", tiny())
+        finished(folder, "whole", tiny())
         recipe = tiny(algorithm={"max_logprob_gap": 100.0})
         start_driver(folder, name, recipe, "train 1", origin).join()
         run = load_run(store_in(folder), name)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from replays import kept, replay
-from stage_driver import drive, store_in, tiny
+from stage_driver import finished, store_in, tiny
 
 from areal_tasks.report.data import make_report
 from areal_tasks.store.query import run_sql
@@ -21,7 +21,7 @@ EARLY = {"verified": (0, "verify"), "judged": (0, "advantage"), "later": (1, "ve
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder whose store holds `whole`, `full`, its replay with another verifier, and replays that end early."""
     folder = tmp_path_factory.mktemp("early")
-    drive(folder, "whole", tiny())
+    finished(folder, "whole", tiny())
     replay(folder, "full", kept("verify"), JUDGED)
     for name, (at, until) in EARLY.items():
         replay(folder, name, kept("verify", at=at, until=until), JUDGED)

@@ -130,7 +130,7 @@ async def serve(fake: Fake, port: int = 0) -> web.AppRunner:
     app.add_routes([web.post("/update_weights_from_disk", lambda request: fake.on_update(request))])
     app.add_routes([web.post("/weights_checker", fake.check_weights)])
     app.add_routes([web.post("/generate", lambda request: fake.on_generate(request))])
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)  # its answers are cut short, as of a server that dies
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", port)
     await site.start()

@@ -26,9 +26,9 @@ class FakeSupervisor:
         """As Supervisor.look."""
         return [] if list(names) == ["trainer"] else list(self.running)
 
-    def ended(self, names: Collection[str]) -> bool:
+    def ended(self, names: Collection[str]) -> frozenset[tuple[str, int]]:
         """As Supervisor.ended."""
-        return False
+        return frozenset()
 
     def name_at(self, url: str) -> str:
         """As Supervisor.name_at."""

@@ -272,9 +272,9 @@ def test_a_version_that_no_server_confirms_is_not_held() -> None:
     async def test() -> None:
         fake = Fake(version=3)
         async with serving(fake) as client:
-            await client.adopt(3)
+            await client.adopt(3, "three", [fake.url])
             assert client.version == 3
-            await client.adopt(4)
+            await client.adopt(4, "four", [fake.url])
             assert client.stuck and not client.pool.servers[0].healthy
 
     run(test)

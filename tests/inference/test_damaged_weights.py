@@ -82,6 +82,21 @@ def test_weights_that_could_not_be_served_are_no_others_to_who_generates(engines
         engines.inference()
 
 
+class Awaited:
+    """A lock that says when a thread waits for it."""
+
+    def __init__(self) -> None:
+        self.lock, self.event = threading.RLock(), threading.Event()
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            self.event.set()
+            self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
 def test_who_asks_while_the_files_are_hashed_waits_for_what_is_found(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,15 +107,18 @@ def test_who_asks_while_the_files_are_hashed_waits_for_what_is_found(
         assert go_on.wait(LIMIT)
         return materialise(*arguments, **options)  # type: ignore[arg-type]
 
+    lock = Awaited()
+    monkeypatch.setattr(engines, "_feeding", lock)
     monkeypatch.setattr(handover, "materialise", slowly)
     flip(engines)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(engines.inference)
         wait_until(lambda: engines._inference is not None and engines._inference.version == VERSION)
         second = pool.submit(engines.inference)
-        with pytest.raises(TimeoutError):
-            second.result(0.2)  # as ever
+        wait_until(lambda: lock.event.is_set() or second.done(), "the second at the lock")
+        waited = not second.done()
         go_on.set()
+        assert waited
         for asked in (first, second):
             with pytest.raises(UserError, match="damaged"):
                 asked.result(LIMIT)

@@ -174,7 +174,6 @@ def test_servers_generate_with_committed_weights_alone(events: list[tuple[str, b
     """Each publication of version 4 and later may fail, and somebody may ask for the servers after it or not."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_pool, "PROBE_SECONDS", (0.01, 0.01))
-        patch.setattr(server_pool, "NO_SERVER_SECONDS", LIMIT)
         with running(Path(folder)) as (engines, loaders, author):
             version = 4
             for what, asks in events:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from waiting import LIMIT
 
 from areal_tasks.engines.embedded.sequence import SamplingParams, make_sequences
 from areal_tasks.engines.ends import end_tokens
@@ -30,7 +31,7 @@ def test_greedy_tokens_and_logprobs_on_gsm8k() -> None:
     eos = end_tokens(engine.runner.model.config, engine.runner.model.generation_config, tokenizer)
     params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0)
     sequences = [s for i, p in enumerate(prompts) for s in make_sequences(str(i), p, params, eos, 512)]
-    done = Running(engine, sequences).wait(250)
+    done = Running(engine, sequences).wait(LIMIT)
     for sequence in done:
         assert sequence.output == greedy_reference(model, sequence.prompt, NEW_TOKENS)
         expected = full_logprobs(model, sequence.prompt, sequence.output, 0)

@@ -8,7 +8,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,47 +17,6 @@ from hypothesis import strategies as st
 from areal_tasks.engines.routing import Router, Server
 
 Lengths = list[int]  # of a request's samples
-
-
-class Machine(Protocol):
-    """A simulated server. Times are seconds since the beginning."""
-
-    def add(self, now: float, request: int, lengths: Lengths) -> None: ...
-
-    def next_end(self) -> float:
-        """When a sample ends next, if nothing is added."""
-        ...
-
-    def end(self) -> int:
-        """End that sample; its request."""
-        ...
-
-
-@dataclass
-class Lanes:
-    """`lanes` samples at a time, in order of arrival, each of which takes `seconds`, however long it is."""
-
-    lanes: int
-    seconds: float
-    free_at: list[float] = field(default_factory=list)
-    ends: list[tuple[float, int]] = field(default_factory=list)
-
-    def add(self, now: float, request: int, lengths: Lengths) -> None:
-        for _ in lengths:
-            started = now if len(self.free_at) < self.lanes else max(now, heapq.heappop(self.free_at))
-            heapq.heappush(self.free_at, started + self.seconds)
-            heapq.heappush(self.ends, (started + self.seconds, request))
-
-    def next_end(self) -> float:
-        return self.ends[0][0] if self.ends else math.inf
-
-    def end(self) -> int:
-        return heapq.heappop(self.ends)[1]
-
-    @property
-    def capacity(self) -> float:
-        """Samples a second."""
-        return self.lanes / self.seconds
 
 
 @dataclass
@@ -94,7 +53,7 @@ class Batching:
 class Simulation:
     """Batches of requests that all arrive at once; the next batch comes when the last request has ended."""
 
-    def __init__(self, machines: Sequence[Machine], slots: int) -> None:
+    def __init__(self, machines: Sequence[Batching], slots: int) -> None:
         self.now = 0.0
         self.machines = machines
         servers = [Server(str(i), slots) for i in range(len(machines))]
@@ -118,12 +77,12 @@ class Simulation:
             if left > 1:
                 running[request] = server, lengths, left - 1
             else:
-                self.router.end(server, len(lengths), sum(lengths))
+                self.router.end(server, len(lengths))
         return self.now - began
 
     def _start(self, waiting: Sequence[Lengths], running: dict[int, tuple[Server, Lengths, int]]) -> bool:
         lengths = waiting[0]
-        server = self.router.choose(self.requests, len(lengths), sum(map(len, waiting)))
+        server = self.router.choose(self.requests)
         if server is None:
             return False
         self.router.begin(server, self.requests, len(lengths))
@@ -133,11 +92,6 @@ class Simulation:
         running[self.requests] = server, lengths, len(lengths)
         self.requests += 1
         return True
-
-    def used(self, requests: int) -> float:
-        """Run single samples on lanes; the share of the summed capacity that was used meanwhile."""
-        seconds = self.batch([[100]] * requests)
-        return requests / (seconds * sum(machine.capacity for machine in self.machines if isinstance(machine, Lanes)))
 
 
 # ── how samples are shared out ──────────────────────────────────────────────────────────────────────────────────────
@@ -169,35 +123,21 @@ EMPTY = (5e-3, 1e-5)  # a step takes hardly longer for more samples
 def test_equal_servers_get_equally_much(
     count: int, fixed: float, each: float, slots: int, length: Callable[[random.Random], int]
 ) -> None:
-    """From the first batch to the last: no chance difference between them is taken for one of speed."""
     simulation = Simulation([Batching(fixed, each) for _ in range(count)], slots)
     totals = [0] * count
     for batch in batches(length, 12):
         simulation.batch(batch)
         totals = [total + tokens for total, tokens in zip(totals, simulation.tokens, strict=True)]
-        assert [server.speed for server in simulation.router.servers] == [1.0] * count
     assert max(totals) <= 1.1 * min(totals)
 
 
 @pytest.mark.parametrize("length", [alike, skewed])
-@pytest.mark.parametrize("slots", [8, 64])
-@pytest.mark.parametrize("slower", [1.5, 2, 5])
-@pytest.mark.parametrize("count", [2, 4])
-def test_unequal_servers_get_what_they_can_do(
-    count: int, slower: float, slots: int, length: Callable[[random.Random], int]
-) -> None:
-    """Once they are known: each within a tenth of its share. 8 slots are used in waves, of which there must be many."""
+def test_a_server_half_as_fast_gets_less_where_requests_wait(length: Callable[[random.Random], int]) -> None:
     fixed, each = FULL
-    simulation = Simulation([Batching(fixed, each * (slower if i == 0 else 1)) for i in range(count)], slots)
-    totals = [0] * count
-    for number, batch in enumerate(batches(length, 8, groups=64 if slots == 64 else 256)):
-        simulation.batch(batch)
-        if number >= 3:
-            totals = [total + tokens for total, tokens in zip(totals, simulation.tokens, strict=True)]
-    capacities = [1 / slower] + [1.0] * (count - 1)
-    for tokens, capacity in zip(totals, capacities, strict=True):
-        share, fair = tokens / sum(totals), capacity / sum(capacities)
-        assert share == pytest.approx(fair, rel=0.1), totals
+    simulation = Simulation([Batching(fixed, 2 * each), Batching(fixed, each)], slots=8)
+    [batch] = batches(length, 1, groups=256)
+    simulation.batch(batch)
+    assert simulation.tokens[0] / sum(simulation.tokens) == pytest.approx(1 / 3, rel=0.15)
 
 
 def test_two_servers_are_nearly_twice_as_fast_as_one() -> None:
@@ -208,21 +148,7 @@ def test_two_servers_are_nearly_twice_as_fast_as_one() -> None:
         assert one / two >= 1.85, length
 
 
-def test_a_difference_that_has_gone_is_forgotten() -> None:
-    fixed, each = FULL
-    machines = [Batching(fixed, 3 * each), Batching(fixed, each)]
-    simulation = Simulation(machines, 64)
-    for batch in batches(alike, 3):
-        simulation.batch(batch)
-    assert simulation.tokens[1] > 2 * simulation.tokens[0]
-    machines[0].each = each
-    for batch in batches(alike, 5):
-        simulation.batch(batch)
-    assert simulation.tokens[0] == pytest.approx(simulation.tokens[1], rel=0.1)
-
-
 def test_a_server_that_joins_late_gets_what_comes_until_it_has_as_much_to_do() -> None:
-    """And is not taken for a faster or a slower one, though it had less to do than the other."""
     fixed, each = EMPTY
     simulation = Simulation([Batching(fixed, each) for _ in range(2)], 1000)
     late = simulation.router.servers[1]
@@ -232,32 +158,6 @@ def test_a_server_that_joins_late_gets_what_comes_until_it_has_as_much_to_do() -
         late.healthy = True
         simulation.batch(batch[32:])
         assert simulation.tokens[0] == pytest.approx(simulation.tokens[1], rel=0.5)
-    assert [server.speed for server in simulation.router.servers] == [1.0, 1.0]
-
-
-# ── how much of the capacity is used ────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("slots", [8, 16, 2000])
-@pytest.mark.parametrize("lanes", [1, 8])
-@pytest.mark.parametrize("servers", [2, 5])
-def test_one_server_five_times_slower_costs_an_eighth_at_most(servers: int, lanes: int, slots: int) -> None:
-    machines = [Lanes(lanes, 5.0 if i == 0 else 1.0) for i in range(servers)]
-    simulation = Simulation(machines, slots)
-    for _ in range(2):  # for getting to know them
-        simulation.used(servers * lanes * 80)
-    assert min(simulation.used(servers * lanes * 80) for _ in range(2)) >= 7 / 8
-
-
-def test_already_the_first_batch_adapts_where_requests_wait() -> None:
-    machines = [Lanes(8, 5.0 if i == 0 else 1.0) for i in range(4)]
-    assert Simulation(machines, slots=8).used(1600) >= 0.9
-
-
-def test_a_single_request_goes_to_the_quicker_server() -> None:
-    simulation = Simulation([Lanes(8, 5.0), Lanes(8, 1.0)], slots=8)
-    simulation.used(200)
-    assert all(simulation.router.choose(-i - 1, 1, 1) is simulation.router.servers[1] for i in range(3))
 
 
 # ── groups ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -265,18 +165,18 @@ def test_a_single_request_goes_to_the_quicker_server() -> None:
 
 def test_a_group_returns_to_its_server_where_that_has_no_more_to_do_than_another() -> None:
     router = Router([Server("a", 4), Server("b", 4)])
-    first = router.choose(7, 2, 2)
+    first = router.choose(7)
     assert first is not None
     router.begin(first, 7, 2)
-    elsewhere = router.choose(7, 2, 2)
+    elsewhere = router.choose(7)
     assert elsewhere is not None and elsewhere is not first, "it has more to do"
-    router.end(first, 2, 10)
-    assert router.choose(7, 2, 2) is first
+    router.end(first, 2)
+    assert router.choose(7) is first
     router.begin(elsewhere, 7, 2)
-    router.end(elsewhere, 2, 10)
-    assert router.choose(7, 2, 2) is elsewhere
+    router.end(elsewhere, 2)
+    assert router.choose(7) is elsewhere
     elsewhere.healthy = False
-    assert router.choose(7, 2, 2) is first
+    assert router.choose(7) is first
 
 
 def test_groups_that_were_all_on_one_server_are_shared_out_again() -> None:
@@ -286,10 +186,10 @@ def test_groups_that_were_all_on_one_server_are_shared_out_again() -> None:
     for group in range(64):
         simulation.router.begin(one, group, 1)
     for _ in range(64):
-        simulation.router.end(one, 1, 100)
+        simulation.router.end(one, 1)
     given: Any = {one.url: 0, other.url: 0}
     for group in range(64):
-        server = simulation.router.choose(group, 1, 64 - group)
+        server = simulation.router.choose(group)
         assert server is not None
         simulation.router.begin(server, group, 1)
         given[server.url] += 1
@@ -299,25 +199,25 @@ def test_groups_that_were_all_on_one_server_are_shared_out_again() -> None:
 def test_requests_one_after_another_are_shared_out() -> None:
     router = Router([Server("a", 4), Server("b", 4)])
     for group in range(10):
-        server = router.choose(group, 1, 1)
+        server = router.choose(group)
         assert server is not None
         router.begin(server, group, 1)
-        router.end(server, 1, 5)
+        router.end(server, 1)
     assert [server.done for server in router.servers] == [5, 5]
 
 
 def test_without_an_able_server_nothing_is_chosen() -> None:
     servers = [Server("a", 4, healthy=False), Server("b", 4, current=False)]
-    assert Router(servers).choose(0, 1, 1) is None
+    assert Router(servers).choose(0) is None
 
 
 @given(
-    speeds=st.lists(st.tuples(st.integers(1, 8), st.floats(0.1, 10)), min_size=1, max_size=6),
+    each=st.lists(st.floats(1e-5, 1e-2), min_size=1, max_size=6),
     slots=st.integers(1, 64),
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=100),
 )
-def test_nothing_waits_for_ever(speeds: list[tuple[int, float]], slots: int, sizes: list[int]) -> None:
-    simulation = Simulation([Lanes(lanes, seconds) for lanes, seconds in speeds], slots)
+def test_nothing_waits_for_ever(each: list[float], slots: int, sizes: list[int]) -> None:
+    simulation = Simulation([Batching(1e-3, one) for one in each], slots)
     for _ in range(3):
         simulation.batch([[10] * size for size in sizes])
     assert all(s.load == s.requests == 0 for s in simulation.router.servers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +19,16 @@ from waiting import wait_until
 from areal_tasks.engines import server_pool
 from areal_tasks.engines.answers import ServerDown
 from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.handover import name_of
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import Send, Sent, Write, Written
+from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.launchers.supervisor import Ready, ServiceFailed
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.files import upload
 from areal_tasks.store.runs import open_run
+from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 from schemas.recipe.load import load_recipe
 from schemas.recipe.sections import Inference
@@ -124,7 +127,7 @@ def test_a_server_with_other_weights_generates_nothing_until_it_is_handed_those_
             check(asked, await client.generate(asked))
             assert not joins.bodies and not client.stuck
             there.version = joins.version = 1
-            await client.adopt(1, "one")
+            await client.adopt(1, "one", [there.url, joins.url])
             check(asked, await client.generate(asked), version=1)
             assert len(joins.bodies) == 2
 
@@ -178,6 +181,89 @@ def test_a_server_that_comes_and_goes_is_told_of_once_and_counts_as_lost(
     assert len([m for m in caplog.messages if "is let in" in m]) <= 4, caplog.messages
 
 
+def test_a_server_that_was_not_sent_the_weights_is_not_taken_to_hold_them() -> None:
+    """It was let in while the trainer sent them to the others, and has the same number from before."""
+
+    async def test() -> None:
+        sent, other = Fake(version=1), Fake(version=1)
+        async with tended(sent, other) as client:
+            await client.sync(starts(sent, other), [])
+            await until(lambda: len(client.healthy()) == 2)
+            assert await client.adopt(1, "one", [sent.url]) == [sent.url]
+            assert [server.url for server in client.pool.servers if server.current] == [sent.url]
+
+    run(test)
+
+
+class Pausing(Fake):
+    """Notes its orders. While it is paused it shows no health, as SGLang, which would generate a token for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.orders: list[str] = []
+        self.goes_on: Callable[[], object] = lambda: True  # when
+
+    async def command(self, request: web.Request) -> web.Response:
+        if request.path == "/continue_generation":
+            await until(self.goes_on)
+        self.orders.append(request.path)
+        self.broken_health = request.path == "/pause_generation"
+        return await super().command(request)
+
+
+def test_a_server_that_was_evicted_while_it_was_paused_goes_on_before_it_is_let_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_pool, "PROBE_SECONDS", (0.001, 0.002))
+
+    async def test() -> None:
+        ill, well = Pausing(), Pausing()
+        async with tended(ill, well) as client:
+            await client.sync(starts(ill, well), [ill.url, well.url])
+            await until(lambda: len(client.healthy()) == 2)
+            await client.pause()
+            await client.evict({ill.url: "its answer was lost"})
+            await client.resume()
+            await until(lambda: len(client.healthy()) == 2)
+            await client.evict({ill.url: "its answer was lost once more"})
+            await until(lambda: len(client.healthy()) == 2)
+            assert ill.orders == well.orders == ["/pause_generation", "/continue_generation"]
+
+    run(test)
+
+
+def test_a_server_that_is_let_in_while_all_are_told_to_go_on_is_told_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_pool, "PROBE_SECONDS", (0.001, 0.002))
+
+    async def test() -> None:
+        ill, well = Pausing(), Pausing()
+        async with tended(ill, well) as client:
+            await client.sync(starts(ill, well), [ill.url, well.url])
+            await until(lambda: len(client.healthy()) == 2)
+            await client.pause()
+            await client.evict({ill.url: "its answer was lost"})
+            well.goes_on = lambda: len(client.healthy()) == 2
+            await client.resume()
+            assert ill.orders == well.orders == ["/pause_generation", "/continue_generation"]
+
+    run(test)
+
+
+def test_servers_of_others_are_told_to_go_on_once() -> None:
+    """A run that ended before may have left them paused."""
+
+    async def test() -> None:
+        fake = Pausing()
+        async with tended(fake) as client:
+            await client.foreign([fake.url])
+            await until(lambda: len(client.healthy()) == 1)
+            await client.evict({fake.url: "its answer was lost"})
+            await until(lambda: len(client.healthy()) == 1)
+            assert fake.orders == ["/continue_generation"]
+
+    run(test)
+
+
 # ── through the engines ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -188,6 +274,7 @@ class Restarting(FakeSupervisor):
         super().__init__()
         self.call = engines.call
         self.fakes, self.dead = fakes, set[int]()
+        self.pauses = False  # before it starts one again
         self.started_on: list[WeightsRef | None] = []
         for index in range(len(fakes)):
             self._start(index, engines.written)
@@ -199,13 +286,13 @@ class Restarting(FakeSupervisor):
         self.running = [*self.running[:index], one, *self.running[index + 1 :]]
         self.started_on.append(weights)
 
-    def ended(self, names: Any) -> bool:
-        return bool(self.dead)
+    def ended(self, names: Any) -> frozenset[tuple[str, int]]:
+        return frozenset((str(index), self.running[index].restart) for index in self.dead)
 
     def look(self, names: Any, weights: WeightsRef | None = None) -> list[Ready]:
         if list(names) == ["trainer"]:
             return []
-        while self.dead:
+        while self.dead and not self.pauses:
             self._start(self.dead.pop(), weights)
         return super().look(names)
 
@@ -236,10 +323,27 @@ def hand_over(engines: Engines, version: int) -> None:
             fake.version = command.version
         return Sent(seconds=0.1)
 
-    ref = WeightsRef(version=version, attempt="", path="", sha256="", digest=f"what made {version}")
     trainer: Any = SimpleNamespace(send=send)
-    engines.serve_weights(ref, trainer)
+    engines.serve_weights(unwritten(version), trainer)
     assert engines.inference().version == version
+
+
+def unwritten(version: int) -> WeightsRef:
+    return WeightsRef(version=version, attempt="", path="", sha256="", digest=f"what made {version}")
+
+
+def holds_nine(engines: Engines, folder: Path) -> None:
+    """The trainer holds version 9, has nothing to do, and writes it when it is asked."""
+    (folder / "nine").mkdir()
+    (folder / "nine" / "model.safetensors").write_bytes(b"nine")
+
+    def publish(command: Write) -> Written:
+        assert command.version == 9
+        return Written(files=upload(engines.run.store, command.prefix, folder / "nine"), seconds=0.1)
+
+    engines._trainer = SimpleNamespace(  # type: ignore[assignment]
+        is_free=lambda version: version == 9, publish=publish, close=lambda: None
+    )
 
 
 def ends(engines: Engines, index: int) -> None:
@@ -262,16 +366,7 @@ def test_weights_that_the_store_does_not_have_are_written_for_a_server_that_star
 ) -> None:
     engines.inference()
     hand_over(engines, 9)
-    (tmp_path / "nine").mkdir()
-    (tmp_path / "nine" / "model.safetensors").write_bytes(b"nine")
-
-    def publish(command: Write) -> Written:
-        assert command.version == 9
-        return Written(files=upload(engines.run.store, command.prefix, tmp_path / "nine"), seconds=0.1)
-
-    engines._trainer = SimpleNamespace(  # type: ignore[assignment]
-        is_free=lambda version: version == 9, publish=publish, close=lambda: None
-    )
+    holds_nine(engines, tmp_path)
     ends(engines, 1)
     client = engines.inference()
     wait_until(lambda: len(client.healthy()) == 2)
@@ -292,6 +387,56 @@ def test_a_trainer_that_is_busy_is_left_alone_and_the_server_waits_for_the_next_
     assert [server.current for server in client.pool.servers] == [True, False]
     hand_over(engines, 10)
     assert [server.current for server in client.pool.servers] == [True, True]
+
+
+@pytest.mark.parametrize("error", [UserError("the trainer refused /publish: No space left"), TrainerDown("no answer")])
+def test_a_trainer_that_cannot_write_does_not_disturb_the_servers_that_are_well(
+    engines: Engines, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked once for each start of a server, not at each look."""
+    client = engines.inference()
+    monkeypatch.setattr(client, "_ends", Ends)  # there is no model to ask
+    hand_over(engines, 9)
+    asked: list[int] = []
+
+    def publish(command: Write) -> Written:
+        asked.append(command.version)
+        raise error
+
+    trainer: Any = SimpleNamespace(is_free=lambda version: True, publish=publish, close=lambda: None)
+    engines._trainer = trainer
+    restarting = supervisor(engines)
+    restarting.pauses = True
+    for _ in range(3):
+        ends(engines, 1)
+    assert asked == [9]
+    restarting.pauses = False
+    ends(engines, 1)
+    assert asked == [9] and restarting.started_on[-1] == engines.written
+    asked_for = requests(2)
+    check(asked_for, engines.call(client.generate(asked_for), generates=True), version=9)
+    ends(engines, 1)
+    assert asked == [9, 9]
+
+
+def test_servers_on_older_weights_are_not_taken_to_hold_what_is_written_for_another(
+    engines: Engines, tmp_path: Path
+) -> None:
+    """The run resumes at a version that the store does not have; a server dies before the trainer hands it over."""
+    client = engines.inference()
+    engines.serving = unwritten(9)
+    holds_nine(engines, tmp_path)
+    ends(engines, 1)
+    wait_until(lambda: all(server.able for server in client.pool.servers))
+    assert [fake.version for fake in supervisor(engines).fakes] == [9, 9] and client.version == 9
+
+
+def test_when_one_starts_again_after_weights_failed_the_others_are_given_some_again(engines: Engines) -> None:
+    client = engines.inference()
+    engines._loop.run(client.doubt())
+    ends(engines, 1)
+    wait_until(lambda: len(client.healthy()) == 2)
+    assert all(server.able for server in engines.inference().pool.servers)
 
 
 def test_when_all_have_started_again_on_older_weights_the_stage_is_told(engines: Engines) -> None:

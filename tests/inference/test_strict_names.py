@@ -12,11 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from areal_tasks.engines.embedded.runner import Runner, read_weights_folder
 from schemas.errors import UserError
-from tests.inference.helpers import complete, full_logprobs, make_engine
 from tests.trainer.families import make_family
 
 GONE, EXTRA = "model.layers.1.mlp.experts.7.up_proj.weight", "model.layers.1.mlp.experts.gate_up_proj"
-PROMPT = [3, 9, 27, 14, 5]
 
 
 @pytest.fixture(scope="module")
@@ -32,29 +30,6 @@ def altered(folder: Path, into: Path, *gone: str, **extra: torch.Tensor) -> Path
         del tensors[name]
     save_file({**tensors, **extra}, into / "model.safetensors", metadata={"format": "pt"})
     return into
-
-
-def moved(folder: Path, into: Path) -> Path:
-    """The same model with other experts, as transformers saves it."""
-    shutil.copytree(folder, into)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".experts." in name:
-                parameter.neg_()
-    model.save_pretrained(into)
-    return into
-
-
-def test_new_experts_are_generated_with(experts: Path, tmp_path: Path) -> None:
-    engine = make_engine(experts, slots=8, max_length=64)
-    for version, folder in (("0", experts), ("1", moved(experts, tmp_path / "moved"))):
-        if version == "1":
-            engine.update_weights(read_weights_folder(folder, engine.runner.model), version, False).result()
-        found = complete(engine, PROMPT, max_new_tokens=16, sampling_seed=1, ignore_eos=True)
-        expected = full_logprobs(AutoModelForCausalLM.from_pretrained(folder), PROMPT, found.output, 1.0)
-        assert torch.allclose(torch.tensor(found.logprobs), expected, atol=1e-4)
-    engine.close()
 
 
 NAMES = [
@@ -79,7 +54,7 @@ def test_experts_under_transformers_own_names_are_no_others(experts: Path, tmp_p
     """Beside the checkpoint's they would be skipped; alone they are those of runs of earlier versions."""
     model = AutoModelForCausalLM.from_pretrained(experts)
     own = dict(model.named_parameters())
-    with pytest.raises(UserError, match=r"cannot do the reverse|experts"):
+    with pytest.raises(UserError, match=r"experts\.gate_up_proj, and cannot do the reverse"):
         read_weights_folder(altered(experts, tmp_path / "half", **{EXTRA: own[EXTRA].detach().clone()}), model)
     old = tmp_path / "old"
     shutil.copytree(experts, old)

@@ -95,7 +95,6 @@ def scene(
 ) -> Iterator[Scene]:
     """Engines whose two servers hold the weights in force of a store in S3, and their trainer."""
     monkeypatch.setattr(server_pool, "PROBE_SECONDS", (0.01, 0.01))
-    monkeypatch.setattr(server_pool, "NO_SERVER_SECONDS", LIMIT)
     with faulty_proxy(s3.endpoint, faults) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         url = f"s3://{BUCKET}/{uuid.uuid4().hex}"

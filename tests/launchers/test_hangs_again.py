@@ -49,7 +49,7 @@ def looks_at(supervisor: Supervisor) -> Callable[[], Mapping[str, Sign]]:
 
     def look() -> dict[str, Sign]:
         try:
-            httpx.get(f"{supervisor.services[NAME].url}/about", timeout=0.1)
+            httpx.get(f"{supervisor.services[NAME].url}/about", timeout=0.1)  # late is silent, not yet hung
         except httpx.TransportError as error:  # it hangs, is gone, or has no address yet
             return {NAME: Sign(None, repr(error))}
         return {NAME: Sign(object(), "it answers")}

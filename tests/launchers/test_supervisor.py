@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -14,11 +17,11 @@ import pytest
 from small_service import make_app
 from waiting import LIMIT
 
-from areal_tasks.engines.service import TOKEN, ServiceSpec, make_server
+from areal_tasks.engines.service import STORE_AWAY, TOKEN, ServiceSpec, make_server, register
 from areal_tasks.launchers.inline import InlineLauncher
 from areal_tasks.launchers.local import LocalHandle, LocalLauncher
 from areal_tasks.launchers.protocol import Job
-from areal_tasks.launchers.supervisor import Ready, ServiceFailed, Supervisor
+from areal_tasks.launchers.supervisor import LONGEST_PAUSE_SECONDS, Ready, ServiceFailed, Supervisor
 from areal_tasks.store.backend import Store, Unavailable, open_store
 from schemas.manifest import WeightsRef
 from schemas.recipe.sections import Launcher
@@ -184,6 +187,99 @@ def test_a_service_that_was_ready_once_may_fail_while_it_starts_again(begin: Beg
 def test_a_service_that_finds_no_store_may_be_started_again(begin: Begin) -> None:
     with pytest.raises(Unavailable, match="'storeless' could not start: the store was away"):
         begin("storeless").wait(["storeless"])
+
+
+class Scripted:
+    """A launcher whose services listen at once, or end at once with the status that is named in `ends`."""
+
+    def __init__(self) -> None:
+        self.ends: int | OSError | None = None
+        self.started: list[str] = []
+
+    def start(self, job: Job) -> Ended:
+        self.started.append(job.spec.name)
+        if isinstance(self.ends, OSError):
+            raise self.ends
+        if self.ends is None:
+            register(job.spec, f"http://{job.spec.name}/{job.spec.restart}")
+        return Ended(self.ends)
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+@dataclass
+class Ended:
+    code: int | None
+
+    def exit_code(self) -> int | None:
+        return self.code
+
+    def stop(self, grace_seconds: float = 5.0) -> None:
+        self.code = -15 if self.code is None else self.code
+
+
+@pytest.fixture
+def scripted(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Supervisor, Scripted]]:
+    """A supervisor of two services that are ready; each look at the clock is a second after the one before."""
+    monkeypatch.setattr("areal_tasks.launchers.supervisor.time", SimpleNamespace(monotonic=itertools.count().__next__))
+    with Supervisor(store, Launcher(restarts=2), tmp_path / "logs") as supervisor:
+        supervisor.launcher = launcher = Scripted()
+        for name in ("one", "two"):
+            supervisor.start(MODULE, spec(store, name))
+        assert len(supervisor.wait(["one", "two"])) == 2
+        yield supervisor, launcher
+
+
+def look_until(supervisor: Supervisor, holds: Callable[[], bool]) -> None:
+    """Look after both services until it holds; the first is well all the time."""
+    for _ in range(1000):
+        assert Ready("http://one/0") in supervisor.look(["one", "two"])
+        if holds():
+            return
+    pytest.fail("it does not come to that")
+
+
+def test_a_store_that_is_away_uses_up_no_restarts(scripted: tuple[Supervisor, Scripted]) -> None:
+    supervisor, launcher = scripted
+    launcher.ends = STORE_AWAY
+    supervisor.services["two"].handle.stop()
+    look_until(supervisor, lambda: launcher.started.count("two") == 6)
+    assert supervisor.services["two"].failures == 1
+    with pytest.raises(Unavailable, match="'two' could not start: the store was away"):
+        supervisor.look(["two"])
+    launcher.ends = None
+    look_until(supervisor, lambda: supervisor.services["two"].url != "")
+    assert launcher.started.count("two") == 7 and supervisor.services["two"].failures == 1
+
+
+def test_between_two_starts_without_a_store_is_the_longest_pause(scripted: tuple[Supervisor, Scripted]) -> None:
+    supervisor, launcher = scripted
+    launcher.ends = STORE_AWAY
+    supervisor.services["two"].handle.stop()
+    began = []
+    for starts in (3, 4, 5):
+        look_until(supervisor, lambda: launcher.started.count("two") == starts)  # noqa: B023
+        began.append(supervisor.services["two"].started)
+    assert all(later - earlier >= LONGEST_PAUSE_SECONDS for earlier, later in pairwise(began))
+
+
+def test_the_log_says_once_which_service_is_given_up_and_why(
+    scripted: tuple[Supervisor, Scripted], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others go on without it. A start that the machine refuses is a failure like any other."""
+    supervisor, launcher = scripted
+    launcher.ends = OSError(12, "Cannot allocate memory")
+    service = supervisor.services["two"]
+    service.handle.stop()
+    look_until(supervisor, lambda: not supervisor.ended(["two"]))
+    for _ in range(3):
+        supervisor.look(["one", "two"])
+    [said] = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert "service 'two' failed 3 times; launcher.restarts allows no more" in said
+    assert "Cannot allocate memory" in said and f"Last lines of {service.job.log}" in said
+    with pytest.raises(ServiceFailed, match=r"(?s)'two' failed 3 times.*Cannot allocate memory"):
+        supervisor.look(["two"])
 
 
 def test_failures_count_until_something_has_come_of_the_work(begin: Begin) -> None:

@@ -202,7 +202,8 @@ def learn_from_rewards(recipe: RlhfRecipe) -> None:
     kept = torch.ones(2 * size, dtype=torch.bool)
     policy, reference = torch.full((2 * size,), -1.0), torch.full((2 * size,), -2.0)
     penalty = kl_penalty(policy, reference, how.kl_coef) if how.kl == "reward" else None
-    found = grpo_advantages(rewards, groups, lengths, kept, how.reward_norm, how.advantage_norm, penalty)
+    norms = how.reward_norm, how.advantage_norm
+    found = grpo_advantages(rewards, groups, lengths, kept, *norms, penalty, how.std_unbiased)
     assert torch.isfinite(found.advantages).all() and torch.isfinite(found.shaped_reward).all()
     assert int(minibatches(kept, how.minibatches, recipe.seed, 0).max()) < how.minibatches
     columns = {"behaviour": policy, "advantages": found.advantages, "reference": reference}

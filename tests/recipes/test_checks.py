@@ -6,7 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from schemas.errors import UserError
-from schemas.recipe.checks import BASE_CHECKS, EVALUATION_CHECKS, GRPO_CHECKS, IDLE, TRAINING_CHECKS
+from schemas.recipe.checks import BASE_CHECKS, EVALUATION_CHECKS, GRPO_CHECKS, TRAINING_CHECKS
+from schemas.recipe.idle import IDLE
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe
 from schemas.recipe.rollout_checks import filter_has_rewards

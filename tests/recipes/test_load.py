@@ -33,6 +33,29 @@ def test_every_shipped_recipe_loads(name: str, kind: type) -> None:
     assert parse_recipe(recipe.model_dump(mode="json")) == recipe  # as it is stored, and as Prefect hands it over
 
 
+@pytest.mark.parametrize("flow", ["rlhf", "evaluate"])
+def test_relative_data_is_found_next_to_the_recipe(flow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("original", "copy", "elsewhere"):
+        (tmp_path / name).mkdir()
+    for name in ("original", "copy"):
+        (tmp_path / name / "test.jsonl").write_text("")
+        recipe = load_recipe(f"{'evaluate-' * (flow == 'evaluate')}gsm8k-cpu", ["data.subset="])
+        values = recipe.model_dump(mode="json") | {"flow": flow}
+        values["data"]["source"] = "{split}.jsonl"
+        (tmp_path / name / "mine.yaml").write_text(yaml.safe_dump(values))
+
+    def source(here: str, recipe: str, *overrides: str) -> str:
+        monkeypatch.chdir(tmp_path / here)
+        return load_recipe(recipe, overrides).data.source
+
+    assert source("copy", "mine.yaml") == source("copy", "../copy/mine.yaml") == "{split}.jsonl", "as it is recorded"
+    assert source("elsewhere", "../copy/mine.yaml") == f"{tmp_path.resolve()}/copy/{{split}}.jsonl"
+    with pytest.raises(UserError, match=r"is in the current folder \(.*original\) and in that of the recipe"):
+        source("original", "../copy/mine.yaml")
+    assert source("original", "../copy/mine.yaml", "data.source=/x/{split}.jsonl") == "/x/{split}.jsonl"
+    assert source("elsewhere", "../copy/mine.yaml", "data.source=gone/{split}.jsonl") == "gone/{split}.jsonl"
+
+
 def test_the_list_is_complete() -> None:
     assert set(SHIPPED) <= set(list_recipes())
 

@@ -11,7 +11,8 @@ from playwright.sync_api import Browser, Page, expect
 from report_runs import WORDS, Row, make_run, sample, store_of
 from waiting import LIMIT
 
-from areal_tasks.report.page import make_page
+from areal_tasks.report.data import make_report, to_json
+from areal_tasks.report.page import make_page, render
 from areal_tasks.store.backend import Store
 from areal_tasks.store.runs import open_run
 from schemas.recipe.load import load_recipe
@@ -151,12 +152,12 @@ def test_a_single_iteration_is_a_bar_of_stages(show: Any) -> None:
 def test_a_logarithmic_axis_is_switched(show: Any) -> None:
     page = show("plain").page
     loss = page.locator("#chart-loss")
-    before = loss.locator(".tick").all_inner_texts()
+    before = loss.locator(".tick").all_text_contents()
     toggle = loss.get_by_role("button", name="log")
     expect(toggle).to_have_attribute("aria-pressed", "false")
     toggle.click()
     expect(toggle).to_have_attribute("aria-pressed", "true")
-    assert loss.locator(".tick").all_inner_texts() != before
+    assert loss.locator(".tick").all_text_contents() != before
     assert page.locator("#chart-accuracy button").count() == 0
 
 
@@ -169,6 +170,75 @@ def test_smoothing_changes_lines_and_not_the_values_read(show: Any) -> None:
     assert line.get_attribute("d") != before
     assert page.locator("#chart-accuracy path.c1").get_attribute("d") == few  # one evaluation has no neighbours
     expect(page.locator("#chart-loss .readout")).to_contain_text("0.125 at 7")
+
+
+def edited(folder: Path, store: Store, name: str, run: str, curves: dict[str, list[dict[str, Any]]]) -> str:
+    """A page about `run` whose charts have these lines instead of their own; its name for `show`."""
+    payload = make_report(store, [run], 10, 5_000_000).payload
+    payload["runs"][0]["curves"] |= curves
+    (folder / f"{name}.html").write_text(render(name, to_json(payload)), encoding="utf-8", newline="")
+    return name
+
+
+def bars(**stages: list[float]) -> dict[str, list[dict[str, Any]]]:
+    """The chart of times per stage, in the order of these stages."""
+    return {"stages": [{"name": name, "x": list(range(len(y))), "y": y} for name, y in stages.items()]}
+
+
+def test_a_stage_has_its_colour_whatever_its_rank(show: Any, store: Store, folder: Path) -> None:
+    several = [bars(train=[3], rollout=[2], odd=[1]), bars(odd=[9], rollout=[2], verify=[1.5], train=[1])]
+    colours = []
+    for i, chart in enumerate(several):
+        page = show(edited(folder, store, f"colours-{i}", "plain", chart)).page
+        drawn = page.locator("#chart-stages-0 path.area").evaluate_all("all => all.map(area => area.classList[1])")
+        colours.append(dict(zip((line["name"] for line in chart["stages"]), drawn, strict=True)))
+    one, other = colours
+    assert one == {name: other[name] for name in one} and len(set(other.values())) == 4
+
+
+def test_few_bars_are_drawn_whole(show: Any, store: Store, folder: Path) -> None:
+    page = show(edited(folder, store, "two-bars", "plain", bars(rollout=[10, 0.5]))).page
+    ticks = [float(text) for text in page.locator("#chart-stages-0 .tick").all_text_contents()]
+    assert max(ticks) >= 8 and page.locator("#chart-stages-0 .cut").count() == 0
+
+
+def test_a_bar_that_is_cut_off_is_marked_with_its_value(show: Any, store: Store, folder: Path) -> None:
+    chart = bars(rollout=[1.0] * 100 + [40.0] + [1.0] * 98 + [70.0], train=[0.5] * 200)
+    page = show(edited(folder, store, "cut", "plain", chart)).page
+    marks = page.locator("#chart-stages-0 .cut").all_text_contents()
+    assert marks == ["▲", "40.5 s", "▲", "70.5 s"]
+    right, edge = (page.locator(f"#chart-stages-0 {what}").last.bounding_box() for what in (".cut", ".plot svg"))
+    assert right["x"] + right["width"] <= edge["x"] + edge["width"] and right["y"] >= edge["y"]
+
+
+def test_bars_cut_off_close_together_share_a_value(show: Any, store: Store, folder: Path) -> None:
+    page = show(edited(folder, store, "close", "plain", bars(rollout=[30.0, 50.0, *[1.0] * 198]))).page
+    assert page.locator("#chart-stages-0 .cut").all_text_contents() == ["▲", "▲", "≤ 50 s"]
+
+
+def test_zeros_on_a_logarithmic_axis_are_drawn_on_a_linear_one(show: Any, store: Store, folder: Path) -> None:
+    zeros = [{"name": "", "x": [0, 1, 2], "y": [0, 0, 0], "lo": [0, 0, 0], "hi": [0, 0, 0]}]
+    chart = show(edited(folder, store, "zeros", "plain", {"grad_norm": zeros})).page.locator("#chart-grad_norm")
+    expect(chart).not_to_contain_text("Nothing to draw")
+    assert (chart.locator("path.line").get_attribute("d") or "").count("L") == 2
+    assert "0" in chart.locator(".tick").all_text_contents()
+
+
+def test_a_value_is_not_split_between_lines(show: Any, store: Store, folder: Path) -> None:
+    name = "a line whose name fills the whole width of a card"
+    accuracy = {"accuracy": [{"name": name, "x": [0, 1, 2], "y": [0.5, 0.5, 0.777]}]}
+    page = show(edited(folder, store, "long-name", "plain", accuracy), size=NARROW).page
+    value = page.locator("#chart-accuracy .readout b")
+    assert value.text_content() == "77.7 %"
+    lines = "value => value.getBoundingClientRect().height / parseFloat(getComputedStyle(value).lineHeight)"
+    assert value.evaluate(lines) < 1.5
+
+
+def test_the_cost_of_each_run_is_shown(show: Any) -> None:
+    page = show("plain", "other", "empty").page
+    assert page.locator("#cost h3").all_inner_texts() == ["plain", "other"]
+    expect(page.locator("#cost article").first).to_contain_text("1 start of the flow, until its last commit")
+    assert {"rollout", "train"} <= set(page.locator("#cost article").first.locator("td:first-child").all_inner_texts())
 
 
 # ── samples ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -97,7 +97,7 @@ ACTS: dict[str, Any] = {
     "loop": loop_in_python,
     "regex": loop_in_c,
     "sleep": lambda: time.sleep(1000),  # it hangs
-    "nap": lambda: time.sleep(1.0) or 1.0,  # it waits, and uses no CPU
+    "nap": lambda: time.sleep(2.0) or 1.0,  # it waits, and uses no CPU
     "busy child": lambda: start_to_burn(1000).wait(),
     "busy session": lambda: start_to_burn(1000, session=True).wait(),
     "late": lambda: burn(1.0) or 1.0,

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +26,8 @@ from schemas.errors import UserError
 from schemas.recipe.sections import Reward
 
 DEADLINE = 1.0
+#: CPU seconds of a process that is in an endless loop by now: imports take fewer.
+LOOPING = 0.7
 
 #: Seconds that processes left behind sleep; tells this session's from another's.
 NAP = os.environ["MISBEHAVING_NAP"] = str(10_000_000 + os.getpid())
@@ -124,7 +125,7 @@ def test_every_culprit_has_the_deadline_for_itself(pool: VerifierPool) -> None:
 def test_the_deadline_counts_cpu_seconds_not_those_of_the_wall_clock(pool: VerifierPool) -> None:
     """`nap` waits for twice the deadline, as a verifier does whose machine is busy with something else."""
     (result,) = judge(pool, "nap")
-    assert result.verdict == "correct" and result.seconds > DEADLINE
+    assert result.verdict == "correct" and result.seconds > 1.9 * DEADLINE
 
 
 def test_what_waits_for_ever_is_ended_by_the_wall_clock() -> None:
@@ -199,7 +200,7 @@ def test_works_from_a_thread_that_ends() -> None:
         pool.close()
 
 
-def test_close_leaves_no_process_and_the_pool_can_be_used_again() -> None:
+def test_close_leaves_no_process_and_is_for_good() -> None:
     before = {p.pid for p in descendants(os.getpid())}
     pool = VerifierPool(settings())
     assert judge(pool, "x")[0].reward == 1.0
@@ -208,9 +209,30 @@ def test_close_leaves_no_process_and_the_pool_can_be_used_again() -> None:
     pool.close()
     pool.close()
     assert not alive(started)
-    assert judge(pool, "xx")[0].reward == 2.0
-    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        judge(pool, "xx")
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.__enter__()  # as a thread does that was to load it early, and comes too late
     assert {p.pid for p in descendants(os.getpid())} <= before
+
+
+def test_close_does_not_wait_for_a_verifier_that_is_being_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "endless.py").write_text(
+        "import os, pathlib, signal\npathlib.Path(os.environ['ENDLESS_REACHED']).touch()\nsignal.pause()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("ENDLESS_REACHED", str(tmp_path / "reached"))
+    before = {p.pid for p in descendants(os.getpid())}
+    pool = VerifierPool(settings(verifier="endless:f"))
+    with ThreadPoolExecutor(1) as early:
+        loading = early.submit(pool.__enter__)
+        wait_until((tmp_path / "reached").exists)
+        pool.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            loading.result()
+    wait_until(lambda: {p.pid for p in descendants(os.getpid())} <= before, "the end of what was loading")
 
 
 def forkserver_of(pool: VerifierPool) -> psutil.Process:
@@ -273,24 +295,29 @@ pool.verify([("", {completion!r}, "")] * 4)
 
 
 @pytest.mark.parametrize(
-    ("verifier", "completion", "processes"),
-    [("misbehaving:act", "regex", 4), ("misbehaving:act", "child", 6), ("hangs_on_import:act", "", 2)],
+    ("verifier", "completion", "processes", "looping"),
+    [("misbehaving:act", "regex", 4, 2), ("misbehaving:act", "child", 6, 0), ("hangs_on_import:act", "", 2, 1)],
 )
-def test_nothing_outlives_a_killed_parent(verifier: str, completion: str, processes: int) -> None:
+def test_nothing_outlives_a_killed_parent(verifier: str, completion: str, processes: int, looping: int) -> None:
     """Forkserver, watchdog, two workers (and a child of each); or stuck in C while the verifier is imported."""
     code = PARENT.format(verifier=verifier, completion=completion)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as parent:
         assert parent.stdout is not None and parent.stdout.readline() == b"begun\n"
         wait_until(lambda: len(descendants(parent.pid)) >= processes, "its processes")
-        time.sleep(0.2)  # into the loop
         started = descendants(parent.pid)
+        wait_until(lambda: sum(used(process) > LOOPING for process in started) >= looping, "them in the loop")
         parent.kill()
     try:
         wait_until(lambda: not alive(started), started)
     finally:
         for process in alive(started):
             process.kill()
+
+
+def used(process: psutil.Process) -> float:
+    """CPU seconds."""
+    return float(process.cpu_times().user)
 
 
 def test_a_verifier_that_cannot_be_loaded_is_the_users_mistake() -> None:

@@ -6,22 +6,26 @@ Each case is a plain function of a `Target`. They speak HTTP as the client does,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from time import sleep
+from itertools import cycle
 from typing import Any, Final
 
 import httpx
 import pytest
-from waiting import LIMIT
+from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient, Refused
 from areal_tasks.engines.external import PROBE, check_temperature
 from schemas.errors import UserError
 from tests.sglang.contract_target import Json, Target, reference, scores_of, tokenizer_of
 
-#: Seconds after which much is being generated and little has ended: on a usual, a slow, a quick, and a busy machine.
+#: Seconds after which SGLang generates much and has ended little: on a usual, a slow, a quick, and a busy machine.
 WAITS: Final = (0.15, 0.5, 0.05, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+
+
+Work = asyncio.Future[list[GenerateResult]]
+Act = Callable[[InferenceClient, Work], Awaitable[object]]
 
 
 def logprobs_of(answer: Json) -> list[float]:
@@ -233,15 +237,22 @@ def _long(t: Target, seed: int) -> Callable[[], list[Json]]:
 
 
 def an_abort_answers_with_what_there_is(t: Target) -> None:
+    wait_until(lambda: "abort" in _aborted(t), "an abort before the end")
+    assert t.generate([t.prompt(84)], max_new_tokens=2, ignore_eos=True)[0]["output_ids"], "it goes on serving"
+
+
+def _aborted(t: Target) -> set[str]:
+    """Why samples ended that were aborted while they were generated, or later."""
     work = in_background(_long(t, 80))
-    sleep(0.1)  # until it is under way, mostly
-    response = t.post("/abort_request", {"abort_all": True})
-    assert response.status_code == 200
+    t.await_load(lambda running, _: running > 0 or work.done(), 0.1)
+    assert t.post("/abort_request", {"abort_all": True}).status_code == 200
+    reasons = set()
     for answer in work.result(LIMIT):
         meta = answer["meta_info"]
-        assert meta["finish_reason"]["type"] in ("abort", "length")
+        reasons.add(meta["finish_reason"]["type"])
         assert len(meta["output_token_logprobs"]) == len(answer["output_ids"])
-    assert t.generate([t.prompt(84)], max_new_tokens=2, ignore_eos=True)[0]["output_ids"], "it goes on serving"
+    assert reasons <= {"abort", "length"}
+    return reasons
 
 
 def new_weights_have_their_version_and_their_logprobs(t: Target) -> None:
@@ -267,76 +278,81 @@ def weights_that_are_not_there_change_nothing(t: Target) -> None:
     t.assert_logprobs(t.prompt(91), answer["output_ids"], logprobs_of(answer), 0.0)
 
 
+def _many(t: Target, seed: int) -> list[GenerateRequest]:
+    """Requests for long samples, more than run at once."""
+    return [GenerateRequest(t.prompt(seed + i), t.max_length - 20, seed=i, group=i) for i in range(256)]
+
+
+def _generated(t: Target, asked: list[GenerateRequest], wait: float, act: Act) -> list[GenerateResult]:
+    """The results of `asked`, of which `act` has interrupted some, unless all came first.
+
+    `wait`: seconds until much is under way, for a server that does not tell its load.
+    """
+
+    async def ask(client: InferenceClient) -> Any:
+        work = asyncio.ensure_future(client.generate(asked))
+        await asyncio.to_thread(t.await_load, lambda running, _: running > 0 or work.done(), wait)
+        await act(client, work)
+        return await work
+
+    with t.client() as run:
+        return list(run(ask))
+
+
 def an_update_interrupts_and_the_client_goes_on_with_the_new_weights(t: Target) -> None:
-    version = int(t.version)
-    asked = [GenerateRequest(t.prompt(92 + i), t.max_length - 20, seed=i, group=i) for i in range(256)]
-    for wait in WAITS:
-        results = _updated(t, asked, version + 1, wait)
-        interrupted = [pair for pair in zip(asked, results, strict=True) if len(set(pair[1].versions)) > 1]
-        if interrupted:
-            break
-    assert interrupted, "nothing was interrupted, whenever the weights came"
-    for request, result in interrupted[:4]:
+    version, asked, waits = int(t.version), _many(t, 92), cycle(WAITS)
+
+    def interrupted() -> list[tuple[GenerateRequest, GenerateResult]]:
+        try:
+            results = _generated(
+                t, asked, next(waits), lambda client, _: client.update_weights(str(t.other), version + 1)
+            )
+        finally:
+            assert t.update(t.folder, version).json()["success"]
+        return [pair for pair in zip(asked, results, strict=True) if len(set(pair[1].versions)) > 1]
+
+    for request, result in wait_until(interrupted, "new weights that come before the end")[:4]:
         t.assert_cut(request.input_ids, result, version)
 
 
-def _updated(t: Target, asked: list[GenerateRequest], version: int, wait: float) -> list[GenerateResult]:
-    """What is generated while the other weights come after `wait` seconds; the server has its old ones again then."""
-    before = t.version
-
-    async def ask(client: InferenceClient) -> Any:
-        work = asyncio.ensure_future(client.generate(asked))
-        await asyncio.sleep(wait)  # until much is under way
-        await client.update_weights(str(t.other), version)
-        return await work
-
-    try:
-        with t.client() as run:
-            return list(run(ask))
-    finally:
-        assert t.update(t.folder, int(before)).json()["success"]
-
-
 def a_pause_interrupts_and_the_client_goes_on_afterwards(t: Target) -> None:
-    asked = [GenerateRequest(t.prompt(100 + i), t.max_length - 20, seed=i, group=i) for i in range(256)]
-    for wait in WAITS:
-        finished, results = _paused(t, asked, wait)
-        interrupted = [pair for pair in zip(asked, results, strict=True) if pair[1].segments > 1]
-        if interrupted and not finished:
-            break
-    assert interrupted and not finished, "nothing was interrupted, whenever it was paused"
-    assert all(result.stop_reason in ("stop", "length") for result in results)
-    for request, result in interrupted[:4]:
-        t.assert_logprobs(request.input_ids, result.output_ids, result.logprobs, 1.0)
+    asked, waits, ended = _many(t, 100), cycle(WAITS), list[bool]()
 
-
-def _paused(t: Target, asked: list[GenerateRequest], wait: float) -> tuple[bool, list[GenerateResult]]:
-    """Whether all ended during a pause that began after `wait` seconds, and what was generated until after it."""
-
-    async def ask(client: InferenceClient) -> Any:
-        work = asyncio.ensure_future(client.generate(asked))
-        await asyncio.sleep(wait)  # until much is under way
+    async def pause(client: InferenceClient, work: Work) -> None:
         await client.pause()
-        await asyncio.sleep(0.3)  # while it is paused
-        finished = work.done()
+        await asyncio.to_thread(t.await_load, lambda running, queued: (running == 0 < queued) or work.done(), 0.3)
+        ended[:] = [work.done()]
         await client.resume()
-        return finished, await work
 
-    with t.client() as run:
-        finished, results = run(ask)
-    return finished, list(results)
+    def interrupted() -> list[tuple[GenerateRequest, GenerateResult]]:
+        results = _generated(t, asked, next(waits), pause)
+        assert all(result.stop_reason in ("stop", "length") for result in results)
+        return [] if ended[0] else [pair for pair in zip(asked, results, strict=True) if pair[1].segments > 1]
+
+    for request, result in wait_until(interrupted, "a pause that comes before the end")[:4]:
+        t.assert_logprobs(request.input_ids, result.output_ids, result.logprobs, 1.0)
 
 
 def paused_in_place_or_retracted_requests_are_held(t: Target) -> None:
     for mode in ("in_place", "retract"):
-        work = in_background(_long(t, 110))
-        sleep(0.1)  # until it is under way, mostly
-        assert t.post("/pause_generation", {"mode": mode}).status_code == 200
-        sleep(0.3)  # while it is held
-        assert t.post("/continue_generation").status_code == 200
-        for answer in work.result(LIMIT):
-            assert answer["meta_info"]["finish_reason"]["type"] == "length"
-            assert len(answer["output_ids"]) == t.max_length - 20
+        wait_until(lambda mode=mode: _held(t, mode), "a pause that comes before the end")  # type: ignore[misc]
+
+
+def _held(t: Target, mode: str) -> bool:
+    """Whether samples were under way when the server paused. What comes in the pause is held, too."""
+    work = in_background(_long(t, 110))
+    t.await_load(lambda running, _: running > 0 or work.done(), 0.1)
+    assert t.post("/pause_generation", {"mode": mode}).status_code == 200
+    later = in_background(lambda: t.generate([t.prompt(114)], max_new_tokens=1))
+    t.await_load(lambda running, queued: running + queued == 5 or work.done(), 0.3)
+    held = not work.done()
+    assert not later.done()
+    assert t.post("/continue_generation").status_code == 200
+    assert later.result(LIMIT)
+    for answer in work.result(LIMIT):
+        assert answer["meta_info"]["finish_reason"]["type"] == "length"
+        assert len(answer["output_ids"]) == t.max_length - 20
+    return held
 
 
 CASES = (

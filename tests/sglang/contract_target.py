@@ -10,12 +10,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import httpx
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from waiting import LIMIT
+from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.client import GenerateResult, InferenceClient
 from schemas.recipe.sections import Inference
@@ -34,6 +35,7 @@ class Target:
     max_length: int
     mean_gap: float  # |Δ logprob| to the reference, in nats
     largest_gap: float
+    process: int  # the server's, or that of the process which guards it
 
     @cached_property
     def vocabulary(self) -> int:
@@ -72,6 +74,23 @@ class Target:
     @property
     def version(self) -> str:
         return str(self.get("/model_info")["weight_version"])
+
+    @cached_property
+    def tells_its_load(self) -> bool:
+        """Whether it says at once how much it generates; SGLang says it later."""
+        return "running" in self.get("/server_info")
+
+    def load(self) -> tuple[int, int]:
+        """How many samples are being generated, and how many wait. Only of a server that tells its load."""
+        info = self.get("/server_info")
+        return info["running"], info["queued"]
+
+    def await_load(self, reached: Callable[[int, int], bool], seconds: float) -> None:
+        """Return when the load is such; of a server that does not tell it, after so many seconds."""
+        if self.tells_its_load:
+            wait_until(lambda: reached(*self.load()), "the load")
+        else:
+            sleep(seconds)  # SGLang does not tell
 
     def update(self, folder: Path, version: int, **more: Any) -> httpx.Response:
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True, **more}

@@ -13,8 +13,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 import torch
+from listeners import beyond_loopback, listening
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -104,6 +107,16 @@ def every_tensor_comes_from_the_weights(t: Target) -> None:
     t.assert_logprobs(prompt, found["output_ids"], logprobs_of(found), 1.0)
 
 
+def its_processes_listen_on_loopback_alone(t: Target) -> None:
+    """Neither HTTP, nor what its processes tell each other, can be reached by other machines."""
+    family = [psutil.Process(t.process)]
+    port = httpx.URL(t.url).port
+    assert [a for held in listening(family).values() for a in held if a.endswith(f" port {port}")], (
+        "what serves is seen"
+    )
+    assert beyond_loopback(family) == {}
+
+
 def _left_out(t: Target, named: str, tensors: dict[str, torch.Tensor]) -> None:
     """Weights of these tensors are refused by the proof, which names one that they leave as it was."""
     version, prompt = int(t.version), t.prompt(97)
@@ -138,5 +151,6 @@ def experts_under_transformers_own_names_are_noticed(t: Target) -> None:
 
 
 EXPERT_CASES = (new_weights_have_their_version_and_their_logprobs, new_experts_are_generated_with)
-SGLANG_CASES = (every_tensor_comes_from_the_weights, a_tensor_that_is_left_out_is_noticed)
-SGLANG_EXPERT_CASES = (*SGLANG_CASES, experts_under_transformers_own_names_are_noticed)
+PROOF_CASES = (every_tensor_comes_from_the_weights, a_tensor_that_is_left_out_is_noticed)
+SGLANG_CASES = (*PROOF_CASES, its_processes_listen_on_loopback_alone)
+SGLANG_EXPERT_CASES = (*PROOF_CASES, experts_under_transformers_own_names_are_noticed)

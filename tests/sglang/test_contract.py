@@ -4,7 +4,7 @@
 
 `-k real_server` takes the cases on SGLang only, `-k embedded_server` those on our own; `sglang` is in every name, since
 it is the folder's. Add `and stream` for those of streaming, `and experts` for those of a mixture of experts, which need
-no model; `and proof` takes those that SGLang alone has, on whether all weights arrive.
+no model; `and alone` takes those that SGLang alone has: whether all weights arrive, and who can reach its sockets.
 `AREAL_TEST_SGLANG_DTYPE` (bfloat16) and `AREAL_TEST_SGLANG_FLAGS` (JSON, as `inference.flags`) can be set. Where time
 is limited, `-v -o timeout=240 --session-timeout=300` ends a case that hangs, then the run, and prints the failures; a
 `timeout` around it would leave nothing of them.
@@ -86,7 +86,8 @@ def start(
     with Supervisor(store, Launcher(startup_seconds=600.0), root / "logs") as supervisor:
         supervisor.start(f"areal_tasks.engines.{engine}", spec, threads=1 if engine == "embedded" else 0)
         [url] = supervisor.wait(["inference-0"])
-        yield Target(url, supervisor.token, folder, other, model["max_length"], *(EXACT if exact else ROUNDED))
+        gaps, process = EXACT if exact else ROUNDED, supervisor.services["inference-0"].handle.process.pid  # type: ignore[attr-defined]
+        yield Target(url, supervisor.token, folder, other, model["max_length"], *gaps, process)
 
 
 REAL = pytest.param("sglang", id="real_server")
@@ -135,7 +136,7 @@ def test_contract(case: Callable[[Target], None], target: Target) -> None:
 
 @pytest.mark.parametrize("target", [REAL], indirect=True)
 @pytest.mark.parametrize("case", SGLANG_CASES, ids=named)
-def test_proof(case: Callable[[Target], None], target: Target) -> None:
+def test_sglang_alone(case: Callable[[Target], None], target: Target) -> None:
     case(target)
 
 
@@ -146,5 +147,5 @@ def test_experts(case: Callable[[Target], None], experts: Target) -> None:
 
 @pytest.mark.parametrize("experts", [REAL], indirect=True)
 @pytest.mark.parametrize("case", SGLANG_EXPERT_CASES, ids=named)
-def test_proof_of_experts(case: Callable[[Target], None], experts: Target) -> None:
+def test_sglang_alone_with_experts(case: Callable[[Target], None], experts: Target) -> None:
     case(experts)

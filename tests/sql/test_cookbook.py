@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -15,11 +16,14 @@ from stage_driver import drive, store_in, tiny
 
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
+from areal_tasks.store import paths
+from areal_tasks.store.commit import read_record
 from areal_tasks.store.compact import compact_all
 from areal_tasks.store.query import Session
 from areal_tasks.store.run_views import RunViews
 from areal_tasks.store.runs import load_run
 from areal_tasks.store.shards import read_table
+from schemas.manifest import OwnerRecord
 
 PAGE = Path(__file__).parents[2] / "docs" / "sql.md"
 QUESTION = re.compile(r"\*\*(?P<title>[^*]+)\*\*(?P<text>(?:(?!\*\*|```).)*)```sql\n(?P<query>.*?)```", re.DOTALL)
@@ -145,7 +149,7 @@ def test_the_page_names_every_view_and_no_column_that_is_not_there(session: Sess
     views = {str(row["name"]) for row in session.sql("SHOW TABLES").to_pylist()}
     one_per_table = PAGE.read_text().split("| one per table |")[1].splitlines()[0]
     assert named.keys() <= views <= named.keys() | {*re.findall(r"`(\w+)`", one_per_table)}
-    for view in ("log", "segments", "commits", "stages", "shards"):
+    for view in ("log", "starts", "segments", "commits", "stages", "shards"):
         there = {str(row["column_name"]) for row in session.sql(f"DESCRIBE {view}").to_pylist()}
         said = re.sub(r"\([^)]*\)", "", named[view])  # what stands in brackets explains
         assert set(re.findall(r"`(\w+)`", said)) <= there, view
@@ -422,6 +426,20 @@ def test_accepted_tokens(answers: dict[str, pa.Table], samples: list[Row]) -> No
     assert row["generated"] == sum(r["num_generated"] for r in samples)
     assert row["kept"] == sum(r["num_generated"] for r in samples if r["kept"]) < row["generated"]
     assert row["seconds_per_1000"] > 0
+
+
+def test_cost(answers: dict[str, pa.Table], folder: Path, tables: Tables) -> None:
+    [row] = ask(answers, "What did the run cost?")
+    evaluated = sum(r["num_generated"] for r in tables["evaluate"])
+    assert row["generated"] == sum(r["num_generated"] for r in tables["rollout"]) + evaluated
+    assert row["trained"] == sum(r["tokens"] for r in tables["train_steps"])
+    made = [(r["provenance"]["owner"], r["provenance"]["committed"]) for r in tables["stages"] + tables["commits"]]
+    store, wall = store_in(folder), 0.0
+    for n in (1, 2):  # no log tells how the first, which was stopped, and the second ended
+        began = read_record(store, paths.owner("asked", n), OwnerRecord).started
+        ended = max(committed for owner, committed in made if owner == n)
+        wall += (datetime.fromisoformat(ended) - datetime.fromisoformat(began)).total_seconds()
+    assert close(row["wall_seconds"], wall, 1) and row["gpu_seconds"] == 0
 
 
 def test_bytes_per_token(answers: dict[str, pa.Table], tables: Tables) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from stage_driver import store_in, tiny, tiny_evaluation, tiny_sft
+from waiting import LIMIT
 
 from areal_tasks.engines.models import file_states
 from areal_tasks.engines.service import ModelFolder, ServiceSpec
@@ -117,11 +118,11 @@ def test_work_goes_on_before_it_is_waited_for() -> None:
 
     def work() -> None:
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(LIMIT)
         done.append("done")
 
     early.begin(work)
-    assert begun.wait(60) and not done
+    assert begun.wait(LIMIT) and not done
     go_on.set()
     early.wait()
     assert done == ["done"]

@@ -12,7 +12,7 @@ import pytest
 from stage_driver import Digests, digests, drive, finished, left_over, start_marked, store_in, tiny
 from waiting import LIMIT, wait_until
 
-from areal_tasks.engines import handover, server_pool
+from areal_tasks.engines import handover
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built
@@ -88,7 +88,6 @@ def test_the_flow(tmp_path: Path) -> None:
 
 
 def test_a_trainer_and_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_pool, "NO_SERVER_SECONDS", 0.3)
     engines: list[Engines] = []
 
     def execute(jobs: Sequence[Job]) -> list[Built]:

@@ -27,7 +27,6 @@ from stage_driver import (
 )
 from waiting import wait_until
 
-from areal_tasks.engines import server_pool
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
 from areal_tasks.store.query import run_sql
@@ -64,12 +63,6 @@ def local_seconds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Digests, fl
 @pytest.fixture(scope="module")
 def expected_local(local_seconds: tuple[Digests, float]) -> Digests:
     return local_seconds[0]
-
-
-@pytest.fixture
-def quick_to_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request waits only shortly for a server that is gone."""
-    monkeypatch.setattr(server_pool, "NO_SERVER_SECONDS", 0.3)
 
 
 def groups_by_iteration(folder: Path, name: str) -> list[list[int]]:
@@ -191,7 +184,7 @@ def test_killed_at_any_instant_nobody_is_left_behind(tmp_path: Path, local_secon
 
 
 def test_processes_killed_while_they_work_are_started_again_and_change_no_bit(
-    tmp_path: Path, expected_local: Digests, quick_to_give_up: None
+    tmp_path: Path, expected_local: Digests
 ) -> None:
     struck: list[str] = []
 
@@ -209,7 +202,7 @@ def test_processes_killed_while_they_work_are_started_again_and_change_no_bit(
     assert logs == {f"{name}-1-{restart}.log" for name in struck for restart in range(2)}
 
 
-def test_a_service_may_be_gone_before_any_stage(tmp_path: Path, expected: Digests, quick_to_give_up: None) -> None:
+def test_a_service_may_be_gone_before_any_stage(tmp_path: Path, expected: Digests) -> None:
     victims = {"train 1": "trainer", "publish 1": "trainer", "rollout 2": "inference-0", "publish 2": "trainer"}
 
     def execute(jobs: Sequence[Job]) -> list[Built]:
@@ -257,7 +250,7 @@ def test_who_loses_the_commit_of_a_train_stage_goes_on_with_the_winners(
 
 
 def test_supervised_fine_tuning_that_is_killed_gives_the_same_bits(tmp_path: Path) -> None:
-    drive(tmp_path, "whole", tiny_sft())
+    finished(tmp_path, "whole", tiny_sft())
     instant = random.randint(3, 30)
     start_driver(tmp_path, "r", tiny_sft(), instant).join()
     drive(tmp_path, "r", tiny_sft())

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from stage_driver import tiny
 
+from areal_tasks.stages import preflight
 from areal_tasks.stages.preflight import check_engines, check_inputs
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.runs import open_run
@@ -72,8 +73,14 @@ def test_a_store_that_is_a_file(tmp_path: Path) -> None:
 def test_a_store_that_may_not_be_written(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
     monkeypatch.setattr(os, "access", lambda path, mode: asked.append(path))  # no folder refuses root
-    assert f"{tmp_path} cannot be used: permission denied" in refused(quickstart(store))
-    assert asked == [tmp_path], "the folder in which it would be made"
+    assert f"{tmp_path}/store cannot be used: permission denied" in refused(quickstart(store))
+    assert asked == [tmp_path / "store"]
+
+
+def test_a_store_whose_folder_cannot_be_made() -> None:
+    """Root may write to /proc, as far as its permissions say, and can make no folder there."""
+    said = refused(quickstart("file:///proc/nope/store"))
+    assert "/proc/nope/store cannot be used" in said and "choose another store" in said
 
 
 def test_a_run_of_that_name_with_another_recipe(store: str) -> None:
@@ -101,7 +108,23 @@ def test_a_model_that_is_not_there(store: str, tmp_path: Path) -> None:
     assert "there is no run 'mine'" in refused(quickstart(store, model[0], f"{model[1]}run://mine"))
 
 
-def test_the_hub_is_not_asked(store: str) -> None:
+def test_what_lies_in_a_folder_that_is_here_is_no_name_on_the_hub(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for path in ("models/none", "./none", "../none"):
+        assert f"there is no folder '{path}'" in refused(quickstart(store, "model.warm_start=", f"model.path={path}"))
+
+
+def test_data_of_the_hub_needs_a_package(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    said = refused(quickstart(store, "data.source=openai/gsm8k"))
+    assert said.startswith("data.source=openai/gsm8k: datasets is not installed here; run: pip install")
+
+
+def test_the_hub_is_not_asked(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "require_package", lambda package, field: None)
     check_inputs(quickstart(store, "model.warm_start=", "model.path=org/model"))
     check_inputs(quickstart(store, "data.source=org/data"))
     check_inputs(quickstart(store, "data.source=s3://bucket/{split}.jsonl"))

@@ -48,7 +48,7 @@ def recipe(verifier: str) -> RlhfRecipe:
     return found
 
 
-@pytest.mark.parametrize(("verifier", "version"), [("math", 2), ("exact", 1), ("stage_reward:digits", 1)])
+@pytest.mark.parametrize(("verifier", "version"), [("math", 3), ("exact", 1), ("stage_reward:digits", 1)])
 def test_the_version_of_a_verifier_is_that_of_the_stages_that_judge(verifier: str, version: int) -> None:
     """So that what was judged by another version has another key, and nothing else has."""
     assert verify(recipe(verifier)).version == evaluate(recipe(verifier)).version == version

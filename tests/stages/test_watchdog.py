@@ -15,7 +15,7 @@ from flying_clock import SETTINGS, FlyingClock, look_often
 from stage_driver import digests, drive, tiny
 from waiting import LIMIT
 
-from areal_tasks.engines import lending, server_pool, trainer_client
+from areal_tasks.engines import lending, trainer_client
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.watchdog import Sign, Watchdog
 from areal_tasks.stages.build import Built
@@ -30,7 +30,6 @@ def test_services_that_hang_are_named_ended_and_started_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drive(tmp_path, "whole", WATCHED)
-    monkeypatch.setattr(server_pool, "NO_SERVER_SECONDS", 0.3)
     look_often(monkeypatch)
     for module in (lending, trainer_client):
         monkeypatch.setattr(module, "LOOK_SECONDS", 0.1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from faulty_proxy import EMPTY_LISTING, FLIPPED, TORN, Faults, faulty_proxy
 from s3_server import BUCKET, S3Server
-from stage_driver import Digests, digests_of, drive, store_in, tiny
+from stage_driver import Digests, digests_of, drive, finished, store_in, tiny
 
 from areal_tasks.store import paths, verified_files
 from areal_tasks.store.audit import audit
@@ -35,7 +35,7 @@ DAMAGES: dict[str, Damage] = {
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder whose store holds the first iterations of the run `r`."""
     folder = tmp_path_factory.mktemp("begun")
-    drive(folder, "r", tiny(schedule={"iterations": FIRST}))
+    finished(folder, "r", tiny(schedule={"iterations": FIRST}))
     return folder
 
 
@@ -83,7 +83,17 @@ def check_named(store: Store, path: str, folder: Path, how: str = "") -> None:
     assert path in {defect.path for defect in audit(store, "r").defects}
 
 
-@pytest.mark.parametrize(("kind", "damage"), [("shard", "cut"), ("shard", "missing"), ("manifest", "altered")])
+@pytest.mark.parametrize(
+    ("place", "kind", "damage"),
+    [
+        ("file", "shard", "cut"),
+        ("file", "shard", "missing"),
+        ("file", "manifest", "altered"),
+        ("s3", "shard", "cut"),
+        ("s3", "shard", "missing"),
+    ],
+    indirect=["place"],
+)
 def test_a_file_that_is_damaged_is_named_by_whoever_needs_it(
     place: Store, tmp_path: Path, kind: str, damage: str
 ) -> None:
@@ -121,6 +131,7 @@ def test_a_large_shard_is_not_read_whole_and_named_all_the_same(
     assert run_sql(place, "r", query) == answer
 
 
+@pytest.mark.parametrize("place", ["file"], indirect=True)
 def test_a_commit_of_a_newer_program_is_named(place: Store, tmp_path: Path) -> None:
     """Even if it has the fields of now: they may mean something else."""
     path = paths.iteration_commit("r", FIRST - 1)

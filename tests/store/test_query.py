@@ -36,12 +36,12 @@ def test_every_table_is_a_view_with_the_iteration(store: Store) -> None:
             (k, ROWS) for k in range(3)
         ]
         columns = {row[0] for row in ask(store, f"DESCRIBE {name}")}
-        assert columns == {"iteration", *TABLES[name].names}
+        assert columns == {"run", "iteration", *TABLES[name].names}
 
 
 def test_rows_are_those_that_were_written(store: Store) -> None:
     built(store)
-    there = run_sql(store, "run", "SELECT * EXCLUDE (iteration) FROM rollout WHERE iteration = 1")
+    there = run_sql(store, "run", "SELECT * EXCLUDE (run, iteration) FROM rollout WHERE iteration = 1")
     assert there.cast(TABLES["rollout"]).equals(table("rollout", iteration=1))
 
 
@@ -180,8 +180,8 @@ def test_sql_with_an_error_is_explained(local_store: Store, query: str, cause: s
     with pytest.raises(UserError, match=cause) as error:
         ask(local_store, query)
     if "single SELECT" not in cause and "syntax" not in cause:
-        views = "advantage, commits, groups, log, rollout, samples, scalars, segments, servers, shards, stages, tokens"
-        assert f"Views of run 'run': {views}" in str(error.value)
+        views = "advantage, commits, groups, log, rollout, samples, scalars, segments, servers, shards, stages"
+        assert f"Views of run 'run': {views}, starts, tokens" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable
 
 import pytest
@@ -77,9 +76,7 @@ def test_nobody_answers(s3: S3Server, impatient: None, monkeypatch: pytest.Monke
             filler.setblocking(False)
             filler.connect_ex(deaf.getsockname())
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{deaf.getsockname()[1]}")
-        started = time.monotonic()
-        with pytest.raises(StoreError, match="cannot be reached"):
+        with pytest.raises(StoreError, match=r"cannot be reached \(Connect timeout on endpoint"):
             open_store(f"s3://{BUCKET}/x").read("run/run.json")
-        assert time.monotonic() - started > 2, "it was not refused"
         for filler in fillers:
             filler.close()

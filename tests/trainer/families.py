@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
+
+Tensors = dict[str, torch.Tensor]
 
 COMMON: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
@@ -58,3 +61,14 @@ def make_family(family: str, folder: Path, **changes: Any) -> Path:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def stored(folder: Path) -> Tensors:
+    """The tensors of a checkpoint, of all its files."""
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def assert_same(one: Tensors, other: Tensors) -> None:
+    """The same names, types and values."""
+    assert one.keys() == other.keys()
+    assert not [n for n in one if one[n].dtype != other[n].dtype or not torch.equal(one[n], other[n])]

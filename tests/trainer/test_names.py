@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import DENSE, MIXED, RENAMED, make_family
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_tasks.engines.names import Names, stored_names
 from schemas.errors import UserError
+from tests.trainer.families import DENSE, MIXED, RENAMED, Tensors, assert_same, make_family, stored
 
-Tensors = dict[str, torch.Tensor]
 FAMILIES = [*DENSE, *MIXED]
 
 
@@ -30,21 +29,11 @@ def held(model: Any, names: Names) -> Tensors:
     return dict(model.named_parameters()) | {name: model.get_buffer(name) for name in names.buffers}
 
 
-def stored(folder: Path) -> Tensors:
-    return load_file(folder / "model.safetensors")
-
-
-def assert_equal(ours: Tensors, theirs: Tensors) -> None:
-    assert ours.keys() == theirs.keys()
-    assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_is_made_of_its_checkpoint_as_transformers_makes_it(family: str, tmp_path: Path) -> None:
     files, model = stored(make_family(family, tmp_path)), loaded(tmp_path)
     names = Names(model, stored_names(tmp_path))
-    made = {n: t for g in names.groups for n, t in zip(g.held, g.to_model([files[s] for s in g.stored]), strict=True)}
-    assert_equal(made, held(model, names))
+    assert_same(names.to_model(files), held(model, names))
     assert (names.missing, names.unexpected) == ((), ())
 
 
@@ -54,7 +43,7 @@ def test_the_checkpoint_is_made_of_the_model_again(family: str, tmp_path: Path) 
     names = Names(model, files)
     before = held(model, names)
     made = dict(names.to_checkpoint(before.items()))
-    assert_equal(made, files)
+    assert_same(made, files)
     assert (before.keys() != files.keys()) or family not in RENAMED
     if family in DENSE:
         assert list(made) == list(before), "in the model's order"
@@ -159,7 +148,7 @@ def test_a_tied_tensor_has_the_names_that_the_checkpoint_gives_it(kept: tuple[st
     names = Names(model, stored_names(tmp_path))
     tensors = held(model, names)
     assert sum(torch.equal(tensor, embedding) for tensor in tensors.values()) == 1
-    assert_equal(dict(names.to_checkpoint(tensors.items())), files)
+    assert_same(dict(names.to_checkpoint(tensors.items())), files)
 
 
 def test_a_checkpoint_with_transformers_own_names_keeps_them(tmp_path: Path) -> None:
@@ -169,7 +158,7 @@ def test_a_checkpoint_with_transformers_own_names_keeps_them(tmp_path: Path) -> 
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     again = loaded(tmp_path)
     names = Names(again, stored_names(tmp_path))
-    assert_equal(dict(names.to_checkpoint(held(again, names).items())), tensors)
+    assert_same(dict(names.to_checkpoint(held(again, names).items())), tensors)
 
 
 def test_an_incomplete_group_is_refused(tmp_path: Path) -> None:

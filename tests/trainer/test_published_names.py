@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import DENSE, MIXED, make_family
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 from trainer_builders import World, advantage, rlhf_recipe, rollout
 from transformers import AutoModelForCausalLM
 
 from areal_tasks.engines.trainer.commands import Compare, Load, Write
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.store.backend import open_store
+from areal_tasks.store.files import upload
 from schemas.errors import UserError
+from tests.trainer.families import DENSE, MIXED, Tensors, assert_same, make_family, stored
 
 LENGTHS = [9, 4, 13, 6]
-Tensors = dict[str, torch.Tensor]
 
 
 def world_of(folder: Path, family: str, dtype: str = "float32", **changes: Any) -> World:
@@ -39,20 +40,11 @@ def published(world: World, trainer: Trainer, attempt: str = "a") -> Path:
     return folder
 
 
-def stored(folder: Path) -> Tensors:
-    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
-
-
 def state_of(folder: Path, dtype: torch.dtype = torch.float32) -> Tensors:
     """What transformers makes of a folder; it must take every tensor of it and lack none."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return dict(model.state_dict())
-
-
-def assert_equal(ours: Tensors, theirs: Tensors) -> None:
-    assert ours.keys() == theirs.keys()
-    assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
 
 
 def moved(trainer: Trainer) -> None:
@@ -62,10 +54,10 @@ def moved(trainer: Trainer) -> None:
             parameter.mul_(1 + 0.1 * torch.rand_like(parameter))
 
 
-@pytest.mark.parametrize("family", [*DENSE, *MIXED])
+@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
 def test_version_0_is_published_as_it_was_found(family: str, tmp_path: Path) -> None:
     world = world_of(tmp_path, family)
-    assert_equal(stored(published(world, world.trainer())), stored(world.model))
+    assert_same(stored(published(world, world.trainer())), stored(world.model))
 
 
 @pytest.mark.parametrize("family", [*DENSE, *MIXED])
@@ -75,7 +67,7 @@ def test_new_weights_are_read_back_as_they_are_held(family: str, tmp_path: Path)
     moved(trainer)
     folder = published(world, trainer)
     assert {n: t.shape for n, t in stored(folder).items()} == {n: t.shape for n, t in stored(world.model).items()}
-    assert_equal(state_of(folder), dict(trainer.backend.models["policy"].model.state_dict()))  # type: ignore[attr-defined]
+    assert_same(state_of(folder), dict(trainer.backend.models["policy"].model.state_dict()))  # type: ignore[attr-defined]
     assert all(not torch.equal(t, stored(world.model)[n]) for n, t in stored(folder).items() if "bias" not in n)
 
 
@@ -87,7 +79,7 @@ def test_in_bfloat16_weights_are_rounded_and_what_is_no_weight_is_not(family: st
     exact = {name for name, tensor in files.items() if tensor.dtype == torch.float32}
     assert exact == {name for name in files if name.endswith("e_score_correction_bias")}
     initial = stored(world.model)
-    assert_equal(files, {n: t if n in exact else t.bfloat16() for n, t in initial.items()})
+    assert_same(files, {n: t if n in exact else t.bfloat16() for n, t in initial.items()})
 
 
 def test_experts_learn_and_are_published(tmp_path: Path) -> None:
@@ -117,13 +109,39 @@ def test_published_experts_are_loaded_and_compared_as_they_were_left(tmp_path: P
     assert again.compare(Compare(owner=1, version=0, weights=world.initial)).difference > 0.0
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2"])
+def test_weights_of_runs_that_began_under_the_models_own_names_are_compared_by_value(
+    family: str, tmp_path: Path
+) -> None:
+    """Experts were published merged, and a tied matrix under one name though its checkpoint may have two."""
+    model = make_family(family, tmp_path / "model")
+    if family == "qwen2":
+        tensors = stored(model)
+        both = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        save_file(both, model / "model.safetensors", metadata={"format": "pt"})
+    world = World(open_store(f"file://{tmp_path}/store"), model, rlhf_recipe())
+    trainer = world.trainer()
+    names = stored(published(world, trainer)).keys()
+    own = dict(trainer.backend.named_weights())
+    assert names != own.keys()
+    old = shutil.copytree(world.model, tmp_path / "old")
+    save_file(own, old / "model.safetensors", metadata={"format": "pt"})
+    ref = world.commit("weights", 0, "o", upload(world.store, world.folder("weights", 0, "o"), old))
+    assert trainer.compare(Compare(owner=1, version=0, weights=ref)).difference == 0.0
+    name = "model.layers.1.mlp.gate.weight" if family == "qwen3_moe" else "model.embed_tokens.weight"
+    with torch.no_grad():
+        trainer.backend.models["policy"].model.get_parameter(name)[0, 0] += 0.25  # type: ignore[attr-defined]
+    trainer.snapshot.version = None
+    assert trainer.compare(Compare(owner=1, version=0, weights=ref)).difference == pytest.approx(0.25)
+
+
 def test_many_files_name_each_expert_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("areal_tasks.engines.trainer.snapshot.SHARD_BYTES", 20_000)
     world = world_of(tmp_path, "qwen3_moe")
     folder = published(world, world.trainer())
     places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     assert places.keys() == stored(world.model).keys() and len(set(places.values())) > 2
-    assert_equal(state_of(folder), state_of(world.model))
+    assert_same(state_of(folder), state_of(world.model))
 
 
 def test_a_policy_that_has_lost_a_tensor_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,4 +156,4 @@ def test_a_policy_that_has_lost_a_tensor_is_not_published(tmp_path: Path, monkey
     with pytest.raises(UserError, match=r"nothing was published; missing: model\.layers\.1\.mlp\.gate\.weight"):
         published(world, trainer)
     monkeypatch.undo()
-    assert_equal(stored(published(world, trainer, "b")), stored(world.model))
+    assert_same(stored(published(world, trainer, "b")), stored(world.model))

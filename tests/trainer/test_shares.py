@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import DENSE, MIXED, make_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -24,6 +23,7 @@ from areal_tasks.engines.trainer.shares import Share, fill, first_row
 from areal_tasks.engines.trainer.skeleton import empty_model, replace_parameters
 from schemas.errors import UserError
 from schemas.recipe.sections import Trainer
+from tests.trainer.families import DENSE, MIXED, assert_same, make_family
 
 CPU = torch.device("cpu")
 FAMILIES = [*DENSE, *MIXED]
@@ -42,14 +42,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def read(folder: Path, dtype: torch.dtype = torch.float32) -> Policy:
     return read_policy(folder, Trainer(), CPU, dtype)
-
-
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    different = [
-        name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
-    ]
-    assert not different
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import make_family
 from safetensors.torch import load_file, save_file
 from trainer_builders import TINY, World, advantage, rollout, with_column
 from two_ranks import STEPS, Player, go_on, play, publish_twice
@@ -24,6 +23,7 @@ from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.ranks import environment
 from areal_tasks.store.shards import read_table
 from schemas.manifest import TableRef
+from tests.trainer.families import make_family
 
 
 def _made(backend: str, dtype: str = "float32", **options: Any) -> dict[str, Any]:

@@ -227,7 +227,7 @@ def test_the_token_of_the_servers_does_not_reach_the_store_of_the_ranks(world: W
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(Group(1, 2, store).follow, heard.append, lambda: "version None, step 0, owner 1")
         answer = asyncio.run(_post(app, "/send", send.model_dump_json()))
-        other.result(30)
+        other.result(LIMIT)
     assert answer.status_code == 409 and "nothing is loaded" in answer.text
     name, _, body = heard[0].partition(" ")
     assert (name, Send.model_validate_json(body)) == ("send", send.model_copy(update={"token": ""}))

@@ -148,9 +148,7 @@ def read_weights_folder(folder: Path, model: Any) -> dict[str, Tensor]:
         stored = stored_names(folder)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder} holds damaged weights ({error}); publish them again") from error
-    names = Names(model, tensors.keys() & stored).check(folder)
-    made = (zip(group.held, group.to_model([tensors[n] for n in group.stored]), strict=True) for group in names.groups)
-    return {name: tensor for pairs in made for name, tensor in pairs}
+    return Names(model, tensors.keys() & stored).check(folder).to_model(tensors)
 
 
 def _load(folder: Path, dtype: torch.dtype) -> Any:

@@ -10,9 +10,9 @@ from schemas.manifest import FileRef, TableRef, WeightsRef
 
 
 class Message(BaseModel):
-    """A command or an answer. Unknown keys are refused."""
+    """A command or an answer. Unknown keys are refused; numbers that are not finite are text in JSON."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 
 class Command(Message):

@@ -21,6 +21,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from areal_tasks.engines.names import Names
+from areal_tasks.engines.trainer.skeleton import empty_model
 from areal_tasks.store.backend import Content, Store
 from areal_tasks.store.parallel import parallel
 from schemas.manifest import FileRef
@@ -118,11 +120,18 @@ def remove_weights(folder: Path) -> None:
 
 
 def largest_difference(tensors: Named, folder: Path) -> float:
-    """The largest difference between a weight of `tensors` and the same one in the safetensors files of `folder`.
+    """The largest difference between a weight of `tensors` and the same one in the Hugging Face folder `folder`.
 
-    Infinite where a tensor is missing, or of another shape, on one side.
+    Where the names differ, both are compared as tensors of the model: earlier versions of this program published
+    weights under the model's names. Infinite where a tensor is missing, or of another shape, on one side.
+
+    Raises:
+        UserError: the names differ, and transformers cannot make the model of one side.
     """
-    stored = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+    stored: Named = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+    if tensors.keys() != stored.keys():
+        model = empty_model(folder)
+        tensors, stored = (Names(model, one).to_model(one) for one in (tensors, stored))
     if tensors.keys() != stored.keys() or any(tensors[name].shape != stored[name].shape for name in stored):
         return math.inf
     return max((_apart(tensors[name], stored[name]) for name in stored), default=0.0)

@@ -117,7 +117,8 @@ function withSmoothing(line) {
   return { ...line, y: smoothed(line.y, view.smooth) };
 }
 
-function paintLines(width, spec, lines, log) {
+function paintLines(width, spec, lines, wanted) {
+  const log = wanted && lines.some((line) => line.y.some((value) => value > 0)); // else linear: zeros have no logarithm
   const usable = (values) => (log ? values.filter((value) => value > 0) : values);
   const xDomain = extent(lines.flatMap((line) => line.x));
   const y = extent(lines.flatMap((line) => usable([...line.y, ...(line.lo || []), ...(line.hi || [])])));

@@ -1,7 +1,7 @@
 // The section of curves: one chart a quantity, the runs over each other.
 import { lineChart, redrawAll, view } from "./chart.js";
 import { el, labelled, select } from "./dom.js";
-import { stackChart } from "./stack.js";
+import { stackChart, stageColour } from "./stack.js";
 
 const COLOURS = 10;
 
@@ -43,7 +43,7 @@ function dressed(data, run, line, i) {
 
 function stacks(data, spec) {
   return data.runs.filter((run) => run.curves[spec.id]).map((run) => {
-    const named = run.curves[spec.id].map((line, i) => ({ ...line, label: line.name, colour: colourOf(i), dash: "thick" }));
+    const named = run.curves[spec.id].map((line) => ({ ...line, label: line.name, colour: stageColour(line.name), dash: "thick" }));
     const title = data.runs.length > 1 ? `${spec.title} · ${run.name}` : spec.title;
     return stackChart({ ...spec, title, key: `stages-${run.index}` }, named);
   });

@@ -38,6 +38,11 @@ export function select(options, onchange, attributes = {}) {
   return el("select", { onchange, ...attributes }, made);
 }
 
+/** Names and values as a list. */
+export function facts(rows, cell = (text) => text) {
+  return el("dl", {}, rows.map(([name, value]) => [el("dt", {}, name), el("dd", {}, cell(value))]));
+}
+
 /** A table whose first row names the columns, in a box of its own that scrolls sideways. */
 export function table(rows, cell = (text) => text) {
   const [names, ...body] = rows;

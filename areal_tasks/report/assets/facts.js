@@ -1,5 +1,5 @@
 // What is known of the runs in words: facts, starts, segments, log, recipe, and where the recipes differ.
-import { el, table } from "./dom.js";
+import { el, facts, table } from "./dom.js";
 import { shown } from "./format.js";
 
 const cell = (text) => el("span", {}, shown(text));
@@ -12,13 +12,12 @@ export function factsSection(data) {
 }
 
 function runFacts(run, named) {
-  const list = run.facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, shown(value))]);
   const recipe = [["field", "value"], ...Object.entries(run.recipe)];
   return el(
     "article",
     { class: "facts" },
     named ? el("h3", {}, run.name) : null,
-    el("dl", {}, list),
+    facts(run.facts, shown),
     folded(`Starts (${run.starts.length - 1})`, table(run.starts, cell)),
     folded(`Recipe segments (${run.segments.length - 1})`, table(run.segments, cell)),
     run.log.length > 1 ? folded(`Log (${run.log.length - 1})`, table(run.log, cell)) : null,

@@ -18,7 +18,7 @@ export function scale(domain, range, log = false) {
   const [from, to] = log ? domain.map(Math.log10) : domain;
   const span = to - from || 1;
   const at = (value) => range[0] + (((log ? Math.log10(value) : value) - from) / span) * (range[1] - range[0]);
-  return { at, ticks: (count) => (log ? logTicks(domain) : linearTicks(domain, count)) };
+  return { at, range, ticks: (count) => (log ? logTicks(domain) : linearTicks(domain, count)) };
 }
 
 /** The y domain: some air around the values, from zero where the chart says so, never without height. Shares stay shares. */

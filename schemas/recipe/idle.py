@@ -1,0 +1,140 @@
+"""The fields of a recipe that act only beside others: set where they have no effect, they are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import BaseModel
+
+from schemas.recipe.agreement import same_code_on_cpu
+from schemas.recipe.fields import is_set
+from schemas.recipe.sources import SPLIT, source_kind
+
+if TYPE_CHECKING:
+    from schemas.recipe.recipe import BaseRecipe
+
+
+@dataclass(frozen=True)
+class Idle:
+    """`field` acts only where `acts` holds; elsewhere it must keep its default. `when` says where it does not act."""
+
+    field: str
+    acts: Callable[[Any], bool]
+    when: str
+
+
+def _embedded(recipe: Any) -> bool:
+    engine: str = recipe.inference.engine
+    return engine == "embedded"
+
+
+def evaluates(recipe: Any) -> bool:
+    return bool(recipe.flow == "evaluate" or (recipe.flow == "rlhf" and recipe.evaluation.every > 0))
+
+
+def _source(*kinds: str) -> Callable[[Any], bool]:
+    return lambda recipe: source_kind(recipe.data.source) in kinds
+
+
+def _asynchronous(recipe: Any) -> bool:
+    return bool(recipe.rollout.max_head_offpolicyness > 0)
+
+
+def splits(recipe: Any) -> bool:
+    return source_kind(recipe.data.source) != "file" or SPLIT in recipe.data.source
+
+
+SGLANG_ALONE: Final = (
+    "tensor_parallel", "gpus", "memory_fraction", "first_port", "release_memory", "transport", "prove_weights", "flags",
+)  # fmt: skip
+IDLE: Final = (
+    Idle("inference.deterministic", _embedded, "with inference.engine sglang: it is the embedded engine's"),
+    Idle("inference.slots", _embedded, "with inference.engine sglang: it is the embedded engine's"),
+    Idle("inference.threads", _embedded, "with inference.engine sglang: it is the embedded engine's"),
+    *(
+        Idle(f"inference.{name}", lambda r: not _embedded(r), "with inference.engine embedded: it is SGLang's")
+        for name in SGLANG_ALONE
+    ),
+    *(
+        Idle(f"inference.{name}", lambda r: r.flow == "rlhf", "in an evaluate recipe: it trains nothing")
+        for name in ("release_memory", "transport")
+    ),
+    Idle("data.system", lambda r: r.data.chat, "without data.chat: set data.chat to true"),
+    Idle("data.subset", _source("hub"), "unless data.source is the name of a Hugging Face data set"),
+    Idle("data.prompt_column", _source("hub", "file"), "with sums://, which has no columns"),
+    Idle("data.answer_column", _source("hub", "file"), "with sums://, which has no columns"),
+    Idle("data.train_split", lambda r: r.flow != "evaluate", "in an evaluate recipe: it reads data.eval_split"),
+    Idle("data.train_split", splits, f"with a file whose name has no {SPLIT}"),
+    Idle("data.eval_split", lambda r: r.flow == "evaluate" or evaluates(r), "where nothing is evaluated"),
+    Idle("data.eval_split", splits, f"with a file whose name has no {SPLIT}"),
+    Idle("workflow.arguments", lambda r: r.workflow.name != "single_turn", "with workflow.name single_turn"),
+    Idle(
+        "reward.unverified_reward",
+        lambda r: r.reward.on_unverified == "reward",
+        "unless reward.on_unverified is reward",
+    ),
+    Idle("algorithm.kl_coef", lambda r: r.algorithm.kl != "none", "with algorithm.kl none: set it to reward or loss"),
+    Idle(
+        "algorithm.clip_ratio",
+        lambda r: r.algorithm.minibatches > 1,
+        "with one minibatch: the policy has not moved when the ratio is taken",
+    ),
+    Idle(
+        "algorithm.behaviour_cap",
+        lambda r: not same_code_on_cpu(r),
+        "with server and trainer on the CPU in float32 (embedded and deterministic, local without gpus): "
+        "they differ by rounding, and the weight is taken as 1",
+    ),
+    Idle(
+        "trainer.head_chunk_tokens",
+        lambda r: r.trainer.head_chunk_tokens < r.trainer.micro_batch_tokens,
+        "unless it is below trainer.micro_batch_tokens: all tokens of a pass are one chunk then",
+    ),
+    Idle(
+        "trainer.lr_final",
+        lambda r: r.trainer.lr_schedule != "constant",
+        "with trainer.lr_schedule constant: set it to linear or cosine",
+    ),
+    Idle(
+        "trainer.zero_stage",
+        lambda r: r.trainer.backend == "deepspeed",
+        "unless trainer.backend is deepspeed",
+    ),
+    Idle(
+        "trainer.cpu_offload",
+        lambda r: r.trainer.backend == "fsdp2" or (r.trainer.backend == "deepspeed" and r.trainer.zero_stage > 0),
+        "with trainer.backend local, or with trainer.zero_stage 0: set the backend to fsdp2, or a higher stage",
+    ),
+    *(
+        Idle(f"rollout.{name}", _asynchronous, "with rollout.max_head_offpolicyness 0: groups wait for new weights")
+        for name in ("bound", "interruption", "pace")
+    ),
+    *(
+        Idle(f"rollout.{name}", lambda r: r.rollout.filter != "none", "with rollout.filter none: nothing is rejected")
+        for name in ("filter_arguments", "max_rejected")
+    ),
+    Idle("evaluation.every", lambda r: r.flow != "evaluate", "in an evaluate recipe: it evaluates once"),
+    *(
+        Idle(
+            f"evaluation.{name}",
+            evaluates,
+            "with evaluation.every 0: nothing is evaluated (evaluation={} clears the section)",
+        )
+        for name in ("limit", "samples", "temperature", "max_new_tokens", "stop")
+    ),
+)
+
+
+def idle_knobs(recipe: BaseRecipe) -> Iterator[str]:
+    """A message for each field of `IDLE` that this recipe has, sets, and does not use."""
+    for idle in IDLE:
+        owner, _, name = idle.field.rpartition(".")
+        part = getattr(recipe, owner, None)
+        if part is not None and name in type(part).model_fields and not idle.acts(recipe) and _is_set(part, name):
+            yield f"{idle.field}: has no effect {idle.when}; otherwise leave it out"
+
+
+def _is_set(part: BaseModel, name: str) -> bool:
+    return is_set(type(part).model_fields[name], getattr(part, name))

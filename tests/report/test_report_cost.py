@@ -1,0 +1,172 @@
+"""What a report says that a run cost, against sums over the run's tables and records."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage_driver import finished, store_in, tiny, tiny_sft
+
+from areal_tasks.engines.session import Engines
+from areal_tasks.report.cost import Cost, Start, cost_of
+from areal_tasks.report.data import make_report
+from areal_tasks.store import paths
+from areal_tasks.store.commit import read_record
+from areal_tasks.store.fork import Origin
+from areal_tasks.store.journal import append, read_log
+from areal_tasks.store.query import Session
+from areal_tasks.store.runs import Run, open_run
+from areal_tasks.store.shards import read_table
+from areal_tasks.store.starts import asked_gpus
+from schemas.manifest import OwnerRecord, StageManifest
+
+
+def cost(run: Run) -> Cost:
+    with Session(run.store, run.name) as session:
+        return cost_of(session.connection, run.name)
+
+
+def manifests(run: Run) -> list[StageManifest]:
+    """Every stage that the run's commits select, once."""
+    head = run.head()
+    assert head is not None
+    refs = {ref.path: ref for k in range(head.iteration + 1) for ref in run.commit(k).stages}
+    return [run.read_stage(ref) for ref in refs.values()]
+
+
+def total(run: Run, table: str, column: str) -> int:
+    """The sum over all rows of a table."""
+    found = [m.tables[table] for m in manifests(run) if table in m.tables]
+    return sum(sum(read_table(run.store, ref)[column].to_pylist()) for ref in found)
+
+
+def seconds(since: str, until: str) -> float:
+    return (datetime.fromisoformat(until) - datetime.fromisoformat(since)).total_seconds()
+
+
+def began(run: Run, n: int = 1) -> str:
+    return read_record(run.store, paths.owner(run.name, n), OwnerRecord).started
+
+
+def test_it_is_the_sum_over_the_tables(tmp_path: Path) -> None:
+    run = finished(tmp_path, "tiny", tiny())
+    found = cost(run)
+    assert found.generated == total(run, "rollout", "num_generated") > 0
+    assert found.evaluated == total(run, "evaluate", "num_generated") > 0
+    assert found.trained == total(run, "train_steps", "tokens") > 0
+    assert found.computed == total(run, "train_steps", "total_tokens") > found.trained
+    stages = defaultdict[str, float](float)
+    for made in manifests(run):
+        stages[made.stage] += seconds(made.provenance.started, made.provenance.committed)
+    assert found.stages == pytest.approx(stages) and found.iterations == 3
+    head = run.head()
+    assert head is not None
+    assert found.seconds == pytest.approx(seconds(began(run), head.provenance.committed))
+    assert [start.ended_by for start in found.starts] == ["last commit"] and found.gpu_seconds == 0
+
+
+def test_supervised_runs_generate_nothing(tmp_path: Path) -> None:
+    run = finished(tmp_path, "taught", tiny_sft())
+    found = cost(run)
+    assert (found.generated, found.evaluated) == (0, 0)
+    assert found.trained == total(run, "train_steps", "tokens") > 0 and found.stages["batch"] > 0
+
+
+def test_gpu_seconds_are_those_of_the_recorded_placement(tmp_path: Path) -> None:
+    """The second start had two GPUs, of which two services shared one, until it was cancelled; the first had none."""
+    run = finished(tmp_path, "tiny", tiny())
+    before = cost(run).seconds
+    open_run(run.store, "tiny", "rlhf", tiny())
+    append(run.store, "tiny", "placed", {"owner": 2, "trainer": "0", "inference-0": "0+GPU-1f"})
+    end = append(run.store, "tiny", "cancelled", {"owner": 2})
+    found = cost(run)
+    second = seconds(began(run, 2), end.time)
+    assert found.starts[1] == Start(second, "cancelled", 2, "log")
+    assert found.seconds == pytest.approx(before + second) and found.gpu_seconds == pytest.approx(2 * second)
+
+
+def test_a_start_that_committed_nothing_and_says_nothing_is_not_counted(tmp_path: Path) -> None:
+    run = finished(tmp_path, "tiny", tiny())
+    before = cost(run)
+    open_run(run.store, "tiny", "rlhf", tiny())
+    found = cost(run)
+    assert found.seconds == before.seconds and found.starts[1] == Start(0, "", 0, "recipe")
+
+
+def test_what_a_fork_shares_with_its_parent_costs_it_nothing(tmp_path: Path) -> None:
+    run = finished(tmp_path, "tiny", tiny())
+    found = cost(open_run(run.store, "child", "rlhf", tiny(), origin=Origin("tiny", 2)))
+    assert (found.generated, found.trained, found.iterations, found.stages) == (0, 0, 0, {})
+
+
+def test_costs_of_several_runs_are_added(tmp_path: Path) -> None:
+    one, other = cost(finished(tmp_path, "tiny", tiny())), cost(finished(tmp_path, "taught", tiny_sft()))
+    both = Cost() + one + other
+    assert both.trained == one.trained + other.trained and both.seconds == pytest.approx(one.seconds + other.seconds)
+    assert both.stages["train"] == pytest.approx(one.stages["train"] + other.stages["train"])
+    assert list(both.stages.values()) == sorted(both.stages.values(), reverse=True)
+
+
+def test_one_line() -> None:
+    starts = [Start(60, "finished", 2, "log"), Start(40, "last commit", 0, "recipe")]
+    found = Cost(90_000, 1_000, 80_000, 200_000, 10, {"train": 50, "rollout": 25, "verify": 5}, starts)
+    line = "91,000 tokens generated, 80,000 trained, 100 s (train 50.0 %, rollout 25.0 %), {}"
+    assert str(found) == line.format("120 GPU seconds")
+    assert str(replace(found, starts=[Start(100, "finished", 0, "recipe")])) == line.format("on the CPU")
+
+
+def test_the_page_says_where_its_figures_are_from(tmp_path: Path) -> None:
+    run = finished(tmp_path, "tiny", tiny())
+    append(run.store, "tiny", "finished", {"owner": 1})
+    open_run(run.store, "tiny", "rlhf", tiny())
+    append(run.store, "tiny", "placed", {"owner": 2, "trainer": "0"})
+    append(run.store, "tiny", "failed", {"owner": 2})
+    open_run(run.store, "empty", "rlhf", tiny())
+    shown, empty = make_report(run.store, ["tiny", "empty"], 0, 5_000_000).payload["runs"]
+    facts, found = dict(shown["cost"]["facts"]), cost(run)
+    assert empty["cost"] is None
+    assert facts["tokens generated"] == f"{found.generated}, and {found.evaluated} in evaluations"
+    assert "2 starts of the flow, 1 until the log says finished, 1 until the log says failed" in facts["wall time"]
+    assert facts["GPU seconds"].endswith("1 GPU for the wall time, as the log tells")
+    assert {row[0] for row in shown["cost"]["stages"][1:]} == found.stages.keys()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus"),
+    [
+        ({}, 0),
+        ({"trainer": {"ranks": 2}, "inference": {"engine": "embedded", "servers": 2}}, 0),
+        ({"trainer": {"ranks": 2, "gpus": [0, 1]}}, 2),
+        ({"trainer": {"ranks": 2}, "inference": {"engine": "sglang", "servers": 2, "tensor_parallel": 2}}, 6),
+        ({"trainer": {"gpus": [0]}, "inference": {"engine": "sglang", "gpus": [0]}}, 1),
+        ({"trainer": {"ranks": 1}, "inference": {"engine": "sglang", "servers": 2, "gpus": [1, 1]}}, 2),
+        ({"inference": {"engine": "sglang", "servers": 2, "tensor_parallel": 1}}, 2),
+    ],
+)
+def test_gpus_that_a_recipe_asks_for(recipe: dict[str, Any], gpus: int) -> None:
+    assert asked_gpus(recipe) == gpus
+
+
+def test_engines_record_their_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
+    recipe = tiny()
+    run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
+    with Engines(run, recipe, tmp_path / "logs") as engines:
+        monkeypatch.setattr(engines.supervisor, "start", lambda *_: None)
+        engines.begin()
+    [line] = read_log(run.store, "r")
+    assert (line.action, line.details) == ("placed", {"owner": 1, "trainer": "5"})
+
+
+def test_without_gpus_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    recipe = tiny()
+    run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
+    with Engines(run, recipe, tmp_path / "logs") as engines:
+        monkeypatch.setattr(engines.supervisor, "start", lambda *_: None)
+        engines.begin()
+    assert read_log(run.store, "r") == []
