@@ -1,8 +1,8 @@
 """The JSON records of the store: whatever exists under these names is a commit (DESIGN §4).
 
 Schema 2 adds a seal to every file, the log, references of children, tags, tombstones and signatures; schema 3 the
-order of a run's prompts; schema 4 the spool, and tables that several workers write. Files of earlier schemas are read as
-they are: every field that they lack has a default.
+order of a run's prompts; schema 4 the spool, and tables that several workers write. Files of earlier schemas are read
+as they are: every field that they lack has a default.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from itertools import groupby
 from typing import Any, Final
 
 from areal_tasks.engines.answers import Refused, ServerDown, WrongVersion, version_runs
+from areal_tasks.engines.batching import Batcher
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.routing import Server, Target
 from areal_tasks.engines.server_pool import ServerPool
@@ -69,7 +70,6 @@ class _Work:
     """A request on its way. All tokens before `known` are final; those from `begun` on come from the current answer."""
 
     request: GenerateRequest
-    place: int = 0  # among the requests that were asked for together
     result: GenerateResult = field(default_factory=GenerateResult)
     begun: int = 0
     known: int = 0
@@ -97,6 +97,7 @@ class InferenceClient:
         self.pool = ServerPool(urls, token, settings, patience_seconds)
         self.finished = 0  # requests completed since this client was made
         self._aborts = 0  # calls of abort(): what they interrupt is not continued
+        self._batcher = Batcher(self._finish, lambda works: _chunks(works, settings.groups_per_request))
 
     async def close(self) -> None:
         """Close all connections."""
@@ -108,33 +109,19 @@ class InferenceClient:
         return self.pool.target.version if self.pool.target else None
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """Complete all requests, in order; `groups_per_request` groups go into one HTTP request."""
-        results: dict[int, GenerateResult] = {}
-        await self.generate_each(requests, results.__setitem__)
-        return [results[place] for place in range(len(requests))]
+        """Complete all requests, in order.
 
-    async def generate_each(
-        self, requests: Sequence[GenerateRequest], done: Callable[[int, GenerateResult], None]
-    ) -> None:
-        """The same; `done` is called with each request's place and result while others are still generated.
-
-        A result is not kept: to free the numbers of half a thousand takes ten milliseconds, which are spare till then.
+        Requests that are asked for in one turn of the event loop, by however many callers, share HTTP requests of
+        `groups_per_request` groups each.
         """
-        works = (_Work(request, place) for place, request in enumerate(requests))
+        works = [_Work(request) for request in requests]
+        await self._batcher.complete(works)
+        return [work.result for work in works]
 
-        async def complete(chunk: list[_Work]) -> None:
-            async with aclosing(self._complete(chunk)) as steps:
-                async for _ in steps:
-                    pass
-            for work in chunk:
-                done(work.place, work.result)
-
-        tasks = [asyncio.ensure_future(complete(chunk)) for chunk in _chunks(works, self.settings.groups_per_request)]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+    async def _finish(self, chunk: list[_Work]) -> None:
+        async with aclosing(self._complete(chunk)) as steps:
+            async for _ in steps:
+                pass
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece]:
         """Complete one request, a piece at a time as its tokens come; the last piece says why it ended.

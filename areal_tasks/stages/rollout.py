@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from itertools import chain
 
 import pyarrow as pa
 
@@ -11,7 +13,7 @@ from areal_tasks.engines.client import InferenceClient
 from areal_tasks.stages.context import Context, groups_consumed
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
-from areal_tasks.workflows import Prompt, WorkflowContext, load_workflow, samples_to_table
+from areal_tasks.workflows import Prompt, Sample, Workflow, WorkflowContext, load_workflow, samples_to_table
 from schemas.errors import UserError
 from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
 from schemas.recipe.sections import Evaluation, Rollout
@@ -76,12 +78,22 @@ def generate(
         stop=tuple(sampling.stop),
         tokenizer=context.engines.tokenizer,
     )
-    work = load_workflow(recipe.workflow.name, recipe.workflow.arguments).run(prompts, settings)
+    work = run_groups(load_workflow(recipe.workflow.name, recipe.workflow.arguments), prompts, settings)
     before, samples = client.finished, len(prompts) * group_size
     with reported(label, "samples", lambda: (min(samples, client.finished - before), samples)):
         table = samples_to_table(context.engines.call(work, generates=True))
     check_versions(client, context.weights.version)
     return table
+
+
+async def run_groups(workflow: Workflow, prompts: Sequence[Prompt], context: WorkflowContext) -> list[Sample]:
+    """The samples of all groups, in the order of the prompts. A group that fails ends the others."""
+    groups = [asyncio.ensure_future(workflow.run(prompt, context)) for prompt in prompts]
+    try:
+        return list(chain.from_iterable(await asyncio.gather(*groups)))
+    finally:
+        for group in groups:
+            group.cancel()
 
 
 def check_versions(client: InferenceClient, expected: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -23,6 +24,11 @@ def load_workflow(name: str, arguments: Mapping[str, Any]) -> Workflow:
     workflow = _make(name, _find(name), arguments)
     if not callable(getattr(workflow, "run", None)):
         raise UserError(f"workflow.name: {name} makes a {type(workflow).__name__}, which has no `run` method")
+    if next(iter(inspect.signature(workflow.run).parameters), "") == "prompts":
+        raise UserError(
+            f"workflow.name: the `run` of {name} takes several prompts. It makes one group now: "
+            "`async def run(self, prompt, context) -> list[Sample]`; the samples of one prompt (docs/recipe.md)"
+        )
     return cast(Workflow, workflow)
 
 

@@ -69,13 +69,13 @@ class WorkflowContext:
 
 
 class Workflow(Protocol):
-    """Produces `group_size` samples of each prompt, in order of the prompts.
+    """Produces one group: `group_size` samples of a prompt, in order.
 
-    `run` is a task in the event loop of the client: a call in it that blocks stalls the requests, the streams and the
-    looks at health of all servers. `await asyncio.to_thread(...)` takes such a call out of the loop.
+    Groups run side by side, as tasks in the event loop of the client: a call that blocks stalls the requests, the
+    streams and the looks at health of all servers. `await asyncio.to_thread(...)` takes such a call out of the loop.
     """
 
-    async def run(self, prompts: Sequence[Prompt], context: WorkflowContext) -> list[Sample]: ...
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]: ...
 
 
 def _scalars(sample: Sample) -> dict[str, Any]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import product
-
 import numpy as np
 
 from areal_tasks.data.sampler import sampling_seed
@@ -15,17 +12,12 @@ from areal_tasks.workflows.protocol import Prompt, Sample, WorkflowContext
 class SingleTurn:
     """One question, one answer."""
 
-    async def run(self, prompts: Sequence[Prompt], context: WorkflowContext) -> list[Sample]:
-        """`group_size` samples of each prompt, in order of (prompt, sample index)."""
-        pairs = list(product(prompts, range(context.group_size)))
-        requests = [_request(prompt, index, context) for prompt, index in pairs]
-        samples: dict[int, Sample] = {}
-
-        def done(i: int, result: GenerateResult) -> None:
-            samples[i] = _sample(*pairs[i], requests[i], result)
-
-        await context.client.generate_each(requests, done)
-        return [samples[i] for i in range(len(pairs))]
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
+        """`group_size` samples of the prompt, in order."""
+        requests = [_request(prompt, index, context) for index in range(context.group_size)]
+        results = await context.client.generate(requests)
+        pairs = enumerate(zip(requests, results, strict=True))
+        return [_sample(prompt, index, request, result) for index, (request, result) in pairs]
 
 
 def _request(prompt: Prompt, index: int, context: WorkflowContext) -> GenerateRequest:

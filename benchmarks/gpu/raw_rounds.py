@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,23 @@ from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext
 from benchmarks.gpu.sglang_load import bare_client, flush_cache, one_round
 
 
-@dataclass(frozen=True)
+@dataclass
 class RawRounds:
     """`results`: a file to which each round appends a line. `flush`: false for a server that has no cache to flush."""
 
     results: str
     flush: bool = True
+    asked: list[Prompt] = field(default_factory=list, init=False)  # of this rollout, whose groups all begin together
+    under_way: int = field(default=0, init=False)
 
-    async def run(self, prompts: Sequence[Prompt], context: WorkflowContext) -> list[Sample]:
-        """`group_size` samples of each prompt, in order of (prompt, sample index)."""
-        samples = await SingleTurn().run(prompts, context)
-        await self._round(prompts[0].group_id // len(prompts), prompts, context)
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
+        """`group_size` samples of the prompt. The last group to end makes the raw round."""
+        self.asked.append(prompt)
+        self.under_way += 1
+        samples = await SingleTurn().run(prompt, context)
+        self.under_way -= 1
+        if not self.under_way:
+            await self._round(self.asked[0].group_id // len(self.asked), self.asked, context)
         return samples
 
     async def _round(self, iteration: int, prompts: Sequence[Prompt], context: WorkflowContext) -> None:

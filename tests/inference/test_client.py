@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,15 +11,11 @@ import pytest
 from aiohttp import web
 
 from areal_tasks.engines import server_pool
-from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient, ServerDown
+from areal_tasks.engines.client import GenerateRequest, InferenceClient, ServerDown
 from areal_tasks.engines.routing import Target
 from schemas.errors import UserError
 from schemas.recipe.sections import Inference
 from tests.inference.fake_server import Fake, check, requests, run, serving, until
-
-
-class Tokens(list[int]):
-    """Whoever refers to these weakly is told whether anybody holds them."""
 
 
 def test_results_are_in_order_and_groups_travel_together() -> None:
@@ -40,22 +35,33 @@ def test_results_are_in_order_and_groups_travel_together() -> None:
     run(test)
 
 
-def test_each_result_is_told_as_it_arrives_and_not_kept() -> None:
+def test_callers_of_one_turn_share_requests_and_each_gets_its_own() -> None:
     async def test() -> None:
-        async with serving(Fake(per_sample=0.01)) as client:
-            asked, finished, kept = requests(3), list[int](), list[int]()
-            results, last = dict[int, GenerateResult](), weakref.WeakValueDictionary[int, list[int]]()
+        fake = Fake(per_sample=0.01)
+        async with serving(fake, groups_per_request=3) as client:
+            asked = requests(7)
+            groups = [asked[at : at + 2] for at in range(0, len(asked), 2)]
+            found = await asyncio.gather(*map(client.generate, groups))
+            check(asked, [result for results in found for result in results])
+            assert sorted(len(body["input_ids"]) for body in fake.bodies) == [2, 6, 6]
 
-            def done(place: int, result: GenerateResult) -> None:
-                kept.append(len(last))
-                finished.append(client.finished)
-                results[place] = replace(result)
-                last[place] = result.output_ids = Tokens(result.output_ids)
+    run(test)
 
-            await client.generate_each(asked, done)
-            assert finished == [2, 2, 4, 4, 6, 6]  # not when all have ended
-            assert max(kept) <= 1  # the one before, at most
-            check(asked, [results[place] for place in range(len(asked))])
+
+def test_a_caller_that_gives_up_ends_what_nobody_else_waits_for() -> None:
+    async def test() -> None:
+        fake = Fake(delay=1000)
+        async with serving(fake, groups_per_request=1) as client:
+            stays, goes = (asyncio.ensure_future(client.generate(requests(1))) for _ in range(2))
+            await until(lambda: len(fake.bodies) == 1)  # of one group: they share the request
+            goes.cancel()
+            alone = asyncio.ensure_future(client.generate([replace(requests(1)[0], group=9)]))
+            await until(lambda: len(fake.bodies) == 2)
+            alone.cancel()
+            await until(lambda: client.pool.servers[0].requests == 1)
+            assert not stays.done()
+            stays.cancel()
+            await until(lambda: client.pool.servers[0].requests == 0)
 
     run(test)
 

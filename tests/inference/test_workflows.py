@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 
 from areal_tasks.data.sampler import sampling_seed
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
+from areal_tasks.stages.rollout import run_groups
 from areal_tasks.store.digest import content_digest
 from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext, load_workflow, samples_to_table
 from schemas.errors import UserError
@@ -23,16 +24,14 @@ class Echo:
     def __init__(self) -> None:
         self.requests: list[GenerateRequest] = []
 
-    async def generate_each(
-        self, requests: Sequence[GenerateRequest], done: Callable[[int, GenerateResult], None]
-    ) -> None:
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         self.requests += requests
-        results = [
+        for _ in range(200 - requests[0].group):
+            await asyncio.sleep(0)  # the last group ends first
+        return [
             GenerateResult([5, 6], [-0.5, -0.25], [3, 4], f"text of {r.group}", "length", "http://s", 0.5, 1)
             for r in requests
         ]
-        for i in reversed(range(len(results))):  # groups end in any order
-            done(i, results[i])
 
 
 class Mine:
@@ -41,7 +40,14 @@ class Mine:
     def __init__(self, turns: int) -> None:
         self.turns = turns
 
-    async def run(self, prompts: Sequence[Prompt], context: WorkflowContext) -> list[Sample]:
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
+        return []
+
+
+class Earlier(Mine):
+    """A workflow as it was once: of all prompts at a time."""
+
+    async def run(self, prompts: Sequence[Prompt], context: WorkflowContext) -> list[Sample]:  # type: ignore[override]
         return []
 
 
@@ -54,7 +60,7 @@ def run(client: Echo) -> list[Sample]:
         client=cast(InferenceClient, client), seed=7, group_size=2, max_new_tokens=9, temperature=0.5, max_length=32,
         stop=("x",), generation=1,
     )  # fmt: skip
-    return asyncio.run(SingleTurn().run(prompts(), context))
+    return asyncio.run(run_groups(SingleTurn(), prompts(), context))
 
 
 def test_single_turn_samples_each_prompt_with_seeds_of_its_own() -> None:
@@ -115,6 +121,7 @@ def test_workflows_are_found_by_name() -> None:
         ("json:nothing", {}, "json has no nothing"),
         ("json:JSONDecoder", {}, "no `run` method"),
         (f"{__name__}:Mine", {"rounds": 1}, "does not accept"),
+        (f"{__name__}:Earlier", {"turns": 1}, "It makes one group now"),
     ],
 )
 def test_a_workflow_that_cannot_be_used_is_explained(name: str, arguments: dict[str, Any], reason: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from waiting import until
 
 from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext
@@ -15,7 +13,7 @@ SAID: list[str] = []
 class ReportedTurn(SingleTurn):
     """As `single_turn`, after a further line."""
 
-    async def run(self, prompts: Sequence[Prompt], context: WorkflowContext) -> list[Sample]:
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
         before = len(SAID)
         await until(lambda: len(SAID) > before, "a line about progress")
-        return await super().run(prompts, context)
+        return await super().run(prompt, context)
