@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from waiting import LIMIT
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt
@@ -19,14 +20,14 @@ def test_starts_are_numbered_without_gaps_whoever_comes_first(store: Store) -> N
     barrier = threading.Barrier(8)
 
     def claim() -> None:
-        barrier.wait(60)
+        barrier.wait(LIMIT)
         numbers.append(open_start(store, "run", 1, "made"))
 
     threads = [threading.Thread(target=claim) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(LIMIT)
     assert sorted(numbers) == list(range(8))
     assert number_of_starts(store, "run") == 8
 
@@ -56,7 +57,7 @@ def test_a_worker_and_whoever_closes_its_start_never_both_win(store: Store) -> N
         start, barrier, written = open_start(store, "run", 1, "made"), threading.Barrier(2), []
 
         def work(start: int = start, barrier: threading.Barrier = barrier, written: list[int] = written) -> None:
-            barrier.wait(60)
+            barrier.wait(LIMIT)
             for n in range(1, 6):
                 try:
                     append(store, "run", start, n, 1, attempt=new_attempt(), finished=(GROUP,))
@@ -66,8 +67,8 @@ def test_a_worker_and_whoever_closes_its_start_never_both_win(store: Store) -> N
 
         worker = threading.Thread(target=work)
         worker.start()
-        barrier.wait(60)
+        barrier.wait(LIMIT)
         records = close_start(store, "run", start, 2)
-        worker.join(120)
+        worker.join(LIMIT)
         assert [r.n for r in records if r.kind == "groups"] == written
         assert records[-1].kind == "closed"
