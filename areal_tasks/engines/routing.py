@@ -6,9 +6,7 @@ the pool says what begins and ends, and asks.
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -36,7 +34,7 @@ class Server:
     start: int = 0  # tells processes at the same address apart
     healthy: bool = True
     current: bool = True  # it holds the weights that are wanted
-    failing_since: float | None = None  # the first failure since it last answered, by the router's clock
+    failing_since: float | None = None  # the first failure since it last answered, by the pool's clock
     failures: int = 0  # since then
     admitted: float = 0.0  # when it was let in
     requests: int = 0  # under way
@@ -57,7 +55,6 @@ class Router:
     """The servers, and what they have under way."""
 
     servers: list[Server]
-    clock: Callable[[], float] = time.monotonic
     affinity: OrderedDict[int, Server] = field(default_factory=OrderedDict)
 
     def choose(self, group: int) -> Server | None:

@@ -54,6 +54,7 @@ class ServerPool:
         self.settings = settings
         self.servers = [Server(url, settings.max_concurrent_requests) for url in urls]
         self.router = Router(self.servers)
+        self.clock: Callable[[], float] = time.monotonic
         self.connections = Connections(token, settings.request_timeout_seconds)
         self._ask = self.connections.ask
         self.lending = Lending(self._ask)
@@ -110,7 +111,7 @@ class ServerPool:
 
     def lost(self) -> list[str]:
         """Addresses of servers that have failed for so long that they will hardly recover, and are at no order."""
-        now = self.router.clock()
+        now = self.clock()
         since = {s.url: s.failing_since for s in self.servers if not (s.healthy or s.asks)}
         return [url for url, failed in since.items() if failed is not None and now - failed > LOST_SECONDS]
 
@@ -271,9 +272,9 @@ class ServerPool:
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         """Wait until it holds. ServerDown if it does not within the patience that there is."""
-        began = self.router.clock()
+        began = self.clock()
         while not holds():
-            if self.connections.closed or self.router.clock() - began > self._patience:
+            if self.connections.closed or self.clock() - began > self._patience:
                 raise self._no_server()
             await asyncio.sleep(POLL_SECONDS)
 
@@ -325,7 +326,7 @@ class ServerPool:
         """Give it nothing more until it is well again."""
         if not server.healthy:
             return
-        if self.router.clock() - server.admitted > LOST_SECONDS:
+        if self.clock() - server.admitted > LOST_SECONDS:
             server.failing_since = None  # it has been well since it last failed
         server.healthy = False
         self._note(server, error)
@@ -336,7 +337,7 @@ class ServerPool:
         """Remember a failure; the log tells of the first since the server was well."""
         if server.failing_since is None:
             log.warning("evicted inference server %s: %s", server.url, error)
-            server.failing_since, server.failures, self._last_error = self.router.clock(), 0, error
+            server.failing_since, server.failures, self._last_error = self.clock(), 0, error
         else:
             log.debug("inference server %s stays evicted: %s", server.url, error)
         server.failures += 1
@@ -382,7 +383,7 @@ class ServerPool:
             if server.failing_since is None or server.failures == 1:  # else it comes and goes
                 again = server.start or server.failures
                 log.log(logging.WARNING if again else logging.INFO, "inference server %s is let in", server.url)
-            server.healthy, server.admitted = True, self.router.clock()
+            server.healthy, server.admitted = True, self.clock()
             self._dispatch()
 
     async def _catch_up(self, server: Server) -> None:

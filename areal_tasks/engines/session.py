@@ -27,6 +27,7 @@ from areal_tasks.launchers.gpus import Placement, assigned
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.store.files import materialise, read_weights
 from areal_tasks.store.journal import append
+from areal_tasks.store.parallel import in_background
 from areal_tasks.store.runs import Run
 from schemas.manifest import StageManifest, WeightsRef
 from schemas.recipe.recipe import Recipe, RlhfRecipe, SftRecipe
@@ -76,7 +77,7 @@ class Engines(Servers):
         self._services = Services(self.supervisor, self.run, self.recipe, self.server_names, self.placement)
         self._services.start_early()
         if not isinstance(self.recipe, SftRecipe):
-            Early("verifiers").begin(self.verifiers.__enter__)  # an error is raised at their first use
+            in_background(self.verifiers.__enter__, "verifiers")  # an error is raised at their first use
 
     def start(self, initial: WeightsRef, current: WeightsRef, written: WeightsRef) -> None:
         """Start the servers that `begin` has not started, on `written`. Does not wait for them.

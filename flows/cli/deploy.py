@@ -26,8 +26,7 @@ Recipes = Annotated[
 def deploy(recipes: Recipes) -> None:
     """Make recipes deployments, with a form of their fields: mine.yaml of the flow rlhf becomes rlhf/mine."""
     names = deployment_names(recipes)
-    api_url = os.environ.get("PREFECT_API_URL") or getattr(machine.running(), "api_url", "")
-    if not api_url:
+    if not (api_url := machine.named_server()):
         raise UserError("there is no Prefect server to deploy to: start it with `arealflow up`, or set PREFECT_API_URL")
     tell_of_namesakes()
     deploy_recipes(recipes, api_url)

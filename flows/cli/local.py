@@ -12,13 +12,14 @@ import typer
 
 from areal_tasks.stages.preflight import check_code, check_engines, check_inputs
 from areal_tasks.store.backend import open_store, store_url
+from flows.cli.deploy import is_file
 from flows.cli.in_process import run_here
 from flows.cli.machine import named_server
 from flows.cli.overrides import run_and_changes
 from flows.credentials import in_environment, may_be_kept, on_s3
 from flows.home import look_in
 from schemas.errors import UserError
-from schemas.recipe.load import list_recipes, load_recipe
+from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import Recipe
 
 
@@ -34,7 +35,7 @@ def run(
     """Run a recipe here, its services as threads of this process unless launcher.type says otherwise."""
     name, changes = run_and_changes(overrides)
     loaded = in_threads(recipe, [*changes, *in_store(store, changes)])
-    if recipe not in list_recipes():
+    if is_file(recipe):
         look_in(Path(recipe).parent)
     look_in(Path.cwd())
     check_engines(loaded)

@@ -111,7 +111,7 @@ class Fake:
 async def serving(*fakes: Fake, **settings: Any) -> AsyncIterator[InferenceClient]:
     runners = [await serve(fake) for fake in fakes]
     client = InferenceClient([fake.url for fake in fakes], "token", Inference(**settings))
-    client.pool.router.clock = asyncio.get_running_loop().time
+    client.pool.clock = asyncio.get_running_loop().time
     try:
         yield client
     finally:

@@ -57,7 +57,7 @@ class Simulation:
         self.now = 0.0
         self.machines = machines
         servers = [Server(str(i), slots) for i in range(len(machines))]
-        self.router = Router(servers, clock=lambda: self.now)
+        self.router = Router(servers)
         self.requests = 0
         self.tokens = [0] * len(machines)
 

@@ -158,7 +158,7 @@ def test_a_server_that_comes_and_goes_is_told_of_once_and_counts_as_lost(
         ill.deaf_to_prompts = True
         async with tended(ill, well) as client:
             now = 100.0
-            client.pool.router.clock = lambda: now
+            client.pool.clock = lambda: now
             await client.sync(starts(ill, well), [ill.url, well.url])
             for _ in range(6):
                 await until(lambda: len(client.healthy()) == 2)

@@ -51,9 +51,11 @@ def answers(folder: Path) -> None:
         assert host == "127.0.0.1"
         for method, path in (("GET", "/health"), ("POST", "/train"), ("POST", "/generate"), ("GET", "/nosuch")):
             assert httpx.request(method, f"{record.url}{path}", timeout=LIMIT).status_code == 401, (record.name, path)
-        assert any(f"{host} port {port}" in found for found in listening([psutil.Process(record.pid)]).values())
+        service = psutil.Process(record.pid)
+        assert any(f"{host} port {port}" in found for found in listening([service]).values())
+        assert beyond_loopback([service]) == {}
         assert socket.gethostname() == record.host
-    assert beyond_loopback([psutil.Process()]) == {}, "services, verifiers, and the flow itself"
+    assert beyond_loopback([psutil.Process()]) == {}, "verifiers, and the flow itself"
 
 
 def test_services_ran_and_none_of_their_command_lines_shows_the_token(watched: tuple[Path, str, list[str]]) -> None:

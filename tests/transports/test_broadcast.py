@@ -33,13 +33,19 @@ TOKEN = "secret"
 SOON = 1.0  # seconds after which gloo gives up what cannot come to anything
 
 
+#: The receivers' processes, by address. They are no children of this one.
+PROCESSES: dict[str, int] = {}
+
+
 @contextmanager
 def receivers() -> Iterator[list[str]]:
     """The addresses of two servers."""
     command = [sys.executable, str(Path(__file__).with_name("receiver.py")), TOKEN]
     asked = {"env": {**os.environ, **loopback_interface()}, "stdout": subprocess.PIPE, "text": True}
     servers = [Popen(command, **asked) for _ in range(2)]
-    yield [f"http://127.0.0.1:{int(s.stdout.readline())}" for s in servers if s.stdout]
+    found = {f"http://127.0.0.1:{int(s.stdout.readline())}": s.pid for s in servers if s.stdout}
+    PROCESSES.update(found)
+    yield list(found)
     for server in servers:
         server.kill()
         server.wait()
@@ -81,9 +87,9 @@ def test_every_server_holds_every_version_it_is_sent(urls: list[str]) -> None:
 def test_the_group_listens_on_loopback_alone(urls: list[str]) -> None:
     sender = Sender("gloo", 5.0)
     sender.send(weights(0.5), sending(urls, 1))
-    this = psutil.Process()
-    assert sum(map(len, listening([this]).values())) >= 3 + 2, "each member's socket, the store and the servers'"
-    assert beyond_loopback([this]) == {}
+    members = [psutil.Process(), *(psutil.Process(PROCESSES[url]) for url in urls)]
+    assert sum(map(len, listening(members).values())) >= 3 + 2, "each member's socket, and the servers'"
+    assert beyond_loopback(members) == {}
 
 
 def test_a_server_that_refuses_is_named_and_the_next_hand_over_starts_afresh(urls: list[str]) -> None:
