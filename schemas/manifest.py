@@ -1,7 +1,7 @@
 """The JSON records of the store: whatever exists under these names is a commit (DESIGN §4).
 
 Schema 2 adds a seal to every file, the log, references of children, tags, tombstones and signatures; schema 3 the
-order of a run's prompts; schema 4 the spool, and tables that several workers write. Files of earlier schemas are read
+order of a run's prompts; schema 4 the spool, and the groups that an iteration took. Files of earlier schemas are read
 as they are: every field that they lack has a default.
 """
 
@@ -87,17 +87,11 @@ class ShardRef(FileRef):
 
 
 class TableRef(Record):
-    """A table: its shards in order, and the digest of its deterministic columns.
-
-    A `grouped` table was written by rollout workers, each of which wrote some groups: its digest is made from those of
-    its groups, whatever shards they lie in. Within a shard, rows are in order of group and sample; readers put those of
-    several shards in that order.
-    """
+    """A table: its shards in order, and the digest of its deterministic columns."""
 
     name: str
     digest: str
     shards: tuple[ShardRef, ...]
-    grouped: bool = False
 
     @property
     def rows(self) -> int:

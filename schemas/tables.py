@@ -67,10 +67,6 @@ VERIFY: Final = _schema(
     ("verify_seconds", pa.float32()),
 )
 
-VERDICTS_TABLE: Final = pa.schema(  # the verdicts that accompanied the groups of a rollout
-    [*VERIFY, pa.field("judged_by", pa.string(), nullable=False)]  # digest of the verifier's settings
-)
-
 REFERENCE: Final = _schema(("sample_id", pa.string()), ("ref_logprobs", FLOATS))
 
 PROXIMAL: Final = _schema(("sample_id", pa.string()), ("prox_logprobs", FLOATS))
@@ -177,7 +173,6 @@ TABLES: Final[dict[str, pa.Schema]] = {
     "prompts": PROMPTS,
     "eval_prompts": PROMPTS,
     "rollout": ROLLOUT,
-    "verdicts": VERDICTS_TABLE,
     "verify": VERIFY,
     "reference": REFERENCE,
     "proximal": PROXIMAL,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from areal_tasks.store.keys import combine_digests
 from areal_tasks.store.parallel import parallel
 from schemas.tables import VOLATILE
 
@@ -33,27 +32,6 @@ def content_digest(table: pa.Table) -> str:
     for (name, kind, _), digest in zip(columns, digests, strict=True):
         whole.update(f"\n{name}\t{kind}\t".encode() + digest)
     return whole.hexdigest()
-
-
-def table_digest(table: pa.Table, grouped: bool) -> str:
-    """What the reference to `table` states as its digest."""
-    return combine_groups(group_digests(table)) if grouped else content_digest(table)
-
-
-def group_digests(table: pa.Table) -> dict[int, str]:
-    """The content digest of each group's rows; a group's rows follow each other."""
-    groups = [int(sample_id.partition("-")[0]) for sample_id in table["sample_id"].to_pylist()]
-    starts = [i for i, group in enumerate(groups) if i == 0 or group != groups[i - 1]]
-    ends = [*starts[1:], len(groups)]
-    found = {groups[a]: content_digest(table.slice(a, b - a)) for a, b in zip(starts, ends, strict=True)}
-    if len(found) < len(starts):
-        raise ValueError("the rows of a group do not follow each other")
-    return found
-
-
-def combine_groups(digests: Mapping[int, str]) -> str:
-    """One digest over those of the groups, in the order of their numbers: it does not tell who wrote which."""
-    return combine_digests({f"{group:020d}": digest for group, digest in digests.items()})
 
 
 def _type_name(kind: pa.DataType) -> str:

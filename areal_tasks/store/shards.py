@@ -52,20 +52,9 @@ def read_table(store: Store, ref: TableRef, columns: Sequence[str] | None = None
     """
     schema = TABLES[ref.name]
     names = list(columns) if columns is not None else schema.names
-    read = dict.fromkeys([*names, "sample_id"]) if ref.grouped else names
-    tables = parallel(lambda shard: read_shard(store, shard, list(read)), ref.shards)
-    wanted = pa.schema([schema.field(name) for name in read])
-    table = pa.concat_tables([table.cast(wanted) for table in tables])
-    return (in_order(table) if ref.grouped and len(tables) > 1 else table).select(names)
-
-
-def in_order(table: pa.Table) -> pa.Table:
-    """The rows in the order of (group, sample), which `sample_id` names."""
-    parts = pc.split_pattern(table["sample_id"], "-")
-    places = [pc.list_element(parts, i).cast(pa.int64()) for i in (0, 1)]
-    keys = pa.table(places, names=["group", "sample"])
-    order = pc.sort_indices(keys, sort_keys=[("group", "ascending"), ("sample", "ascending")])
-    return table.take(order)
+    tables = parallel(lambda shard: read_shard(store, shard, names), ref.shards)
+    wanted = pa.schema([schema.field(name) for name in names])
+    return pa.concat_tables([table.cast(wanted) for table in tables])
 
 
 def _file(name: str, index: int) -> str:

@@ -111,10 +111,6 @@ IDLE: Final = (
         Idle(f"rollout.{name}", _asynchronous, "with rollout.max_head_offpolicyness 0: groups wait for new weights")
         for name in ("bound", "interruption", "pace")
     ),
-    *(
-        Idle(f"rollout.{name}", lambda r: r.rollout.filter != "none", "with rollout.filter none: nothing is rejected")
-        for name in ("filter_arguments", "max_rejected")
-    ),
     Idle("evaluation.every", lambda r: r.flow != "evaluate", "in an evaluate recipe: it evaluates once"),
     *(
         Idle(

@@ -1,4 +1,4 @@
-"""Checks of what generation that runs ahead of training, and filters of groups, need."""
+"""Checks of what generation that runs ahead of training needs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,4 @@ def memory_is_not_lent(r: RlhfRecipe) -> Message:
     return None
 
 
-def filter_has_rewards(r: RlhfRecipe) -> Message:
-    if r.rollout.filter == "zero_variance" and r.rollout.group_size == 1:
-        return "rollout.filter: zero_variance rejects every group of one sample; raise rollout.group_size"
-    return None
-
-
-ROLLOUT_CHECKS: Final[tuple[Callable[[Any], Message], ...]] = (memory_is_not_lent, filter_has_rewards)
+ROLLOUT_CHECKS: Final[tuple[Callable[[Any], Message], ...]] = (memory_is_not_lent,)

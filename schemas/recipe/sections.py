@@ -80,30 +80,14 @@ class Rollout(Section):
         description="What new weights do to samples under way. `in_place`: they continue with the KV cache of older "
         "weights, and their tokens are marked. `abort`: their cache is computed again. `drain`: weights wait for them.",
     )
-    filter: str = semantic(
-        "none",
-        before="none",
-        description="Which groups are rejected by their rewards, and others generated: `none`, `zero_variance` (all "
-        "equal), `success_rate` (outside `filter_arguments` `low` and `high`), or your own as `package.module:object`.",
-    )
-    filter_arguments: dict[str, Any] = semantic({}, before={}, description="Keyword arguments of the filter.")
-    max_rejected: int = operational(
-        0, ge=0, description="Groups a filter may reject without a filled batch before the run ends; 0: ten batches."
-    )
     pace: int | None = operational(
         None, ge=0, description="Groups that may begin beyond what the next iteration takes; none: as many as η allows."
-    )
-    workers: int = operational(
-        1, ge=1, le=1024, description="Processes that run workflows; threads with launcher.type inline."
     )
     flush_seconds: float = operational(
         30.0,
         ge=0,
         le=86400,
         description="A finished group that no iteration has taken is in the store after this time.",
-    )
-    held_groups: int = operational(
-        4096, ge=1, le=1_000_000, description="Finished groups that a worker keeps in memory; further ones are stored."
     )
     group_seconds: float = operational(
         3600.0, gt=0, le=864000, description="Time limit of one attempt at a group: verification and turns included."

@@ -10,7 +10,6 @@ from schemas.recipe.checks import BASE_CHECKS, EVALUATION_CHECKS, GRPO_CHECKS, T
 from schemas.recipe.idle import IDLE
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe
-from schemas.recipe.rollout_checks import filter_has_rewards
 
 #: (the check or idle field, recipe, overrides, message)
 REFUSED = [
@@ -42,12 +41,9 @@ REFUSED = [
     ("kl_has_weight", "quickstart", "algorithm.kl=loss", "loss has no effect with kl_coef 0; set kl_coef above 0"),
     ("held_out", "quickstart", "data.eval_split=train", "'train' is what is trained on; name a held-out split"),
     ("held_out", "quickstart", "data.source=rows.jsonl", "one file, so that evaluation would read what is trained on"),
-    ("filter_has_rewards", "quickstart", "rollout={group_size: 1, filter: zero_variance}", "every group of one sample"),
     ("rollout.bound", "quickstart", "rollout.bound=admission", "groups wait for new weights"),
     ("rollout.interruption", "quickstart", "rollout.interruption=abort", "groups wait for new weights"),
     ("rollout.pace", "quickstart", "rollout.pace=4", "groups wait for new weights"),
-    ("rollout.filter_arguments", "quickstart", "rollout.filter_arguments.low=0.1", "nothing is rejected"),
-    ("rollout.max_rejected", "quickstart", "rollout.max_rejected=9", "nothing is rejected"),
     ("inference.deterministic", "gsm8k", "inference.deterministic=false", "with inference.engine sglang"),
     ("inference.slots", "gsm8k", "inference.slots=8", "with inference.engine sglang"),
     ("inference.threads", "gsm8k", "inference.threads=2", "with inference.engine sglang"),
@@ -98,10 +94,7 @@ def test_refused(check: str, recipe: str, override: str, message: str) -> None:
 
 
 def test_every_check_has_a_case() -> None:
-    checks = {
-        check.__name__
-        for check in (*BASE_CHECKS, *TRAINING_CHECKS, *EVALUATION_CHECKS, *GRPO_CHECKS, filter_has_rewards)
-    }
+    checks = {check.__name__ for check in (*BASE_CHECKS, *TRAINING_CHECKS, *EVALUATION_CHECKS, *GRPO_CHECKS)}
     assert checks | {row.field for row in IDLE} <= {case[0] for case in REFUSED}
 
 

@@ -152,16 +152,3 @@ def test_a_record_is_readable_by_eye(tmp_path: Path) -> None:
         f' "schema_version": {SCHEMA_VERSION},',
         ' "run": "r",',
     ]
-
-
-def test_a_record_of_an_earlier_schema_is_encoded_as_it_was_written(local_store: Store) -> None:
-    """Fields that came later stay away: its SHA-256 is named by other files."""
-    ref = {"name": "verify", "digest": "d", "shards": []}
-    values = {
-        "schema_version": 2, "run": "r", "iteration": 0, "stage": "verify", "attempt": "a", "key": "k", "digest": "d",
-        "inputs": [], "tables": {"verify": ref}, "metrics": {}, "provenance": make_provenance(1, now()).model_dump(),
-    }  # fmt: skip
-    data = StageManifest.model_validate(values).encode()
-    assert b"grouped" not in data
-    local_store.put("r/m.json", data)
-    assert read_record(local_store, "r/m.json", StageManifest).encode() == data
