@@ -160,7 +160,7 @@ class Simulation:
         while self.book.next < self.load.iterations:
             server = min(self.servers, key=lambda s: len(s.running) + len(s.waiting))
             room = self.layout.slots * 2 - len(server.running) - len(server.waiting)
-            leases = self.book.lease("worker", server.version) if room > 0 else []
+            leases = self.book.lease(server.version) if room > 0 else []
             for lease in leases:
                 lengths = self.load.lengths(lease.index)
                 self.left[lease.index], self.tokens[lease.index] = len(lengths), sum(lengths)

@@ -245,29 +245,26 @@ class ServiceRecord(StoredRecord):
 
 
 class SpooledGroup(Record):
-    """A finished group in the spool. `version` and `newest` are those of its oldest and its newest token."""
+    """A finished group in the spool. `version` is that of its oldest token."""
 
     index: int
     version: int
-    newest: int
     samples: int
-    tokens: int
-    digests: dict[str, str] = Field(description="content digest of its rows, by table")
+    tokens: int = Field(description="generated tokens")
 
 
 class RejectedGroup(Record):
     """A group that will not be trained on."""
 
     index: int
-    reason: str = Field(description='"failed", or the name of the filter that rejected it')
-    detail: str = ""
+    reason: str
 
 
 class SpoolRecord(StoredRecord):
-    """`spool/<start>/<n>.json`: what a start of a rollout worker has to say, in order.
+    """`spool/<start>/<n>.json`: which groups a start of the flow finished or rejected, in order.
 
-    The first record opens the start. A `closed` one ends it: the flow that replaces the worker writes it, so that the
-    next put of a worker that lives on fails.
+    The first record opens the start. A `closed` one ends it: the next start of the flow writes it, so that the next put
+    of a process that lives on fails. `tables` holds the rows of the finished groups.
     """
 
     start: int

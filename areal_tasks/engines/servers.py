@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SIGN_SECONDS: Final = 60.0  # looks at all servers, side by side
+BRIEF_SECONDS: Final = 10.0  # to give up what is under way
 
 
 class Servers(ABC):
@@ -157,6 +158,10 @@ class Servers(ABC):
         """
         with self.watchdog.waiting("generation or new weights", self._server_signs, ends=not self.external):
             return self._loop.run(work, meanwhile=lambda: self._tend_if_free(generates))
+
+    def call_briefly(self, work: Coroutine[Any, Any, object]) -> None:
+        """Run a coroutine in that loop without looking after the servers: the run ends. TimeoutError if it lasts."""
+        self._loop.run(work, BRIEF_SECONDS)
 
     def _tend_if_free(self, generates: bool) -> None:
         if not self._feeding.acquire(blocking=False):

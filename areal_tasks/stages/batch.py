@@ -6,7 +6,7 @@ import pyarrow as pa
 
 from areal_tasks.data.sampler import position, row_of_group
 from areal_tasks.data.tokenising import Example, sft_examples
-from areal_tasks.stages.context import Context, groups_consumed
+from areal_tasks.stages.context import Context, demonstrations
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from schemas.recipe.recipe import SftRecipe
 from schemas.tables import SFT_BATCH
@@ -30,7 +30,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     recipe = context.recipe
     assert isinstance(recipe, SftRecipe)
     prompts = inputs.read(context, "prompts")
-    places = range(context.next_group, context.next_group + groups_consumed(recipe))
+    places = range(context.next_group, context.next_group + demonstrations(recipe))
     order = context.run.record.order
     rows = prompts.take([row_of_group(g, len(prompts), recipe.seed, order) for g in places])
     examples = sft_examples(rows, context.engines.tokenizer)

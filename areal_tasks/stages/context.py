@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.runs import Run
 from schemas.manifest import IterationCommit, WeightsRef
-from schemas.recipe.recipe import Recipe, RlhfRecipe, SftRecipe
+from schemas.recipe.recipe import Recipe, SftRecipe
 
 if TYPE_CHECKING:
     from areal_tasks.engines.session import Engines
+    from areal_tasks.stages.generation import Generation
     from areal_tasks.stages.replay import Recorded
 
 
@@ -27,6 +28,7 @@ class Context:
     previous: IterationCommit | None
     previous_digest: str
     recorded: Recorded | None = None  # the same iteration of the run that is replayed
+    generation: Generation | None = None  # of a run that generates samples to train on
 
     @property
     def store(self) -> Store:
@@ -40,17 +42,16 @@ class Context:
 
     @property
     def next_group(self) -> int:
-        """Number of the run's first group that no committed iteration has consumed."""
+        """Number of the first prompt position that no committed iteration has consumed; those below it all were."""
         return int(self.previous.state["next_group"]) if self.previous else 0
 
-    @property
-    def group_after(self) -> int:
-        """The same, once this iteration is committed."""
-        return self.next_group + groups_consumed(self.recipe)
+    def state_after(self) -> dict[str, Any]:
+        """What the iteration's commit says of the prompt positions that are consumed after it."""
+        if self.generation is not None:
+            return self.generation.state()
+        return {"next_group": self.next_group + demonstrations(self.recipe)}
 
 
-def groups_consumed(recipe: Recipe) -> int:
-    """Prompt positions that one iteration takes: groups, demonstrations, or none."""
-    if isinstance(recipe, RlhfRecipe):
-        return recipe.rollout.groups
+def demonstrations(recipe: Recipe) -> int:
+    """Prompt positions that one iteration of supervised fine-tuning takes; none in another flow."""
     return recipe.algorithm.batch_size * recipe.algorithm.steps if isinstance(recipe, SftRecipe) else 0

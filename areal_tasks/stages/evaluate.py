@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import chain
+
 import pyarrow as pa
 
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.stages.context import Context
+from areal_tasks.stages.generation import ENGINE_FIELDS, check_versions, workflow_context
+from areal_tasks.stages.progress import reported
 from areal_tasks.stages.prompts import dropped_eval_prompts
-from areal_tasks.stages.rollout import ENGINE_FIELDS, PROMPT_COLUMNS, generate, summary
+from areal_tasks.stages.rollout import PROMPT_COLUMNS, summary
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from areal_tasks.stages.verify import check_failures, judge, mean_reward, verdict_shares, verify_table
 from areal_tasks.store.runs import Found
 from areal_tasks.store.shards import read_table
-from areal_tasks.workflows import Prompt
+from areal_tasks.workflows import Prompt, Sample, Workflow, WorkflowContext, load_workflow, samples_to_table
 from schemas.manifest import InputRef
 from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
 from schemas.tables import EVALUATE, ROLLOUT
@@ -55,7 +61,37 @@ def generated_samples(context: Context, inputs: Inputs, label: str) -> pa.Table:
     assert isinstance(context.recipe, (RlhfRecipe, EvaluateRecipe))
     sampling, rows = context.recipe.evaluation, inputs.read(context, "eval_prompts").to_pylist()
     prompts = [Prompt(group_id=row["prompt_id"], epoch=0, **row) for row in rows]
-    return generate(context, prompts, sampling, sampling.samples, label)
+    settings = workflow_context(context, sampling, sampling.samples)
+    workflow = load_workflow(context.recipe.workflow.name, context.recipe.workflow.arguments)
+    done: list[Prompt] = []
+    with reported(label, "samples", lambda: (len(done) * sampling.samples, len(prompts) * sampling.samples)):
+        samples = context.engines.call(run_groups(workflow, prompts, settings, done.append), generates=True)
+    check_versions(settings.client, context.weights.version)
+    return samples_to_table(samples)
+
+
+async def run_groups(
+    workflow: Workflow,
+    prompts: Sequence[Prompt],
+    context: WorkflowContext,
+    tell: Callable[[Prompt], object] = lambda prompt: None,
+) -> list[Sample]:
+    """The samples of all groups, in the order of the prompts; `tell` hears of each group that is done.
+
+    A group that fails ends the others.
+    """
+
+    async def group(prompt: Prompt) -> list[Sample]:
+        samples = await workflow.run(prompt, context)
+        tell(prompt)
+        return samples
+
+    groups = [asyncio.ensure_future(group(prompt)) for prompt in prompts]
+    try:
+        return list(chain.from_iterable(await asyncio.gather(*groups)))
+    finally:
+        for task in groups:
+            task.cancel()
 
 
 def recorded_samples(context: Context, source: Found) -> pa.Table:

@@ -17,6 +17,7 @@ from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built, PrefectIds, build, carried, find_built
 from areal_tasks.stages.checkpoint import next_checkpoint
 from areal_tasks.stages.context import Context
+from areal_tasks.stages.generation import Generation
 from areal_tasks.stages.graphs import evaluates_at_end, iteration_plan, iterations
 from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.publish import published_weights
@@ -28,7 +29,7 @@ from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run
 from areal_tasks.store.written import newest_written
 from schemas.manifest import IterationCommit, WeightsRef
-from schemas.recipe.recipe import Recipe
+from schemas.recipe.recipe import Recipe, RlhfRecipe
 
 UNTRACKED = ("scalars",)  # part of the commit: a task run would cost more than the stage does
 #: More objects than the answers make that are being read: what one of a group's samples says of a token is a list.
@@ -80,6 +81,7 @@ class Loop:
     def __post_init__(self) -> None:
         self.head = self.run.head()
         self.restored: WeightsRef | None = None  # in place of the head's weights
+        self.generation: Generation | None = None
 
     @property
     def first(self) -> int:
@@ -109,7 +111,7 @@ class Loop:
         if self.first >= last:
             return
         once = self._begin()
-        with Compactor(self.run, self.recipe.store.compact_every) as compactor, rare_collections():
+        with self._generating(), Compactor(self.run, self.recipe.store.compact_every) as compactor, rare_collections():
             for k in range(self.first, last):
                 started = time.monotonic()
                 built = self._iteration(k, once)
@@ -129,6 +131,17 @@ class Loop:
                 initial = published_weights(self.run.store, known.manifest, "initial_weights")
                 context = replace(context, weights_held=initial)
         return plan, found
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        """While inside, samples to train on are generated as iterations ask for them, or ahead of them."""
+        if isinstance(self.recipe, RlhfRecipe):
+            self.generation = Generation(self.run, self.head, self.last - 1, self.recipe_at)
+        try:
+            yield
+        finally:
+            if self.generation is not None:
+                self.generation.close()
 
     def _begin(self) -> dict[str, Built]:
         """Build what is built once a run; the services start meanwhile, inference servers once there are weights."""
@@ -155,7 +168,9 @@ class Loop:
         started, built = now(), dict(once)
         plan, context = self.plan(k), self._context(k)
         for level in plan.levels():
-            built |= self._level([s for s in level if s.name not in built], plan, context, built)
+            built |= (new := self._level([s for s in level if s.name not in built], plan, context, built))
+            if self.generation is not None and "rollout" in new:
+                self.generation.consume(context, new["rollout"])
         if self.evaluates_at_end(k):
             built |= self._last_evaluation(context, built)
         self._commit(context, built, started)
@@ -200,7 +215,7 @@ class Loop:
             stages=tuple(result.ref for result in built.values()),
             weights=weights,
             checkpoint=checkpoint,
-            state={"next_group": context.group_after, "train_seconds_since_checkpoint": seconds} | self._replayed(),
+            state=context.state_after() | {"train_seconds_since_checkpoint": seconds} | self._replayed(),
             restored=self.restored,
             provenance=make_provenance(self.run.owner, started, prefect_flow_run_id=self.ids.flow_run),
         )
@@ -229,6 +244,7 @@ class Loop:
             weights_held=self.restored or (self.head.weights if self.head else self.engines.initial),
             previous=self.head,
             previous_digest=self.run.digest_of(self.head),
+            generation=self.generation,
         )
 
 

@@ -48,7 +48,7 @@ def service(run: str, owner: int, name: str, restart: int) -> str:
 
 
 def spool_record(run: str, start: int, n: int) -> str:
-    """The n-th record of the rollout workers' start number `start`."""
+    """The n-th record of a start of the flow that spools."""
     return f"{run}/spool/{start}/{n}.json"
 
 

@@ -1,8 +1,8 @@
 """The spool: finished groups that wait for their iteration, and groups that were rejected, as records in the store.
 
-Each start of a rollout worker writes records of its own, numbered from 0 and created once. What a record says has
-happened; what a worker held in memory only has not. The starts themselves are numbered without gaps, so that all
-records of a run are found without a listing.
+Each start of the flow that has something to record writes records of its own, numbered from 0 and created once. What a
+record says has happened; what the flow held in memory only has not. The starts are numbered without gaps too, so that
+all records of a run are found without a listing.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from schemas.manifest import RejectedGroup, SpooledGroup, SpoolRecord, TableRef
 
 
 class StartClosed(UserError):
-    """Another process has closed this start of a rollout worker: its groups begin again elsewhere, and it must end."""
+    """A later start of the flow has closed this one: what it has not recorded begins again there, and it must end."""
 
 
 def number_of_starts(store: Store, run: str) -> int:
-    """How many starts of rollout workers the run has had; O(log n) requests."""
+    """How many starts have recorded something; O(log n) requests."""
     return last_present(lambda n: store.exists(paths.spool_record(run, n, 0))) + 1
 
 
@@ -33,6 +33,11 @@ def open_start(store: Store, run: str, owner: int, made_with: str) -> int:
     while not commit_once(store, paths.spool_record(run, number, 0), _record("opened", number, 0, owner, made_with))[1]:
         number += 1
     return number
+
+
+def made_with(store: Store, run: str, start: int) -> str:
+    """With which settings the groups of a start are made."""
+    return read_record(store, paths.spool_record(run, start, 0), SpoolRecord).made_with
 
 
 def append(
@@ -57,7 +62,7 @@ def append(
     )
     there, mine = commit_once(store, paths.spool_record(run, start, n), record)
     if not mine:
-        raise StartClosed(f"start {start} of the rollout workers of run {run!r} was ended by owner {_owner(there)}")
+        raise StartClosed(f"start {start} of the spool of run {run!r} was ended by owner {there.provenance.owner}")
     return there
 
 
@@ -70,7 +75,7 @@ def read_start(store: Store, run: str, start: int, first: int = 0) -> list[Spool
 
 
 def close_start(store: Store, run: str, start: int, owner: int, first: int = 0) -> list[SpoolRecord]:
-    """End a start, unless it has ended: its worker can add nothing from here on. Its records from `first` on."""
+    """End a start, unless it has ended: nothing can be added from here on. Its records from `first` on."""
     found = read_start(store, run, start, first)
     while not found or found[-1].kind != "closed":
         n = first + len(found)
@@ -90,7 +95,3 @@ def _record(
 ) -> SpoolRecord:
     provenance = make_provenance(owner, now())
     return SpoolRecord(start=start, n=n, attempt=new_attempt(), kind=kind, made_with=made_with, provenance=provenance)
-
-
-def _owner(record: SpoolRecord) -> int:
-    return record.provenance.owner

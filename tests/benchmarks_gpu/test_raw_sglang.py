@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 from waiting import LIMIT, until
 
-from areal_tasks.stages.rollout import run_groups
+from areal_tasks.stages.evaluate import run_groups
 from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext
 from benchmarks.gpu.baseline_sglang import RECIPE, completed
 from benchmarks.gpu.iteration import prepare_raw_rounds

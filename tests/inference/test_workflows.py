@@ -11,7 +11,7 @@ import pytest
 
 from areal_tasks.data.sampler import sampling_seed
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
-from areal_tasks.stages.rollout import run_groups
+from areal_tasks.stages.evaluate import run_groups
 from areal_tasks.store.digest import content_digest
 from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext, load_workflow, samples_to_table
 from schemas.errors import UserError

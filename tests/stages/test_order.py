@@ -12,7 +12,8 @@ from stage_driver import drive, store_in, tiny, tiny_sft
 from areal_tasks.data.sampler import row_of_group
 from areal_tasks.data.tokenising import Example
 from areal_tasks.stages.batch import batch_table
-from areal_tasks.stages.rollout import PROMPT_COLUMNS, prompts_of_groups
+from areal_tasks.stages.generation import prompt_of_group
+from areal_tasks.stages.rollout import PROMPT_COLUMNS
 from areal_tasks.store import paths
 from areal_tasks.store.commit import find_record
 from areal_tasks.store.fork import Origin
@@ -35,7 +36,7 @@ def prompts() -> pa.Table:
 
 
 def read(groups: range, seed: int) -> list[Prompt]:
-    return prompts_of_groups(prompts(), groups, seed, PROMPT_ORDER)
+    return [prompt_of_group(prompts(), group, seed, PROMPT_ORDER) for group in groups]
 
 
 def test_an_epoch_reads_every_prompt_once_and_the_next_in_another_order() -> None:

@@ -1,4 +1,4 @@
-"""Records of rollout workers' starts, on disk and on S3."""
+"""The records of the spool, on disk and on S3."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.spool import StartClosed, append, close_start, number_of_starts, open_start, read_start
 from schemas.manifest import RejectedGroup, SpooledGroup
 
-GROUP = SpooledGroup(index=7, version=2, newest=3, samples=8, tokens=99, digests={"rollout": "d"})
+GROUP = SpooledGroup(index=7, version=2, samples=8, tokens=99)
 
 
 def test_starts_are_numbered_without_gaps_whoever_comes_first(store: Store) -> None:

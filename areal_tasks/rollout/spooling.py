@@ -1,0 +1,120 @@
+"""Finished groups that wait for their iteration, in the store: they outlive the flow (DESIGN §9).
+
+A group that is taken soon is written once, with its iteration. One that has waited for `rollout.flush_seconds` is in
+the spool by then, and a later start of the flow finds it there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.staleness import Finished
+from areal_tasks.store import paths, spool
+from areal_tasks.store.commit import new_attempt
+from areal_tasks.store.runs import Run
+from areal_tasks.store.shards import read_table, write_table
+from areal_tasks.workflows import Sample, samples_to_table
+from schemas.manifest import RejectedGroup, SpooledGroup, SpoolRecord
+from schemas.tables import ROLLOUT
+
+log = logging.getLogger(__name__)
+
+#: A record: the number of its start, and its own.
+Place = tuple[int, int]
+
+
+@dataclass
+class Spool:
+    """What one start of the flow records, and what it found of earlier ones. `made_with`: see `SpoolRecord`.
+
+    `first` is the first record that may speak of a group that is not settled, by the last commit.
+    """
+
+    run: Run
+    made_with: str
+    first: Place = (0, 0)
+    next: Place | None = None  # where this start records what comes next; None: it has recorded nothing
+    _held: dict[int, SpoolRecord] = field(default_factory=dict)  # groups whose rows are in the store
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def recover(self, settled: Settled) -> tuple[list[Finished], list[int]]:
+        """End all earlier starts. Returns the groups that wait in their records, and those that they have rejected."""
+        waiting: dict[int, Finished] = {}
+        rejected: list[int] = []
+        starts = spool.number_of_starts(self.run.store, self.run.name)
+        for record in chain.from_iterable(map(self._records, range(self.first[0], starts))):
+            rejected += [group.index for group in record.rejected]
+            unsettled = [group for group in record.finished if group.index not in settled]
+            self._held |= {group.index: record for group in unsettled}
+            waiting |= {group.index: Finished(group.index, group.version) for group in unsettled}
+        self.first = (starts, 0)
+        return list(waiting.values()), rejected
+
+    def _records(self, start: int) -> list[SpoolRecord]:
+        """What an earlier start has recorded that may not be settled; nothing if it was made with other settings."""
+        store, name = self.run.store, self.run.name
+        records = spool.close_start(store, name, start, self.run.owner, self.first[1] * (start == self.first[0]))
+        if spool.made_with(store, name, start) == self.made_with:
+            return records
+        if groups := sum(len(record.finished) for record in records):
+            log.warning("%d groups in the spool were made with other settings: they begin again", groups)
+        return []
+
+    def write(self, finished: Mapping[int, tuple[int, Sequence[Sample]]], rejected: Mapping[int, str]) -> None:
+        """Record groups, each with the version of its oldest token and its samples, and groups that were rejected.
+
+        Raises:
+            StartClosed: a later start of the flow has taken over.
+        """
+        store, name = self.run.store, self.run.name
+        if self.next is None:
+            self.next = (spool.open_start(store, name, self.run.owner, self.made_with), 1)
+        (start, n), attempt = self.next, new_attempt()
+        samples = [sample for _, group in finished.values() for sample in group]
+        prefix = paths.spool_attempt(name, start, attempt)
+        tables = {"rollout": write_table(store, prefix, "rollout", samples_to_table(samples))} if samples else {}
+        groups = tuple(_spooled(index, version, group) for index, (version, group) in finished.items())
+        refused = tuple(RejectedGroup(index=index, reason=reason) for index, reason in rejected.items())
+        record = spool.append(
+            store, name, start, n, self.run.owner, attempt=attempt, finished=groups, rejected=refused, tables=tables
+        )
+        with self._lock:
+            self._held |= dict.fromkeys(finished, record)
+            self.next = (start, n + 1)
+
+    def __contains__(self, index: int) -> bool:
+        """Whether the store holds the rows of a finished group."""
+        return index in self._held
+
+    def read(self, indices: Iterable[int]) -> pa.Table:
+        """The rows of these groups, which the store holds."""
+        wanted = set(indices)
+        records = {(r.start, r.n): r for r in (self._held[index] for index in wanted)}
+        tables = [read_table(self.run.store, record.tables["rollout"]) for record in records.values()]
+        rows = pa.concat_tables([ROLLOUT.empty_table(), *tables])
+        return rows.filter(pc.is_in(rows["group_id"], pa.array(sorted(wanted), rows.schema.field("group_id").type)))
+
+    def forget(self, indices: Iterable[int]) -> None:
+        """These groups are settled."""
+        with self._lock:
+            for index in indices:
+                self._held.pop(index, None)
+
+    def place(self) -> Place:
+        """The first record that may speak of a group that is not settled."""
+        with self._lock:
+            places = [(record.start, record.n) for record in self._held.values()]
+            return min(places, default=self.next or self.first)
+
+
+def _spooled(index: int, version: int, samples: Sequence[Sample]) -> SpooledGroup:
+    tokens = sum(len(sample.generated_versions) for sample in samples)
+    return SpooledGroup(index=index, version=version, samples=len(samples), tokens=tokens)

@@ -1,0 +1,211 @@
+"""What the rollout stages of a run share: which groups are settled, and those under way for coming iterations."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from areal_tasks.data.sampler import position, row_of_group
+from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.session import Engines
+from areal_tasks.rollout.book import Book
+from areal_tasks.rollout.rollouts import Rollouts
+from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.spooling import Place, Spool
+from areal_tasks.rollout.staleness import Staleness
+from areal_tasks.stages.build import Built
+from areal_tasks.stages.context import Context
+from areal_tasks.stages.progress import reported
+from areal_tasks.stages.stage import Inputs
+from areal_tasks.store.backend import StoreError
+from areal_tasks.store.keys import digest_json, recipe_values
+from areal_tasks.store.runs import Run
+from areal_tasks.store.shards import read_table
+from areal_tasks.store.spool import StartClosed
+from areal_tasks.workflows import Prompt, WorkflowContext, load_workflow, samples_to_table
+from schemas.errors import UserError
+from schemas.manifest import IterationCommit, StageManifest
+from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe
+from schemas.recipe.sections import Evaluation, Rollout
+
+log = logging.getLogger(__name__)
+
+ENGINE_FIELDS: Final = (
+    *("model.dtype", "model.max_length", "inference.engine", "inference.flags"),
+    *("inference.deterministic", "inference.slots"),
+)
+#: What decides what a group contains: not how many groups there are, nor how old one may be.
+GROUP_FIELDS: Final = (
+    *("rollout.group_size", "rollout.max_new_tokens", "rollout.temperature", "rollout.stop"),
+    *("workflow", *ENGINE_FIELDS),
+)
+
+
+class Generation:
+    """The groups of one start of a run's flow, from the iteration after `head` to the `last`.
+
+    It generates nothing before the first `take`, and may go on until `close`.
+    """
+
+    def __init__(self, run: Run, head: IterationCommit | None, last: int, recipe_at: Callable[[int], Recipe]) -> None:
+        self._run = run
+        self._recipe_at = recipe_at
+        self._last = last
+        first = head.iteration + 1 if head else 0
+        self.book = Book(self._rule(first), first, settled_after(head))
+        self._spooled = spooled_after(head) if head and head.run == run.name else (0, 0)  # a child has its own spool
+        self._made_with: Recipe | None = None
+        self._rollouts: Rollouts | None = None
+        self._engines: Engines | None = None
+
+    def take(self, context: Context, inputs: Inputs) -> pa.Table:
+        """The samples that the iteration trains on, as a `ROLLOUT` table.
+
+        Raises:
+            UserError: the servers hold other weights than those the iteration begins with, or see `Rollouts.take`.
+        """
+        client = context.engines.inference()
+        check_versions(client, context.weights.version)
+        rollouts = self._following(context, inputs)
+        wanted, size = self.book.rule.batch(context.iteration), rollouts.context.group_size
+
+        def count() -> tuple[int, int]:
+            return min(self.book.ready(), wanted) * size, wanted * size
+
+        with reported(f"rollout {context.iteration}", "samples", count):
+            taken = context.engines.call(rollouts.take(), generates=True)
+        return rows_of(rollouts, taken)
+
+    def consume(self, context: Context, rollout: Built) -> None:
+        """The iteration's rollout is committed: its groups are settled, whoever generated them."""
+        taken, rollouts = groups_of(context, rollout.manifest), self._rollouts
+        if rollouts is None:
+            self.book.consume(taken)
+        else:
+            context.engines.call(_in_loop(lambda: rollouts.consume(taken)))
+
+    def close(self) -> None:
+        """Give up the groups under way; those that wait are in the store then."""
+        if self._rollouts is None or self._engines is None:
+            return
+        try:
+            self._engines.call_briefly(self._rollouts.close())
+        except (StoreError, StartClosed, TimeoutError) as error:  # the run ends for another reason, which says more
+            log.warning("finished groups were lost, and begin again: %s", error or type(error).__name__)
+
+    def state(self) -> dict[str, Any]:
+        """What a commit says of the groups after its iteration: which are settled, where in the spool others wait."""
+        place = self._rollouts.spool.place() if self._rollouts else self._spooled
+        beyond = {"settled": sorted(self.book.settled.beyond)} if self.book.settled.beyond else {}
+        spooled = {"spool": list(place)} if place != (0, 0) else {}
+        return {"next_group": self.book.settled.prefix} | beyond | spooled
+
+    def _following(self, context: Context, inputs: Inputs) -> Rollouts:
+        """The groups under way; none of them where they were begun by another recipe, which a replay may have."""
+        if self._rollouts is None or self._made_with != context.recipe:
+            self.close()
+            self._made_with, self._engines = context.recipe, context.engines
+            self._rollouts = self._new(context, inputs)
+        return self._rollouts
+
+    def _new(self, context: Context, inputs: Inputs) -> Rollouts:
+        recipe, prompts = context.recipe, inputs.read(context, "prompts")
+        assert isinstance(recipe, RlhfRecipe)
+        self.book.live.clear()
+        self.book.rule, self.book.pace = self._rule(context.iteration), recipe.rollout.pace
+        return Rollouts(
+            book=self.book,
+            workflow=load_workflow(recipe.workflow.name, recipe.workflow.arguments),
+            context=workflow_context(context, recipe.rollout, recipe.rollout.group_size),
+            prompt_of=lambda group: prompt_of_group(prompts, group, recipe.seed, self._run.record.order),
+            limits=recipe.rollout,
+            spool=self._recovered(recipe, inputs),
+        )
+
+    def _recovered(self, recipe: RlhfRecipe, inputs: Inputs) -> Spool:
+        """The spool, with what earlier starts of the flow have left there in the book."""
+        spool = Spool(self._run, made_with(recipe, inputs.ref("prompts").digest), self._spooled)
+        waiting, rejected = spool.recover(self.book.settled)
+        for index in rejected:
+            self.book.reject(index)
+        kept = self.book.restore(waiting)
+        spool.forget({group.index for group in waiting} - {group.index for group in kept})
+        if waiting:
+            log.info("%d groups that had finished are in the store; %d of them can be used", len(waiting), len(kept))
+        return spool
+
+    def _rule(self, k: int) -> Staleness:
+        rollout = self._recipe_at(k).rollout  # type: ignore[union-attr]
+        return Staleness(rollout.max_head_offpolicyness, self._last, self._batch, rollout.bound)
+
+    def _batch(self, k: int) -> int:
+        return self._recipe_at(k).rollout.groups  # type: ignore[union-attr]
+
+
+async def _in_loop(action: Callable[[], None]) -> None:
+    action()
+
+
+def rows_of(rollouts: Rollouts, groups: Sequence[int]) -> pa.Table:
+    """The samples of these groups, in order of group and sample, as a `ROLLOUT` table."""
+    held = [group for group in groups if group in rollouts.finished]
+    rows = samples_to_table([sample for group in held for sample in rollouts.finished[group]])
+    if len(held) == len(groups):
+        return rows
+    both = pa.concat_tables([rows, rollouts.spool.read(set(groups) - set(held))])
+    return both.sort_by([("group_id", "ascending"), ("sample_index", "ascending")])
+
+
+def made_with(recipe: RlhfRecipe, prompts: str) -> str:
+    """Digest of what decides what a group contains, besides the weights; `prompts`: that of the table."""
+    return digest_json([recipe_values(recipe, GROUP_FIELDS), recipe.seed, prompts])
+
+
+def spooled_after(head: IterationCommit) -> Place:
+    """The first record of the spool that may speak of a group that is not settled after a commit."""
+    start, n = head.state.get("spool", (0, 0))
+    return int(start), int(n)
+
+
+def settled_after(head: IterationCommit | None) -> Settled:
+    """The groups that are settled after a commit; none before the first."""
+    state: Mapping[str, Any] = head.state if head else {}
+    return Settled(int(state.get("next_group", 0)), frozenset(state.get("settled", ())))
+
+
+def groups_of(context: Context, rollout: StageManifest) -> list[int]:
+    """The numbers of the groups in a rollout's table."""
+    table = read_table(context.store, rollout.tables["rollout"], ["group_id"])
+    return sorted(pc.unique(table["group_id"]).to_pylist())
+
+
+def prompt_of_group(table: pa.Table, group: int, seed: int, order: int) -> Prompt:
+    """The prompt of a group: a pure function of the run's seed and order, and the group's number."""
+    [row] = table.slice(row_of_group(group, len(table), seed, order), 1).to_pylist()
+    return Prompt(group_id=group, epoch=position(group, len(table))[0], **row)
+
+
+def workflow_context(context: Context, sampling: Rollout | Evaluation, group_size: int) -> WorkflowContext:
+    """What the recipe's workflow is given to produce groups of `group_size` samples."""
+    recipe = context.recipe
+    assert isinstance(recipe, (RlhfRecipe, EvaluateRecipe))
+    return WorkflowContext(
+        client=context.engines.inference(),
+        seed=recipe.seed,
+        group_size=group_size,
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        max_length=recipe.model.max_length,
+        stop=tuple(sampling.stop),
+        tokenizer=context.engines.tokenizer,
+    )
+
+
+def check_versions(client: InferenceClient, expected: int) -> None:
+    """Raises UserError if the servers hold other weights than those this iteration is about."""
+    if client.version not in (None, expected):
+        raise UserError(f"the servers hold version {client.version} of the weights, not {expected}")
