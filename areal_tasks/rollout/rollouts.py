@@ -78,6 +78,7 @@ class Rollouts:
 
     async def close(self) -> None:
         """Give up the groups under way, and leave those that wait in the store."""
+        self._failure = RuntimeError("the groups were given up")  # no other begins
         running = list(self._running.values())
         for task in running:
             task.cancel()
@@ -159,13 +160,14 @@ class Rollouts:
             return
         reason = f"{type(error).__name__}: {error}"
         attempts = self.book.fail(lease.index)
-        log.warning("group %d has failed (attempt %d): %s", lease.index, attempts, reason, exc_info=error)
+        first = None if self.book.failures.total() > 1 else error  # a traceback says the most the first time
+        log.warning("group %d has failed (attempt %d): %s", lease.index, attempts, reason, exc_info=first)
         if attempts < self.limits.group_attempts:
             return
         self.book.reject(lease.index)
         self.rejected[lease.index] = f"failed: {reason}"
         self._flush_after(0.0, lease.index)
-        if len(self.rejected) > self.limits.max_failed_groups:
+        if len(self.rejected) > self.limits.max_failed_groups and self._failure is None:
             self._failure = UserError(
                 f"{len(self.rejected)} groups have failed {attempts} times each, more than rollout.max_failed_groups "
                 f"allows ({self.limits.max_failed_groups}). The last one, group {lease.index}: {reason}"

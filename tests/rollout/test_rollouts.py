@@ -1,0 +1,349 @@
+"""Groups that are generated while others are trained on: who begins, who fails, and what outlives the flow."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from waiting import until
+
+from areal_tasks.engines.answers import Refused, ServerDown
+from areal_tasks.engines.client import InferenceClient
+from areal_tasks.rollout.book import Book
+from areal_tasks.rollout.rollouts import Rollouts
+from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.spooling import Spool
+from areal_tasks.rollout.staleness import Staleness
+from areal_tasks.store import spool as records
+from areal_tasks.store.backend import Store, StoreError, open_store
+from areal_tasks.store.local import LocalBackend
+from areal_tasks.store.runs import Run
+from areal_tasks.store.spool import StartClosed
+from areal_tasks.workflows import Prompt, Sample, WorkflowContext
+from schemas.errors import UserError
+from schemas.recipe.sections import Rollout
+
+BATCH = 4
+
+
+@pytest.fixture
+def local_store(tmp_path: Path) -> Store:
+    return open_store(tmp_path.as_uri())
+
+
+def sample(group: int, version: int) -> Sample:
+    """A prompt token, then two tokens of this version."""
+    prompt = Prompt(group, group, 0, "p", "a", [1])
+    values: dict[str, Any] = {"loss_mask": [False, True, True], "logprobs": np.array([0, -1, -1], np.float32)}
+    return Sample(
+        prompt=prompt, sample_index=0, completion="", input_ids=[1, group, 3], versions=[-1, version, version],
+        stop_reason="stop", seed=0, server="s", seconds=0.0, **values,
+    )  # fmt: skip
+
+
+@dataclass
+class Scene:
+    """A workflow that ends groups when, and as, it is told; `version` is what the servers hold."""
+
+    version: int = 0
+    begun: list[int] = field(default_factory=list)
+    ends: dict[int, asyncio.Future[None]] = field(default_factory=dict)
+    verdicts: Callable[[int], BaseException | None] = lambda group: None
+    at_once: bool = True
+
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
+        group, version = prompt.group_id, self.version
+        self.begun.append(group)
+        if not self.at_once:
+            self.ends[group] = asyncio.get_running_loop().create_future()
+            await self.ends[group]
+        if (error := self.verdicts(group)) is not None:
+            raise error
+        return [sample(group, version)]
+
+
+def rollouts(scene: Scene, spool: Spool, eta: int = 0, last: int = 99, **limits: Any) -> Rollouts:
+    client = cast(InferenceClient, scene)
+    context = WorkflowContext(client=client, seed=0, group_size=1, max_new_tokens=2, temperature=1.0, max_length=8)
+    book = Book(Staleness(eta, last, lambda k: BATCH), 0)
+    prompt_of: Callable[[int], Prompt] = lambda group: Prompt(group, group, 0, "p", "a", [1])  # noqa: E731
+    return Rollouts(book, scene, context, prompt_of, Rollout(**limits), spool)
+
+
+def nowhere() -> Spool:
+    """A spool that is not to be used."""
+    return Spool(cast(Run, None), "made")
+
+
+def at(store: Store, owner: int = 1, made_with: str = "made") -> Spool:
+    return Spool(cast(Run, SimpleNamespace(store=store, name="run", owner=owner)), made_with)
+
+
+def go(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+def test_at_eta_0_an_iteration_has_the_next_groups_of_its_own_version() -> None:
+    async def work() -> None:
+        scene = Scene()
+        found = rollouts(scene, nowhere())
+        for k in range(3):
+            scene.version = k
+            taken = await found.take()
+            assert taken == list(range(k * BATCH, (k + 1) * BATCH)) and scene.begun == list(range((k + 1) * BATCH))
+            assert {int(s.generated_versions[0]) for i in taken for s in found.finished[i]} == {k}
+            found.consume(taken)
+        assert not found.finished
+
+    go(work())
+
+
+def test_groups_begin_while_nobody_waits_for_them() -> None:
+    """With η = 2, three batches of version 0 may be under way before anything is trained."""
+
+    async def work() -> None:
+        scene = Scene()
+        found = rollouts(scene, nowhere(), eta=2)
+        assert await found.take() == [0, 1, 2, 3]
+        await until(lambda: len(found.finished) == 3 * BATCH)
+        assert sorted(scene.begun) == list(range(12))
+        found.consume([0, 1, 2, 3])
+        scene.version = 1
+        assert await found.take() == [4, 5, 6, 7]
+        await until(lambda: len(scene.begun) == 4 * BATCH)  # a batch of version 1
+
+    go(work())
+
+
+def test_nothing_is_generated_that_no_iteration_is_left_to_train_on() -> None:
+    async def work() -> None:
+        scene = Scene()
+        found = rollouts(scene, nowhere(), eta=4, last=1)
+        for _ in range(2):
+            found.consume(await found.take())
+        assert sorted(scene.begun) == list(range(2 * BATCH)) and not found.book.live
+
+    go(work())
+
+
+@given(st.integers(0, 3), st.integers(0, 2**32), st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_whatever_order_groups_end_in_each_is_taken_once_and_none_too_late(eta: int, seed: int, last: int) -> None:
+    async def work() -> None:
+        scene = Scene(at_once=False)
+        found, consumed, draw = rollouts(scene, nowhere(), eta, last), Counter[int](), random.Random(seed)
+
+        async def end_some() -> None:
+            while True:
+                await asyncio.sleep(0)
+                waiting = [future for future in scene.ends.values() if not future.done()]
+                if waiting:
+                    draw.choice(waiting).set_result(None)
+
+        ending = asyncio.ensure_future(end_some())
+        for k in range(last + 1):
+            scene.version = k
+            taken = await found.take()
+            lags = [k - int(s.generated_versions.min()) for i in taken for s in found.finished[i]]
+            assert len(taken) == BATCH and taken == sorted(taken) and all(0 <= lag <= eta for lag in lags)
+            consumed.update(taken)
+            found.consume(taken)
+        ending.cancel()
+        assert set(consumed.values()) == {1} and not found.book.live
+        assert sorted(consumed) == list(range((last + 1) * BATCH))
+
+    go(work())
+
+
+def test_a_group_that_fails_is_tried_again_and_then_rejected(local_store: Store) -> None:
+    async def work() -> None:
+        scene = Scene(verdicts=lambda group: ValueError("no luck") if group in (1, 2) else None)
+        found = rollouts(scene, at(local_store), group_attempts=3)
+        assert await found.take() == [0, 3, 4, 5]  # others take their place
+        assert Counter(scene.begun)[1] == Counter(scene.begun)[2] == 3
+        assert found.rejected == {1: "failed: ValueError: no luck", 2: "failed: ValueError: no luck"}
+        found.consume([0, 3, 4, 5])
+        assert found.book.settled == Settled(6)
+        await until(lambda: records.number_of_starts(local_store, "run") == 1)
+        await until(lambda: sum(len(r.rejected) for r in records.read_start(local_store, "run", 0)) == 2)
+        again = at(local_store, owner=2)
+        assert sorted(again.recover(Settled())[1]) == [1, 2]
+
+    go(work())
+
+
+def test_a_group_that_does_not_end_costs_itself_alone(local_store: Store) -> None:
+    class Endless(Scene):
+        async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
+            if prompt.group_id == 2:
+                await asyncio.Event().wait()
+            return await super().run(prompt, context)
+
+    async def work() -> None:
+        found = rollouts(Endless(), at(local_store), group_attempts=1, group_seconds=0.01)
+        assert await found.take() == [0, 1, 3, 4]
+        assert "not done after 0.01 s (rollout.group_seconds)" in found.rejected[2]
+        await found.flush()
+
+    go(work())
+
+
+def test_too_many_failed_groups_end_the_run_with_the_reason(local_store: Store) -> None:
+    async def work() -> None:
+        scene = Scene(verdicts=lambda group: KeyError("answer"))
+        found = rollouts(scene, at(local_store), group_attempts=2, max_failed_groups=5)
+        with pytest.raises(UserError, match=r"6 groups have failed 2 times.*max_failed_groups.*KeyError: 'answer'"):
+            await found.take()
+        await found.flush()
+
+    go(work())
+
+
+def test_what_a_server_refuses_costs_the_group_and_what_the_workflow_calls_a_mistake_ends_the_stage(
+    local_store: Store,
+) -> None:
+    async def work() -> None:
+        scene = Scene(verdicts=lambda group: Refused("too long") if group == 0 else None)
+        assert await rollouts(scene, at(local_store), group_attempts=1).take() == [1, 2, 3, 4]
+        scene = Scene(verdicts=lambda group: UserError("no such tool") if group == 0 else None)
+        with pytest.raises(UserError, match="no such tool"):
+            await rollouts(scene, nowhere()).take()
+
+    go(work())
+
+
+def test_without_a_server_the_stage_fails_and_its_groups_begin_again_when_it_is_repeated() -> None:
+    async def work() -> None:
+        down = [True]
+        scene = Scene(verdicts=lambda group: ServerDown("gone") if down[0] and group == 3 else None)
+        found = rollouts(scene, nowhere())
+        with pytest.raises(ServerDown):
+            await found.take()
+        down[0] = False
+        assert await found.take() == [0, 1, 2, 3]
+        assert Counter(scene.begun) == {0: 1, 1: 1, 2: 1, 3: 2} and not found.book.failures
+
+    go(work())
+
+
+def test_a_workflow_that_leaves_the_program_does_not_end_it(local_store: Store) -> None:
+    async def work() -> None:
+        scene = Scene(verdicts=lambda group: SystemExit(3) if group == 0 else None)
+        assert await rollouts(scene, at(local_store), group_attempts=1).take() == [1, 2, 3, 4]
+
+    go(work())
+
+
+# ── the spool ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def spooled(store: Store, eta: int, flush_seconds: float) -> list[int]:
+    """What a start of the flow took, which is over after its first batch."""
+    found = rollouts(Scene(), at(store), eta, flush_seconds=flush_seconds)
+    taken: list[int] = []
+
+    async def work() -> None:
+        taken.extend(await found.take())
+        await until(lambda: len(found.finished) == (eta + 1) * BATCH)
+        if not flush_seconds:
+            await until(lambda: all(index in found.spool for index in found.finished))
+
+    go(work())
+    return taken
+
+
+def test_what_waits_for_too_long_outlives_the_flow(local_store: Store) -> None:
+    taken = spooled(local_store, eta=2, flush_seconds=0.0)
+    later = at(local_store, owner=2)
+    waiting, rejected = later.recover(Settled().add(taken))
+    assert sorted(group.index for group in waiting) == list(range(4, 12)) and not rejected
+    rows = later.read(range(4, 12)).sort_by("group_id")
+    assert rows["input_ids"].to_pylist() == [[1, group, 3] for group in range(4, 12)]
+    assert {group.version for group in waiting} == {0}
+
+
+def test_what_is_taken_soon_is_not_spooled(local_store: Store) -> None:
+    spooled(local_store, eta=2, flush_seconds=3600.0)
+    assert records.number_of_starts(local_store, "run") == 0
+
+
+def test_a_start_that_lives_on_can_record_nothing_once_the_next_has_looked(local_store: Store) -> None:
+    first = at(local_store)
+    first.write({0: (0, [sample(0, 0)])}, {})
+    second = at(local_store, owner=2)
+    assert [group.index for group in second.recover(Settled())[0]] == [0]
+    with pytest.raises(StartClosed, match="ended by owner 2"):
+        first.write({1: (0, [sample(1, 0)])}, {})
+    second.write({1: (0, [sample(1, 0)])}, {})
+    assert sorted(group.index for group in at(local_store, owner=3).recover(Settled())[0]) == [0, 1]
+
+
+def test_groups_made_with_other_settings_begin_again(local_store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    at(local_store).write({0: (0, [sample(0, 0)])}, {5: "failed: boom"})
+    assert at(local_store, owner=2, made_with="other").recover(Settled()) == ([], [])
+    assert "1 groups in the spool were made with other settings" in caplog.text
+    assert [g.index for g in at(local_store, owner=3).recover(Settled())[0]] == [0]  # as they were made again
+
+
+def test_a_restart_reads_no_record_whose_groups_are_all_settled(local_store: Store) -> None:
+    spool = at(local_store)
+    for group in range(3):
+        spool.write({group: (0, [sample(group, 0)])}, {})
+    assert spool.place() == (0, 1)
+    spool.forget([0, 2])
+    assert spool.place() == (0, 2)
+    later = at(local_store, owner=2)
+    later.first = spool.place()
+    assert [group.index for group in later.recover(Settled().add([0, 2]))[0]] == [1]
+    assert later.place() == (0, 2)
+    later.forget([1])
+    assert later.place() == (1, 0)
+
+
+def test_a_store_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_store: Store) -> None:
+    monkeypatch.setattr("areal_tasks.rollout.rollouts.RETRY_SECONDS", 0.01)
+    create, failures = LocalBackend.create, [2]
+
+    def flaky(self: LocalBackend, *arguments: Any) -> None:
+        failures[0] -= 1
+        if failures[0] >= 0:
+            raise StoreError("full")
+        create(self, *arguments)
+
+    monkeypatch.setattr(LocalBackend, "create", flaky)
+    spooled(local_store, eta=1, flush_seconds=0.0)
+    assert failures[0] < 0
+
+
+def test_groups_under_way_are_given_up_and_finished_ones_kept_when_the_run_ends(local_store: Store) -> None:
+    async def work() -> None:
+        scene = Scene(at_once=False)
+        found = rollouts(scene, at(local_store), flush_seconds=3600.0)
+        taking = asyncio.ensure_future(found.take())
+        await until(lambda: len(scene.ends) == BATCH)
+        scene.ends[2].set_result(None)
+        await until(lambda: 2 in found.finished)
+        await found.close()
+        taking.cancel()
+        assert [group.index for group in at(local_store, owner=2).recover(Settled())[0]] == [2]
+
+    go(work())
+
+
+def test_tables_of_the_spool_are_rollout_tables(local_store: Store) -> None:
+    spool = at(local_store)
+    spool.write({3: (1, [sample(3, 1)]), 1: (0, [sample(1, 0)])}, {})
+    table = spool.read([1])
+    assert isinstance(table, pa.Table) and table["sample_id"].to_pylist() == ["1-0"]
+    assert table["stale_kv"].to_pylist() == [[False, False, False]]
