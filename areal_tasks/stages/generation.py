@@ -21,7 +21,7 @@ from areal_tasks.stages.build import Built
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Inputs
-from areal_tasks.store.backend import StoreError
+from areal_tasks.store.backend import Store, StoreError
 from areal_tasks.store.keys import digest_json, recipe_values
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import read_table
@@ -82,7 +82,7 @@ class Generation:
 
     def consume(self, context: Context, rollout: Built) -> None:
         """The iteration's rollout is committed: its groups are settled, whoever generated them."""
-        taken, rollouts = groups_of(context, rollout.manifest), self._rollouts
+        taken, rollouts = groups_of(context.store, rollout.manifest), self._rollouts
         if rollouts is None:
             self.book.consume(taken)
         else:
@@ -177,9 +177,9 @@ def settled_after(head: IterationCommit | None) -> Settled:
     return Settled(int(state.get("next_group", 0)), frozenset(state.get("settled", ())))
 
 
-def groups_of(context: Context, rollout: StageManifest) -> list[int]:
+def groups_of(store: Store, rollout: StageManifest) -> list[int]:
     """The numbers of the groups in a rollout's table."""
-    table = read_table(context.store, rollout.tables["rollout"], ["group_id"])
+    table = read_table(store, rollout.tables["rollout"], ["group_id"])
     return sorted(pc.unique(table["group_id"]).to_pylist())
 
 

@@ -1,0 +1,138 @@
+"""Whole runs with η > 0: what the commits hold, and what a killed flow finds again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stage_driver import GROUPS, drive, finished, left_over, start_driver, store_in, tiny
+from waiting import wait_until
+
+from areal_tasks.rollout.settled import Settled
+from areal_tasks.stages.generation import groups_of, settled_after
+from areal_tasks.store import paths
+from areal_tasks.store import spool as records
+from areal_tasks.store.audit import audit
+from areal_tasks.store.fork import Origin
+from areal_tasks.store.query import run_sql
+from areal_tasks.store.runs import Run, load_run
+from areal_tasks.store.shards import read_table
+from schemas.recipe.recipe import Recipe
+
+ETA, ITERATIONS = 2, 6
+
+
+def ahead(**changes: Any) -> Recipe:
+    """A run whose groups may be two versions old."""
+    sections: dict[str, Any] = {
+        "rollout": {"max_head_offpolicyness": ETA},
+        "schedule": {"iterations": ITERATIONS},
+        "algorithm": {"max_logprob_gap": 9.0},
+    }
+    return tiny(**{**sections, **{name: sections.get(name, {}) | value for name, value in changes.items()}})
+
+
+def groups_by_iteration(run: Run) -> list[list[int]]:
+    return [groups_of(run.store, stage(run, k, "rollout")) for k in range(ITERATIONS)]
+
+
+def stage(run: Run, k: int, name: str) -> Any:
+    return run.read_stage(next(ref for ref in run.commit(k).stages if ref.stage == name))
+
+
+def check(run: Run, eta: int = ETA) -> None:
+    """What DESIGN §9 promises of the rows, whatever has happened to the flow."""
+    consumed, settled = Counter[int](), Settled()
+    for k, groups in enumerate(groups_by_iteration(run)):
+        rows = read_table(run.store, stage(run, k, "rollout").tables["rollout"])
+        order = list(zip(rows["group_id"].to_pylist(), rows["sample_index"].to_pylist(), strict=True))
+        assert order == sorted(order) and len(groups) == GROUPS
+        assert all(k - eta <= version <= k for version in rows["version_min"].to_pylist())
+        assert all(version <= k for version in rows["version_max"].to_pylist())
+        consumed.update(groups)
+        settled = settled.add(groups)
+        assert settled_after(run.commit(k)) == settled
+    assert sorted(consumed) == list(range(GROUPS * ITERATIONS)) and set(consumed.values()) == {1}
+    assert audit(run.store, run.name).sound
+
+
+def test_samples_are_older_than_the_policy_by_no_more_than_eta(tmp_path: Path) -> None:
+    run = finished(tmp_path, "ahead", ahead())
+    check(run)
+    lags = run_sql(run.store, "ahead", "SELECT DISTINCT iteration - version_min AS lag FROM samples").to_pydict()["lag"]
+    assert max(lags) == ETA  # this model generates faster than it trains
+
+
+def test_a_run_may_become_asynchronous_and_synchronous_again(tmp_path: Path) -> None:
+    for iterations, eta in ((2, 0), (4, ETA), (ITERATIONS, 0)):
+        recipe = ahead(rollout={"max_head_offpolicyness": eta}, schedule={"iterations": iterations})
+        run = drive(tmp_path, "both", recipe)
+    check(load_run(run.store, "both"))
+    versions = "SELECT iteration, min(version_min) AS version FROM samples GROUP BY 1 ORDER BY 1"
+    oldest = run_sql(run.store, "both", versions).to_pydict()["version"]
+    assert [oldest[k] for k in (0, 1, 4, 5)] == [0, 1, 4, 5]
+
+
+@pytest.mark.parametrize("die_at", ["rollout 3", "train 2", "publish 2", 40, 55, 70])
+def test_a_killed_flow_goes_on_with_what_waits_in_the_store(tmp_path: Path, die_at: int | str) -> None:
+    recipe = ahead(rollout={"flush_seconds": 0.0})
+    start_driver(tmp_path, "killed", recipe, die_at).wait()
+    wait_until(lambda: not left_over(tmp_path))
+    store = store_in(tmp_path)
+    starts = records.number_of_starts(store, "killed")
+    waited = {g.index for n in range(starts) for r in records.read_start(store, "killed", n) for g in r.finished}
+    run = drive(tmp_path, "killed", recipe)
+    check(load_run(store, "killed"))
+    began = (
+        f"SELECT count(*) AS n FROM samples WHERE server = '' AND group_id IN ({', '.join(map(str, waited or {-1}))})"
+    )
+    assert run_sql(run.store, "killed", began).to_pydict() == {"n": [0]}
+
+
+def test_what_waited_is_trained_on_as_it_was_generated(tmp_path: Path) -> None:
+    """Rows of the spool are found again in the tables of iterations, to the bit: they were not generated twice."""
+    recipe = ahead(rollout={"flush_seconds": 0.0})
+    start_driver(tmp_path, "killed", recipe, "train 1").wait()
+    wait_until(lambda: not left_over(tmp_path))
+    store = store_in(tmp_path)
+    waiting = [
+        r for n in range(records.number_of_starts(store, "killed")) for r in records.read_start(store, "killed", n)
+    ]
+    rows = {
+        row["sample_id"]: row for r in waiting for t in r.tables.values() for row in read_table(store, t).to_pylist()
+    }
+    run = drive(tmp_path, "killed", recipe)
+    trained = [
+        row
+        for k in range(ITERATIONS)
+        for row in read_table(store, stage(run, k, "rollout").tables["rollout"]).to_pylist()
+    ]
+    taken = [row for row in trained if row["group_id"] >= 2 * GROUPS and row["sample_id"] in rows]
+    assert taken and all(row == rows[row["sample_id"]] for row in taken)
+
+
+def test_a_fork_has_a_spool_of_its_own(tmp_path: Path) -> None:
+    parent = drive(tmp_path, "parent", ahead(rollout={"flush_seconds": 0.0}))
+    child = drive(tmp_path, "child", ahead(), origin=Origin("parent", 3))
+    check(load_run(parent.store, "child"))
+    assert child.commit(3).state.get("spool", [0, 0])[0] == 0
+    assert not parent.store.exists(paths.spool_record("child", 0, 0)) or child.store.exists("child/run.json")
+
+
+def test_a_replay_keeps_the_groups_whatever_their_age(tmp_path: Path) -> None:
+    run = finished(tmp_path, "ahead", ahead())
+    drive(
+        tmp_path, "again", ahead(algorithm={"clip_ratio": 0.1}), origin=Origin("ahead", 0, "replay", True, "advantage")
+    )
+    assert groups_by_iteration(load_run(run.store, "again")) == groups_by_iteration(run)
+
+
+@given(st.lists(st.integers(0, 30), unique=True), st.integers(0, 10))
+@settings(max_examples=30)
+def test_commits_say_which_groups_are_settled(beyond: list[int], prefix: int) -> None:
+    settled = Settled(prefix).add(beyond)
+    assert Settled(settled.prefix, frozenset(sorted(settled.beyond))) == settled
