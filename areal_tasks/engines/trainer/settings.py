@@ -89,7 +89,7 @@ def _bound(algorithm: Grpo) -> Bound:
 def _max_lag(rollout: Rollout) -> float | None:
     if rollout.max_head_offpolicyness == 0:
         return None
-    return rollout.max_head_offpolicyness if rollout.bound == "strict" else math.inf
+    return float(rollout.max_head_offpolicyness) if rollout.bound == "strict" else math.inf
 
 
 def _sft_settings(recipe: SftRecipe) -> Settings:
