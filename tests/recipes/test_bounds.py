@@ -48,6 +48,8 @@ COMPANIONS: dict[str, tuple[str, ...]] = {
     "model.scratch.heads": ("model.scratch.hidden=4096",),
     "rollout.max_new_tokens": ("model.max_length=200000; trainer.micro_batch_tokens=200000",),
     "rollout.groups": ("algorithm.minibatches=1",),
+    "rollout.bound": ("rollout.max_head_offpolicyness=1",),
+    "rollout.interruption": ("rollout.max_head_offpolicyness=1",),
     "rollout.group_size": ("algorithm.reward_norm=none",),
     "reward.unverified_reward": ("reward.on_unverified=reward",),
     "algorithm.kl": ("algorithm.kl_coef=0.1",),
