@@ -17,6 +17,7 @@ from areal_tasks.engines.trainer.agreement import EnginesDisagree
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan
 from areal_tasks.engines.trainer.local import LocalBackend
+from areal_tasks.engines.trainer.metrics import over_ranks, step_statistics, totals
 from areal_tasks.engines.trainer.objective import STATS, grpo_objective, stat_names
 from areal_tasks.engines.trainer.rows import grpo_batch, make_table
 from areal_tasks.engines.trainer.settings import Settings, read_settings
@@ -315,3 +316,15 @@ def test_a_token_of_the_future_is_refused_whatever_the_bound(world: World) -> No
     newer = with_column(table, "version_max", [VERSION + 1] * len(LENGTHS))
     with pytest.raises(UserError, match="tokens of version 8, but version 7 trains on it"):
         train(world, newer)
+
+
+def test_what_ranks_measure_is_what_one_measures() -> None:
+    """Of 14 rows, on three ranks of which one has no token."""
+    generator = torch.Generator().manual_seed(3)
+    values, shares = torch.rand(14, 9, generator=generator), torch.rand(9, generator=generator)
+    values[10] = torch.tensor([1.0, 0, 1, 1, 0, 1, 0, 1, 1])
+    parts = [totals(values[:, a:b], shares[a:b]).flatten() for a, b in ((0, 4), (4, 4), (4, 9))]
+    found = step_statistics(over_ranks(torch.stack(parts, 1)), 9, measured=True)
+    assert found == pytest.approx(step_statistics(totals(values, shares), 9, measured=True))
+    assert found["compared"] == 6
+    assert found["logprob_gap_mean"] == pytest.approx(float(values[STATS.index("logprob_gap")].sum()) / 6)
