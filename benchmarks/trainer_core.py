@@ -24,6 +24,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from areal_tasks.algorithms.behaviour import Bound
 from areal_tasks.data.batching import make_layout, make_sequences
 from areal_tasks.engines.trainer.ahead import one_core
 from areal_tasks.engines.trainer.backend import Backend, Progress
@@ -86,7 +87,7 @@ def make_settings(shape: str, backend: str, arguments: argparse.Namespace, steps
         iterations=10,
         mean="token_mean",
         clip_ratio=0.2,
-        behaviour_cap=2.0,
+        behaviour=Bound("cap", 2.0),
     )
 
 

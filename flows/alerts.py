@@ -17,6 +17,8 @@ REWARD_COLLAPSE: Final = "reward-collapse"
 KL_EXPLOSION: Final = "kl-explosion"
 VERIFIER_FAILURES: Final = "verifier-failures"
 ENGINES_DISAGREE: Final = "engines-disagree"
+FEW_EFFECTIVE_SAMPLES: Final = "few-effective-samples"
+BEHAVIOUR_CLIPPED: Final = "behaviour-clipped"
 #: A fall within this many standard deviations of single iterations is noise.
 NOISE_DEVIATIONS: Final = 3.0
 #: Standard deviation over mean distance of two successive draws, of a normal distribution.
@@ -60,6 +62,8 @@ class Watch:
             kl_explosion(train, self.settings.max_kl),
             verifier_failures(verify, self.settings.max_unverified),
             engines_disagree(train, self.settings.max_logprob_gap),
+            few_effective_samples(train, self.settings.min_effective_sample_size),
+            behaviour_clipped(train, self.settings.max_behaviour_clipped),
         )
         yield from (alert for alert in checks if alert is not None)
 
@@ -137,3 +141,24 @@ def engines_disagree(train: Mapping[str, float], limit: float) -> Alert | None:
         return None
     message = f"engine and trainer are {gap:.4g} nats apart on average (alerts.max_logprob_gap {limit:g})"
     return Alert(ENGINES_DISAGREE, message, gap, limit)
+
+
+def few_effective_samples(train: Mapping[str, float], limit: float) -> Alert | None:
+    """The behaviour weights are so unequal that a few tokens decide the step. Not measured in synchronous runs."""
+    share = train.get("effective_sample_size", 1.0)
+    if not limit or share >= limit:
+        return None
+    message = (
+        f"by their behaviour weights the tokens count as {share:.0%} of their number "
+        f"(alerts.min_effective_sample_size {limit:g})"
+    )
+    return Alert(FEW_EFFECTIVE_SAMPLES, message, share, limit)
+
+
+def behaviour_clipped(train: Mapping[str, float], limit: float) -> Alert | None:
+    """The bound of the behaviour weights acts on many tokens: what is trained on is too old, or of other engines."""
+    share = train.get("behaviour_clipped", 0.0)
+    if not limit or share <= limit:
+        return None
+    message = f"{share:.1%} of the behaviour weights are capped or masked (alerts.max_behaviour_clipped {limit:g})"
+    return Alert(BEHAVIOUR_CLIPPED, message, share, limit)

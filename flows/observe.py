@@ -36,7 +36,7 @@ READ = (
     *("sample_id", "group_id", "sample_index", "prompt", "completion", "answer", "num_generated", "stop_reason"),
     *("version_min", "reward", "verdict", "detail"),
 )
-METRICS = {"verify": ("reward",), "train": ("loss", "grad_norm", "logprob_gap_mean")}
+METRICS = {"verify": ("reward",), "train": ("loss", "grad_norm", "logprob_gap_mean", "lag_mean")}
 #: A stage of this many seconds always has its manifest beside its task run: there it costs nothing that counts.
 LONG_SECONDS: Final = 10.0
 LIBRARY = logging.getLogger("areal_tasks")

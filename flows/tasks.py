@@ -27,16 +27,17 @@ SHOWN = {
     "evaluate": ("accuracy", "unparseable", "timeout", "error", "mean_tokens", "truncated", "prompts_dropped"),
     "train": (
         *("loss", "grad_norm", "lr", "entropy", "kl", "approx_kl", "clip_fraction", "ratio_max", "clamped"),
+        *("lag_mean", "lag_max", "stale_kv", "effective_sample_size", "behaviour_clipped"),
         *("logprob_gap_mean", "logprob_gap_max", "ratio_outside", "tokens", "skipped_steps", "train_seconds"),
     ),
 }
 SHARES = (
     *("truncated", "correct", "incorrect", "unparseable", "timeout", "error", "kept", "accuracy", "clip_fraction"),
-    "ratio_outside",
+    *("ratio_outside", "stale_kv", "effective_sample_size", "behaviour_clipped"),
 )
 SILENT_AT_0 = (
     *("truncated", "unparseable", "timeout", "error", "kl", "skipped_steps", "ratio_outside", "clamped"),
-    *("prompts_dropped", "eval_prompts_dropped"),
+    *("prompts_dropped", "eval_prompts_dropped", "stale_kv", "behaviour_clipped"),
 )
 
 

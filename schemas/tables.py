@@ -96,6 +96,7 @@ TRAIN_STEPS: Final = _schema(  # one row per optimizer step
     # Agreement of trainer and server: proximal policy (of the iteration's start, by the trainer) against behaviour.
     # NaN where nobody measured it: in SFT, without tokens, and where server and trainer run the same code
     # on the CPU from the second minibatch on, when the policy has moved and no proximal logprobs are kept.
+    # With η > 0, of tokens that the trainer's own version has sampled over its own KV cache; NaN with fewer than 256.
     ("logprob_gap_mean", pa.float64()),  # |Δ logprob| in nats, token mean
     ("logprob_gap_max", pa.float64()),
     ("ratio_outside", pa.float64()),  # share of tokens whose ratio proximal / behaviour is not within [0.9, 1.1]

@@ -44,17 +44,6 @@ def policy_terms(
     return PolicyTerms(-torch.minimum(free, clipped), ratio.detach(), (clipped < free).detach())
 
 
-def behaviour_weights(
-    proximal: Float[Tensor, "T"], behaviour: Float[Tensor, "T"], cap: float, limit: float = LIMIT
-) -> Float[Tensor, "T"]:
-    """min(proximal / behaviour, cap): what a token's policy loss is multiplied by; no gradient, and 1 where both agree.
-
-    The decoupled objective: AReaL (arXiv:2505.24298), §5.2, after Hilton et al. (arXiv:2110.00641).
-    Sampling and clipping need not know the same policy; this weight corrects for tokens that another one has sampled.
-    """
-    return torch.exp(bounded(proximal - behaviour, limit)).clamp(max=cap).detach()
-
-
 def sft_terms(logprobs: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
     """Cross-entropy of the demonstrated tokens, in nats."""
     return -logprobs

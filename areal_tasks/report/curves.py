@@ -84,6 +84,15 @@ CHARTS: Final = (
     ),
     Chart("dropped", "Dropped", "Share of samples that training left out.", True, zero=True),
     Chart("staleness", "Staleness", "Versions between the weights that began a sample and those trained.", zero=True),
+    Chart("lag", "Token lag", "Versions between the weights that sampled a token and those trained.", zero=True),
+    Chart(
+        "weights",
+        "Behaviour weights",
+        "Effective sample size, and tokens whose weight is capped or masked, as shares of the tokens.",
+        True,
+        zero=True,
+    ),
+    Chart("stale_kv", "Stale KV cache", "Share of tokens sampled over the KV cache of older weights.", True, zero=True),
     Chart("gap", "Logprob gap", "Trainer against server on the same tokens, mean and greatest, in nats.", scale="log"),
     Chart(
         "outside",
@@ -125,6 +134,12 @@ SELECT {x} AS x, avg(loss) AS loss, min(loss) AS loss_low, max(loss) AS loss_hig
        max(logprob_gap_max) FILTER (NOT isnan(logprob_gap_max)) AS gap_max,
        avg(ratio_outside) FILTER (NOT isnan(ratio_outside)) AS outside, sum(skipped::int) AS skipped
 FROM {source} GROUP BY 1 ORDER BY 1"""
+
+#: What `train` measures where tokens may be older than the policy.
+_AGES: Final = """
+SELECT iteration AS x, metrics['lag_mean'] AS lag, metrics['lag_max'] AS lag_max, metrics['stale_kv'] AS stale_kv,
+       metrics['effective_sample_size'] AS effective, metrics['behaviour_clipped'] AS clipped
+FROM stages WHERE stage = 'train' ORDER BY 1"""
 
 #: A supervised iteration is many steps long: each is a point between two iterations.
 _EACH_STEP: Final = _STEPS.format(
@@ -168,6 +183,14 @@ _SAMPLE_LINES: Final = (
     Line("staleness", "staleness", only_if_any=True),
 )
 
+_AGE_LINES: Final = (
+    Line("lag", "lag", "mean"),
+    Line("lag", "lag_max", "greatest"),
+    Line("weights", "effective", "effective sample size"),
+    Line("weights", "clipped", "capped or masked"),
+    Line("stale_kv", "stale_kv", only_if_any=True),
+)
+
 _EVALUATION_LINES: Final = (
     Line("accuracy", "correct", "evaluation"),
     Line("length", "length", "evaluation"),
@@ -189,6 +212,7 @@ SOURCES: Final = (
         (*_STEP_LINES, *_POLICY_LINES),
         unless="batch",
     ),
+    Source(frozenset({"stages", "train_steps"}), _AGES, _AGE_LINES, unless="batch"),
     Source(frozenset({"train_steps", "batch"}), _EACH_STEP, _STEP_LINES),
     Source(
         frozenset({"train_steps", "scalars"}),

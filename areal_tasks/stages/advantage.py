@@ -13,7 +13,7 @@ from areal_tasks.data.ragged import Flat, flat, lengths, ragged, spread
 from areal_tasks.data.threads import one_thread
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns, tables_of
-from schemas.recipe.agreement import same_code_on_cpu
+from schemas.recipe.agreement import same_policy
 from schemas.recipe.recipe import RlhfRecipe
 from schemas.recipe.sections import Grpo, Reward
 from schemas.tables import ADVANTAGE
@@ -23,8 +23,8 @@ def advantage(recipe: RlhfRecipe) -> Stage:
     """Per token `advantages` and `returns`; per sample what became of its reward and whether it is trained on.
 
     KL in the reward is that of the policy that the iteration begins with, by the trainer, which computes the reference
-    too. The servers' logprobs stand for it only where both run the same code; elsewhere their rounding would be
-    penalised.
+    too. The servers' logprobs stand for it only where both run the same code with the same weights; elsewhere their
+    rounding, or the age of their weights, would be penalised.
     """
     penalty = _penalty_columns(recipe) if recipe.algorithm.kl == "reward" else ()
     return Stage(
@@ -49,7 +49,7 @@ def advantage(recipe: RlhfRecipe) -> Stage:
 
 
 def _penalty_columns(recipe: RlhfRecipe) -> tuple[str, ...]:
-    policy = ("rollout", "logprobs") if same_code_on_cpu(recipe) else ("proximal", "sample_id", "prox_logprobs")
+    policy = ("rollout", "logprobs") if same_policy(recipe) else ("proximal", "sample_id", "prox_logprobs")
     return columns(*policy) + columns("reference", "sample_id", "ref_logprobs")
 
 

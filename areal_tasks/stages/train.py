@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from areal_tasks.engines.trainer.commands import Train
-from areal_tasks.engines.trainer.rows import COLUMNS
+from areal_tasks.engines.trainer.rows import read_of
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from schemas.manifest import StageManifest
 from schemas.recipe.agreement import needs_proximal
 from schemas.recipe.recipe import RlhfRecipe, SftRecipe
+
+#: What GRPO reads beyond the sections that every trainer reads.
+GRPO_FIELDS: Final = ("rollout.temperature", "rollout.max_head_offpolicyness")
 
 
 def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
@@ -20,9 +25,9 @@ def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
         kind=Kind.TRAIN_STEP,
         version=2,  # 2: the decoupled objective where server and trainer differ by more than rounding on the CPU
         run=run,
-        reads=tuple(name for table in _tables(recipe) for name in columns(table, *COLUMNS[table])),
+        reads=tuple(name for table in _tables(recipe) for name in columns(table, *read_of(table, _ages(recipe)))),
         writes=("train_steps", "train_samples"),
-        fields=("trainer", "algorithm", "model", "schedule.iterations", *(("rollout.temperature",) if grpo else ())),
+        fields=("trainer", "algorithm", "model", "schedule.iterations", *(GRPO_FIELDS if grpo else ())),
         carries=("policy",),
         after=("evaluate",)
         if isinstance(recipe, RlhfRecipe) and recipe.inference.release_memory
@@ -37,6 +42,11 @@ def _tables(recipe: RlhfRecipe | SftRecipe) -> tuple[str, ...]:
         return ("batch",)
     reference = ("reference",) if recipe.algorithm.kl != "none" else ()
     return ("rollout", "advantage", *reference, *(("proximal",) if needs_proximal(recipe) else ()))
+
+
+def _ages(recipe: RlhfRecipe | SftRecipe) -> bool:
+    """Whether the tokens may be of different weights."""
+    return isinstance(recipe, RlhfRecipe) and recipe.rollout.max_head_offpolicyness > 0
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:

@@ -25,6 +25,8 @@ CURVES: Final = {
     "entropy": ("train", "entropy"),
     "clip_fraction": ("train", "clip_fraction"),
     "grad_norm": ("train", "grad_norm"),
+    "lag_mean": ("train", "lag_mean"),
+    "effective_sample_size": ("train", "effective_sample_size"),
     "length": ("rollout", "mean_tokens"),
     "kept": ("advantage", "kept"),
 }

@@ -27,9 +27,21 @@ def same_code_on_cpu(recipe: RlhfRecipe) -> bool:
     )
 
 
+def same_policy(recipe: RlhfRecipe) -> bool:
+    """Whether every token is sampled by the policy that the iteration begins with, to within float32 rounding."""
+    return same_code_on_cpu(recipe) and recipe.rollout.max_head_offpolicyness == 0
+
+
+def is_decoupled(recipe: RlhfRecipe) -> bool:
+    """Whether the policy of the iteration's start (proximal) is told from the one that has sampled (behaviour)."""
+    return recipe.algorithm.decoupled and not same_policy(recipe)
+
+
 def needs_proximal(recipe: RlhfRecipe) -> bool:
     """Whether the policy of the iteration's start is asked for its logprobs before training.
 
-    With one minibatch the step's own forward pass is that policy (DESIGN §5).
+    With one minibatch the step's own forward pass is that policy (DESIGN §5), token by token: the weight of a sequence
+    must be known before the loss of its first token.
     """
-    return not same_code_on_cpu(recipe) and recipe.algorithm.minibatches > 1
+    algorithm = recipe.algorithm
+    return is_decoupled(recipe) and (algorithm.minibatches > 1 or algorithm.behaviour_level == "sequence")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel
 
-from schemas.recipe.agreement import same_code_on_cpu
+from schemas.recipe.agreement import is_decoupled, same_policy
 from schemas.recipe.fields import is_set
 from schemas.recipe.sources import SPLIT, source_kind
 
@@ -49,6 +49,7 @@ def splits(recipe: Any) -> bool:
 SGLANG_ALONE: Final = (
     "tensor_parallel", "gpus", "memory_fraction", "first_port", "release_memory", "transport", "prove_weights", "flags",
 )  # fmt: skip
+BEHAVIOUR: Final = ("behaviour_bound", "behaviour_cap", "behaviour_low", "behaviour_high", "behaviour_level")
 IDLE: Final = (
     Idle("inference.deterministic", _embedded, "with inference.engine sglang: it is the embedded engine's"),
     Idle("inference.slots", _embedded, "with inference.engine sglang: it is the embedded engine's"),
@@ -78,14 +79,34 @@ IDLE: Final = (
     Idle("algorithm.kl_coef", lambda r: r.algorithm.kl != "none", "with algorithm.kl none: set it to reward or loss"),
     Idle(
         "algorithm.clip_ratio",
-        lambda r: r.algorithm.minibatches > 1,
+        lambda r: r.algorithm.minibatches > 1 or not r.algorithm.decoupled,
         "with one minibatch: the policy has not moved when the ratio is taken",
     ),
-    Idle(
-        "algorithm.behaviour_cap",
-        lambda r: not same_code_on_cpu(r),
-        "with server and trainer on the CPU in float32 (embedded and deterministic, local without gpus): "
-        "they differ by rounding, and the weight is taken as 1",
+    *(
+        Idle(
+            f"algorithm.{name}",
+            lambda r: not same_policy(r),
+            "with server and trainer on the CPU in float32 (embedded and deterministic, local without gpus) and "
+            "rollout.max_head_offpolicyness 0: they differ by rounding, and the weight is taken as 1",
+        )
+        for name in ("decoupled", *BEHAVIOUR)
+    ),
+    *(
+        Idle(f"algorithm.{name}", lambda r: r.algorithm.decoupled, "with algorithm.decoupled false: it has no weight")
+        for name in BEHAVIOUR
+    ),
+    Idle("algorithm.behaviour_cap", lambda r: r.algorithm.behaviour_bound == "cap", "with behaviour_bound mask"),
+    *(
+        Idle(f"algorithm.{name}", lambda r: r.algorithm.behaviour_bound == "mask", "unless behaviour_bound is mask")
+        for name in ("behaviour_low", "behaviour_high")
+    ),
+    *(
+        Idle(
+            f"alerts.{name}",
+            lambda r: _asynchronous(r) and is_decoupled(r),
+            "with rollout.max_head_offpolicyness 0 or algorithm.decoupled false: it is not measured",
+        )
+        for name in ("min_effective_sample_size", "max_behaviour_clipped")
     ),
     Idle(
         "trainer.head_chunk_tokens",

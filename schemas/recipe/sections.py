@@ -185,11 +185,35 @@ class Grpo(Section):
     loss: Literal["token_mean", "sequence_mean"] = semantic(
         "token_mean", description="Mean over all tokens, or over sequences of their token means."
     )
+    decoupled: bool = semantic(
+        True,
+        before=True,
+        description="Decoupled PPO, where η > 0 or server and trainer are not both on the CPU in float32: the clip "
+        "keeps close to the policy of the iteration's start, and a weight corrects for the one that has sampled. "
+        "`false`: plain PPO, which clips the ratio to the policy that has sampled.",
+    )
+    behaviour_bound: Literal["cap", "mask"] = semantic(
+        "cap",
+        before="cap",
+        description="How the behaviour weight π_proximal/π_behaviour is bounded. `cap`: at most `behaviour_cap` "
+        "(truncated importance sampling). `mask`: 0, and no gradient, outside `behaviour_low` and `behaviour_high` "
+        "(IcePop).",
+    )
     behaviour_cap: float = semantic(
         2.0,
         ge=1,
         le=1e6,
-        description="Cap of a token's weight π_proximal/π_behaviour; the weight is 1 with both on the CPU in float32.",
+        description="Cap of the behaviour weight; with η = 0 the weight is 1 with both on the CPU in float32.",
+    )
+    behaviour_low: float = semantic(0.5, before=0.5, ge=0, le=1, description="Least behaviour weight that counts.")
+    behaviour_high: float = semantic(
+        5.0, before=5.0, ge=1, le=1e6, description="Greatest behaviour weight that counts."
+    )
+    behaviour_level: Literal["token", "sequence"] = semantic(
+        "token",
+        before="token",
+        description="Whose weight is bounded and applied: each token's, or the product over the generated tokens of "
+        "its sample, which costs a further forward pass with one minibatch.",
     )
     max_log_ratio: float = semantic(
         20.0,
@@ -394,4 +418,13 @@ class Alerts(Section):
         ge=0,
         le=100,
         description="Mean distance of engine and trainer, in nats; `algorithm.max_logprob_gap` stops the run.",
+    )
+    min_effective_sample_size: float = operational(
+        0.5,
+        ge=0,
+        le=1,
+        description="Effective sample size of the behaviour weights with η > 0, as a share of the tokens: too small.",
+    )
+    max_behaviour_clipped: float = operational(
+        0.1, ge=0, le=1, description="Share of tokens whose behaviour weight is capped or masked with η > 0: too large."
     )

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_tasks.algorithms.behaviour import Bound, behaviour_weights
 from areal_tasks.algorithms.kl import k3
 from areal_tasks.algorithms.log_ratios import LIMIT, beyond, bounded
-from areal_tasks.algorithms.losses import behaviour_weights, policy_terms
+from areal_tasks.algorithms.losses import policy_terms
 
 CLIP = 0.2
 TOP = math.exp(LIMIT)
@@ -78,13 +79,14 @@ def test_what_is_within_the_bound_is_the_same_to_the_bit(log_ratio: float, advan
     assert surrogate(log_ratio, advantage) == surrogate(log_ratio, advantage, math.inf)
     assert penalty(log_ratio) == penalty(log_ratio, math.inf)
     pair = torch.tensor([log_ratio]), torch.zeros(1)
-    assert torch.equal(behaviour_weights(*pair, 2.0), behaviour_weights(*pair, 2.0, math.inf))
+    near, free = (behaviour_weights(pair[0], Bound("cap", 2.0), limit).applied for limit in (LIMIT, math.inf))
+    assert torch.equal(near, free)
     assert not beyond(LIMIT, pair[0]).any()
 
 
 @pytest.mark.parametrize("far", FAR)
 def test_the_weight_of_a_far_token_is_the_cap_or_nothing(far: float) -> None:
-    weight = behaviour_weights(torch.tensor([far]), torch.zeros(1), 2.0).item()
+    weight = behaviour_weights(torch.tensor([far]), Bound("cap", 2.0)).applied.item()
     assert weight == pytest.approx(2.0 if far > 0 else 0.0, abs=1e-30)
 
 

@@ -9,11 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_tasks.algorithms.losses import behaviour_weights, policy_terms, sft_terms, token_weights
+from areal_tasks.algorithms.losses import policy_terms, sft_terms, token_weights
 
 CLIP = 0.2
 LENGTHS = st.lists(st.integers(0, 7), min_size=1, max_size=6)
-LOGPROBS = st.floats(-20, 0, width=32)
 HOW = st.sampled_from(["token_mean", "sequence_mean"])
 
 
@@ -52,25 +51,6 @@ def test_first_step_is_the_plain_policy_gradient() -> None:
 def test_ratio_and_clipped_carry_no_gradient() -> None:
     terms = policy_terms(torch.zeros(2, requires_grad=True), torch.zeros(2), torch.ones(2), CLIP)
     assert terms.loss.requires_grad and not terms.ratio.requires_grad
-
-
-@given(LOGPROBS, LOGPROBS, st.floats(1, 50))
-def test_the_behaviour_weight_is_the_ratio_up_to_its_cap(proximal: float, behaviour: float, cap: float) -> None:
-    weight = behaviour_weights(torch.tensor([proximal]), torch.tensor([behaviour]), cap).item()
-    assert weight == pytest.approx(min(math.exp(proximal - behaviour), cap), rel=1e-4)
-    assert 0 <= weight <= torch.tensor(cap).item()
-
-
-@given(LOGPROBS)
-def test_the_behaviour_weight_of_equal_policies_is_one_to_the_bit(logprob: float) -> None:
-    assert behaviour_weights(torch.tensor([logprob]), torch.tensor([logprob]), 1.0).item() == 1.0
-
-
-def test_the_behaviour_weight_carries_no_gradient_and_hides_no_nan() -> None:
-    moving = torch.tensor([0.0, math.nan, math.inf], requires_grad=True)
-    weight = behaviour_weights(moving, torch.zeros(3), 2.0)
-    assert not weight.requires_grad
-    assert weight[1].isnan() and weight[[0, 2]].tolist() == [1.0, 2.0]
 
 
 def test_sft_loss_of_a_uniform_guess() -> None:

@@ -59,6 +59,7 @@ def sample(iteration: int, index: int, **changes: Any) -> Row:
         "loss_mask": [False, False, True, True, True],
         "logprobs": [0.0, 0.0, -0.5, -3.25, -0.125],
         "versions": [-1, -1, iteration, iteration, iteration],
+        "stale_kv": [False] * 5,
         "advantages": [0.0, 0.0, 1.5, 1.5, 1.5],
         "returns": [0.0] * 5,
         "num_tokens": 5,
@@ -110,10 +111,12 @@ def make_run(
     tokenizer: bool = True,
     evaluate: bool = True,
     trains: bool = True,
+    measured: Mapping[str, float] | None = None,
 ) -> Run:
     """A run of the flow rlhf whose iterations hold these samples.
 
     `evaluate`: version 0 is evaluated on them too. Without `trains` it ends before training, as a replay may.
+    `measured`: the metrics of the stages `train`.
     """
     recipe = load_recipe("quickstart", [*overrides, f"schedule.iterations={max(len(iterations), 3)}"])
     run = open_run(store, name, "rlhf", recipe)
@@ -128,7 +131,8 @@ def make_run(
             stages["evaluate"] = {"evaluate": [row | {"weights_version": 0} for row in rows]}
         if k == 0 and tokenizer:
             stages["initialise"] = {"initial_weights": [_initial_weights(store, name)]}
-        _commit(run, k, [_stage(run, k, stage, found) for stage, found in stages.items()])
+        metrics = {"train": measured or {}}
+        _commit(run, k, [_stage(run, k, stage, found, metrics.get(stage, {})) for stage, found in stages.items()])
     return run
 
 
@@ -145,7 +149,7 @@ def _initial_weights(store: Store, run: str) -> Row:
     return {"version": 0, "weights_attempt": attempt, "materialised": True}
 
 
-def _stage(run: Run, k: int, stage: str, tables: Mapping[str, Sequence[Row]]) -> StageRef:
+def _stage(run: Run, k: int, stage: str, tables: Mapping[str, Sequence[Row]], metrics: Mapping[str, float]) -> StageRef:
     attempt = new_attempt()
     prefix = paths.stage_attempt(run.name, k, stage, attempt)
     arrow = {n: pa.Table.from_pylist([full(n, row) for row in rows], schema=TABLES[n]) for n, rows in tables.items()}
@@ -159,6 +163,7 @@ def _stage(run: Run, k: int, stage: str, tables: Mapping[str, Sequence[Row]]) ->
         digest=combine_digests({name: ref.digest for name, ref in refs.items()}),
         inputs=(),
         tables=refs,
+        metrics=dict(metrics),
         provenance=make_provenance(1, now()),
     )
     path = paths.stage_manifest(run.name, k, stage, made.key)

@@ -75,6 +75,18 @@ def test_what_never_happened_has_no_curve(store: Store) -> None:
     assert curves["dropped"][0]["y"] == [1, 0] and curves["staleness"][0]["y"] == [0, 1]
 
 
+def test_the_age_of_tokens_is_shown_where_it_was_measured(store: Store) -> None:
+    ages = {"lag_mean": 1.5, "lag_max": 3.0, "stale_kv": 0.25, "effective_sample_size": 0.9, "behaviour_clipped": 0.0}
+    make_run(store, "a", [rows(0), rows(1)], measured=ages)
+    run = report_of(store, "a")[0]
+    assert line(run, "lag", "mean")["y"] == [1.5, 1.5] and line(run, "lag", "greatest")["y"] == [3, 3]
+    assert line(run, "weights", "effective sample size")["y"] == [0.9, 0.9]
+    assert line(run, "weights", "capped or masked")["y"] == [0, 0]
+    assert line(run, "stale_kv")["y"] == [0.25, 0.25]
+    make_run(store, "plain", [rows(0)])
+    assert not report_of(store, "plain")[0]["curves"].keys() & {"lag", "weights", "stale_kv"}
+
+
 @given(
     st.lists(st.floats(-1e6, 1e6) | st.just(float("nan")), min_size=1, max_size=300),
     st.integers(1, 40),

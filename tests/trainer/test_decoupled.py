@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_builders import World, advantage, rlhf_recipe, rollout, with_column
 
+from areal_tasks.algorithms.behaviour import Bound
 from areal_tasks.algorithms.kl import k3
 from areal_tasks.algorithms.losses import policy_terms
 from areal_tasks.engines.trainer.agreement import EnginesDisagree, agreement, check_agreement, gaps, outside
@@ -54,7 +55,7 @@ def stats(
 
 def test_three_tokens_by_hand() -> None:
     """π/π_prox is 1.5 (clipped), 0.9 and 1; π_prox/π_behav is 1.25, 0.5 and 4, which the cap makes 2."""
-    chosen = replace(made(), clip_ratio=0.2, behaviour_cap=2.0)
+    chosen = replace(made(), clip_ratio=0.2, behaviour=Bound("cap", 2.0))
     columns = {
         "behaviour": [math.log(0.4), math.log(0.8), math.log(0.1)],
         "proximal": [math.log(0.5), math.log(0.4), math.log(0.4)],
@@ -93,7 +94,7 @@ def test_the_first_pass_of_one_minibatch_is_the_weighted_policy_gradient(
 ) -> None:
     """Its own forward pass is the proximal policy: every ratio is 1, and the gradient is -w · A, of w none."""
     logprobs, behaviour, advantages = (list(column) for column in zip(*tokens, strict=True))
-    chosen = replace(made(), own_proximal=True, behaviour_cap=cap)
+    chosen = replace(made(), own_proximal=True, behaviour=Bound("cap", cap))
     found, gradient = stats({"behaviour": behaviour, "advantages": advantages}, logprobs, chosen)
     weight = (torch.tensor(logprobs) - torch.tensor(behaviour)).exp().clamp(max=cap)
     assert found["ratio"].eq(1).all() and not found["clip_fraction"].any()
@@ -110,7 +111,7 @@ def test_tokens_with_a_log_ratio_above_the_bound_are_counted_once_each() -> None
         "advantages": [2.0, 2.0, 2.0, 2.0, 2.0],
     }
     logprobs = [-1.0, -1.0, -90.0, -1.0, -1.0]
-    chosen = replace(made(algorithm={"kl": "loss", "kl_coef": 0.5}), behaviour_cap=2.0)
+    chosen = replace(made(algorithm={"kl": "loss", "kl_coef": 0.5}), behaviour=Bound("cap", 2.0))
     assert chosen.log_ratio_limit == 20.0
     found, gradient = stats(columns, logprobs, chosen)
     assert found["clamped"].tolist() == [1, 1, 1, 0, 0]
@@ -124,7 +125,7 @@ def test_what_the_recipe_says_reaches_the_objective() -> None:
     assert made(algorithm={"max_log_ratio": 0.0}).log_ratio_limit == math.inf
     assert not made().own_proximal and not made(algorithm={"minibatches": 1}).own_proximal
     one = made(algorithm={"minibatches": 1, "behaviour_cap": 3.0}, inference=ROUNDS)
-    assert one.own_proximal and one.behaviour_cap == 3.0
+    assert one.own_proximal and one.behaviour == Bound("cap", 3.0)
     assert not made(inference=ROUNDS).own_proximal
 
 
@@ -210,7 +211,7 @@ def test_the_summary_weighs_by_tokens_and_leaves_out_what_nobody_measured() -> N
 
     def row(tokens: int, mean: float, peak: float) -> dict[str, Any]:
         found = {"logprob_gap_mean": mean, "logprob_gap_max": peak, "ratio_outside": mean}
-        return {**others, **found, "tokens": tokens, "skipped": False}
+        return {**others, **found, "tokens": tokens, "compared": tokens, "skipped": False}
 
     found = summary([row(10, 0.1, 0.5), row(30, 0.3, 0.4), row(7, math.nan, math.nan)])
     assert found["logprob_gap_mean"] == found["ratio_outside"] == pytest.approx(0.25)

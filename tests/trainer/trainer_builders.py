@@ -70,6 +70,7 @@ def rollout(lengths: Sequence[int], seed: int = 0, version: int = 0) -> pa.Table
         "loss_mask": masks,
         "logprobs": [[float(m and random.normal(-2.7, 0.2)) for m in mask] for mask in masks],
         "versions": [[version if m else -1 for m in mask] for mask in masks],
+        "stale_kv": [[False] * n for n in lengths],
         "num_tokens": list(lengths),
         "num_generated": [sum(m) for m in masks],
         "stop_reason": ["stop"] * len(lengths),

@@ -7,7 +7,17 @@ import random
 
 import pytest
 
-from flows.alerts import Alert, Earlier, Watch, engines_disagree, kl_explosion, reward_collapse, verifier_failures
+from flows.alerts import (
+    Alert,
+    Earlier,
+    Watch,
+    behaviour_clipped,
+    engines_disagree,
+    few_effective_samples,
+    kl_explosion,
+    reward_collapse,
+    verifier_failures,
+)
 from schemas.recipe.sections import Alerts
 
 
@@ -85,13 +95,32 @@ def test_engines_that_disagree(gap: float, wrong: bool) -> None:
     assert (engines_disagree({"logprob_gap_mean": gap}, 0.05) is not None) == wrong
 
 
+@pytest.mark.parametrize(("share", "wrong"), [(0.3, True), (math.nan, True), (0.5, False), (1.0, False)])
+def test_few_effective_samples(share: float, wrong: bool) -> None:
+    alert = few_effective_samples({"effective_sample_size": share}, 0.5)
+    assert (alert is not None) == wrong and few_effective_samples({}, 0.5) is None
+    assert alert is None or "(alerts.min_effective_sample_size 0.5)" in alert.message
+
+
+@pytest.mark.parametrize(("share", "wrong"), [(0.2, True), (math.nan, True), (0.1, False), (0.0, False)])
+def test_clipped_behaviour_weights(share: float, wrong: bool) -> None:
+    alert = behaviour_clipped({"behaviour_clipped": share}, 0.1)
+    assert (alert is not None) == wrong and behaviour_clipped({}, 0.1) is None
+    assert alert is None or "(alerts.max_behaviour_clipped 0.1)" in alert.message
+
+
+OLD = {"effective_sample_size": 0.1, "behaviour_clipped": 0.9}
+
+
 def test_0_turns_a_warning_off() -> None:
-    off = Watch(Alerts(reward_drop=0, max_kl=0, max_unverified=0, max_logprob_gap=0, window=1))
-    wrong = {"verify": {"reward": 1.0, "error": 1.0}, "train": {"kl": 99.0, "logprob_gap_mean": 9.0}}
+    ages = {"min_effective_sample_size": 0, "max_behaviour_clipped": 0}
+    off = Watch(Alerts(reward_drop=0, max_kl=0, max_unverified=0, max_logprob_gap=0, window=1, **ages))
+    wrong = {"verify": {"reward": 1.0, "error": 1.0}, "train": {"kl": 99.0, "logprob_gap_mean": 9.0, **OLD}}
     assert not off(wrong) and not off({**wrong, "verify": {"reward": 0.0, "error": 1.0}})
 
 
 def test_several_causes_at_once() -> None:
-    wrong = {"verify": {"reward": 1.0, "error": 1.0}, "train": {"kl": 9.0, "logprob_gap_mean": 1.0}}
+    wrong = {"verify": {"reward": 1.0, "error": 1.0}, "train": {"kl": 9.0, "logprob_gap_mean": 1.0, **OLD}}
     found: list[Alert] = Watch(Alerts())(wrong)
-    assert [alert.cause for alert in found] == ["kl-explosion", "verifier-failures", "engines-disagree"]
+    expected = ["kl-explosion", "verifier-failures", "engines-disagree", "few-effective-samples", "behaviour-clipped"]
+    assert [alert.cause for alert in found] == expected

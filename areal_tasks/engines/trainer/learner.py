@@ -10,9 +10,10 @@ from typing import Any
 
 import pyarrow as pa
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from areal_tasks.algorithms.behaviour import sequence_log_ratios
 from areal_tasks.algorithms.losses import token_weights
 from areal_tasks.data.batching import (
     LEFT_OUT,
@@ -27,10 +28,11 @@ from areal_tasks.engines.trainer.ahead import Ahead, aside
 from areal_tasks.engines.trainer.backend import Backend, Progress, TokenLoss, TokenStats
 from areal_tasks.engines.trainer.forward import fetch, move, pinned, staged
 from areal_tasks.engines.trainer.metrics import SampleMeans, over_ranks, step_statistics, steps_table, summary, totals
-from areal_tasks.engines.trainer.objective import STATS, Objective, grpo_objective, sft_objective
+from areal_tasks.engines.trainer.objective import Objective, grpo_objective, sft_objective, stat_names
 from areal_tasks.engines.trainer.optimizer import learning_rate
 from areal_tasks.engines.trainer.rows import Batch, aligned, make_table
 from areal_tasks.engines.trainer.settings import Settings
+from areal_tasks.engines.trainer.staleness import LEAST_COMPARED, staleness_metrics
 from schemas.errors import UserError
 
 Rows = Int[Tensor, " _"]  # samples by their place in the batch
@@ -123,8 +125,18 @@ def make_objective(batch: Batch, settings: Settings, device: torch.device) -> Ob
     """What is minimised over `batch`, of tokens on `device`."""
     if settings.kind == "sft":
         return sft_objective
-    columns = {name: move(column, device) for name, column in batch.columns.items()}
+    more = {"log_ratio": _sequence_log_ratios(batch)} if settings.sequence_weights else {}
+    columns = {name: move(column, device) for name, column in (batch.columns | more).items()}
     return grpo_objective(columns, settings)
+
+
+def _sequence_log_ratios(batch: Batch) -> Float[Tensor, " N"]:
+    """log π_proximal / π_behaviour of each token's whole sample, from the table `proximal`; 0 where none counts."""
+    counted = batch.sequences.counted
+    log_ratios = batch.columns["proximal"][counted] - batch.columns["behaviour"][counted]
+    found = torch.zeros(len(counted))
+    found[counted] = sequence_log_ratios(log_ratios, counted_tokens(batch.sequences))
+    return found
 
 
 def shared_out(passes: list[Rows], rank: int, world: int) -> list[Rows]:
@@ -143,7 +155,9 @@ class Learner:
         self.batch = batch
         self.plan = plan
         self.objective = make_objective(batch, settings, backend.device)
+        self.rows = len(stat_names(batch.columns, settings))
         self.counts = counted_tokens(batch.sequences)
+        self.comparable = self._is_comparable()
         self.work = Work(int((plan.minibatch != LEFT_OUT).sum()))
 
     def learn(self, version: int, progress: Progress) -> Learned:
@@ -178,7 +192,7 @@ class Learner:
             steps.append({"version": version + 1, "step": progress.step, "minibatch": minibatch.number, **row})
             self._check_skipped(progress, row)
         self._describe(done, samples)
-        return Learned(steps_table(steps), self._samples_table(samples), summary(steps), progress)
+        return Learned(steps_table(steps), self._samples_table(samples), summary(steps) | self._ages(), progress)
 
     def _minibatch(self, number: int) -> Minibatch:
         """Minibatch `number` of the plan."""
@@ -224,7 +238,24 @@ class Learner:
 
     def _measures(self, number: int) -> bool:
         """Whether the passes of a minibatch tell how far the engines are apart; later ones show the policy's drift."""
-        return number == 0 or "proximal" in self.batch.columns
+        return self.comparable and (number == 0 or "proximal" in self.batch.columns)
+
+    def _is_comparable(self) -> bool:
+        """Whether tokens enough, of the minibatches that are compared, were sampled by the policy itself."""
+        if self.batch.staleness is None:
+            return True
+        last = self.settings.minibatches - 1 if "proximal" in self.batch.columns else 0
+        compared = (self.plan.minibatch != LEFT_OUT) & (self.plan.minibatch <= last)
+        return int((self.batch.staleness.comparable & self._tokens_of(compared)).sum()) >= LEAST_COMPARED
+
+    def _ages(self) -> dict[str, float]:
+        """How old the tokens are that were trained on; nothing where they cannot be older than the policy."""
+        stale = self.batch.staleness
+        return {} if stale is None else staleness_metrics(stale, self._tokens_of(self.plan.minibatch != LEFT_OUT))
+
+    def _tokens_of(self, samples: Bool[Tensor, " B"]) -> Bool[Tensor, " N"]:
+        """The tokens of these samples that count."""
+        return self.batch.sequences.counted & samples.repeat_interleave(self.batch.sequences.lengths)
 
     def _describe(self, done: list[tuple[TokenStats, bool]], samples: SampleMeans) -> None:
         """Add what all ranks say of the samples of minibatches that are over."""
@@ -247,7 +278,7 @@ class Learner:
         Never waits for the device.
         """
         device = self.backend.device
-        values, weights = [torch.zeros(len(STATS), 0, device=device)], [torch.zeros(0, device=device)]
+        values, weights = [torch.zeros(self.rows, 0, device=device)], [torch.zeros(0, device=device)]
         samples = [torch.zeros(0, dtype=torch.int64)]
         for number, (rows, taken) in enumerate(zip(minibatch.mine, passes, strict=False), 1):
             loss, last = self._token_loss(taken.layout), number == len(minibatch.mine)
@@ -264,15 +295,17 @@ class Learner:
 
     def _check_table(self) -> None:
         """Compare server and trainer over all tokens to be trained on, where the trainer was asked beforehand."""
-        if "proximal" in self.batch.columns:
-            counted = self.batch.sequences.counted & self.batch.kept.repeat_interleave(self.batch.sequences.lengths)
+        if "proximal" in self.batch.columns and self.comparable:
+            counted = self._tokens_of(self.batch.kept)
+            if self.batch.staleness is not None:
+                counted = counted & self.batch.staleness.comparable
             both = [self.batch.columns[name][counted] for name in ("proximal", "behaviour")]
             check_agreement(agreement(gaps(*both), outside(*both)), self.settings.max_logprob_gap, len(both[0]))
 
     def _check_first(self, found: dict[str, Any]) -> None:
         """The same over the first minibatch, of which the forward and backward pass are done and the step is not."""
         try:
-            check_agreement(found, self.settings.max_logprob_gap, found["tokens"])
+            check_agreement(found, self.settings.max_logprob_gap, found["compared"])
         except EnginesDisagree:
             self.backend.step(0.0, wanted=False)  # forgets the gradient
             raise

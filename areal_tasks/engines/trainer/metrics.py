@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from areal_tasks.algorithms.behaviour import effective_sample_size
 from areal_tasks.engines.trainer.backend import TokenStats
-from areal_tasks.engines.trainer.objective import STATS
+from areal_tasks.engines.trainer.objective import COMPARED, STATS, WEIGHTS
 from areal_tasks.engines.trainer.rows import make_table
 from schemas.tables import TRAIN_STEPS
 
@@ -27,6 +28,8 @@ _OF_SAMPLES: Final = {
     "sample_loss": "loss",
     "sample_logprob_gap": "logprob_gap",
 }
+_GAP: Final = list(_OF_SAMPLES).index("sample_logprob_gap")
+_COMPARED: Final = len(STATS)  # the row after STATS, where there is one
 _MEANS: Final = (
     "loss", "policy_loss", "kl", "approx_kl", "entropy", "clip_fraction", "ratio_mean", "grad_norm", "lr",
 )  # fmt: skip
@@ -41,7 +44,7 @@ def totals(values: Float[Tensor, "K T"], weights: Float[Tensor, " T"]) -> Float[
 
 def over_ranks(parts: Float[Tensor, "N ranks"]) -> Float[Tensor, "3 K"]:
     """The `totals` of all ranks' tokens, from those of each, a column each."""
-    each = parts.view(3, len(STATS), -1)
+    each = parts.view(3, len(parts) // 3, -1)
     return torch.cat([each[:2].sum(2), each[2:].amax(2)])
 
 
@@ -50,21 +53,23 @@ def step_statistics(found: Float[Tensor, "3 K"], tokens: int, measured: bool) ->
 
     The agreement of the engines is NaN where it was not `measured`.
     """
-    means = dict(zip(STATS, (found[0] / max(tokens, 1)).tolist(), strict=True))
-    weighted = dict(zip(STATS, found[1].tolist(), strict=True))
-    largest = dict(zip(STATS, found[2].tolist(), strict=True))
+    sums, weighted, largest = (dict(zip((*STATS, *COMPARED, *WEIGHTS), row, strict=False)) for row in found.tolist())
+    means = {name: total / max(tokens, 1) for name, total in sums.items()}
+    compared = int(sums.get("compared", tokens))
     agreed = {
-        "logprob_gap_mean": means["logprob_gap"],
+        "logprob_gap_mean": sums["logprob_gap"] / max(compared, 1),
         "logprob_gap_max": largest["logprob_gap"],
-        "ratio_outside": means["ratio_outside"],
+        "ratio_outside": sums["ratio_outside"] / max(compared, 1),
     }
     return {
         **{name: (weighted if name in _WEIGHTED else means)[name] for name in STATS if name not in _ELSEWHERE},
         "ratio_mean": means["ratio"],
         "ratio_max": largest["ratio"] if tokens else 0.0,
-        "clamped": int(found[0][STATS.index("clamped")]),
+        "clamped": int(sums["clamped"]),
         "tokens": tokens,
-        **(agreed if tokens and measured else dict.fromkeys(agreed, math.nan)),
+        "compared": compared,
+        **{name: sums[name] for name in WEIGHTS if name in sums},
+        **(agreed if compared and measured else dict.fromkeys(agreed, math.nan)),
     }
 
 
@@ -73,6 +78,7 @@ class SampleMeans:
 
     def __init__(self, samples: int) -> None:
         self.counts = torch.zeros(samples, dtype=torch.int64)
+        self.compared = torch.zeros(samples, dtype=torch.int64)  # of these the engines' agreement is a mean
         self.sums = torch.zeros(len(_OF_SAMPLES), samples, dtype=torch.float64)
 
     def add(self, stats: TokenStats, measured: bool) -> None:
@@ -84,17 +90,27 @@ class SampleMeans:
         rows = stats.values[[STATS.index(name) for name in _OF_SAMPLES.values()]].numpy()
         sums = torch.from_numpy(np.add.reduceat(rows, starts, axis=1, dtype=np.float64))
         if not measured:
-            sums[list(_OF_SAMPLES).index("sample_logprob_gap")] = math.nan
+            sums[_GAP] = math.nan
         self.counts.index_add_(0, samples, lengths)
+        self.compared.index_add_(0, samples, _compared(stats, starts, lengths))
         self.sums.index_add_(1, samples, sums)
 
     def columns(self) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
         """Of `train_samples`. A sample without counted tokens gets ratio 1, no gap and otherwise zeros."""
-        means = (self.sums / self.counts.clamp(min=1)).float()
+        counts = self.counts.repeat(len(_OF_SAMPLES), 1)
+        counts[_GAP] = self.compared
+        means = (self.sums / counts.clamp(min=1)).float()
         found = dict(zip(_OF_SAMPLES, means, strict=True))
-        for name, without in (("sample_ratio", 1.0), ("sample_logprob_gap", math.nan)):
-            found[name] = torch.where(self.counts > 0, found[name], without)
+        found["sample_ratio"] = torch.where(self.counts > 0, found["sample_ratio"], 1.0)
+        found["sample_logprob_gap"] = torch.where(self.compared > 0, found["sample_logprob_gap"], math.nan)
         return {name: column.numpy() for name, column in found.items()}
+
+
+def _compared(stats: TokenStats, starts: np.ndarray[Any, np.dtype[np.int64]], lengths: Tensor) -> Tensor:
+    """How many tokens of each sample tell how far engine and trainer are apart: all, where no row says otherwise."""
+    if len(stats.values) == len(STATS):
+        return lengths
+    return torch.from_numpy(np.add.reduceat(stats.values[_COMPARED].numpy(), starts, dtype=np.float64)).long()
 
 
 def steps_table(rows: Sequence[dict[str, Any]]) -> pa.Table:
@@ -112,6 +128,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         **means,
         **peak,
         **_agreement_summary(rows),
+        **_weights_summary(made),
         **totals,
         "optimizer_steps": float(len(made)),
         "skipped_steps": float(sum(row["skipped"] for row in rows)),
@@ -122,8 +139,20 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 def _agreement_summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """The agreement of the engines over all tokens of the iteration for which it was measured; nothing without any."""
     measured = [row for row in rows if math.isfinite(row["logprob_gap_mean"])]
-    tokens = sum(row["tokens"] for row in measured)
+    tokens = sum(row["compared"] for row in measured)
     if not measured:
         return {}
-    means = {n: sum(r["tokens"] * r[n] for r in measured) / tokens for n in ("logprob_gap_mean", "ratio_outside")}
+    means = {n: sum(r["compared"] * r[n] for r in measured) / tokens for n in ("logprob_gap_mean", "ratio_outside")}
     return {**means, "logprob_gap_max": max(row["logprob_gap_max"] for row in measured)}
+
+
+def _weights_summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The behaviour weights of the iteration's tokens, as shares of the tokens; nothing where they were not kept."""
+    if not rows or WEIGHTS[0] not in rows[0]:
+        return {}
+    tokens = sum(row["tokens"] for row in rows)
+    total, squares, clipped = (sum(row[name] for row in rows) for name in WEIGHTS)
+    return {
+        "effective_sample_size": effective_sample_size(total, squares, tokens),
+        "behaviour_clipped": clipped / tokens,
+    }

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from areal_tasks.algorithms.behaviour import behaviour_weights
 from areal_tasks.algorithms.kl import k3
 from areal_tasks.algorithms.log_ratios import beyond
-from areal_tasks.algorithms.losses import behaviour_weights, policy_terms, sft_terms
+from areal_tasks.algorithms.losses import policy_terms, sft_terms
 from areal_tasks.engines.trainer.agreement import gaps, outside
 from areal_tasks.engines.trainer.settings import Settings
 
@@ -22,19 +23,34 @@ STATS: Final = (
     *("logprob_gap", "ratio_outside"),
 )
 
+#: A further row where tokens may be older than the policy: 1 at those that tell how far engine and trainer are apart.
+COMPARED: Final = ("compared",)
+#: And these, if the objective is decoupled there: the behaviour weights, their squares, 1 where a bound changed one.
+WEIGHTS: Final = ("behaviour_weight", "behaviour_square", "behaviour_bounded")
+
 #: From the logprobs and entropies of some counted tokens and their index in the flat columns, to the rows of STATS.
 Objective = Callable[[Float[Tensor, " T"], Float[Tensor, " T"], Int[Tensor, " T"]], Float[Tensor, "K T"]]
 
 
+def stat_names(columns: Container[str], settings: Settings) -> tuple[str, ...]:
+    """The names of the rows that the objective gives for a batch with these columns."""
+    if "comparable" not in columns:
+        return STATS
+    return (*STATS, *COMPARED, *(WEIGHTS if "proximal" in columns or settings.own_proximal else ()))
+
+
 def grpo_objective(columns: dict[str, Float[Tensor, " N"]], settings: Settings) -> Objective:
     """GRPO over flat columns `behaviour`, `advantages` and perhaps `reference` and `proximal`, decoupled (AReaL,
-    arXiv:2505.24298, §5.2): the ratio to the proximal policy is clipped, proximal / behaviour weighs the result.
+    arXiv:2505.24298, §5.2): the ratio to the proximal policy is clipped, proximal / behaviour weighs the result: of the
+    token, or where there is a column `log_ratio`, as that says.
 
     The proximal policy is the one the iteration began with: column `proximal`; without it the step's own forward pass
     where `settings` say that the step begins the iteration, else the behaviour policy, which makes every weight 1. The
-    agreement is then measured by the step's own forward pass: meaningless once the policy has moved. KL to the
-    reference is estimated from tokens of the behaviour policy, which is the policy to within one iteration.
+    agreement is then measured by the step's own forward pass: meaningless once the policy has moved, and at tokens that
+    are not `comparable`, if there is that column. KL to the reference is estimated from tokens of the behaviour policy,
+    which is the policy to within η + 1 iterations.
     """
+    names = stat_names(columns, settings)
 
     def objective(
         logprobs: Float[Tensor, " T"], entropy: Float[Tensor, " T"], where: Int[Tensor, " T"]
@@ -45,14 +61,22 @@ def grpo_objective(columns: dict[str, Float[Tensor, " N"]], settings: Settings) 
         proximal = start if "proximal" in columns or settings.own_proximal else behaviour
         reference = columns["reference"][where] if "reference" in columns else None
         terms = policy_terms(logprobs, proximal, columns["advantages"][where], settings.clip_ratio, limit)
-        policy_loss = behaviour_weights(proximal, behaviour, settings.behaviour_cap, limit) * terms.loss
+        log_ratio = columns["log_ratio"][where] if "log_ratio" in columns else proximal - behaviour
+        weights = behaviour_weights(log_ratio, settings.behaviour, limit)
+        policy_loss = weights.applied * terms.loss
         zero = torch.zeros_like(own)
         kl = zero if reference is None else k3(logprobs if settings.kl_coef else own, reference, limit)
         loss = policy_loss + settings.kl_coef * kl if settings.kl_coef else policy_loss
         to_reference = zero if reference is None else reference - own
-        clamped = beyond(limit, own - proximal, proximal - behaviour, to_reference)
+        clamped = beyond(limit, own - proximal, log_ratio, to_reference)
         measured = (k3(behaviour, own, limit), entropy, terms.clipped.float(), terms.ratio, clamped.float())
-        return torch.stack([loss, policy_loss, kl, *measured, gaps(start, behaviour), outside(start, behaviour)])
+        apart = (gaps(start, behaviour), outside(start, behaviour))
+        rows = [loss, policy_loss, kl, *measured, *apart]
+        if "comparable" in columns:
+            compared = columns["comparable"][where]
+            rows[-2:] = [row.masked_fill(compared == 0, 0.0) for row in apart]
+            rows += [compared, weights.applied, weights.applied.square(), weights.bounded.float()]
+        return torch.stack(rows[: len(names)])
 
     return objective
 

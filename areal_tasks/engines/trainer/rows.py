@@ -8,16 +8,17 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from areal_tasks.data.batching import Sequences, make_sequences
+from areal_tasks.engines.trainer.staleness import Staleness, check_lag, make_staleness
 from schemas.errors import UserError
 from schemas.tables import FLOATS, TABLES
 
 TEXT = ("sample_id", "input_ids", "loss_mask", "num_tokens")
 
-#: The columns `train` and `logprobs` read of each table; nothing else is fetched.
+#: The columns `train` and `logprobs` read of each table; nothing else is fetched (but see `read_of`).
 COLUMNS = {
     "rollout": (*TEXT, "logprobs", "version_max"),
     "advantage": ("sample_id", "advantages", "kept"),
@@ -26,6 +27,8 @@ COLUMNS = {
     "batch": (*TEXT, "minibatch"),
     "train_samples": ("sample_id", "minibatch", "micro_batch"),
 }
+#: Where tokens may be older than the policy, `train` reads these of the rollout too.
+AGES = ("versions", "stale_kv")
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,23 @@ class Batch:
     kept: Bool[Tensor, " B"]
     columns: dict[str, Float[Tensor, " N"]]
     minibatch: Int[Tensor, " B"] | None  # where the table prescribes it
+    staleness: Staleness | None = None  # where tokens may be older than the policy
 
 
-def grpo_batch(tables: Mapping[str, pa.Table], version: int) -> Batch:
+def read_of(table: str, ages: bool) -> tuple[str, ...]:
+    """The columns that `train` reads of a table; with `ages`, those that tell how old a token is too."""
+    return (*COLUMNS[table], *AGES) if ages and table == "rollout" else COLUMNS[table]
+
+
+def grpo_batch(tables: Mapping[str, pa.Table], version: int, max_lag: float | None = None) -> Batch:
     """The batch in tables `rollout`, `advantage` and perhaps `reference` and `proximal`, joined by `sample_id`.
 
+    Args:
+        max_lag: how many versions a token may be older than `version`; none where its age is not looked at. Otherwise
+            the column `comparable` is 1 at tokens that `version` itself has sampled, over its own KV cache.
+
     Raises:
-        UserError: rows are missing or lists differ in length, or a token is newer than `version`.
+        UserError: rows are missing or lists differ in length, or a token is newer than `version` or too old.
     """
     rollout = tables["rollout"]
     _check_versions(rollout, version)
@@ -57,7 +70,10 @@ def grpo_batch(tables: Mapping[str, pa.Table], version: int) -> Batch:
     for name in ("reference", "proximal"):
         if name in tables:
             columns[name] = _flat(aligned(tables[name], ids, name), COLUMNS[name][1], sequences)
-    return Batch(ids, sequences, _tensor(advantage["kept"]), columns, None)
+    staleness = None if max_lag is None else _staleness(rollout, sequences, version, max_lag)
+    if staleness is not None:
+        columns["comparable"] = staleness.comparable.float()
+    return Batch(ids, sequences, _tensor(advantage["kept"]), columns, None, staleness)
 
 
 def sft_batch(table: pa.Table) -> Batch:
@@ -114,12 +130,19 @@ def _check_versions(rollout: pa.Table, version: int) -> None:
         raise UserError(f"the rollout has tokens of version {newest}, but version {version} trains on it")
 
 
+def _staleness(rollout: pa.Table, sequences: Sequences, version: int, max_lag: float) -> Staleness:
+    versions, stale_kv = (_flat(rollout, name, sequences) for name in AGES)
+    found = make_staleness(versions, stale_kv, sequences.counted, version)
+    check_lag(found, sequences, _whole(rollout["sample_id"]), version, max_lag)
+    return found
+
+
 def _check_lengths(name: str, lists: pa.Array, lengths: Int[Tensor, " B"]) -> None:
     if not torch.equal(_tensor(pc.list_value_length(lists)).long(), lengths):
         raise UserError(f"column {name}: a list does not have the length of its row's tokens (num_tokens)")
 
 
-def _flat(table: pa.Table, name: str, sequences: Sequences) -> Float[Tensor, " N"]:
+def _flat(table: pa.Table, name: str, sequences: Sequences) -> Shaped[Tensor, " N"]:
     lists = _whole(table[name])
     _check_lengths(name, lists, sequences.lengths)
     return _tensor(lists.flatten())

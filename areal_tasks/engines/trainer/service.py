@@ -48,7 +48,15 @@ from areal_tasks.engines.trainer.learner import Learned, Learner, Work, make_pla
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.memory import make_room, names_memory_knobs
 from areal_tasks.engines.trainer.orders import Watch, end_stuck
-from areal_tasks.engines.trainer.rows import COLUMNS, Batch, grpo_batch, logprobs_table, read_sequences, sft_batch
+from areal_tasks.engines.trainer.rows import (
+    COLUMNS,
+    Batch,
+    grpo_batch,
+    logprobs_table,
+    read_of,
+    read_sequences,
+    sft_batch,
+)
 from areal_tasks.engines.trainer.settings import Settings, read_settings
 from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, hand_on, largest_difference, remove_weights
 from areal_tasks.engines.trainer.transport import Sender
@@ -261,8 +269,8 @@ class Trainer:
         """Everything that can fail without harm to the memory: reading and checking the input."""
         if command.kind != self.settings.kind:
             raise UserError(f"this trainer was started for {self.settings.kind}, not for {command.kind}")
-        batch = self._batch(command)
         settings = self.settings if command.recipe is None else read_settings(command.recipe)
+        batch = self._batch(command, settings.max_lag)
         if command.plan is None:
             plan = make_plan(batch, settings, command.iteration, self.backend.world)
         else:
@@ -270,12 +278,12 @@ class Trainer:
             settings = replace(settings, max_logprob_gap=math.inf)  # it is history: the threshold of then has passed it
         return Learner(self.backend, settings, batch, plan)
 
-    def _batch(self, command: Train) -> Batch:
-        tables = self._read(command.tables)
-        return sft_batch(tables["batch"]) if command.kind == "sft" else grpo_batch(tables, command.version)
+    def _batch(self, command: Train, max_lag: float | None) -> Batch:
+        tables = self._read(command.tables, ages=max_lag is not None)
+        return sft_batch(tables["batch"]) if command.kind == "sft" else grpo_batch(tables, command.version, max_lag)
 
-    def _read(self, refs: Mapping[str, TableRef]) -> dict[str, pa.Table]:
-        return {name: read_table(self.store, ref, COLUMNS[name]) for name, ref in refs.items()}
+    def _read(self, refs: Mapping[str, TableRef], ages: bool = False) -> dict[str, pa.Table]:
+        return {name: read_table(self.store, ref, read_of(name, ages)) for name, ref in refs.items()}
 
     def _learn(self, learner: Learner, version: int) -> Change:
         self.work = learner.work

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+from areal_tasks.algorithms.behaviour import Bound
 from areal_tasks.algorithms.losses import LossMean
 from schemas.errors import UserError
-from schemas.recipe.agreement import same_code_on_cpu
+from schemas.recipe.agreement import is_decoupled, needs_proximal
 from schemas.recipe.recipe import RlhfRecipe, SftRecipe
-from schemas.recipe.sections import Model, Trainer
+from schemas.recipe.sections import Grpo, Model, Rollout, Trainer
+
+AT_MOST_1: Final = Bound("cap", 1.0)
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,13 @@ class Settings:
     mean: LossMean
     clip_ratio: float = 0.0
     kl_coef: float = 0.0  # of the KL term in the loss
-    behaviour_cap: float = 1.0
+    behaviour: Bound = AT_MOST_1
+    sequence_weights: bool = False  # the behaviour weight is that of the whole sample
     log_ratio_limit: float = math.inf  # nats
     max_logprob_gap: float = math.inf
     makes_room: bool = False  # for servers that take their memory back between the commands
     own_proximal: bool = False  # without a table `proximal`, it is the step's own forward, not the behaviour policy
+    max_lag: float | None = None  # versions that a token may be older; none: it cannot be older
 
     @property
     def total_steps(self) -> int:
@@ -65,12 +70,26 @@ def _grpo_settings(recipe: RlhfRecipe) -> Settings:
         mean=algorithm.loss,
         clip_ratio=algorithm.clip_ratio,
         kl_coef=algorithm.kl_coef if algorithm.kl == "loss" else 0.0,
-        behaviour_cap=algorithm.behaviour_cap,
+        behaviour=_bound(algorithm),
+        sequence_weights=is_decoupled(recipe) and algorithm.behaviour_level == "sequence",
         log_ratio_limit=algorithm.max_log_ratio or math.inf,
         max_logprob_gap=algorithm.max_logprob_gap,
         makes_room=recipe.inference.release_memory,
-        own_proximal=algorithm.minibatches == 1 and not same_code_on_cpu(recipe),
+        own_proximal=is_decoupled(recipe) and not needs_proximal(recipe),
+        max_lag=_max_lag(recipe.rollout),
     )
+
+
+def _bound(algorithm: Grpo) -> Bound:
+    if algorithm.behaviour_bound == "cap":
+        return Bound("cap", algorithm.behaviour_cap)
+    return Bound("mask", algorithm.behaviour_high, algorithm.behaviour_low)
+
+
+def _max_lag(rollout: Rollout) -> float | None:
+    if rollout.max_head_offpolicyness == 0:
+        return None
+    return float(rollout.max_head_offpolicyness) if rollout.bound == "strict" else math.inf
 
 
 def _sft_settings(recipe: SftRecipe) -> Settings:

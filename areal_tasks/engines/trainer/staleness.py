@@ -1,0 +1,71 @@
+"""How old the tokens are that an iteration trains on, and the check that none is older than η allows (DESIGN §9)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import pyarrow as pa
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from areal_tasks.data.batching import Sequences
+from schemas.errors import UserError
+
+#: With fewer tokens that are as new as the trainer, how far engine and trainer are apart is unknown.
+LEAST_COMPARED: Final = 256
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """Per token of a batch: by how many versions the weights that sampled it are older than those it trains, and
+    whether older weights had computed the KV cache under it. 0 and False at tokens that do not count.
+    """
+
+    lag: Int[Tensor, " N"]
+    stale_kv: Bool[Tensor, " N"]
+
+    @property
+    def comparable(self) -> Bool[Tensor, " N"]:
+        """The tokens that the trainer's own weights have sampled, over their own KV cache."""
+        return (self.lag == 0) & ~self.stale_kv
+
+
+def make_staleness(
+    versions: Int[Tensor, " N"], stale_kv: Bool[Tensor, " N"], counted: Bool[Tensor, " N"], version: int
+) -> Staleness:
+    """The staleness of tokens sampled by `versions`, for a step of the policy `version`."""
+    return Staleness(torch.where(counted, version - versions, 0), stale_kv & counted)
+
+
+def check_lag(staleness: Staleness, sequences: Sequences, ids: pa.Array, version: int, bound: float) -> None:
+    """Refuse tokens that are more than `bound` versions older than `version`.
+
+    Raises:
+        UserError: with the sample of the oldest token, its version, and the bound.
+    """
+    if not len(staleness.lag) or (lag := int(staleness.lag.max())) <= bound:
+        return
+    owners = torch.arange(len(sequences.lengths)).repeat_interleave(sequences.lengths)
+    sample = ids[int(owners[int(staleness.lag.argmax())])].as_py()
+    raise UserError(
+        f"sample {sample} has a token of version {version - lag}, {lag} versions older than version {version}, which "
+        f"would train on it; rollout.max_head_offpolicyness (η) allows {bound:g}. No step was made. Set η to {lag} at "
+        "least, or rollout.bound to admission, under which slow groups may exceed it."
+    )
+
+
+def staleness_metrics(staleness: Staleness, trained: Bool[Tensor, " N"]) -> dict[str, float]:
+    """Over the tokens that are `trained` on: mean and greatest lag, in versions, and the share of stale KV caches.
+
+    Nothing without tokens.
+    """
+    lag = staleness.lag[trained].double()
+    if not len(lag):
+        return {}
+    return {
+        "lag_mean": float(lag.mean()),
+        "lag_max": float(lag.max()),
+        "stale_kv": float(staleness.stale_kv[trained].double().mean()),
+    }
