@@ -1,11 +1,12 @@
 """The kill matrix: SIGKILL of every process of a run, at random instants and around every kind of commit.
 
-    python tests/chaos/matrix.py [--only flow,trainer] [--rounds 20] [--commits 1] [--seed N] [--table FILE]
+    python tests/chaos/matrix.py [--only flow,trainer] [--rounds 20] [--commits 1] [--eta 0] [--seed N] [--table FILE]
 
 Each victim gets runs of the quickstart of its own, which nobody touches but by killing the victim. A round waits until
 the run is at work, kills, and measures the seconds until two more iterations are committed: the second of them was
 generated after the kill. When the rounds are done the run goes on to its end, and must then hold what a run holds that
-nothing has disturbed: the same iterations, the same content digests, the same weights, bit by bit.
+nothing has disturbed: the same iterations, the same content digests, the same weights, bit by bit. With η > 0, where
+no two runs are alike, it must hold as many rows, every group once, no sample older than η, and pass the audit.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ os.chdir(Path(__file__).parents[2])
 from scene import VICTIMS, Failed, Scene, arm, disarmed, kill, stage, wait_for  # noqa: E402
 from stage_driver import digests_of  # noqa: E402
 
+from areal_tasks.store.audit import audit  # noqa: E402
 from areal_tasks.store.query import run_sql  # noqa: E402
 from flows.cli.machine import free_port  # noqa: E402
 
@@ -39,6 +41,7 @@ POINTS = {
     "checkpoint": r"/checkpoints/version=\d+/",
     "published weights": r"/weights/version=\d+/",
 }
+SPOOL_POINTS = {"spool record": r"/spool/\d+/\d+\.json$"}
 LIMIT_SECONDS = 60.0
 HOPELESS_SECONDS = 240.0
 START_SECONDS = 180.0
@@ -81,18 +84,29 @@ class Matrix:
     scene: Scene
     chance: random.Random
     iterations: int
+    eta: int = 0
     reference: object = None
 
     def prepare(self) -> None:
         """The weights that every run begins with, and the run that nothing disturbs."""
         self._undisturbed(BASE, "schedule.iterations=1")
         self._undisturbed(REFERENCE, self.overrides)
-        self.reference = holds(self.scene, REFERENCE)
+        self.reference = self._held(REFERENCE)
+
+    def _held(self, run: str) -> dict[str, object]:
+        """What does not depend on when anything happened."""
+        return holds_ahead(self.scene, run, self.eta) if self.eta else holds(self.scene, run)
+
+    @property
+    def points(self) -> dict[str, str]:
+        """Kinds of commit, with what their paths match."""
+        return POINTS | (SPOOL_POINTS if self.eta else {})
 
     @property
     def overrides(self) -> str:
         length = f"schedule.iterations={self.iterations} evaluation.every={self.iterations}"
-        return f"model.warm_start= model.path=run://{BASE}-sft trainer.recover_within_seconds=0.2 {length}"
+        ahead = f"rollout.max_head_offpolicyness={self.eta} rollout.flush_seconds=0.1" if self.eta else ""
+        return f"model.warm_start= model.path=run://{BASE}-sft trainer.recover_within_seconds=0.2 {length} {ahead}"
 
     def _undisturbed(self, run: str, overrides: str) -> None:
         flow_run = self.scene.submit(run, overrides)
@@ -102,7 +116,7 @@ class Matrix:
     def strike(self, victim: str, rounds: int, commits: int) -> Tally:
         """All rounds of one victim: at random instants, then around every kind of commit."""
         tally = Tally(victim)
-        points = [(when, kind) for kind in POINTS for when in ("before", "after")]
+        points = [(when, kind) for kind in self.points for when in ("before", "after")]
         left: list[tuple[str, str] | None] = [*[None] * rounds, *points * commits]
         self.chance.shuffle(left)
         while left:
@@ -161,7 +175,7 @@ class Matrix:
             time.sleep(self.chance.uniform(0.0, 3.0))
             kill(pid)
         else:
-            arm(self.scene, point[0], POINTS[point[1]], pid)
+            arm(self.scene, point[0], self.points[point[1]], pid)
             last = self.iterations - 1
             struck_or_over = lambda: not self.scene.point.exists() or self._has(run, flow_run, last)  # noqa: E731
             wait_for(f"a write {name(point)}", struck_or_over, START_SECONDS)
@@ -181,19 +195,31 @@ class Matrix:
 
     def _judge(self, run: str) -> None:
         self._end_of_processes()
-        found = holds(self.scene, run)
+        found = self._held(run)
         if found != self.reference:
             raise Failed(f"it differs from a run that nothing disturbed: {difference(found, self.reference)}")
-        say(f"  {run}: all {self.iterations} iterations, prompts, rows, digests and weights as undisturbed")
+        what = f"groups once, ages at most {self.eta}, audited" if self.eta else "prompts, rows, digests and weights"
+        say(f"  {run}: all {self.iterations} iterations, {what} as undisturbed")
+
+
+def rows(scene: Scene, run: str) -> dict[str, object]:
+    """How many rows each table holds of each iteration."""
+    tables = ("rollout", "verify", "advantage", "train_steps", "train_samples", "samples", "publish")
+    query = "SELECT iteration, count(*) AS n FROM {} GROUP BY 1 ORDER BY 1"
+    return {table: run_sql(scene.store, run, query.format(table)).to_pylist() for table in tables}
+
+
+def holds_ahead(scene: Scene, run: str, eta: int) -> dict[str, object]:
+    """What asynchronous runs of one recipe have in common."""
+    groups = "SELECT group_id, count(DISTINCT iteration) AS n, count(*) AS samples FROM rollout GROUP BY 1 ORDER BY 1"
+    old = f"SELECT count(*) AS n FROM rollout WHERE NOT iteration - version_min BETWEEN 0 AND {eta}"
+    audited = {"groups": run_sql(scene.store, run, groups).to_pylist(), "sound": audit(scene.store, run).sound}
+    return rows(scene, run) | audited | {"too old": run_sql(scene.store, run, old).to_pylist()}
 
 
 def holds(scene: Scene, run: str) -> dict[str, object]:
     """All that a reader can see of a run, but times, hosts, servers and attempts."""
-    tables = ("rollout", "verify", "advantage", "train_steps", "train_samples", "samples", "publish")
-    found: dict[str, object] = {"digests": digests_of(scene.store, run)}
-    for table in tables:
-        query = f"SELECT iteration, count(*) AS n FROM {table} GROUP BY 1 ORDER BY 1"
-        found[table] = run_sql(scene.store, run, query).to_pylist()
+    found: dict[str, object] = {"digests": digests_of(scene.store, run)} | rows(scene, run)
     prompts = "SELECT iteration, group_id, prompt_id, count(*) AS n FROM rollout GROUP BY ALL ORDER BY ALL"
     found["prompts"] = run_sql(scene.store, run, prompts).to_pylist()
     return found
@@ -217,7 +243,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that what was started is stopped
     victims = [v for v in VICTIMS if not options.only or v in options.only.split(",")]
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
-    kills = f"{options.rounds} random instants and {2 * len(POINTS) * options.commits} commits"
+    kinds = len(POINTS) + len(SPOOL_POINTS) * bool(options.eta)
+    kills = f"{options.rounds} random instants and {2 * kinds * options.commits} commits"
     say(f"seed {seed}; {kills} each for {', '.join(victims)}")
     chance, began, tallies = random.Random(seed), time.monotonic(), list[Tally]()
     with tempfile.TemporaryDirectory(prefix="arealflow-chaos-") as folder:
@@ -233,7 +260,7 @@ def play(
 ) -> list[Tally]:
     """All rounds of these victims on one store."""
     with stage(home, free_port(4800), on_s3, chance) as scene:
-        matrix = Matrix(scene, chance, options.iterations)
+        matrix = Matrix(scene, chance, options.iterations, options.eta)
         say(f"undisturbed runs in {scene.store.url}")
         matrix.prepare()
         return list(struck(matrix, victims, options.rounds, options.commits))
@@ -261,6 +288,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", default="", help=f"victims, of {', '.join(VICTIMS)}")
     made.add_argument("--rounds", type=int, default=20, help="kills at random instants for each victim")
     made.add_argument("--commits", type=int, default=1, help="kills before, and after, each kind of commit")
+    made.add_argument("--eta", type=int, default=0, help="rollout.max_head_offpolicyness of the runs")
     made.add_argument("--seed", type=int, help="of all chance; the first line says which it was")
     made.add_argument("--iterations", type=int, default=60, help="length of each run")
     made.add_argument("--table", default="", help="file for the summary")
