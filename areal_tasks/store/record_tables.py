@@ -37,7 +37,8 @@ def spool_table(run: Run) -> pa.Table:
     rows: dict[int, dict[str, Any]] = {}
     for record in read_spool(run.store, run.name):
         place = {"start": record.start, "record": record.n, "written": utc(record.provenance.committed)}
-        rows |= {group.index: _group_row(group) | place for group in (*record.finished, *record.rejected)}
+        groups: list[SpooledGroup | RejectedGroup] = [*record.finished, *record.rejected]
+        rows |= {group.index: _group_row(group) | place for group in groups}
     head = run.head() if rows else None
     settled, version = settled_after(head), head.weights.version if head else 0
     told = (row | _standing(row, row["group_id"] in settled, version) for _, row in sorted(rows.items()))
