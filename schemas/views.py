@@ -101,6 +101,22 @@ STARTS: Final = pa.schema(  # one row per start of the run's flow
     ]
 )
 
+SPOOL: Final = pa.schema(  # one row per group that the spool names, as its last record says
+    [
+        ("group_id", pa.int64()),
+        ("state", pa.string()),  # waiting, consumed, rejected
+        ("version", pa.int32()),  # of the weights that sampled its oldest token; null for rejected groups
+        ("lag", pa.int32()),  # of waiting groups: by how many versions the newest committed weights are ahead of that
+        ("samples", pa.int32()),
+        ("tokens", pa.int64()),  # generated ones
+        ("reason", pa.string()),  # of rejected groups
+        ("start", pa.int32()),
+        ("record", pa.int32()),
+        ("written", pa.timestamp("us")),  # UTC
+        ("waiting_seconds", pa.float64()),  # of waiting groups, since they were written
+    ]
+)
+
 SEGMENTS: Final = pa.schema(  # one row per recipe of the run and of its parents; commits name them by run and segment
     [
         ("run", pa.string()),

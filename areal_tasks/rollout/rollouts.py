@@ -15,7 +15,8 @@ from typing import Final
 
 from areal_tasks.engines.answers import Refused, ServerDown
 from areal_tasks.rollout.book import Book, Lease
-from areal_tasks.rollout.spooling import Spool
+from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.spooling import Place, Spool
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.spool import StartClosed
 from areal_tasks.workflows import Prompt, Sample, Workflow, WorkflowContext
@@ -75,6 +76,15 @@ class Rollouts:
         self.spool.forget(indices)
         for index in indices:
             self.finished.pop(index, None)
+
+    async def settled(self) -> tuple[Settled, Place]:
+        """Which groups are settled, and the first record of the spool that may speak of others.
+
+        A rejection is in the store before a commit counts it, so that its reason outlives the flow.
+        """
+        while self._recorded < len(self.rejected):
+            await self.flush()
+        return self.book.settled, self.spool.place()
 
     async def close(self) -> None:
         """Give up the groups under way, and leave those that wait in the store."""

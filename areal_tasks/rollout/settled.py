@@ -5,9 +5,12 @@ Group i is prompt position i of the run (DESIGN §6), so that this is all there 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
+from typing import Any
+
+from schemas.manifest import IterationCommit
 
 
 @dataclass(frozen=True)
@@ -32,3 +35,13 @@ class Settled:
     def missing(self) -> Iterator[int]:
         """The groups that are not settled, lowest first; without end."""
         return (index for index in count(self.prefix) if index not in self.beyond)
+
+    def without(self, others: Settled) -> Iterator[int]:
+        """The groups that are settled here and not in `others`, lowest first."""
+        return (i for i in chain(range(others.prefix, self.prefix), sorted(self.beyond)) if i not in others)
+
+
+def settled_after(head: IterationCommit | None) -> Settled:
+    """The groups that are settled after a commit; none before the first."""
+    state: Mapping[str, Any] = head.state if head else {}
+    return Settled(int(state.get("next_group", 0)), frozenset(state.get("settled", ())))

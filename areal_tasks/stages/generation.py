@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import pyarrow as pa
@@ -14,7 +14,7 @@ from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.session import Engines
 from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.rollouts import Rollouts
-from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.settled import settled_after
 from areal_tasks.rollout.spooling import Place, Spool
 from areal_tasks.rollout.staleness import Staleness
 from areal_tasks.stages.build import Built
@@ -99,10 +99,12 @@ class Generation:
 
     def state(self) -> dict[str, Any]:
         """What a commit says of the groups after its iteration: which are settled, where in the spool others wait."""
-        place = self._rollouts.spool.place() if self._rollouts else self._spooled
-        beyond = {"settled": sorted(self.book.settled.beyond)} if self.book.settled.beyond else {}
+        settled, place = self.book.settled, self._spooled
+        if self._rollouts is not None and self._engines is not None:
+            settled, place = self._engines.call(self._rollouts.settled())
+        beyond = {"settled": sorted(settled.beyond)} if settled.beyond else {}
         spooled = {"spool": list(place)} if place != (0, 0) else {}
-        return {"next_group": self.book.settled.prefix} | beyond | spooled
+        return {"next_group": settled.prefix} | beyond | spooled
 
     def _following(self, context: Context, inputs: Inputs) -> Rollouts:
         """The groups under way; none of them where they were begun by another recipe, which a replay may have."""
@@ -169,12 +171,6 @@ def spooled_after(head: IterationCommit) -> Place:
     """The first record of the spool that may speak of a group that is not settled after a commit."""
     start, n = head.state.get("spool", (0, 0))
     return int(start), int(n)
-
-
-def settled_after(head: IterationCommit | None) -> Settled:
-    """The groups that are settled after a commit; none before the first."""
-    state: Mapping[str, Any] = head.state if head else {}
-    return Settled(int(state.get("next_group", 0)), frozenset(state.get("settled", ())))
 
 
 def groups_of(store: Store, rollout: StageManifest) -> list[int]:

@@ -10,6 +10,7 @@ from areal_tasks.store import paths
 from areal_tasks.store.audit_bytes import Progress, Work
 from areal_tasks.store.audit_history import Link, audit_history, audit_log
 from areal_tasks.store.audit_records import Defect, Findings
+from areal_tasks.store.audit_spool import audit_spool, check_groups
 from areal_tasks.store.backend import Store, StoreError
 from areal_tasks.store.compacted import short_digest
 from areal_tasks.store.files import common_folder
@@ -89,8 +90,10 @@ def audit(store: Store, name: str, progress: Progress = lambda done, total: None
         _weights(found, work, ref, tombstones)
     _check_unwritten(found, links, manifests)
     _records(found, name)
+    spools = audit_spool(found, work, name, links)
     _compactions(found, work, name)
     work()
+    check_groups(found, work, links, manifests, spools)
     stray = [entry for entry in entries(store, name) if entry.path not in found.seen]
     _unselected(found, name, [entry.path for entry in stray])
     return Report(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +33,7 @@ class Work:
     total: int = 0
     done: int = 0
     files: int = 0
+    groups: dict[str, Counter[int]] = field(default_factory=dict)  # rows by group, of the shards of tables `rollout`
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_table(self, manifest: str, ref: TableRef) -> None:
@@ -68,6 +70,8 @@ class Work:
         sound = [part for part in parts if part is not None]
         if len(sound) < len(parts):
             return
+        if ref.name == "rollout":
+            self.groups |= {s.path: _groups(part) for s, part in zip(ref.shards, sound, strict=True)}
         table = pa.concat_tables(sound)
         if table.num_rows != ref.rows:
             self.found.report(
@@ -107,3 +111,8 @@ class Work:
         elif sha256 != file.sha256:
             self.found.report(file.path, f"altered: its SHA-256 is not the one that {named_by} names", affects)
         return (size, sha256) == (file.bytes, file.sha256)
+
+
+def _groups(rows: pa.Table) -> Counter[int]:
+    counted = rows["group_id"].value_counts()
+    return Counter({row["values"]: row["counts"] for row in counted.to_pylist()})

@@ -7,18 +7,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from areal_tasks.rollout.settled import settled_after
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.compacted import believed, listed
 from areal_tasks.store.gc_live import RunFiles, Version, needed, read_run, selected
 from areal_tasks.store.inventory import Entry, clock
+from areal_tasks.store.parallel import parallel
 from areal_tasks.store.runs import list_runs
+from areal_tasks.store.spool import attempts_of
 from schemas.compaction import Compaction
 from schemas.errors import UserError
-from schemas.manifest import StageManifest
+from schemas.manifest import SpoolRecord, StageManifest
 
 _STAGE_ATTEMPT: Final = re.compile(r"(?P<folder>iteration=\d+/stage=\w+)/attempt=\w+")
+_SPOOL_ATTEMPT: Final = re.compile(r"spool/\d+/attempt=\w+")
 _ATTEMPT: Final = re.compile(r"(.*?/attempt=\w+)/")
 #: A compaction is made by hand, without an owner: only its age tells whether it is still being written.
 _COMPACT_SECONDS: Final = 3600.0
@@ -77,6 +81,7 @@ def plan(store: Store, rule: Rule, only: str = "") -> list[Item]:
 def _of_run(run: RunFiles, runs: Sequence[RunFiles], named: set[str], rule: Rule) -> Iterator[Item]:
     groups = _attempts(run)
     yield from _unselected(run, groups, named, rule)
+    yield from _spooled(run, groups, rule)
     yield from _temporary(run, groups, rule)
     yield from _compactions(run, rule)
     if rule.keep_weights is not None or rule.keep_checkpoints is not None:
@@ -101,7 +106,11 @@ def _item(
 def _abandoned(run: RunFiles, files: Sequence[Entry], rule: Rule) -> bool:
     """Whether nobody can still be at work on files that nothing selects."""
     newest = max(entry.modified for entry in files)
-    return run.now - newest >= rule.older_than and (newest < run.owner_since or not run.at_work)
+    return _old(run, files, rule) and (newest < run.owner_since or not run.at_work)
+
+
+def _old(run: RunFiles, files: Sequence[Entry], rule: Rule) -> bool:
+    return run.now - max(entry.modified for entry in files) >= rule.older_than
 
 
 def _unselected(run: RunFiles, groups: dict[str, list[Entry]], named: set[str], rule: Rule) -> Iterator[Item]:
@@ -155,6 +164,31 @@ def named_attempts(store: Store, manifests: Sequence[str]) -> set[str]:
     return own | {shard.rsplit("/", 1)[0] for shard in shards}
 
 
+def _spooled(run: RunFiles, groups: dict[str, list[Entry]], rule: Rule) -> Iterator[Item]:
+    """Rows of groups that no coming iteration can take, and what was never recorded. Records stay."""
+    starts: dict[str, list[str]] = {}
+    for folder in groups:
+        if _SPOOL_ATTEMPT.fullmatch(folder.removeprefix(f"{run.name}/")):
+            starts.setdefault(folder.rsplit("/", 1)[0], []).append(folder)
+    settled = settled_after(run.commits[-1] if run.commits else None)
+    for start, folders in starts.items():
+        records = _spool_records(run, start)
+        for folder in folders:
+            files, record = groups[folder], records.get(folder)
+            if record is None:
+                if _abandoned(run, files, rule):
+                    yield _item(run, "attempt", folder, files, "no record of the spool names it")
+            elif _old(run, files, rule) and all(group.index in settled for group in record.finished):
+                yield _item(run, "spool", folder, files, "its groups are consumed or rejected")
+
+
+def _spool_records(run: RunFiles, start: str) -> dict[str, SpoolRecord]:
+    """The records in the folder of a start, by the folders of their shards."""
+    names = [path for path in run.by_path if re.fullmatch(rf"{re.escape(start)}/\d+\.json", path)]
+    records = parallel(lambda path: read_record(run.store, path, SpoolRecord), names)
+    return {folder: record for record in records for folder in attempts_of(run.name, record)}
+
+
 def _temporary(run: RunFiles, groups: dict[str, list[Entry]], rule: Rule) -> Iterator[Item]:
     """Files whose writer died before they got their names. Hidden files within attempts belong to those."""
     inside = {entry.path for files in groups.values() for entry in files}
@@ -194,7 +228,6 @@ def _retired(
         newest = sorted({v.version for v in there}, reverse=True)[: keep or 0]
         for version in there if keep is not None else ():
             files = groups[_folder(version.path)]
-            old = run.now - max(entry.modified for entry in files) >= rule.older_than
-            if old and version.version not in newest and version.path not in kept:
+            if _old(run, files, rule) and version.version not in newest and version.path not in kept:
                 why = f"--keep-{'weights' if kind == 'weights' else 'checkpoints'} {keep}"
                 yield _item(run, kind, _folder(version.path), files, why, version)

@@ -11,6 +11,7 @@ from areal_tasks.store.gc_live import RunFiles, borrowers, live_references, need
 from areal_tasks.store.inventory import clock, entries, remove, remove_folders
 from areal_tasks.store.journal import append
 from areal_tasks.store.runs import check_name, list_runs
+from areal_tasks.store.spool import attempts_of, read_start
 from areal_tasks.store.tombstones import bury, tombstone_path
 from schemas.errors import UserError
 
@@ -83,6 +84,9 @@ def _selected_since(store: Store, item: Item) -> bool:
     if "/stage=" in folder:
         manifests = [f"{folder}/{name}" for name in store.children(folder) if name.endswith(".json")]
         return item.path in named_attempts(store, manifests)
+    if folder.startswith(f"{paths.spool(item.run)}/"):
+        records = read_start(store, item.run, int(folder.rsplit("/", 1)[1]))
+        return any(item.path in attempts_of(item.run, record) for record in records)
     manifest = f"{item.path}.json"
     return manifest not in item.files and store.exists(manifest)
 

@@ -47,14 +47,19 @@ def service(run: str, owner: int, name: str, restart: int) -> str:
     return f"{run}/services/owner={owner}/{name}-{restart}.json"
 
 
+def spool(run: str) -> str:
+    """The folder of finished groups that wait, and of rejected ones."""
+    return f"{run}/spool"
+
+
 def spool_record(run: str, start: int, n: int) -> str:
     """The n-th record of a start of the flow that spools."""
-    return f"{run}/spool/{start}/{n}.json"
+    return f"{spool(run)}/{start}/{n}.json"
 
 
 def spool_attempt(run: str, start: int, attempt: str) -> str:
     """The folder of a record's shards."""
-    return f"{run}/spool/{start}/attempt={attempt}"
+    return f"{spool(run)}/{start}/attempt={attempt}"
 
 
 def iteration(run: str, k: int) -> str:

@@ -29,7 +29,8 @@ class Session:
     """One run, or several, open for questions, as they were committed when this was made. A context manager.
 
     Views: one per table (with the iteration), those of `schemas.views.VIEWS`, `stages`, `commits`, `shards`, `log`,
-    `starts`, `segments`. Each has the rows of all runs, and the column `run`. `several` asks one run as one of several.
+    `starts`, `segments`, `spool`. Each has the rows of all runs, and the column `run`. `several` asks one run as one of
+    several.
     Many questions in one session share what they have read: the catalog, and what was verified of compacted tables.
     """
 

@@ -1,4 +1,4 @@
-"""The rows of the views `log` and `segments`, which are read from records and not from tables."""
+"""The rows of the views `log`, `segments` and `spool`, which are read from records and not from tables."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any
 
 import pyarrow as pa
 
+from areal_tasks.rollout.settled import settled_after
 from areal_tasks.store.journal import read_log
+from areal_tasks.store.provenance import now
 from areal_tasks.store.runs import Run
-from schemas.manifest import LogRecord, Segment
+from areal_tasks.store.spool import read_spool
+from schemas.manifest import LogRecord, RejectedGroup, Segment, SpooledGroup
 from schemas.recipe.recorded import read_recorded
-from schemas.views import LOG, SEGMENTS
+from schemas.views import LOG, SEGMENTS, SPOOL
 
 
 def log_table(run: Run) -> pa.Table:
@@ -27,6 +30,31 @@ def segments_table(run: Run) -> pa.Table:
         family.append(parent)
     rows = [_segment_row(member.name, segment) for member in reversed(family) for segment in member.segments]
     return pa.Table.from_pylist(rows, schema=SEGMENTS)
+
+
+def spool_table(run: Run) -> pa.Table:
+    """The rows of the view `spool`: of this run, not of its parents, whose groups a child does not use."""
+    rows: dict[int, dict[str, Any]] = {}
+    for record in read_spool(run.store, run.name):
+        place = {"start": record.start, "record": record.n, "written": utc(record.provenance.committed)}
+        groups: list[SpooledGroup | RejectedGroup] = [*record.finished, *record.rejected]
+        rows |= {group.index: _group_row(group) | place for group in groups}
+    head = run.head() if rows else None
+    settled, version = settled_after(head), head.weights.version if head else 0
+    told = (row | _standing(row, row["group_id"] in settled, version) for _, row in sorted(rows.items()))
+    return pa.Table.from_pylist(list(told), schema=SPOOL)
+
+
+def _group_row(group: SpooledGroup | RejectedGroup) -> dict[str, Any]:
+    return {"group_id": group.index} | group.model_dump(exclude={"index"})
+
+
+def _standing(row: dict[str, Any], settled: bool, version: int) -> dict[str, Any]:
+    """What has become of a group; `version`: of the newest weights that were committed."""
+    if "reason" in row or settled:
+        return {"state": "rejected" if "reason" in row else "consumed"}
+    waited = utc(now()) - row["written"]
+    return {"state": "waiting", "lag": version - row["version"], "waiting_seconds": waited.total_seconds()}
 
 
 def _log_row(line: LogRecord) -> dict[str, Any]:

@@ -11,10 +11,10 @@ import duckdb
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.catalog import Catalog
 from areal_tasks.store.commit import verified
-from areal_tasks.store.record_tables import log_table, segments_table
+from areal_tasks.store.record_tables import log_table, segments_table, spool_table
 from areal_tasks.store.scan import Lazy, derived_dataset, table_dataset
 from areal_tasks.store.starts import starts_table
-from schemas.views import COMMITS, LOG, SEGMENTS, SHARDS, SHARED, STAGES, STARTS, VIEWS, View
+from schemas.views import COMMITS, LOG, SEGMENTS, SHARDS, SHARED, SPOOL, STAGES, STARTS, VIEWS, View
 
 #: Views with a column `run` of their own: the run that made what a row tells of, which may be a parent.
 _MADE_BY: Final = frozenset({"stages", "commits", "segments"})
@@ -78,6 +78,7 @@ def _datasets(catalog: Catalog, shown: Mapping[str, str]) -> dict[str, Lazy]:
     made["log"] = derived_dataset(LOG, lambda: log_table(catalog.run))
     made["starts"] = derived_dataset(STARTS, lambda: starts_table(catalog))
     made["segments"] = derived_dataset(SEGMENTS, lambda: segments_table(catalog.run))
+    made["spool"] = derived_dataset(SPOOL, lambda: spool_table(catalog.run))
     return made
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Store
 from areal_tasks.store.commit import commit_once, new_attempt, read_record
+from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.search import last_present
 from schemas.errors import UserError
@@ -74,6 +75,17 @@ def read_start(store: Store, run: str, start: int, first: int = 0) -> list[Spool
     return found
 
 
+def read_spool(store: Store, run: str) -> list[SpoolRecord]:
+    """All records of a run, in order."""
+
+    def last(start: int) -> int:
+        return last_present(lambda n: store.exists(paths.spool_record(run, start, n)))
+
+    lasts = parallel(last, range(number_of_starts(store, run)))
+    places = [(start, n) for start, end in enumerate(lasts) for n in range(end + 1)]
+    return parallel(lambda place: read_record(store, paths.spool_record(run, *place), SpoolRecord), places)
+
+
 def close_start(store: Store, run: str, start: int, owner: int, first: int = 0) -> list[SpoolRecord]:
     """End a start, unless it has ended: nothing can be added from here on. Its records from `first` on."""
     found = read_start(store, run, start, first)
@@ -81,6 +93,12 @@ def close_start(store: Store, run: str, start: int, owner: int, first: int = 0) 
         n = first + len(found)
         found.append(commit_once(store, paths.spool_record(run, start, n), _record("closed", start, n, owner))[0])
     return found
+
+
+def attempts_of(run: str, record: SpoolRecord) -> set[str]:
+    """The folders that hold a record's shards."""
+    shards = [shard.path for table in record.tables.values() for shard in table.shards]
+    return {paths.spool_attempt(run, record.start, record.attempt), *(path.rsplit("/", 1)[0] for path in shards)}
 
 
 def _find(store: Store, run: str, start: int, n: int) -> SpoolRecord | None:

@@ -141,7 +141,9 @@ def test_a_history_that_was_exchanged_is_told_without_a_key_and_not_signed(
     sign(small, "small", audit(small, "small").root, 2, private)
     path = paths.iteration_commit("small", 1)
     record = IterationCommit.parse(small.read(path))
-    Path(small.uri(path)).write_bytes(record.model_copy(update={"state": {"next_group": 99}}).encode())
+    Path(small.uri(path)).write_bytes(
+        record.model_copy(update={"state": record.state | {"train_seconds_since_checkpoint": 99.0}}).encode()
+    )
     Path(small.uri(paths.log("small", 3))).unlink()
     Path(small.uri(paths.log("small", 4))).unlink()
     assert audit(small, "small").sound

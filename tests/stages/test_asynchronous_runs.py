@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from stage_driver import GROUPS, drive, finished, left_over, start_driver, store_in, tiny
 from waiting import wait_until
 
-from areal_tasks.rollout.settled import Settled
-from areal_tasks.stages.generation import groups_of, settled_after
+from areal_tasks.rollout.settled import Settled, settled_after
+from areal_tasks.stages.generation import groups_of
 from areal_tasks.store import paths
 from areal_tasks.store import spool as records
 from areal_tasks.store.audit import audit

@@ -180,7 +180,7 @@ def test_sql_with_an_error_is_explained(local_store: Store, query: str, cause: s
     with pytest.raises(UserError, match=cause) as error:
         ask(local_store, query)
     if "single SELECT" not in cause and "syntax" not in cause:
-        views = "advantage, commits, groups, log, rollout, samples, scalars, segments, servers, shards, stages"
+        views = "advantage, commits, groups, log, rollout, samples, scalars, segments, servers, shards, spool, stages"
         assert f"Views of run 'run': {views}, starts, tokens" in str(error.value)
 
 
