@@ -26,7 +26,7 @@ texts = st.one_of(st.sampled_from(NASTY), st.text(alphabet=ALPHABET, max_size=30
 
 def sample(i: int, **changes: Any) -> dict[str, Any]:
     row = {"sample_id": f"{i}-0", "group_id": i, "sample_index": 0, "num_generated": i, "stop_reason": "stop"}
-    judged = {"version_min": 0, "reward": float(i), "verdict": "correct", "detail": ""}
+    judged = {"version_min": 0, "version_max": 0, "reward": float(i), "verdict": "correct", "detail": ""}
     return row | judged | {"prompt": "p", "completion": "c", "answer": "a"} | changes
 
 

@@ -59,6 +59,7 @@ def sample(iteration: int, index: int, **changes: Any) -> Row:
         "loss_mask": [False, False, True, True, True],
         "logprobs": [0.0, 0.0, -0.5, -3.25, -0.125],
         "versions": [-1, -1, iteration, iteration, iteration],
+        "stale_kv": [False] * 5,
         "advantages": [0.0, 0.0, 1.5, 1.5, 1.5],
         "returns": [0.0] * 5,
         "num_tokens": 5,
