@@ -48,7 +48,7 @@ def rollout_rows(samples: pa.Table, count: int, trained: int | None = None) -> l
     """
     shown = min(count, len(samples))
     rows = samples.take([i * len(samples) // shown for i in range(shown)]).to_pylist()
-    stale = trained is not None and any(0 < row["num_generated"] and row["version_min"] < trained for row in rows)
+    stale = trained is not None and any(row["num_generated"] > 0 and row["version_min"] < trained for row in rows)
     return [_row(row) | ({"versions": versions_text(row)} if stale else {}) for row in rows]
 
 
