@@ -2,8 +2,8 @@
 
     python -m benchmarks.asynchrony [--iterations 40] [--rounds 1] [--etas 1,2,4] [key=value …]
 
-A small model from nothing, whose samples end at random (their lengths have a tail), is trained with a learning rate that
-does not change it: every configuration has the same work. First unpinned and synchronous, all cores for both in turn;
+A small model from nothing, whose samples end at random (their lengths have a tail), is trained with a learning rate
+that does not change it: every configuration has the same work. First unpinned and synchronous, all cores for both in turn;
 then with server and trainer pinned to a core each: synchronous, and with each η. The flow's process is not pinned. An
 iteration's time is the difference between two commits. `key=value` overrides fields of the recipe.
 """
@@ -39,7 +39,7 @@ STAGES: Final = "SELECT stage, avg(seconds) AS seconds FROM stages WHERE stage I
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds per iteration; mean seconds of the stages rollout and train; the share of tokens by their sample's lag."""
+    """Seconds per iteration; mean seconds of the stages rollout and train; shares of tokens by their sample's lag."""
 
     seconds: float
     stages: Mapping[str, float]
