@@ -3,9 +3,9 @@
     python -m benchmarks.asynchrony [--iterations 40] [--rounds 1] [--etas 1,2,4] [key=value …]
 
 A small model from nothing, whose samples end at random (their lengths have a tail), is trained with a learning rate
-that does not change it: every configuration has the same work. First unpinned and synchronous, all cores for both in turn;
-then with server and trainer pinned to a core each: synchronous, and with each η. The flow's process is not pinned. An
-iteration's time is the difference between two commits. `key=value` overrides fields of the recipe.
+that does not change it: every configuration has the same work. First unpinned and synchronous, all cores for both in
+turn; then with server and trainer pinned to a core each: synchronous, and with each η. The flow's process is not
+pinned. An iteration's time is the difference between two commits. `key=value` overrides fields of the recipe.
 """
 
 from __future__ import annotations
