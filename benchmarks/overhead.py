@@ -25,7 +25,7 @@ from typing import Any, cast
 import httpx
 
 from areal_tasks.engines.session import Engines
-from areal_tasks.stages import build, loop, rollout, stage
+from areal_tasks.stages import build, generation, loop, stage
 from areal_tasks.stages.loop import Loop
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.query import run_sql
@@ -116,7 +116,7 @@ def timers(parts: Counter[str]) -> Iterator[None]:
         (stage, "read_table", "store: tables read"),
         (build, "commit_once", "store: stage manifests"),
         (loop.Loop, "_commit", "store: iteration commits"),
-        (rollout, "generate", "service: generation"),
+        (generation.Generation, "take", "service: generation"),
         (trainer_client.TrainerClient, "train", "service: training"),
         (trainer_client.TrainerClient, "publish", "service: weights written"),
         (trainer_client.TrainerClient, "health", "HTTP: an empty request"),

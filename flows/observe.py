@@ -34,7 +34,7 @@ from schemas.tables import ROLLOUT
 SAMPLED = 12
 READ = (
     *("sample_id", "group_id", "sample_index", "prompt", "completion", "answer", "num_generated", "stop_reason"),
-    *("version_min", "reward", "verdict", "detail"),
+    *("version_min", "version_max", "reward", "verdict", "detail"),
 )
 METRICS = {"verify": ("reward",), "train": ("loss", "grad_norm", "logprob_gap_mean", "lag_mean")}
 #: A stage of this many seconds always has its manifest beside its task run: there it costs nothing that counts.
@@ -138,7 +138,7 @@ class Observer:
         samples = judged_samples(self.run.store, closed.built, label)
         what = subject(label, closed)
         title, key = f"{what} · run {self.run.label}", artifact_key(self.run.name, label.split()[0])
-        rows = rollout_rows(samples, SAMPLED)
+        rows = rollout_rows(samples, SAMPLED, closed.iteration if label == "rollout" else None)
         about = f"{len(rows)} of {len(samples)} samples: {title}"
         artifacts.create("table", json.dumps(rows), f"{key}-table", about)
         artifacts.create("markdown", rollout_page(samples, what), f"{key}-page", f"In full: {title}")

@@ -41,10 +41,21 @@ def tail(text: str, length: int) -> str:
     return line if len(line) <= length else f"…{line[1 - length :]}"
 
 
-def rollout_rows(samples: pa.Table, count: int) -> list[dict[str, Any]]:
-    """Rows of the table artifact, taken from all over the table so that groups differ: numbers first, texts cut."""
+def rollout_rows(samples: pa.Table, count: int, trained: int | None = None) -> list[dict[str, Any]]:
+    """Rows of the table artifact, taken from all over the table so that groups differ: numbers first, texts cut.
+
+    Weights versions are shown if some of the samples are older than version `trained`, which trains on them.
+    """
     shown = min(count, len(samples))
-    return [_row(row) for row in samples.take([i * len(samples) // shown for i in range(shown)]).to_pylist()]
+    rows = samples.take([i * len(samples) // shown for i in range(shown)]).to_pylist()
+    stale = trained is not None and any(row["num_generated"] > 0 and row["version_min"] < trained for row in rows)
+    return [_row(row) | ({"versions": versions_text(row)} if stale else {}) for row in rows]
+
+
+def versions_text(row: dict[str, Any]) -> str:
+    """The weights versions that sampled a sample's tokens: `3`, or `3–5` if new weights came meanwhile."""
+    oldest, newest = row["version_min"], row["version_max"]
+    return f"{oldest}" if oldest == newest else f"{oldest}–{newest}"
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +162,7 @@ def _each_once(found: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, d
 def _section(heading: str, row: dict[str, Any]) -> str:
     facts = (
         f"reward {row['reward']:g} · {row['verdict']} · tokens {row['num_generated']} · "
-        f"ended by {row['stop_reason']} · version {row['version_min']} · sample {row['sample_id']}"
+        f"ended by {row['stop_reason']} · version {versions_text(row)} · sample {row['sample_id']}"
     )
     parts = (("Prompt", row["prompt"]), ("Completion", row["completion"]), ("Answer", row["answer"]))
     told = (*parts, ("Verifier", row["detail"])) if row["detail"] else parts

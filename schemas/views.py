@@ -205,6 +205,9 @@ _GAP: Final = (
     "CASE WHEN isnan(scalars.sample_logprob_gap) THEN NULL ELSE scalars.sample_logprob_gap END AS sample_logprob_gap"
 )
 
+#: The column `lag`: versions between the weights that sampled a sample's oldest token and those that it trains.
+_LAG: Final = "CASE WHEN scalars.num_generated > 0 THEN scalars.iteration - scalars.version_min END AS lag"
+
 #: What the optimizer did with a demonstration.
 _TRAINED: Final = Join(
     "train_samples",
@@ -254,7 +257,7 @@ VIEWS: Final = (
     _view(
         "samples",
         "scalars rollout",
-        f"SELECT scalars.* REPLACE ({judged('scalars')}, {_GAP}){{columns}} FROM scalars{{joins}}",
+        f"SELECT scalars.* REPLACE ({judged('scalars')}, {_GAP}), {_LAG}{{columns}} FROM scalars{{joins}}",
         _texts("rollout", "prompt", "completion", "answer"),
         _texts("verify", "parsed", "detail"),
     ),
@@ -273,9 +276,10 @@ VIEWS: Final = (
     _view(
         "tokens",
         "rollout",
+        "SELECT *, CASE WHEN loss_mask THEN iteration - version END AS lag FROM ("
         "SELECT iteration, sample_id, group_id, prompt_id, unnest(range(len(input_ids))) AS position,"
         " unnest(input_ids) AS token_id, unnest(loss_mask) AS loss_mask, unnest(logprobs) AS logprob,"
-        " unnest(versions) AS version{columns} FROM rollout{joins}",
+        " unnest(versions) AS version, coalesce(unnest(stale_kv), false) AS stale_kv{columns} FROM rollout{joins})",
         _per_token("advantage", advantage="advantages", **{"return": "returns"}),
         _per_token("proximal", prox_logprob="prox_logprobs"),
         _per_token("reference", ref_logprob="ref_logprobs"),

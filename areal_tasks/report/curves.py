@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import duckdb
@@ -23,6 +23,7 @@ class Chart:
     percent: bool = False
     scale: Literal["linear", "log", "either"] = "linear"  # of the y axis; "either" begins linear
     zero: bool = False  # the y axis begins at zero
+    stacked: bool = False  # areas on top of each other, one chart a run
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,14 @@ CHARTS: Final = (
         zero=True,
     ),
     Chart("stale_kv", "Stale KV cache", "Share of tokens sampled over the KV cache of older weights.", True, zero=True),
+    Chart(
+        "lags",
+        "Samples by lag",
+        "Versions between a sample's oldest token and the weights trained: shares, by generated tokens.",
+        True,
+        zero=True,
+        stacked=True,
+    ),
     Chart("gap", "Logprob gap", "Trainer against server on the same tokens, mean and greatest, in nats.", scale="log"),
     Chart(
         "outside",
@@ -103,7 +112,7 @@ CHARTS: Final = (
     ),
     Chart("skipped", "Skipped steps", "Steps that were not made, for loss or gradient was not finite.", zero=True),
     Chart("throughput", "Throughput", "Tokens per second of the whole iteration.", scale="either", zero=True),
-    Chart("stages", "Time per stage", "Seconds of each stage; stages may run side by side.", zero=True),
+    Chart("stages", "Time per stage", "Seconds of each stage; stages may run side by side.", zero=True, stacked=True),
 )
 
 _SAMPLES: Final = f"""
@@ -112,7 +121,7 @@ SELECT iteration AS x, avg(reward) AS reward, avg((verdict = 'correct')::int) AS
        quantile_cont(num_generated, 0.9) AS length_high, avg(truncated::int) AS truncated,
        avg((verdict = 'unparseable')::int) AS unparseable,
        avg((verdict IN ('timeout', 'error'))::int) AS unverified, avg((NOT kept)::int) AS dropped,
-       avg(iteration - version_min) AS staleness
+       avg(iteration - version_min) FILTER (num_generated > 0) AS staleness
 FROM (SELECT * REPLACE ({judged("scalars")}) FROM scalars) GROUP BY 1 ORDER BY 1"""
 
 _GROUPS: Final = f"""
@@ -226,7 +235,15 @@ SOURCES: Final = (
     Source(frozenset({"train_steps", "batch"}), _TOKENS.format(generated="0", join=""), _TOKEN_LINES),
 )
 
-_STAGES: Final = "SELECT iteration, stage, sum(seconds) AS seconds FROM stages GROUP BY ALL ORDER BY 1, 2"
+#: Lags from this one on share an area: a screen tells no more of them apart.
+MOST_LAG: Final = 10
+
+#: Charts whose areas lie on each other: iteration, area and value, in the order of the iterations.
+_STAGES: Final = "SELECT iteration, stage, sum(seconds) FROM stages GROUP BY ALL ORDER BY 1, 2"
+_LAGS: Final = f"""
+SELECT iteration, least(iteration - version_min, {MOST_LAG}) AS lag,
+       sum(num_generated) / sum(sum(num_generated)) OVER (PARTITION BY iteration)
+FROM scalars WHERE num_generated > 0 GROUP BY 1, 2 ORDER BY 1, 2"""
 
 
 def curves(connection: duckdb.DuckDBPyConnection, points: int) -> dict[str, list[dict[str, Any]]]:
@@ -237,8 +254,10 @@ def curves(connection: duckdb.DuckDBPyConnection, points: int) -> dict[str, list
         if source.needs <= tables and source.unless not in tables:
             for chart, line in _lines(connection, source):
                 found.setdefault(chart, []).append(thin(line, points).payload())
-    if stages := stage_times(connection):
-        found["stages"] = [_without_band(thin(line, points)).payload() for line in stages]
+    stacks = {"lags": lags(connection) if "scalars" in tables else [], "stages": stage_times(connection)}
+    for chart, areas in stacks.items():
+        if areas:
+            found[chart] = [_without_band(thin(area, points)).payload() for area in areas]
     return found
 
 
@@ -260,15 +279,28 @@ def _columns(connection: duckdb.DuckDBPyConnection, query: str) -> dict[str, Num
 
 def stage_times(connection: duckdb.DuckDBPyConnection) -> list[Series]:
     """Seconds of every stage in every iteration, the stages that take longest first; 0 where one did not run."""
-    rows = connection.execute(_STAGES).fetchall()
+    times = _areas(connection, _STAGES)
+    return [times[stage] for stage in sorted(times, key=lambda stage: -float(times[stage].y.sum()))]
+
+
+def lags(connection: duckdb.DuckDBPyConnection) -> list[Series]:
+    """The share of every lag in the generated tokens of every iteration; empty for a run without any lag."""
+    shares = _areas(connection, _LAGS)
+    if not shares.keys() - {"0"}:
+        return []
+    ordered = [shares[lag] for lag in sorted(shares, key=int)]
+    return [replace(area, name=f"{area.name} or more") if area.name == str(MOST_LAG) else area for area in ordered]
+
+
+def _areas(connection: duckdb.DuckDBPyConnection, query: str) -> dict[str, Series]:
+    """By its name, each area of a stacked chart: its value in every iteration, 0 where the answer has none."""
+    rows = connection.execute(query).fetchall()
     iterations = sorted({row[0] for row in rows})
     place = {iteration: i for i, iteration in enumerate(iterations)}
-    times: dict[str, Numbers] = {}
-    for iteration, stage, seconds in rows:
-        times.setdefault(stage, np.zeros(len(iterations)))[place[iteration]] = seconds
-    x = np.array(iterations, dtype=np.float64)
-    by_time = sorted(times, key=lambda stage: -float(times[stage].sum()))
-    return [Series(stage, x, times[stage]) for stage in by_time]
+    found: dict[str, Numbers] = {}
+    for iteration, name, value in rows:
+        found.setdefault(str(name), np.zeros(len(iterations)))[place[iteration]] = value
+    return {name: Series(name, np.array(iterations, dtype=np.float64), y) for name, y in found.items()}
 
 
 def _without_band(series: Series) -> Series:

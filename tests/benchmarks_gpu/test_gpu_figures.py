@@ -448,8 +448,8 @@ def test_a_shapes_changes_are_accepted_and_given_ones_win(shape: str) -> None:
     assert recipe_of_shape(shape).rollout.groups == groups
 
 
-def test_the_three_smollm2_recipes_ask_the_same_question() -> None:
+def test_the_smollm2_recipes_ask_the_same_question() -> None:
     recipes = [load_recipe(name) for name in list_recipes() if name.startswith("smollm2-")]
-    assert sorted(r.flow for r in recipes) == ["evaluate", "rlhf", "sft"]
+    assert sorted(r.flow for r in recipes) == ["evaluate", "rlhf", "rlhf", "sft"]
     assert len({r.data.model_dump_json() for r in recipes}) == 1
     assert len({r.model.max_length for r in recipes}) == 1

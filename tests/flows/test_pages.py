@@ -26,7 +26,7 @@ texts = st.one_of(st.sampled_from(NASTY), st.text(alphabet=ALPHABET, max_size=30
 
 def sample(i: int, **changes: Any) -> dict[str, Any]:
     row = {"sample_id": f"{i}-0", "group_id": i, "sample_index": 0, "num_generated": i, "stop_reason": "stop"}
-    judged = {"version_min": 0, "reward": float(i), "verdict": "correct", "detail": ""}
+    judged = {"version_min": 0, "version_max": 0, "reward": float(i), "verdict": "correct", "detail": ""}
     return row | judged | {"prompt": "p", "completion": "c", "answer": "a"} | changes
 
 
@@ -66,6 +66,16 @@ def test_a_reward_that_could_not_be_judged_is_no_number() -> None:
     found = rollout_rows(table(*rows), 3)
     assert [row["reward"] for row in found] == [0.25, None, 0.75]
     json.dumps(found, allow_nan=False)
+
+
+def test_versions_are_shown_where_a_sample_is_older_than_what_it_trains() -> None:
+    fresh, older = sample(1, version_min=4, version_max=4), sample(2, version_min=2, version_max=3)
+    assert [row["versions"] for row in rollout_rows(table(fresh, older), 2, 4)] == ["4", "2–3"]
+    assert "version 2–3 ·" in rollout_page(table(older), "it").replace("\\", "")
+    for rows, trained in (((fresh, fresh), 4), ((fresh, older), None)):
+        assert not any("versions" in row for row in rollout_rows(table(*rows), 2, trained))
+    empty = sample(0, version_min=-1, version_max=-1)
+    assert "versions" not in rollout_rows(table(empty), 1, 4)[0]
 
 
 def sections(page: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe, SftRecipe
 SHIPPED = {
     "quickstart": RlhfRecipe,
     "quickstart-sft": SftRecipe,
+    "quickstart-async": RlhfRecipe,
     "gsm8k": RlhfRecipe,
+    "gsm8k-async": RlhfRecipe,
     "gsm8k-cpu": RlhfRecipe,
     "sft-gsm8k": SftRecipe,
     "sft-gsm8k-cpu": SftRecipe,
     "evaluate-gsm8k": EvaluateRecipe,
     "evaluate-gsm8k-cpu": EvaluateRecipe,
+    "smollm2-gsm8k-async": RlhfRecipe,
 }
 
 
@@ -58,6 +62,28 @@ def test_relative_data_is_found_next_to_the_recipe(flow: str, tmp_path: Path, mo
 
 def test_the_list_is_complete() -> None:
     assert set(SHIPPED) <= set(list_recipes())
+
+
+#: What an asynchronous recipe may change of the synchronous one.
+ASYNCHRONOUS = {"name", "rollout.max_head_offpolicyness"} | {
+    f"inference.{placement}" for placement in ("threads", "gpus", "memory_fraction")
+}
+
+
+@pytest.mark.parametrize("name", ["quickstart", "gsm8k", "smollm2-gsm8k"])
+def test_an_asynchronous_recipe_differs_in_its_staleness_and_its_placement_alone(name: str) -> None:
+    both = (dict(_fields(load_recipe(n).model_dump(mode="json"))) for n in (name, f"{name}-async"))
+    synchronous, asynchronous = both
+    assert synchronous["rollout.max_head_offpolicyness"] == 0 < asynchronous["rollout.max_head_offpolicyness"]
+    assert {field for field in synchronous if synchronous[field] != asynchronous[field]} <= ASYNCHRONOUS
+
+
+def _fields(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _fields(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
 
 
 def test_the_quickstarts_parts_fit_together() -> None:

@@ -80,6 +80,7 @@ def hostile_rows() -> list[Row]:
         "num_tokens": len(ids),
         **{name: [0.5] * len(ids) for name in ("logprobs", "advantages", "returns")},
         "versions": [0] * len(ids),
+        "stale_kv": [False] * len(ids),
     }
     texts = [dict.fromkeys(("prompt", "completion", "answer", "parsed", "detail"), text) for text in HOSTILE]
     return [sample(0, i, **text, **tokens, server=text["prompt"][:200]) for i, text in enumerate(texts)]

@@ -87,6 +87,17 @@ def test_the_age_of_tokens_is_shown_where_it_was_measured(store: Store) -> None:
     assert not report_of(store, "plain")[0]["curves"].keys() & {"lag", "weights", "stale_kv"}
 
 
+def test_lags_are_shares_of_the_generated_tokens_and_shown_where_there_are_any(store: Store) -> None:
+    make_run(store, "synchronous", [rows(0), rows(1)])
+    assert "lags" not in report_of(store, "synchronous")[0]["curves"]
+    silent = sample(12, 2, num_generated=0, version_min=-1, version_max=-1)  # has no token that could be old
+    late = [sample(12, 0, num_generated=9, version_min=0), sample(12, 1, num_generated=3, version_min=11), silent]
+    make_run(store, "stale", [*(rows(k) for k in range(12)), late])
+    found = {area["name"]: area["y"] for area in report_of(store, "stale")[0]["curves"]["lags"]}
+    assert (found["1"][12], found["10 or more"][12]) == (0.25, 0.75)
+    assert all(sum(area[k] for area in found.values()) == pytest.approx(1) for k in range(13))
+
+
 @given(
     st.lists(st.floats(-1e6, 1e6) | st.just(float("nan")), min_size=1, max_size=300),
     st.integers(1, 40),

@@ -405,6 +405,8 @@ def test_unsure_places(answers: dict[str, pa.Table], tables: Tables) -> None:
 def test_staleness(answers: dict[str, pa.Table], samples: list[Row]) -> None:
     [row] = ask(answers, "How stale is what it trains on?")
     assert (row["lag"], row["samples"], row["share"], row["interrupted"]) == (0, len(samples), 1, 0)
+    [row] = ask(answers, "How old are the tokens, and how many were sampled over the KV cache of older weights?")
+    assert row == {"lag": 0, "tokens": sum(s["num_generated"] for s in samples), "share": 1, "stale_kv": 0}
 
 
 def test_servers(answers: dict[str, pa.Table], samples: list[Row], tables: Tables) -> None:

@@ -58,6 +58,7 @@ def test_tables_from_before_a_column_are_read_beside_those_that_have_it(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     added = {"train_steps": "logprob_gap_mean", "train_samples": "sample_logprob_gap", "scalars": "sample_logprob_gap"}
+    added["rollout"] = "stale_kv"
     run = open_run(store, "run", "rlhf", recipe())
     with monkeypatch.context() as patch:
         for name, column in added.items():
@@ -70,6 +71,7 @@ def test_tables_from_before_a_column_are_read_beside_those_that_have_it(
     assert ask(store, "SELECT max(logprob_gap_mean) FROM train_steps") == [(max(gaps),)]
     query = "SELECT iteration, count(*), count(sample_logprob_gap) FROM samples GROUP BY 1 ORDER BY 1"
     assert ask(store, query) == [(0, ROWS, 0), (1, ROWS, ROWS)]
+    assert ask(store, "SELECT count(*) FROM tokens WHERE stale_kv IS NULL") == [(0,)]
 
 
 def test_a_gap_that_nobody_measured_does_not_spoil_the_mean_of_the_others(local_store: Store) -> None:
@@ -96,6 +98,17 @@ def test_tokens_has_a_row_for_every_token(store: Store) -> None:
     ids = rollout["sample_id"].to_pylist()
     expected = [(s, i, *(x[n][i] for x in lists)) for n, s in enumerate(ids) for i in range(len(lists[0][n]))]
     assert sorted(rows) == sorted(expected) and len(rows) == 4 * ROWS
+
+
+def test_the_lag_of_a_sample_and_of_its_tokens(store: Store) -> None:
+    built(store)
+    rollout, scalars = (table(name, iteration=2).to_pylist() for name in ("rollout", "scalars"))
+    known = [2 - v for row in rollout for v, own in zip(row["versions"], row["loss_mask"], strict=True) if own]
+    tokens = ask(store, "SELECT loss_mask, lag FROM tokens WHERE iteration = 2")
+    assert sorted(lag for own, lag in tokens if own) == sorted(known)  # type: ignore[type-var]
+    assert all(lag is None for own, lag in tokens if not own)
+    lags = {row["sample_id"]: 2 - row["version_min"] if row["num_generated"] else None for row in scalars}
+    assert dict(ask(store, "SELECT sample_id, lag FROM samples WHERE iteration = 2")) == lags  # type: ignore[comparison-overlap]
 
 
 def test_stages_and_commits_say_what_was_made_and_by_whom(store: Store) -> None:

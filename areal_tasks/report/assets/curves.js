@@ -11,7 +11,7 @@ export function colourOf(index) {
 
 /** All charts for which some run has lines. */
 export function curvesSection(data) {
-  const cards = data.charts.flatMap((spec) => (spec.id === "stages" ? stacks(data, spec) : lines(data, spec)));
+  const cards = data.charts.flatMap((spec) => (spec.stacked ? stacks(data, spec) : lines(data, spec)));
   if (!cards.length) return null;
   const smooth = select([[1, "off"], [5, "5 points"], [15, "15 points"], [51, "51 points"]], (event) => {
     view.smooth = Number(event.target.value);
@@ -43,8 +43,8 @@ function dressed(data, run, line, i) {
 
 function stacks(data, spec) {
   return data.runs.filter((run) => run.curves[spec.id]).map((run) => {
-    const named = run.curves[spec.id].map((line) => ({ ...line, label: line.name, colour: stageColour(line.name), dash: "thick" }));
+    const named = run.curves[spec.id].map((line, i) => ({ ...line, label: line.name, colour: spec.id === "stages" ? stageColour(line.name) : `c${i}`, dash: "thick" }));
     const title = data.runs.length > 1 ? `${spec.title} · ${run.name}` : spec.title;
-    return stackChart({ ...spec, title, key: `stages-${run.index}` }, named);
+    return stackChart({ ...spec, title, key: `${spec.id}-${run.index}` }, named);
   });
 }

@@ -1,8 +1,8 @@
-// Time per stage: areas on top of each other, one chart a run.
+// Areas on top of each other, one chart a run: seconds of each stage, shares of each lag.
 import { card, entry, frame } from "./chart.js";
 import { extent, formatOf, nearest } from "./scales.js";
 import { svg } from "./dom.js";
-import { num } from "./format.js";
+import { num, percent } from "./format.js";
 
 /** The stages, in the order of their colours: each has the same one in every run. */
 const STAGES = ["rollout", "train", "verify", "advantage", "publish", "evaluate", "reference", "proximal", "scalars", "prompts", "initialise", "batch"];
@@ -15,15 +15,17 @@ export function stageColour(stage) {
   return `c${known < 0 ? OTHER : known}`;
 }
 
-/** A stacked chart of lines that share their x. */
+const seconds = (value) => `${num(value, 3)} s`;
+
+/** A stacked chart of lines that share their x: seconds, or shares. */
 export function stackChart(spec, lines) {
   const xs = () => lines[0].x;
-  const read = (x) => lines.map((line) => stageEntry(line, x, lines));
+  const read = (x) => lines.map((line) => areaEntry(line, x, lines, spec.percent ? percent : seconds));
   return card({ ...spec, wide: true }, { paint: (width) => paintStack(width, spec, lines), read, xs });
 }
 
-function stageEntry(line, x, lines) {
-  if (x !== null) return entry(line, `${num(line.y[nearest(line.x, x)], 3)} s`, "");
+function areaEntry(line, x, lines, format) {
+  if (x !== null) return entry(line, format(line.y[nearest(line.x, x)]), "");
   const all = lines.reduce((sum, other) => sum + total(other), 0);
   return entry(line, `${num((100 * total(line)) / (all || 1), 3)} %`, "");
 }
@@ -57,7 +59,7 @@ function cutMarks(made, xs, tops, height) {
   const label = (x, anchor, text) => svg("text", { class: "cut", x, y: made.y.range[1] + 9, "text-anchor": anchor }, text);
   return clusters(cut).flatMap((near) => {
     const toRight = near.at(-1).at + LABEL_WIDTH < made.x.range[1];
-    const value = `${near.length > 1 ? "≤ " : ""}${num(Math.max(...near.map(({ top }) => top)), 3)} s`;
+    const value = `${near.length > 1 ? "≤ " : ""}${seconds(Math.max(...near.map(({ top }) => top)))}`;
     const text = toRight ? label(near.at(-1).at + 7, "start", value) : label(near[0].at - 7, "end", value);
     return [...near.map(({ at }) => label(at, "middle", "▲")), text];
   });
