@@ -77,8 +77,20 @@ class Job:
                 size = min(MAX_CHUNK, math.ceil(len(self.waiting) / (2 * len(self.workers))))
                 worker.rows.extend(self.waiting.popleft() for _ in range(size))
                 self._begin(worker, worker.cpu)
-                if not worker.send([self.rows[i] for i in worker.rows]):
-                    self._fail(worker, "error", "the verifier's process ended, or hangs, before it was given the row")
+                self._send(worker)
+
+    def _send(self, worker: Worker) -> None:
+        """Hands over its rows. One that has ended costs the first of them, unless the forkserver was lost with it."""
+        try:
+            worker.send([self.rows[i] for i in worker.rows])
+        except TimeoutError:
+            self._fail(worker, "error", "the verifier's process hangs: it does not take the row")
+        except OSError:
+            self._await_status(worker)
+
+    def _await_status(self, worker: Worker) -> None:
+        """It has ended: its exit status comes, or the loss of the forkserver, before anybody looks at it again."""
+        worker.ended, worker.look_at = True, time.monotonic() + self.server.reply_seconds
 
     def _begin(self, worker: Worker, cpu: float) -> None:
         worker.begin(cpu)
@@ -106,7 +118,7 @@ class Job:
             self._fail(worker, "error", str(error))
             return
         if worker.ended and self._forget(worker):
-            worker.look_at = time.monotonic() + self.server.reply_seconds  # its exit status comes before that
+            self._await_status(worker)
 
     def _bury(self) -> None:
         """Replaces workers that ended by themselves; the row each was at gets an `error`."""

@@ -53,14 +53,10 @@ class Worker:
                     total += sum(member.cpu_times()[:4])  # user, system, and those of children it has waited for
         return total - self.cpu
 
-    def send(self, rows: Sequence[Row]) -> bool:
-        """Hands over a chunk; False when the process is gone or does not read."""
+    def send(self, rows: Sequence[Row]) -> None:
+        """Hands over a chunk. TimeoutError if the process does not read it, another OSError if it is gone."""
         self.channel.settimeout(_REPLY_SECONDS)
-        try:
-            self.channel.sendall(json.dumps(rows).encode() + b"\n")
-        except OSError:
-            return False
-        return True
+        self.channel.sendall(json.dumps(rows).encode() + b"\n")
 
     def receive(self) -> Iterator[Result]:
         """The results that have arrived, without waiting. ValueError at the first thing that is none."""

@@ -13,12 +13,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import psutil
 import pytest
-from waiting import wait_until
+from waiting import LIMIT, wait_until
 
+from areal_tasks.rewards.job import Job
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult
 from areal_tasks.rewards.processes import Forkserver, Worker
 from areal_tasks.rewards.protocol import Row
@@ -257,6 +258,32 @@ def test_losing_the_forkserver_in_a_call_costs_no_verdict(tmp_path: Path, monkey
         (tmp_path / "open").touch()
         assert {r.verdict for r in results.result()} == {"correct"}
     pool.close()
+
+
+def test_a_worker_that_is_seen_to_have_ended_before_the_forkserver_is_costs_no_verdict() -> None:
+    """Both were killed at once: the row that could not be handed over is not to blame."""
+    (control, their_control), (channel, their_channel) = socket.socketpair(), socket.socketpair()
+
+    class Lost:
+        exited: ClassVar[list[tuple[int, int]]] = []
+        reply_seconds = LIMIT
+        looks = 0
+
+        def exits(self) -> list[tuple[int, int]]:
+            self.looks += 1
+            if self.looks > 2:
+                raise ConnectionError("lost")
+            return []
+
+    server = Lost()
+    server.control = control  # type: ignore[attr-defined]
+    job = Job([Row("p", "xx", "a")], settings())
+    with their_control, channel:
+        their_channel.close()
+        their_control.send(b"there is something to be read")
+        with pytest.raises(ConnectionError, match="lost"):
+            job.run(cast(Forkserver, server), [Worker(1, channel)])
+    assert not job.results
 
 
 def test_losing_the_forkserver_between_calls_costs_nothing() -> None:
