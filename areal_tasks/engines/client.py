@@ -14,6 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, Final
 
 from areal_tasks.engines.answers import Refused, ServerDown, WrongVersion, each_token, stale_runs, version_runs
@@ -85,8 +86,7 @@ class InferenceClient:
     Errors of all methods: UserError with the server's reason for a request that is refused; ServerDown when no server
     answers within the request timeout; WrongVersion when a server does not take the weights it was sent.
     `patience_seconds`: how long to wait while no server is well; none: `NO_SERVER_SECONDS`. `ends` are asked for where
-    it is to the client to see that a completion has ended. `interruption`: what new weights do to requests under way;
-    none: they end them, with the KV cache flushed, and the client continues them.
+    the client has to see that a completion has ended. `interruption`: by new weights (none: the client continues).
     """
 
     def __init__(
@@ -215,12 +215,10 @@ class InferenceClient:
         self.pool.hold(Target(version, key, uri))
 
     async def doubt(self) -> None:
-        """The servers' weights may be damaged or not whole: none generates until it was given some again."""
+        """The servers' weights may be damaged or not whole: none generates, and no answer counts, until given some."""
         self.pool.doubt()
-
-    async def discard(self) -> None:
-        """Repeat the requests under way: what was generated for them may come from weights that are not in force."""
-        await self.pool.discard()
+        for server in [server for server in self.pool.servers if server.requests]:
+            await self.pool.connections.drop(server)
 
     async def foreign(self, urls: Iterable[str]) -> None:
         """Have servers that others have started. Raises UserError if one cannot be used as it was started."""
@@ -289,10 +287,8 @@ class InferenceClient:
         return self.pool.lending.paused
 
     async def interrupt(self) -> None:
-        """Return when no server has a request under way, so that the trainer can send weights: `resume()` follows.
-
-        New requests must be kept from the servers (`doubt`). Where η is 0, there are none.
-        """
+        """Return when no server has a request under way, so that the trainer may send weights; `resume` follows."""
+        self.pool.doubt()
         if self.pool.interrupter.mode == "drain":
             await drained(self.pool.servers)
         elif self.pool.interrupter.mode is not None:
@@ -319,13 +315,9 @@ class InferenceClient:
 
 def _chunks(works: Iterable[_Work], groups: int) -> list[list[_Work]]:
     """The requests, `groups` groups at a time; a group's requests are found by its id."""
-    by_group = groupby(sorted(works, key=_group), _group)
-    members = [list(group) for _, group in by_group]
+    of_group = attrgetter("request.group")
+    members = [list(group) for _, group in groupby(sorted(works, key=of_group), of_group)]
     return [[work for group in members[at : at + groups] for work in group] for at in range(0, len(members), groups)]
-
-
-def _group(work: _Work) -> int:
-    return work.request.group
 
 
 def _body(works: list[_Work], stream: bool) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Lending:
 
     @asynccontextmanager
     async def held(self, server: Server) -> AsyncIterator[None]:
-        """Inside, the server's requests stand still, with their cache. A server that fails goes on before it is let in."""
+        """Inside, the server's requests stand still and keep their cache."""
         async with self._orders[server]:
             await self.pause(server, "in_place")
             try:

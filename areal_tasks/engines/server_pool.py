@@ -49,15 +49,10 @@ class _Waiter:
 
 
 class ServerPool:
-    """Use within one event loop; `close()` when done. `patience_seconds`: how long to wait while no server is well."""
+    """Use within one event loop; `close()` when done. `patience`: seconds to wait while no server is well."""
 
     def __init__(
-        self,
-        urls: Iterable[str],
-        token: str,
-        settings: Inference,
-        patience_seconds: float | None,
-        interruption: Interruption | None,
+        self, urls: Iterable[str], token: str, settings: Inference, patience: float | None, mode: Interruption | None
     ) -> None:
         self.settings = settings
         self.servers = [Server(url, settings.max_concurrent_requests) for url in urls]
@@ -66,10 +61,10 @@ class ServerPool:
         self.connections = Connections(token, settings.request_timeout_seconds)
         self._ask = self.connections.ask
         self.lending = Lending(self._ask)
-        self.interrupter = Interrupter(interruption, settings.engine == "embedded", self.lending)
+        self.interrupter = Interrupter(mode, settings.engine == "embedded", self.lending)
         self.foreign = False  # others have started the servers
         self.target: Target | None = None  # none: what the servers hold when they are first asked
-        self._patience = NO_SERVER_SECONDS if patience_seconds is None else patience_seconds
+        self._patience = NO_SERVER_SECONDS if patience is None else patience
         self._waiting: deque[_Waiter] = deque()
         self._tasks: dict[tuple[str, Server], asyncio.Task[None]] = {}  # at most one of a kind for each server
         self._end_of_hope: asyncio.TimerHandle | None = None  # runs while every server is evicted and requests wait
@@ -239,11 +234,6 @@ class ServerPool:
             if server.healthy and not server.current and target.uri is not None:
                 server.healthy = False
                 self._background("admit", server, self._admit)
-
-    async def discard(self) -> None:
-        """Take no answer to what is under way: the requests are repeated on a server that holds the weights wanted."""
-        for server in [server for server in self.servers if server.requests]:
-            await self.connections.drop(server)
 
     def doubt(self) -> None:
         """Nobody knows any more what the servers hold: they are to be given the weights once more."""

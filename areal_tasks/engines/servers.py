@@ -243,7 +243,7 @@ class Servers(ABC):
         with self._feeding:
             self._fetched.keep(draft.memory)
             client = self._servers()
-            with self._discarding(client):
+            with self._doubting(client):
                 done = load_ahead(draft, lambda where: self._proof.load(client, where, version, draft.name))
             self.serving = self.written = done.ref
             self._fetched.loaded(done.load_seconds, self._server_count)
@@ -271,20 +271,10 @@ class Servers(ABC):
     @contextmanager
     def _doubting(self, client: InferenceClient) -> Iterator[None]:
         """If it fails inside, servers may hold what is damaged, or a part: none is used before it is given weights."""
-        with self._discarding(client):
-            try:
-                yield
-            except BaseException:
-                self._loop.run(client.doubt())
-                raise
-
-    @contextmanager
-    def _discarding(self, client: InferenceClient) -> Iterator[None]:
-        """If it fails inside, servers may generate with weights that are not in force: no such token is taken."""
         try:
             yield
         except BaseException:
-            self._loop.run(client.discard())
+            self._loop.run(client.doubt())
             raise
 
     @property
@@ -301,7 +291,6 @@ class Servers(ABC):
         """
         started, version = time.monotonic(), ref.version
         self._fetched.outdate()
-        self._loop.run(client.doubt())
         with self._interrupted(client):
             urls = self.call(client.standing())
             ranks = self.recipe.inference.tensor_parallel  # type: ignore[union-attr]
@@ -317,7 +306,7 @@ class Servers(ABC):
 
     @contextmanager
     def _interrupted(self, client: InferenceClient) -> Iterator[None]:
-        """Inside, no request is under way on the servers. Those that wait are served when weights were adopted."""
+        """Inside, no request is under way on the servers; those that wait are served when weights were adopted."""
         paused = client.paused
         try:
             self.call(client.interrupt())

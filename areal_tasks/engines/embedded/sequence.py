@@ -69,8 +69,9 @@ class Sequence:
     def tell(self) -> None:
         """Give the listener a copy of the sequence as it is now."""
         if self.listener is not None:
-            runs = {"versions": [*self.versions], "stale_kv": [*self.stale_kv]}
-            self.listener(replace(self, output=[*self.output], logprobs=[*self.logprobs], **runs))
+            now = replace(self, output=[*self.output], logprobs=[*self.logprobs], versions=[*self.versions])
+            now.stale_kv = [*self.stale_kv]
+            self.listener(now)
 
     def so_far(self) -> list[int]:
         """Prompt and output: what the cache must hold to go on."""
