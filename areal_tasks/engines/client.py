@@ -86,7 +86,7 @@ class InferenceClient:
     Errors of all methods: UserError with the server's reason for a request that is refused; ServerDown when no server
     answers within the request timeout; WrongVersion when a server does not take the weights it was sent.
     `patience_seconds`: how long to wait while no server is well; none: `NO_SERVER_SECONDS`. `ends` are asked for where
-    the client has to see that a completion has ended. `interruption`: by new weights (none: the client continues).
+    the client has to see that a completion has ended. `interruption`: of the recipe; none: η is 0.
     """
 
     def __init__(
