@@ -285,10 +285,9 @@ def test_a_stop_string_that_spans_new_weights_is_found(
             return (await work)[0]
 
     free = asyncio.run(sampled(engine_of()))
-    text = "".join(VOCABULARY[token] for token in free.output_ids)
-    at = free.versions.index(1)
-    stop = text[at - 2 : at + 2]
-    assert text.index(stop) == at - 2
+    words, at = [VOCABULARY[token] for token in free.output_ids], free.versions.index(1)
+    stop = "".join(words[at - 2 : at + 2])
+    assert stop not in "".join(words[: at + 1])
     ended = asyncio.run(sampled(engine_of(), stop=(stop,)))
-    assert ended.stop_reason == "stop" and ended.text.endswith(stop)
+    assert ended.stop_reason == "stop" and ended.segments == 1
     assert ended.output_ids == free.output_ids[: at + 2] and ended.versions[-3:] == [0, 1, 1]
