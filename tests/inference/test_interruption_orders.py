@@ -15,6 +15,7 @@ from waiting import LIMIT
 
 from areal_tasks.engines import server_pool
 from areal_tasks.engines.client import GenerateResult, InferenceClient
+from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import Send, Sent
 from areal_tasks.store.backend import open_store
@@ -233,7 +234,7 @@ class Trainer:
         return Sent(seconds=0.1)
 
 
-Begin = Callable[[str, str], tuple[Engines, Ordered, Trainer]]
+Begin = Callable[..., tuple[Engines, Ordered, Trainer]]
 
 
 @pytest.fixture
@@ -250,6 +251,9 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
         opened.append((engines, engines.call(serve(fake))))
         monkeypatch.setattr(engines, "supervisor", FakeSupervisor(fake.url))
         engines.transport = transport  # type: ignore[assignment]
+        client = engines._servers()
+        client._ends = Ends  # there is no model
+        engines.call(client.adopt(0, "zero", {fake.url}))
         return engines, fake, Trainer(fake)
 
     yield start
