@@ -192,6 +192,26 @@ def test_tokens_of_all_versions_between_begin_and_end_are_taken_and_no_others() 
     run(test)
 
 
+def test_no_token_is_taken_of_weights_that_turn_out_to_be_damaged() -> None:
+    """A request under way on them is repeated, on a server that was given others."""
+
+    async def test() -> None:
+        fake, gate = Ordered(), asyncio.Event()
+        fake.may_go_on = gate
+        client = await client_of(fake, "in_place")
+        work = asyncio.ensure_future(client.generate(requests(1)))
+        await until(lambda: fake.orders)
+        await client.update_weights("damaged", 1)
+        await client.doubt()
+        gate.set()
+        await client.update_weights("whole", 1)
+        check(requests(1), await work, version=1)
+        assert [path for path, _ in fake.orders] == ["/generate", *[PAUSE, UPDATE, CONTINUE] * 2, "/generate"]
+        await client.close()
+
+    run(test)
+
+
 def test_a_continued_request_keeps_the_flags_of_what_it_has() -> None:
     """Another server computes the cache again: what it generates is not stale, and what there was stays as it is."""
 

@@ -105,7 +105,7 @@ def test_servers_that_generate_all_the_time_keep_their_memory() -> None:
 
 
 def test_sglang_cannot_say_which_tokens_are_of_older_weights() -> None:
-    with pytest.raises(UserError, match="one weights version for each answer.*set it to abort or drain, or leave it"):
+    with pytest.raises(UserError, match=r"one weights version for each answer.*set it to abort or drain, or leave it"):
         load_recipe("gsm8k", ["rollout.max_head_offpolicyness=1", "rollout.interruption=in_place"])
 
 
