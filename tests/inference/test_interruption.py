@@ -10,6 +10,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import uvicorn
@@ -24,7 +25,8 @@ from areal_tasks.engines.embedded.api import Limits
 from areal_tasks.engines.embedded.app import Server
 from areal_tasks.engines.embedded.engine import Engine
 from areal_tasks.engines.embedded.runner import read_weights_folder
-from areal_tasks.engines.embedded.sequence import Sequence
+from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence
+from areal_tasks.engines.embedded.slots import Slots
 from areal_tasks.engines.ports import listen
 from areal_tasks.store.backend import open_store
 from schemas.recipe.interruption import Interruption
@@ -154,6 +156,27 @@ def test_a_prompt_that_is_being_computed_is_computed_by_the_new_weights_alone(
     for sequence in running.wait():
         assert flags(sequence) == ([1] * 5, [False] * 5)
         check_sequence(models, sequence)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "update", "release", "compact"]), st.integers(0, 7)), max_size=40))
+def test_the_mark_stays_with_its_sequence(steps: list[tuple[str, int]]) -> None:
+    """When slots are taken, left, taken again, and their sequences moved."""
+    slots, begun, updates = Slots(8, 8, 4), dict[str, int](), 0
+    for i, (step, which) in enumerate(steps):
+        held = [slot for slot, owner in enumerate(slots.owner) if owner is not None]
+        if step == "take" and slots.vacancies:
+            sequence = Sequence(str(i), [3], SamplingParams(), 0, frozenset(), 4)
+            slots.active[slots.take(sequence)] = True
+            begun[sequence.rid] = updates
+        elif step == "update":
+            slots.stale |= slots.active
+            updates += 1
+        elif step == "release" and held:
+            slots.release(held[which % len(held)])
+        elif step == "compact" and held and (free := [slot for slot in range(held[-1]) if slot not in held]):
+            slots.move(np.array(held[-1:]), np.array(free[:1]))
+    for slot, owner in enumerate(slots.owner):
+        assert owner is None or bool(slots.stale[slot]) == (begun[owner.rid] < updates)
 
 
 # ── the server, by the client ───────────────────────────────────────────────────────────────────────────────────────

@@ -14,7 +14,7 @@ from aiohttp import web
 from waiting import LIMIT
 
 from areal_tasks.engines import server_pool
-from areal_tasks.engines.client import GenerateResult, InferenceClient
+from areal_tasks.engines.client import GenerateResult
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import Send, Sent
@@ -23,8 +23,7 @@ from areal_tasks.store.runs import open_run
 from schemas.manifest import WeightsRef
 from schemas.recipe.interruption import Interruption
 from schemas.recipe.load import load_recipe
-from schemas.recipe.sections import Inference
-from tests.inference.fake_server import Fake, check, requests, run, serve, until
+from tests.inference.fake_server import Fake, check, requests, run, serve, serving, until
 from tests.inference.fake_supervisor import FakeSupervisor
 
 PAUSE, UPDATE, CONTINUE = "/pause_generation", "/update_weights_from_disk", "/continue_generation"
@@ -67,13 +66,6 @@ class Ordered(Fake):
         return await super().update(request)
 
 
-async def client_of(fake: Fake, mode: Interruption | None, engine: str = "embedded") -> InferenceClient:
-    await serve(fake)
-    client = InferenceClient([fake.url], "token", Inference(engine=engine), interruption=mode)  # type: ignore[arg-type]
-    client.pool.clock = asyncio.get_running_loop().time
-    return client
-
-
 @pytest.mark.parametrize(
     ("mode", "engine", "orders"),
     [
@@ -89,12 +81,11 @@ async def client_of(fake: Fake, mode: Interruption | None, engine: str = "embedd
 def test_orders_of_an_update(mode: Interruption | None, engine: str, orders: list[Any]) -> None:
     async def test() -> None:
         fake = Ordered()
-        client = await client_of(fake, mode, engine)
-        await client.update_weights("w", 1)
-        assert fake.orders == orders
-        [flags] = [found for path, found in orders if path == UPDATE]
-        assert fake.update_bodies == [{"model_path": "w", "weight_version": "1"} | flags]
-        await client.close()
+        async with serving(fake, interruption=mode, engine=engine) as client:
+            await client.update_weights("w", 1)
+            assert fake.orders == orders
+            [flags] = [found for path, found in orders if path == UPDATE]
+            assert fake.update_bodies == [{"model_path": "w", "weight_version": "1"} | flags]
 
     run(test)
 
@@ -104,18 +95,17 @@ def test_draining_waits_for_requests_and_holds_new_ones_back(engine: str) -> Non
     async def test() -> None:
         fake = Ordered()
         fake.may_go_on = asyncio.Event()
-        client = await client_of(fake, "drain", engine)
-        early = asyncio.ensure_future(client.generate(requests(1)))
-        await until(lambda: fake.orders)
-        update = asyncio.ensure_future(client.update_weights("w", 1))
-        late = asyncio.ensure_future(client.generate(requests(1)))
-        await until(lambda: client.pool._waiting)
-        fake.may_go_on.set()
-        check(requests(1), await early)
-        await update
-        check(requests(1), await late, version=1)
-        assert [path for path, _ in fake.orders] == ["/generate", UPDATE, "/generate"]
-        await client.close()
+        async with serving(fake, interruption="drain", engine=engine) as client:
+            early = asyncio.ensure_future(client.generate(requests(1)))
+            await until(lambda: fake.orders)
+            update = asyncio.ensure_future(client.update_weights("w", 1))
+            late = asyncio.ensure_future(client.generate(requests(1)))
+            await until(lambda: client.pool._waiting)
+            fake.may_go_on.set()
+            check(requests(1), await early)
+            await update
+            check(requests(1), await late, version=1)
+            assert [path for path, _ in fake.orders] == ["/generate", UPDATE, "/generate"]
 
     run(test)
 
@@ -125,14 +115,13 @@ def test_a_server_that_fails_while_it_is_paused_is_continued_and_updated(monkeyp
 
     async def test() -> None:
         fake = Ordered()
-        client = await client_of(fake, "in_place")
-        fake.fails = 2
-        assert await client.update_weights("w", 1) == []
-        check(requests(1), await client.generate(requests(1)), version=1)
-        attempt = [(PAUSE, "in_place"), (UPDATE, KEEP), (CONTINUE, None)]
-        assert fake.orders == [*attempt * 3, ("/generate", None)]
-        assert not client.pool.servers[0].paused
-        await client.close()
+        async with serving(fake, interruption="in_place") as client:
+            fake.fails = 2
+            assert await client.update_weights("w", 1) == []
+            check(requests(1), await client.generate(requests(1)), version=1)
+            attempt = [(PAUSE, "in_place"), (UPDATE, KEEP), (CONTINUE, None)]
+            assert fake.orders == [*attempt * 3, ("/generate", None)]
+            assert not client.pool.servers[0].paused
 
     run(test)
 
@@ -142,22 +131,22 @@ def test_a_server_that_does_not_answer_the_pause_is_continued(monkeypatch: pytes
 
     async def test() -> None:
         fake = Ordered()
-        client, command, lost = await client_of(fake, "in_place"), Fake.command, [PAUSE]
+        command, lost = Fake.command, [PAUSE]
+        async with serving(fake, interruption="in_place") as client:
 
-        async def losing(self: Fake, request: web.Request) -> web.Response:
-            answer = await command(self, request)
-            if request.path in lost:
-                lost.remove(request.path)
-                assert request.transport is not None
-                request.transport.close()
-            return answer
+            async def losing(self: Fake, request: web.Request) -> web.Response:
+                answer = await command(self, request)
+                if request.path in lost:
+                    lost.remove(request.path)
+                    assert request.transport is not None
+                    request.transport.close()
+                return answer
 
-        monkeypatch.setattr(Fake, "command", losing)
-        await client.update_weights("w", 1)
-        await until(lambda: client.pool.servers[0].healthy)
-        attempt = [(PAUSE, "in_place"), (UPDATE, KEEP), (CONTINUE, None)]
-        assert fake.orders == [(PAUSE, "in_place"), (CONTINUE, None), *attempt]
-        await client.close()
+            monkeypatch.setattr(Fake, "command", losing)
+            await client.update_weights("w", 1)
+            await until(lambda: client.pool.servers[0].healthy)
+            attempt = [(PAUSE, "in_place"), (UPDATE, KEEP), (CONTINUE, None)]
+            assert fake.orders == [(PAUSE, "in_place"), (CONTINUE, None), *attempt]
 
     run(test)
 
@@ -174,20 +163,19 @@ def test_tokens_of_all_versions_between_begin_and_end_are_taken_and_no_others() 
             return whole
 
         fake.answer = mixed  # type: ignore[method-assign]
-        client = await client_of(fake, "in_place")
-        work = asyncio.ensure_future(client.generate(requests(1, size=1)))
-        await until(lambda: fake.orders)
-        for version in (1, 2):
-            await client.update_weights("w", version)
-        gate.set()
-        [result] = await work
-        assert (result.versions, result.stale_kv) == ([0, 1, 2], [False, True, True])
-        late = asyncio.ensure_future(client.generate(requests(1, size=1)))  # its answer speaks of version 0
-        await until(lambda: not client.pool.servers[0].healthy)
-        fake.answer = answer  # type: ignore[method-assign]
-        [result] = await late
-        assert (result.versions, result.stale_kv) == ([2] * 3, [False] * 3)
-        await client.close()
+        async with serving(fake, interruption="in_place") as client:
+            work = asyncio.ensure_future(client.generate(requests(1, size=1)))
+            await until(lambda: fake.orders)
+            for version in (1, 2):
+                await client.update_weights("w", version)
+            gate.set()
+            [result] = await work
+            assert (result.versions, result.stale_kv) == ([0, 1, 2], [False, True, True])
+            late = asyncio.ensure_future(client.generate(requests(1, size=1)))  # its answer speaks of version 0
+            await until(lambda: not client.pool.servers[0].healthy)
+            fake.answer = answer  # type: ignore[method-assign]
+            [result] = await late
+            assert (result.versions, result.stale_kv) == ([2] * 3, [False] * 3)
 
     run(test)
 
@@ -198,16 +186,15 @@ def test_no_token_is_taken_of_weights_that_turn_out_to_be_damaged() -> None:
     async def test() -> None:
         fake, gate = Ordered(), asyncio.Event()
         fake.may_go_on = gate
-        client = await client_of(fake, "in_place")
-        work = asyncio.ensure_future(client.generate(requests(1)))
-        await until(lambda: fake.orders)
-        await client.update_weights("damaged", 1)
-        await client.doubt()
-        gate.set()
-        await client.update_weights("whole", 1)
-        check(requests(1), await work, version=1)
-        assert [path for path, _ in fake.orders] == ["/generate", *[PAUSE, UPDATE, CONTINUE] * 2, "/generate"]
-        await client.close()
+        async with serving(fake, interruption="in_place") as client:
+            work = asyncio.ensure_future(client.generate(requests(1)))
+            await until(lambda: fake.orders)
+            await client.update_weights("damaged", 1)
+            await client.doubt()
+            gate.set()
+            await client.update_weights("whole", 1)
+            check(requests(1), await work, version=1)
+            assert [path for path, _ in fake.orders] == ["/generate", *[PAUSE, UPDATE, CONTINUE] * 2, "/generate"]
 
     run(test)
 
@@ -226,10 +213,9 @@ def test_a_continued_request_keeps_the_flags_of_what_it_has() -> None:
             return whole
 
         fake.answer, fake.interrupt = stale_if_interrupted, 1  # type: ignore[method-assign]
-        client = await client_of(fake, "in_place")
-        [result] = await client.generate(requests(1, size=1))
-        assert result.stale_kv == [True, False, False], "the last token of the first answer is sampled again"
-        await client.close()
+        async with serving(fake, interruption="in_place") as client:
+            [result] = await client.generate(requests(1, size=1))
+            assert result.stale_kv == [True, False, False], "the last token of the first answer is sampled again"
 
     run(test)
 
