@@ -158,7 +158,13 @@ def test_a_prompt_that_is_being_computed_is_computed_by_the_new_weights_alone(
         check_sequence(models, sequence)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["take", "update", "release", "compact"]), st.integers(0, 7)), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["take", "update", "release", "compact"]), st.integers(0, 7)),
+        min_size=20,
+        max_size=60,
+    )
+)
 def test_the_mark_stays_with_its_sequence(steps: list[tuple[str, int]]) -> None:
     """When slots are taken, left, taken again, and their sequences moved."""
     slots, begun, updates = Slots(8, 8, 4), dict[str, int](), 0
@@ -175,8 +181,8 @@ def test_the_mark_stays_with_its_sequence(steps: list[tuple[str, int]]) -> None:
             slots.release(held[which % len(held)])
         elif step == "compact" and held and (free := [slot for slot in range(held[-1]) if slot not in held]):
             slots.move(np.array(held[-1:]), np.array(free[:1]))
-    for slot, owner in enumerate(slots.owner):
-        assert owner is None or bool(slots.stale[slot]) == (begun[owner.rid] < updates)
+        for slot, owner in enumerate(slots.owner):
+            assert owner is None or bool(slots.stale[slot]) == (begun[owner.rid] < updates)
 
 
 # ── the server, by the client ───────────────────────────────────────────────────────────────────────────────────────
