@@ -50,12 +50,12 @@ class GenerateResult:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    stale_kv: list[bool] = field(default_factory=list)  # sampled over keys and values of weights older than its version
     text: str = ""  # empty if it is not the engine's and the client knows no tokenizer
     stop_reason: str = "abort"  # stop, length or abort
     server: str = ""
     seconds: float = 0.0
     segments: int = 0  # answers it was put together from
+    stale_kv: list[bool] = field(default_factory=list)  # sampled over keys and values of weights older than its version
 
 
 @dataclass(frozen=True, slots=True)
