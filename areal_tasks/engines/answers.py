@@ -1,4 +1,4 @@
-"""What inference servers answer: errors by status, streams of events, and the weights versions of what was generated.
+"""What inference servers answer: errors by status, streams of events, and the weights of what was generated.
 
 SGLang tells an error by the HTTP status, or by an event where the stream has begun already (http_server.py,
 tokenizer_manager.py of 0.5.17).
@@ -7,13 +7,14 @@ tokenizer_manager.py of 0.5.17).
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import aiohttp
 import orjson
 
 from schemas.errors import UserError
 
+T = TypeVar("T")
 INTERRUPTED: Final = 499  # SGLang's status for a request that was aborted before its model saw it
 ABORTED: Final[dict[str, Any]] = {
     "text": "",
@@ -100,6 +101,16 @@ def version_runs(meta: dict[str, Any]) -> list[tuple[Any, int]]:
         return list(meta["weight_versions"])
     tokens = len(meta["output_token_logprobs"])
     return [(meta["weight_version"], tokens)] if tokens else []
+
+
+def stale_runs(meta: dict[str, Any]) -> list[tuple[bool, int]]:
+    """(whether the cache held keys and values of older weights, tokens) of an answer's segments; see `Piece`."""
+    return list(meta.get("stale_kv", [(False, len(meta["output_token_logprobs"]))]))
+
+
+def each_token(runs: Iterable[tuple[T, int]]) -> list[T]:
+    """The value of each token, out of (value, tokens) of segments."""
+    return [value for value, count in runs for _ in range(count)]
 
 
 def check_versions(where: str, answers: Iterable[dict[str, Any]], first: int, last: int) -> None:

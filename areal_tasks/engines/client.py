@@ -14,14 +14,17 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, Final
 
-from areal_tasks.engines.answers import Refused, ServerDown, WrongVersion, version_runs
+from areal_tasks.engines.answers import Refused, ServerDown, WrongVersion, each_token, stale_runs, version_runs
 from areal_tasks.engines.batching import Batcher
 from areal_tasks.engines.ends import Ends
+from areal_tasks.engines.interrupter import drained
 from areal_tasks.engines.routing import Server, Target
 from areal_tasks.engines.server_pool import ServerPool
 from areal_tasks.engines.watchdog import Sign
+from schemas.recipe.interruption import Interruption
 from schemas.recipe.sections import Inference
 
 IDLE_CONTINUATIONS: Final = 16  # interruptions in a row that yield no token, after which something is wrong
@@ -42,7 +45,7 @@ class GenerateRequest:
 
 @dataclass(slots=True)
 class GenerateResult:
-    """A completion: element i of `logprobs` and `versions` speaks of `output_ids[i]`."""
+    """A completion: element i of `logprobs`, `versions` and `stale_kv` describes `output_ids[i]`."""
 
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -52,15 +55,17 @@ class GenerateResult:
     server: str = ""
     seconds: float = 0.0
     segments: int = 0  # answers it was put together from
+    stale_kv: list[bool] = field(default_factory=list)  # sampled over keys and values of weights older than its version
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New tokens of a streamed completion: element i of `logprobs` and `versions` speaks of `output_ids[i]`."""
+    """New tokens of a streamed completion: element i of the other lists describes `output_ids[i]`."""
 
     output_ids: list[int]
     logprobs: list[float]
     versions: list[int]
+    stale_kv: list[bool]  # see GenerateResult
     stop_reason: str | None  # of the last piece, which may be empty otherwise: stop, length or abort
     server: str
 
@@ -81,7 +86,7 @@ class InferenceClient:
     Errors of all methods: UserError with the server's reason for a request that is refused; ServerDown when no server
     answers within the request timeout; WrongVersion when a server does not take the weights it was sent.
     `patience_seconds`: how long to wait while no server is well; none: `NO_SERVER_SECONDS`. `ends` are asked for where
-    it is to the client to see that a completion has ended.
+    the client has to see that a completion has ended. `interruption`: of the recipe; none: η is 0.
     """
 
     def __init__(
@@ -91,10 +96,11 @@ class InferenceClient:
         settings: Inference,
         patience_seconds: float | None = None,
         ends: Callable[[], Ends] = Ends,
+        interruption: Interruption | None = None,
     ) -> None:
         self.settings = settings
         self._ends = ends
-        self.pool = ServerPool(urls, token, settings, patience_seconds)
+        self.pool = ServerPool(urls, token, settings, patience_seconds, interruption)
         self.finished = 0  # requests completed since this client was made
         self._aborts = 0  # calls of abort(): what they interrupt is not continued
         self._batcher = Batcher(self._finish, lambda works: _chunks(works, settings.groups_per_request))
@@ -187,7 +193,7 @@ class InferenceClient:
     async def update_weights(self, uri: str, version: int, key: str = "") -> list[float]:
         """Load the weights manifest (or local folder) `uri` as `version` on every server; seconds for each.
 
-        What is being generated is interrupted and continued with the new weights. `key`: their name for `holds`.
+        Requests under way continue with the new weights, or the weights wait for their end. `key`: a name for `wants`.
         """
         return await self.pool.update_weights(Target(version, key or uri, uri))
 
@@ -209,8 +215,10 @@ class InferenceClient:
         self.pool.hold(Target(version, key, uri))
 
     async def doubt(self) -> None:
-        """The servers' weights may be damaged or not whole: none generates until it was given some again."""
+        """The servers' weights may be damaged or not whole: none generates, and no answer counts, until given some."""
         self.pool.doubt()
+        for server in [server for server in self.pool.servers if server.requests]:
+            await self.pool.connections.drop(server)
 
     async def foreign(self, urls: Iterable[str]) -> None:
         """Have servers that others have started. Raises UserError if one cannot be used as it was started."""
@@ -273,6 +281,19 @@ class InferenceClient:
         """Have the servers that lend that memory take it back."""
         await self.pool.lend(False)
 
+    @property
+    def paused(self) -> bool:
+        """Whether the servers were told to stop generating, and not yet to go on."""
+        return self.pool.lending.paused
+
+    async def interrupt(self) -> None:
+        """Return when no server has a request under way, so that the trainer may send weights; `resume` follows."""
+        self.pool.doubt()
+        if self.pool.interrupter.mode == "drain":
+            await drained(self.pool.servers)
+        elif self.pool.interrupter.mode is not None:
+            await self.pause("abort")
+
     async def pause(self, mode: str = "abort") -> None:
         """Stop generating on all servers; interrupted requests continue after `resume()`."""
         self.pool.lending.paused = True
@@ -294,13 +315,9 @@ class InferenceClient:
 
 def _chunks(works: Iterable[_Work], groups: int) -> list[list[_Work]]:
     """The requests, `groups` groups at a time; a group's requests are found by its id."""
-    by_group = groupby(sorted(works, key=_group), _group)
-    members = [list(group) for _, group in by_group]
+    of_group = attrgetter("request.group")
+    members = [list(group) for _, group in groupby(sorted(works, key=of_group), of_group)]
     return [[work for group in members[at : at + groups] for work in group] for at in range(0, len(members), groups)]
-
-
-def _group(work: _Work) -> int:
-    return work.request.group
 
 
 def _body(works: list[_Work], stream: bool) -> dict[str, Any]:
@@ -344,10 +361,10 @@ def _extend(work: _Work, answer: dict[str, Any], server: str) -> None:
             f"{server} counts {meta['completion_tokens']} tokens and lists the last {len(listed)} only: start it "
             "without flags that shorten answers"
         )
-    versions = [int(version) for version, count in version_runs(meta) for _ in range(count)]
     result.output_ids += [token for _, token, *_ in listed[first:]]
     result.logprobs += [logprob for logprob, *_ in listed[first:]]
-    result.versions += versions[first:]
+    result.versions += [int(version) for version in each_token(version_runs(meta))[first:]]
+    result.stale_kv += each_token(stale_runs(meta))[first:]
     result.text = "" if work.begun else answer["text"]
     result.server = server
     ended = meta["finish_reason"]
@@ -369,14 +386,16 @@ def _withdraw(work: _Work) -> None:
 
 def _cut(work: _Work, tokens: int) -> None:
     """Keep so many tokens only."""
-    for column in (work.result.output_ids, work.result.logprobs, work.result.versions):
+    result = work.result
+    for column in (result.output_ids, result.logprobs, result.versions, result.stale_kv):
         del column[tokens:]
 
 
 def _piece(work: _Work, first: int, stop_reason: str | None = None) -> Piece:
     """The known tokens from `first` on."""
     result, new = work.result, slice(first, work.known)
-    return Piece(result.output_ids[new], result.logprobs[new], result.versions[new], stop_reason, result.server)
+    values = (result.output_ids[new], result.logprobs[new], result.versions[new], result.stale_kv[new])
+    return Piece(*values, stop_reason, result.server)
 
 
 __all__ = ["GenerateRequest", "GenerateResult", "InferenceClient", "Piece", "Refused", "ServerDown", "WrongVersion"]

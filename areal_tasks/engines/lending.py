@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from areal_tasks.engines.answers import Refused, ServerDown
@@ -61,6 +62,17 @@ class Lending:
         if server.paused:
             await self._ask(server, "POST", "/continue_generation", {})
             server.paused = False
+
+    @asynccontextmanager
+    async def held(self, server: Server) -> AsyncIterator[None]:
+        """Inside, the server's requests stand still and keep their cache."""
+        async with self._orders[server]:
+            await self.pause(server, "in_place")
+            try:
+                yield
+            finally:
+                if not self.paused:
+                    await self.go_on(server)
 
     async def _give(self, server: Server) -> None:
         """Whatever comes of it, nothing is generated from here on; what is being generated for a look ends first."""

@@ -21,9 +21,11 @@ from typing import Any, Final, TypeVar
 from areal_tasks.engines.answers import ABORTED, Interrupted, Refused, ServerDown, WrongVersion, check_versions
 from areal_tasks.engines.connections import CLOSED, Connections
 from areal_tasks.engines.external import PROBE, check_temperature
+from areal_tasks.engines.interrupter import POLL_SECONDS, Interrupter
 from areal_tasks.engines.lending import Lending
 from areal_tasks.engines.routing import Router, Server, Target
 from schemas.errors import UserError
+from schemas.recipe.interruption import Interruption
 from schemas.recipe.sections import Inference
 
 log = logging.getLogger(__name__)
@@ -35,7 +37,6 @@ PROBE_SECONDS: Final = (0.1, 5.0)  # pause before the first look at an evicted s
 LOST_SECONDS: Final = 20.0  # a server that has failed for longer is worth a restart
 WATCH_SECONDS: Final = 20.0  # pause between two looks at a server with requests under way
 WATCH_FAILURES: Final = 3  # looks in a row without an answer after which it counts as hung
-POLL_SECONDS: Final = 0.05
 
 
 @dataclass(eq=False)
@@ -48,9 +49,11 @@ class _Waiter:
 
 
 class ServerPool:
-    """Use within one event loop; `close()` when done. `patience_seconds`: how long to wait while no server is well."""
+    """Use within one event loop; `close()` when done. `patience`: seconds to wait while no server is well."""
 
-    def __init__(self, urls: Iterable[str], token: str, settings: Inference, patience_seconds: float | None) -> None:
+    def __init__(
+        self, urls: Iterable[str], token: str, settings: Inference, patience: float | None, mode: Interruption | None
+    ) -> None:
         self.settings = settings
         self.servers = [Server(url, settings.max_concurrent_requests) for url in urls]
         self.router = Router(self.servers)
@@ -58,9 +61,10 @@ class ServerPool:
         self.connections = Connections(token, settings.request_timeout_seconds)
         self._ask = self.connections.ask
         self.lending = Lending(self._ask)
+        self.interrupter = Interrupter(mode, settings.engine == "embedded", self.lending)
         self.foreign = False  # others have started the servers
         self.target: Target | None = None  # none: what the servers hold when they are first asked
-        self._patience = NO_SERVER_SECONDS if patience_seconds is None else patience_seconds
+        self._patience = NO_SERVER_SECONDS if patience is None else patience
         self._waiting: deque[_Waiter] = deque()
         self._tasks: dict[tuple[str, Server], asyncio.Task[None]] = {}  # at most one of a kind for each server
         self._end_of_hope: asyncio.TimerHandle | None = None  # runs while every server is evicted and requests wait
@@ -237,10 +241,7 @@ class ServerPool:
             self.aim(replace(self.target, key="", uri=None))
 
     async def update_weights(self, target: Target) -> list[float]:
-        """Have every healthy server load `target`; seconds for each. The others follow before they are let in.
-
-        What is being generated ends with what it has; SGLang would otherwise let it end first.
-        """
+        """Have every healthy server load `target`; seconds for each. The others follow before they are let in."""
         if not any(server.healthy for server in self.servers):
             await self._looked_at()
         self.aim(target)
@@ -295,8 +296,8 @@ class ServerPool:
         started, target, server.current = time.perf_counter(), self.target, False
         assert target is not None and target.uri is not None
         where = {"model_path": target.uri, "weight_version": str(target.version)}
-        body = where | {"flush_cache": True, "abort_all_requests": True}
-        answer = await self._ask(server, "POST", "/update_weights_from_disk", body)
+        async with self.interrupter.update(server) as flags:
+            answer = await self._ask(server, "POST", "/update_weights_from_disk", where | flags)
         if not answer.get("success", True):
             raise Refused(f"{server.url} did not load {target.uri}: {answer.get('message')}")
         await self._confirm(server)

@@ -43,6 +43,7 @@ from areal_tasks.store.files import common_folder, read_weights
 from areal_tasks.store.runs import Run
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
+from schemas.recipe.interruption import interruption
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
 
 log = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ class Servers(ABC):
     def _new_client(self) -> InferenceClient:
         settings = self.recipe.inference  # type: ignore[union-attr]
         if self.external:
-            client = InferenceClient([], external_token(), settings, ends=lambda: self.ends)
+            client = InferenceClient([], external_token(), settings, None, lambda: self.ends, interruption(self.recipe))
             try:
                 self._loop.run(client.foreign(self.external))
             except BaseException:
@@ -136,7 +137,9 @@ class Servers(ABC):
                 raise
             return client
         self._ready(self.server_names)
-        client = InferenceClient([], self.supervisor.token, settings, math.inf, lambda: self.ends)
+        client = InferenceClient(
+            [], self.supervisor.token, settings, math.inf, lambda: self.ends, interruption(self.recipe)
+        )
         for one in self.supervisor.look(self.server_names)[:1]:
             if one.weights is not None:
                 self._loop.run(client.holding(*self._target(one.weights)))
@@ -245,7 +248,8 @@ class Servers(ABC):
         with self._feeding:
             self._fetched.keep(draft.memory)
             client = self._servers()
-            done = load_ahead(draft, lambda where: self._proof.load(client, where, version, draft.name))
+            with self._doubting(client):
+                done = load_ahead(draft, lambda where: self._proof.load(client, where, version, draft.name))
             self.serving = self.written = done.ref
             self._fetched.loaded(done.load_seconds, self._server_count)
         return done
@@ -290,19 +294,31 @@ class Servers(ABC):
         Raises:
             ServerDown: no server is left.
         """
-        started, urls, version = time.monotonic(), self.call(client.standing()), ref.version
-        ranks = self.recipe.inference.tensor_parallel  # type: ignore[union-attr]
-        command = send_command(self.run.owner, version, self.transport, urls, ranks, self.supervisor.token)
+        started, version = time.monotonic(), ref.version
         self._fetched.outdate()
-        self._loop.run(client.doubt())
-        with self.watchdog.waiting("weights from the trainer", lambda: self._server_signs(everyone=True)):
-            gone = trainer.send(command).gone
-        self.call(client.evict(gone))
+        with self._interrupted(client):
+            urls = self.call(client.standing())
+            ranks = self.recipe.inference.tensor_parallel  # type: ignore[union-attr]
+            command = send_command(self.run.owner, version, self.transport, urls, ranks, self.supervisor.token)
+            with self.watchdog.waiting("weights from the trainer", lambda: self._server_signs(everyone=True)):
+                gone = trainer.send(command).gone
+            self.call(client.evict(gone))
         self.supervisor.end(gone, "did not take new weights", grace_seconds=0.0)
         took = self.call(client.adopt(version, name_of(ref), set(urls) - gone.keys()))
         if not took:
             raise ServerDown(f"no inference server took version {version}: {'; '.join(gone.values())}")
         return [time.monotonic() - started] * len(took)
+
+    @contextmanager
+    def _interrupted(self, client: InferenceClient) -> Iterator[None]:
+        """Inside, no request is under way on the servers; those that wait are served when weights were adopted."""
+        paused = client.paused
+        try:
+            self.call(client.interrupt())
+            yield
+        finally:
+            if not paused:
+                self.call(client.resume())
 
     def _ready(self, names: Sequence[str]) -> list[str]:
         """The addresses of these services, once they have started."""

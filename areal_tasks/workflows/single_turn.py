@@ -42,6 +42,7 @@ def _sample(prompt: Prompt, index: int, request: GenerateRequest, result: Genera
         loss_mask=np.arange(len(input_ids)) >= before,
         logprobs=np.array([0.0] * before + result.logprobs, np.float32),
         versions=np.array([-1] * before + result.versions, np.int32),
+        stale_kv=np.array([False] * before + result.stale_kv) if any(result.stale_kv) else None,
         stop_reason=result.stop_reason,
         seed=request.seed or 0,
         server=result.server,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from schemas.recipe.interruption import interruption
+
 if TYPE_CHECKING:
     from schemas.recipe.recipe import RlhfRecipe
 
@@ -20,4 +22,13 @@ def memory_is_not_lent(r: RlhfRecipe) -> Message:
     return None
 
 
-ROLLOUT_CHECKS: Final[tuple[Callable[[Any], Message], ...]] = (memory_is_not_lent,)
+def engine_interrupts(r: RlhfRecipe) -> Message:
+    if r.inference.engine == "sglang" and interruption(r) == "in_place":
+        return (
+            "rollout.interruption: SGLang reports one weights version for each answer, so that tokens of older weights "
+            "would be taken for the newest's with in_place; set it to abort or drain, or leave it out"
+        )
+    return None
+
+
+ROLLOUT_CHECKS: Final[tuple[Callable[[Any], Message], ...]] = (memory_is_not_lent, engine_interrupts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from schemas.recipe.fields import Section, operational, semantic
+from schemas.recipe.interruption import Interruption
 
 
 class ScratchModel(Section):
@@ -74,11 +75,12 @@ class Rollout(Section):
         description="`strict`: η is never exceeded. `admission`: only the number of groups that begin is bounded, "
         "as in AReaL; slow groups may exceed η, and training waits for none.",
     )
-    interruption: Literal["in_place", "abort", "drain"] = semantic(
-        "in_place",
-        before="in_place",
+    interruption: Interruption | None = semantic(
+        None,
+        before=None,
         description="What new weights do to samples under way. `in_place`: they continue with the KV cache of older "
-        "weights, and their tokens are marked. `abort`: their cache is computed again. `drain`: weights wait for them.",
+        "weights, and their tokens are marked (embedded engine). `abort`: their cache is computed again. `drain`: "
+        "weights wait for their end. None: `in_place` where the engine can, else `abort`.",
     )
     pace: int | None = operational(
         None, ge=0, description="Groups that may begin beyond what the next iteration takes; none: as many as η allows."

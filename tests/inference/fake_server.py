@@ -12,6 +12,7 @@ from aiohttp import web
 from waiting import until
 
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
+from schemas.recipe.interruption import Interruption
 from schemas.recipe.sections import Inference
 from tests.inference.virtual_time import run
 
@@ -108,9 +109,11 @@ class Fake:
 
 
 @asynccontextmanager
-async def serving(*fakes: Fake, **settings: Any) -> AsyncIterator[InferenceClient]:
+async def serving(
+    *fakes: Fake, interruption: Interruption | None = None, **settings: Any
+) -> AsyncIterator[InferenceClient]:
     runners = [await serve(fake) for fake in fakes]
-    client = InferenceClient([fake.url for fake in fakes], "token", Inference(**settings))
+    client = InferenceClient([fake.url for fake in fakes], "token", Inference(**settings), interruption=interruption)
     client.pool.clock = asyncio.get_running_loop().time
     try:
         yield client

@@ -14,6 +14,7 @@ from areal_tasks.engines.client import GenerateRequest, GenerateResult, Inferenc
 from areal_tasks.stages.evaluate import run_groups
 from areal_tasks.store.digest import content_digest
 from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext, load_workflow, samples_to_table
+from areal_tasks.workflows.single_turn import _sample
 from schemas.errors import UserError
 from schemas.tables import ROLLOUT
 
@@ -70,6 +71,13 @@ def test_single_turn_samples_each_prompt_with_seeds_of_its_own() -> None:
     assert [r.seed for r in client.requests] == expected
     assert [r.group for r in client.requests] == [100, 100, 101, 101, 102, 102]
     assert {(r.max_new_tokens, r.temperature, r.stop) for r in client.requests} == {(9, 0.5, ("x",))}
+
+
+def test_tokens_over_the_cache_of_older_weights_are_marked() -> None:
+    result = GenerateResult([5, 6], [-0.5, -0.25], [3, 4], "ab", "stop", stale_kv=[False, True])
+    prompt = Prompt(0, 0, 0, "q", "a", [1, 2, 3])
+    sample = _sample(prompt, 0, GenerateRequest(prompt.input_ids, 2), result)
+    assert samples_to_table([sample])["stale_kv"].to_pylist() == [[False] * 4 + [True]]
 
 
 def test_samples_become_a_rollout_table() -> None:

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from schemas.errors import UserError
 from schemas.recipe.checks import BASE_CHECKS, EVALUATION_CHECKS, GRPO_CHECKS, TRAINING_CHECKS
 from schemas.recipe.idle import IDLE
+from schemas.recipe.interruption import interruption
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe
 
@@ -110,6 +111,26 @@ def test_every_check_has_a_case() -> None:
 def test_servers_that_generate_all_the_time_keep_their_memory() -> None:
     with pytest.raises(UserError, match="cannot release their memory while they generate"):
         load_recipe("gsm8k", ["rollout.max_head_offpolicyness=1", "inference.release_memory=true"])
+
+
+def test_sglang_cannot_say_which_tokens_are_of_older_weights() -> None:
+    with pytest.raises(UserError, match=r"one weights version for each answer.*set it to abort or drain, or leave it"):
+        load_recipe("gsm8k", ["rollout.max_head_offpolicyness=1", "rollout.interruption=in_place"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "expected"),
+    [
+        ("quickstart", [], None),
+        ("quickstart", ["rollout.max_head_offpolicyness=1"], "in_place"),
+        ("quickstart", ["rollout.max_head_offpolicyness=1", "rollout.interruption=drain"], "drain"),
+        ("gsm8k", ["rollout.max_head_offpolicyness=1"], "abort"),
+        ("gsm8k", ["rollout.max_head_offpolicyness=1", "rollout.interruption=drain"], "drain"),
+        ("evaluate-gsm8k", [], None),
+    ],
+)
+def test_new_weights_interrupt_as_the_engine_can(recipe: str, overrides: list[str], expected: str | None) -> None:
+    assert interruption(load_recipe(recipe, overrides)) == expected
 
 
 ALLOWED = [

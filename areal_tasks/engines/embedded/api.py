@@ -172,6 +172,8 @@ def _item(sequence: Sequence, text: str, logprobs: bool, version: str, started: 
     }
     if len(sequence.versions) > 1:  # weights changed on the way: [version, tokens], in order
         meta["weight_versions"] = sequence.versions
+    if any(stale for stale, _ in sequence.stale_kv):  # sampled over keys and values of older weights: [flag, tokens]
+        meta["stale_kv"] = sequence.stale_kv
     if logprobs:
         meta["output_token_logprobs"] = [
             (logprob, token, None) for logprob, token in zip(sequence.logprobs, sequence.output, strict=True)

@@ -112,7 +112,8 @@ class Engine:
     def update_weights(self, weights: Mapping[str, Tensor], version: str, keep_cache: bool) -> Future[None]:
         """Replace the weights between two steps. What runs continues from its tokens, its cache computed anew.
 
-        With `keep_cache` (only while paused in place) old keys and values stay. Errors: UserError, nothing changed.
+        With `keep_cache` (only while paused in place) old keys and values stay: tokens that are sampled over them are
+        recorded as `stale_kv`. Prompts that are being computed begin again. Errors: UserError, nothing changed.
         """
         return self._command(lambda: self._update_weights(weights, version, keep_cache))
 
@@ -372,12 +373,14 @@ class Engine:
 
     def _update_weights(self, weights: Mapping[str, Tensor], version: str, keep_cache: bool) -> None:
         if keep_cache:
+            self._requeue(self._unprefill())  # a prompt is computed by one version
             for slot in np.flatnonzero(self._slots.active).tolist():
                 self._slots.settle(slot, self.version)
         else:
             self._retract()
         self.runner.load_weights(weights)
         self.version = version
+        self._slots.stale |= self._slots.active
 
     def _fail_all(self, error: Exception) -> None:
         """Answer every job with the error, and start from an empty cache."""

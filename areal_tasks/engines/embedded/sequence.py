@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -14,6 +14,7 @@ from areal_tasks.engines.embedded.sampling import fold
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 TokenId = Annotated[int, Field(ge=0)]
 MAX_STOPS: Final = 64
+T = TypeVar("T")
 
 
 class SamplingParams(BaseModel):
@@ -61,6 +62,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)  # (weights version, tokens sampled with it), in order
+    stale_kv: list[tuple[bool, int]] = field(default_factory=list)  # (over a cache of older weights, tokens), in order
     finish: dict[str, object] | None = None
     listener: Callable[[Sequence], None] | None = None  # told of every token but the last, in the engine's thread
 
@@ -68,21 +70,27 @@ class Sequence:
         """Give the listener a copy of the sequence as it is now."""
         if self.listener is not None:
             now = replace(self, output=[*self.output], logprobs=[*self.logprobs], versions=[*self.versions])
+            now.stale_kv = [*self.stale_kv]
             self.listener(now)
 
     def so_far(self) -> list[int]:
         """Prompt and output: what the cache must hold to go on."""
         return self.prompt + self.output
 
-    def record(self, tokens: list[int], logprobs: list[float], version: str) -> None:
-        """Take over tokens that were sampled with `version`."""
+    def record(self, tokens: list[int], logprobs: list[float], version: str, stale_kv: bool) -> None:
+        """Take over tokens that were sampled with `version`; `stale_kv`: older weights computed some of the cache."""
         if tokens:
             self.output += tokens
             self.logprobs += logprobs
-            if self.versions and self.versions[-1][0] == version:
-                self.versions[-1] = (version, self.versions[-1][1] + len(tokens))
-            else:
-                self.versions.append((version, len(tokens)))
+            _add_run(self.versions, version, len(tokens))
+            _add_run(self.stale_kv, stale_kv, len(tokens))
+
+
+def _add_run(runs: list[tuple[T, int]], value: T, count: int) -> None:
+    """Append `count` times `value` to a run-length encoded list."""
+    if runs and runs[-1][0] == value:
+        count += runs.pop()[1]
+    runs.append((value, count))
 
 
 @dataclass(eq=False, slots=True)

@@ -24,6 +24,7 @@ class Slots:
         self.count = np.zeros(rows, np.int64)  # tokens generated since the slot was taken
         self.limit = np.zeros(rows, np.int64)
         self.active = np.zeros(rows, np.bool_)
+        self.stale = np.zeros(rows, np.bool_)  # weights older than those in force computed some of its cache
         self.stop_ids = np.full((rows, 1), -1, np.int64)
         self.tokens = np.zeros((rows, length), np.int64)
         self.logprobs = np.zeros((rows, length), np.float32)
@@ -47,6 +48,7 @@ class Slots:
         self.seed[slot] = sequence.seed
         self.temperature[slot] = sequence.params.temperature
         self.count[slot] = 0
+        self.stale[slot] = False
         self.limit[slot] = sequence.limit - len(sequence.output)
         self.position[slot] = len(sequence.prompt) + len(sequence.output) - 1
         self._set_stops(slot, sequence.stop_ids)
@@ -76,7 +78,7 @@ class Slots:
     def move(self, sources: Rows, targets: Rows) -> None:
         """Move active sequences to free slots."""
         for state in (self.token, self.position, self.seed, self.temperature, self.count, self.limit, self.stop_ids,
-                      self.tokens, self.logprobs, self.active):  # fmt: skip
+                      self.tokens, self.logprobs, self.active, self.stale):  # fmt: skip
             state[targets] = state[sources]
         moved = set(targets.tolist())
         self._free = [slot for slot in self._free if slot not in moved]
@@ -105,7 +107,8 @@ class Slots:
         n = int(self.count[slot])
         owner = self.owner[slot]
         if owner is not None:
-            owner.record(self.tokens[slot, :n].tolist(), self.logprobs[slot, :n].tolist(), version)
+            stale = bool(self.stale[slot])
+            owner.record(self.tokens[slot, :n].tolist(), self.logprobs[slot, :n].tolist(), version, stale)
         self.limit[slot] -= n
         self.count[slot] = 0
 
