@@ -146,7 +146,7 @@ def test_whatever_order_groups_end_in_each_is_taken_once_and_none_too_late(eta: 
 
         async def end_some() -> None:
             while True:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # a turn of the event loop
                 waiting = [future for future in scene.ends.values() if not future.done()]
                 if waiting:
                     draw.choice(waiting).set_result(None)
