@@ -89,10 +89,10 @@ class Rollout(Section):
         30.0,
         ge=0,
         le=86400,
-        description="A finished group that no iteration has taken is in the store after this time.",
+        description="A finished group that no iteration has taken after this time is written to the store.",
     )
     group_seconds: float = operational(
-        3600.0, gt=0, le=864000, description="Time limit of one attempt at a group: verification and turns included."
+        3600.0, gt=0, le=864000, description="Time limit of one attempt at a group: all turns, and the wait for a server."
     )
     group_attempts: int = operational(
         3, ge=1, le=1000, description="Attempts at a group that fails, after which it is rejected."
