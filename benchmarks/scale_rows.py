@@ -129,6 +129,7 @@ def token_columns(k: int, rows: Columns) -> Columns:
     return {
         "input_ids": (offsets, ids),
         "loss_mask": (offsets, mask),
+        "stale_kv": (offsets, np.zeros_like(mask)),
         "logprobs": (offsets, np.where(mask, logprobs, 0).astype(np.float32)),
         "versions": (offsets, np.where(mask, k, -1).astype(np.int32)),
         "advantages": (offsets, np.where(mask, advantage, 0).astype(np.float32)),

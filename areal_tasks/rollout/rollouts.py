@@ -80,10 +80,14 @@ class Rollouts:
     async def settled(self) -> tuple[Settled, Place]:
         """Which groups are settled, and the first record of the spool that may speak of others.
 
-        A rejection is in the store before a commit counts it, so that its reason outlives the flow.
+        Rejections are recorded with the commit that counts them, just before it: groups that failed because of a
+        mistake that ended the run begin again once it is corrected.
         """
-        while self._recorded < len(self.rejected):
-            await self.flush()
+        async with self._flushing:
+            rejected = dict(islice(self.rejected.items(), self._recorded, None))
+            if rejected:
+                await asyncio.to_thread(self.spool.write, {}, rejected)
+                self._recorded += len(rejected)
         return self.book.settled, self.spool.place()
 
     async def close(self) -> None:
@@ -96,14 +100,12 @@ class Rollouts:
         await self.flush()
 
     async def flush(self) -> None:
-        """Record what has finished, or was rejected, and is not in the store yet."""
+        """Record what has finished and is not in the store yet."""
         async with self._flushing:
             waiting = {index: samples for index, samples in self.finished.items() if index not in self.spool}
             finished = {index: (self.book.live[index].version, samples) for index, samples in waiting.items()}
-            rejected = dict(islice(self.rejected.items(), self._recorded, None))
-            if finished or rejected:
-                await asyncio.to_thread(self.spool.write, finished, rejected)
-                self._recorded += len(rejected)
+            if finished:
+                await asyncio.to_thread(self.spool.write, finished, {})
 
     def _begin(self) -> None:
         """Begin as many groups as the rule admits now."""
@@ -145,7 +147,7 @@ class Rollouts:
 
     def _flush_now(self, index: int) -> None:
         """Flush, unless the group has been consumed or recorded since; once more later where the store fails."""
-        if index in self.spool or (index not in self.finished and index not in self.rejected):
+        if index in self.spool or index not in self.finished:
             return
 
         async def flush() -> None:
@@ -170,17 +172,18 @@ class Rollouts:
             return
         reason = f"{type(error).__name__}: {error}"
         attempts = self.book.fail(lease.index)
-        first = None if self.book.failures.total() > 1 else error  # a traceback says the most the first time
-        log.warning("group %d has failed (attempt %d): %s", lease.index, attempts, reason, exc_info=first)
+        first = self.book.failures.total() == 1  # its traceback says the most
+        level = logging.WARNING if first or attempts >= self.limits.group_attempts else logging.DEBUG
+        log.log(level, "group %d, attempt %d: %s", lease.index, attempts, reason, exc_info=error if first else None)
         if attempts < self.limits.group_attempts:
             return
         self.book.reject(lease.index)
         self.rejected[lease.index] = f"failed: {reason}"
-        self._flush_after(0.0, lease.index)
         if len(self.rejected) > self.limits.max_failed_groups and self._failure is None:
             self._failure = UserError(
-                f"{len(self.rejected)} groups have failed {attempts} times each, more than rollout.max_failed_groups "
-                f"allows ({self.limits.max_failed_groups}). The last one, group {lease.index}: {reason}"
+                f"{len(self.rejected)} of the groups have failed in {attempts} attempts each, more than "
+                f"rollout.max_failed_groups = {self.limits.max_failed_groups}. The last one, group {lease.index}: "
+                f"{reason}. Correct the workflow and run this again: the groups begin again"
             )
 
 

@@ -58,7 +58,7 @@ class Generation:
         first = head.iteration + 1 if head else 0
         self.book = Book(self._rule(first), first, settled_after(head))
         self._spooled = spooled_after(head) if head and head.run == run.name else (0, 0)  # a child has its own spool
-        self._made_with: Recipe | None = None
+        self._recipe: Recipe | None = None
         self._rollouts: Rollouts | None = None
         self._engines: Engines | None = None
 
@@ -108,9 +108,9 @@ class Generation:
 
     def _following(self, context: Context, inputs: Inputs) -> Rollouts:
         """The groups under way; none of them where they were begun by another recipe, which a replay may have."""
-        if self._rollouts is None or self._made_with != context.recipe:
+        if self._rollouts is None or self._recipe != context.recipe:
             self.close()
-            self._made_with, self._engines = context.recipe, context.engines
+            self._recipe, self._engines = context.recipe, context.engines
             self._rollouts = self._new(context, inputs)
         return self._rollouts
 
