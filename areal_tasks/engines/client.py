@@ -78,6 +78,7 @@ class _Work:
     result: GenerateResult = field(default_factory=GenerateResult)
     begun: int = 0
     known: int = 0
+    refused: Refused | None = None
 
 
 class InferenceClient:
@@ -114,6 +115,12 @@ class InferenceClient:
         """The weights version that all servers hold that generate; None until a server was asked or updated."""
         return self.pool.target.version if self.pool.target else None
 
+    @property
+    def capacity(self) -> int:
+        """Groups that may be under way at once without waiting for a server."""
+        servers = max(1, len(self.healthy()))
+        return servers * self.settings.max_concurrent_requests * self.settings.groups_per_request
+
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """Complete all requests, in order.
 
@@ -122,12 +129,24 @@ class InferenceClient:
         """
         works = [_Work(request) for request in requests]
         await self._batcher.complete(works)
+        for work in works:
+            if work.refused is not None:
+                raise work.refused
         return [work.result for work in works]
 
     async def _finish(self, chunk: list[_Work]) -> None:
-        async with aclosing(self._complete(chunk)) as steps:
-            async for _ in steps:
-                pass
+        """Complete the requests of a chunk. Where the servers refuse it, each group is asked for alone."""
+        try:
+            async with aclosing(self._complete(chunk)) as steps:
+                async for _ in steps:
+                    pass
+        except Refused as error:
+            left = [work for work in chunk if work.result.stop_reason == "abort"]
+            groups = _chunks(left, 1)
+            if len(groups) > 1:
+                await asyncio.gather(*map(self._finish, groups))
+            for work in left if len(groups) == 1 else ():
+                work.refused = error
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece]:
         """Complete one request, a piece at a time as its tokens come; the last piece says why it ended.

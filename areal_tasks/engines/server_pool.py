@@ -45,7 +45,7 @@ class _Waiter:
 
     group: int
     samples: int
-    given: asyncio.Future[Server]
+    given: asyncio.Future[tuple[Server, Target | None]]  # with the weights that were wanted then: it holds them
 
 
 class ServerPool:
@@ -128,9 +128,9 @@ class ServerPool:
         """
         await self.meet()
         for _ in range(ATTEMPTS):
-            server = await self._server_for(group, samples)
+            server, oldest = await self._server_for(group, samples)
             try:
-                async with aclosing(self._generate(server, body(), samples)) as answered:
+                async with aclosing(self._generate(server, oldest, body(), samples)) as answered:
                     async for answers in answered:
                         yield server.url, answers
                 server.failing_since = None
@@ -143,9 +143,8 @@ class ServerPool:
         raise ServerDown(f"{ATTEMPTS} servers failed to answer one request; the last: {self._last_error}")
 
     async def _generate(
-        self, server: Server, body: dict[str, Any], samples: int
+        self, server: Server, oldest: Target | None, body: dict[str, Any], samples: int
     ) -> AsyncGenerator[list[dict[str, Any]]]:
-        oldest = self.target
         self._background("watch", server, self._watch)
         try:
             async with aclosing(self.connections.answers(server, body)) as answered:
@@ -156,8 +155,8 @@ class ServerPool:
         except Interrupted:
             yield [ABORTED] * samples
 
-    async def _server_for(self, group: int, samples: int) -> Server:
-        """Wait for a server; the request counts as under way on it. ServerDown if there is none for too long."""
+    async def _server_for(self, group: int, samples: int) -> tuple[Server, Target | None]:
+        """Wait for a server, and what it holds; the request counts as under way on it. ServerDown if none comes."""
         if self.connections.closed:
             raise ServerDown(CLOSED)
         waiter = _Waiter(group, samples, asyncio.get_running_loop().create_future())
@@ -167,7 +166,7 @@ class ServerPool:
             return await waiter.given
         except asyncio.CancelledError:
             if waiter.given.done() and not waiter.given.cancelled():
-                self.router.end(waiter.given.result(), samples)
+                self.router.end(waiter.given.result()[0], samples)
             self._dispatch()
             raise
 
@@ -180,7 +179,7 @@ class ServerPool:
                 if server is None:
                     break
                 self.router.begin(server, waiter.group, waiter.samples)
-                waiter.given.set_result(server)
+                waiter.given.set_result((server, self.target))
             self._waiting.popleft()
         if any(s.healthy for s in self.servers):
             if self._end_of_hope is not None:

@@ -84,7 +84,6 @@ CHARTS: Final = (
         zero=True,
     ),
     Chart("dropped", "Dropped", "Share of samples that training left out.", True, zero=True),
-    Chart("staleness", "Staleness", "Versions between the weights that began a sample and those trained.", zero=True),
     Chart("lag", "Token lag", "Versions between the weights that sampled a token and those trained.", zero=True),
     Chart(
         "weights",
@@ -102,7 +101,12 @@ CHARTS: Final = (
         zero=True,
         stacked=True,
     ),
-    Chart("gap", "Logprob gap", "Trainer against server on the same tokens, mean and greatest, in nats.", scale="log"),
+    Chart(
+        "gap",
+        "Logprob gap",
+        "Trainer against server on tokens of the trainer's own version, mean and greatest, in nats.",
+        scale="log",
+    ),
     Chart(
         "outside",
         "Ratio outside",
@@ -120,8 +124,7 @@ SELECT iteration AS x, avg(reward) AS reward, avg((verdict = 'correct')::int) AS
        avg(num_generated) AS length, quantile_cont(num_generated, 0.1) AS length_low,
        quantile_cont(num_generated, 0.9) AS length_high, avg(truncated::int) AS truncated,
        avg((verdict = 'unparseable')::int) AS unparseable,
-       avg((verdict IN ('timeout', 'error'))::int) AS unverified, avg((NOT kept)::int) AS dropped,
-       avg(iteration - version_min) FILTER (num_generated > 0) AS staleness
+       avg((verdict IN ('timeout', 'error'))::int) AS unverified, avg((NOT kept)::int) AS dropped
 FROM (SELECT * REPLACE ({judged("scalars")}) FROM scalars) GROUP BY 1 ORDER BY 1"""
 
 _GROUPS: Final = f"""
@@ -189,7 +192,6 @@ _SAMPLE_LINES: Final = (
     Line("unjudged", "unparseable", "no readable answer", only_if_any=True),
     Line("unjudged", "unverified", "verifier failed", only_if_any=True),
     Line("dropped", "dropped", only_if_any=True),
-    Line("staleness", "staleness", only_if_any=True),
 )
 
 _AGE_LINES: Final = (

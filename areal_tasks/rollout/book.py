@@ -6,6 +6,7 @@ clock, no network, no store.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from areal_tasks.rollout.staleness import Finished, Staleness
 
 @dataclass(frozen=True)
 class Lease:
-    """A group to generate. None of its requests may go to a server with weights below version `floor`."""
+    """A group to generate. The servers that may generate hold version `floor` by now, or a later one."""
 
     index: int
     floor: int
@@ -42,32 +43,38 @@ class Book:
     live: dict[int, Live] = field(default_factory=dict)
     failures: Counter[int] = field(default_factory=Counter)  # attempts of a group that failed
 
-    def lease(self, version: int) -> list[Lease]:
-        """Groups that begin now, on servers that hold at least `version`; as many as are admitted, lowest first."""
-        room = self.rule.room(self.next, self._versions(), version)
+    def lease(self, version: int, most: float = math.inf) -> list[Lease]:
+        """Groups that begin now, on servers that hold at least `version`; those that are admitted, lowest first."""
+        room = min(self.rule.room(self.next, self._versions(), version), most)
         if self.pace is not None:
             room = min(room, self.rule.batch(self.next) + self.pace - len(self.live))
         missing = (index for index in self.settled.missing() if index not in self.live)
-        begun = [Lease(index, version) for index in islice(missing, max(room, 0))]
+        begun = [Lease(index, version) for index in islice(missing, max(int(room), 0))]
         self.live |= {lease.index: Live(version) for lease in begun}
         return begun
 
     def restore(self, waiting: Iterable[Finished]) -> list[Finished]:
-        """Groups that an earlier start has finished. Returns those that the rule admits; the others begin again."""
+        """Groups that an earlier start has finished. Returns those that can be used; the others begin again."""
         kept = []
         for group in sorted(waiting, key=lambda group: (group.version, group.index)):
-            if group.index not in self.settled and self.rule.room(self.next, self._versions(), group.version) > 0:
+            if group.index not in self.settled and self._usable(group.version):
                 self.live[group.index] = Live(group.version, finished=True)
                 kept.append(group)
         return kept
+
+    def _usable(self, version: int) -> bool:
+        """Whether the next iteration, or one after it, may take a group that has begun with `version`."""
+        if self.rule.rule == "admission":
+            return version <= self.next
+        return version <= self.next and self.rule.room(self.next, self._versions(), version) > 0
 
     def finish(self, index: int, version: int) -> None:
         """A running group has finished; `version` is that of its oldest token."""
         self.live[index] = Live(version, finished=True)
 
     def withdraw(self, index: int) -> None:
-        """A group did not finish, through no fault of its own: it begins again."""
-        del self.live[index]
+        """A group is given up, through no fault of its own. Unless it is settled, it begins again."""
+        self.live.pop(index, None)
 
     def fail(self, index: int) -> int:
         """An attempt at a group has failed and the group begins again; how many have failed so far."""
@@ -90,13 +97,21 @@ class Book:
         running = [live.version for live in self.live.values() if not live.finished]
         return self.rule.take(self.next, finished, running)
 
-    def consume(self, indices: Iterable[int]) -> None:
-        """The next iteration has committed these groups."""
+    def consume(self, indices: Iterable[int]) -> list[int]:
+        """The next iteration has committed these groups. Returns groups that are given up, and begin again.
+
+        There are none unless another start of the flow has chosen the groups: then some that are live may be too old.
+        """
         taken = list(indices)
         for index in taken:
-            self.live.pop(index, None)  # an earlier start of the flow may have committed them
+            self.live.pop(index, None)
         self.settled = self.settled.add(taken)
         self.next += 1
+        dropped = []
+        while self.rule.rule == "strict" and self.live and not self.rule.holds(self.next, self._versions()):
+            dropped.append(min(self.live, key=lambda index: (self.live[index].version, -index)))
+            del self.live[dropped[-1]]
+        return dropped
 
     def _versions(self) -> list[int]:
         return [live.version for live in self.live.values()]

@@ -59,7 +59,8 @@ class Rollouts:
             ServerDown: no server is left. The groups under way begin again with the next call.
             UserError: the workflow raised it, or more than `rollout.max_failed_groups` groups have failed.
         """
-        self._failure = None
+        if isinstance(self._failure, ServerDown):  # there may be one again; nothing else mends itself
+            self._failure = None
         self._begin()
         while (taken := self.book.take()) is None:
             if self._failure is not None:
@@ -72,10 +73,21 @@ class Rollouts:
 
     def consume(self, indices: Sequence[int]) -> None:
         """The next iteration has committed these groups."""
-        self.book.consume(indices)
+        self._forget([*indices, *self.book.consume(indices)])
+        self._begin()
+
+    def drop(self, indices: Sequence[int]) -> None:
+        """The rows of these groups cannot be read: they begin again."""
+        for index in indices:
+            self.book.withdraw(index)
+        self._forget(indices)
+
+    def _forget(self, indices: Sequence[int]) -> None:
         self.spool.forget(indices)
         for index in indices:
             self.finished.pop(index, None)
+            if (task := self._running.pop(index, None)) is not None:
+                task.cancel()
 
     async def settled(self) -> tuple[Settled, Place]:
         """Which groups are settled, and the first record of the spool that may speak of others.
@@ -84,11 +96,11 @@ class Rollouts:
         mistake that ended the run begin again once it is corrected.
         """
         async with self._flushing:
-            rejected = dict(islice(self.rejected.items(), self._recorded, None))
+            settled, rejected = self.book.settled, dict(islice(self.rejected.items(), self._recorded, None))
             if rejected:
                 await asyncio.to_thread(self.spool.write, {}, rejected)
                 self._recorded += len(rejected)
-        return self.book.settled, self.spool.place()
+        return settled, self.spool.place()
 
     async def close(self) -> None:
         """Give up the groups under way, and leave those that wait in the store."""
@@ -106,37 +118,44 @@ class Rollouts:
             finished = {index: (self.book.live[index].version, samples) for index, samples in waiting.items()}
             if finished:
                 await asyncio.to_thread(self.spool.write, finished, {})
+                self.spool.forget([index for index in finished if index not in self.finished])  # consumed meanwhile
 
     def _begin(self) -> None:
         """Begin as many groups as the rule admits now."""
-        version = self.context.client.version
-        if version is None or self._failure is not None:
+        client = self.context.client
+        if client.version is None or self._failure is not None:
             return
-        for lease in self.book.lease(version):
+        for lease in self.book.lease(client.version, client.capacity - len(self._running)):
             self._running[lease.index] = asyncio.ensure_future(self._generate(lease))
 
     async def _generate(self, lease: Lease) -> None:
         """Bring one group to its end, whatever that is."""
+        samples: list[Sample] = []
+        failure: BaseException | None = None
         try:
             samples = await self._attempt(lease)
-        except asyncio.CancelledError:
-            self.book.withdraw(lease.index)
+        except GeneratorExit:  # the event loop is gone
             raise
         except BaseException as error:  # a workflow may even call sys.exit
-            self._fail(lease, error)
-        else:
+            failure = error
+        if self._running.get(lease.index) is not asyncio.current_task():
+            return  # it was consumed, or dropped, meanwhile
+        del self._running[lease.index]
+        if failure is None:
             self.finished[lease.index] = samples
             self.book.finish(lease.index, oldest_version(samples, lease.floor))
             self._flush_after(self.limits.flush_seconds, lease.index)
-        finally:
-            del self._running[lease.index]
-            self._news.set()
+        elif isinstance(failure, asyncio.CancelledError) and is_cancelled():
+            self.book.withdraw(lease.index)
+        else:
+            self._fail(lease, failure)
+        self._news.set()
         self._begin()
 
     async def _attempt(self, lease: Lease) -> list[Sample]:
         try:
             async with asyncio.timeout(self.limits.group_seconds) as limit:
-                return await self.workflow.run(self.prompt_of(lease.index), self.context)
+                return checked(await self.workflow.run(self.prompt_of(lease.index), self.context), lease.index)
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -159,6 +178,10 @@ class Rollouts:
             except StoreError as error:
                 log.warning("finished groups are not in the store yet: %s", error)
                 self._flush_after(RETRY_SECONDS, index)
+            except Exception as error:  # such as samples that make no table: the stage that takes them says so too
+                log.exception("finished groups cannot be written to the store")
+                self._failure = error
+                self._news.set()
 
         task = asyncio.ensure_future(flush())
         self._flushes.add(task)
@@ -185,6 +208,22 @@ class Rollouts:
                 f"rollout.max_failed_groups = {self.limits.max_failed_groups}. The last one, group {lease.index}: "
                 f"{reason}. Correct the workflow and run this again: the groups begin again"
             )
+
+
+def is_cancelled() -> bool:
+    """Whether the current task was cancelled, rather than something that it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def checked(samples: object, group: int) -> list[Sample]:
+    """What a workflow has returned for a group. TypeError if it is no list of the group's samples."""
+    wanted = isinstance(samples, list) and samples and all(isinstance(sample, Sample) for sample in samples)
+    if not wanted:
+        raise TypeError(f"the workflow's `run` returned {str(samples)[:100]} for a group, not its samples in a list")
+    if any(sample.prompt.group_id != group for sample in samples):  # type: ignore[attr-defined]
+        raise TypeError("the workflow's `run` returned samples of another prompt than it was given")
+    return samples  # type: ignore[return-value]
 
 
 def oldest_version(samples: Sequence[Sample], floor: int) -> int:

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -56,7 +56,7 @@ class Spool:
             self._held |= {group.index: record for group in unsettled}
             waiting |= {group.index: Finished(group.index, group.version) for group in unsettled}
         self.first = (starts, 0)
-        return list(waiting.values()), rejected
+        return list(waiting.values()), [index for index in rejected if index not in waiting]
 
     def _records(self, start: int) -> list[SpoolRecord]:
         """What an earlier start has recorded that may not be settled; nothing if it was made with other settings."""
@@ -83,12 +83,16 @@ class Spool:
         tables = {"rollout": write_table(store, prefix, "rollout", samples_to_table(samples))} if samples else {}
         groups = tuple(_spooled(index, version, group) for index, (version, group) in finished.items())
         refused = tuple(RejectedGroup(index=index, reason=reason) for index, reason in rejected.items())
-        record = spool.append(
-            store, name, start, n, self.run.owner, attempt=attempt, finished=groups, rejected=refused, tables=tables
-        )
-        with self._lock:
-            self._held |= dict.fromkeys(finished, record)
-            self.next = (start, n + 1)
+        for place in count(n):  # a put that was stored and not answered has left an earlier attempt at the same place
+            record = spool.append(
+                store, name, start, place, self.run.owner, attempt=attempt, finished=groups, rejected=refused,
+                tables=tables,
+            )  # fmt: skip
+            with self._lock:
+                self._held |= {group.index: record for group in record.finished}
+                self.next = (start, place + 1)
+            if record.attempt == attempt:
+                return
 
     def __contains__(self, index: int) -> bool:
         """Whether the store holds the rows of a finished group."""

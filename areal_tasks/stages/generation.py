@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import pyarrow as pa
@@ -21,11 +22,10 @@ from areal_tasks.stages.build import Built
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Inputs
-from areal_tasks.store.backend import Store, StoreError
+from areal_tasks.store.backend import Store, StoreError, Unavailable
 from areal_tasks.store.keys import digest_json, recipe_values
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import read_table
-from areal_tasks.store.spool import StartClosed
 from areal_tasks.workflows import Prompt, WorkflowContext, load_workflow, samples_to_table
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, StageManifest
@@ -77,8 +77,16 @@ class Generation:
             return min(self.book.ready(), wanted) * size, wanted * size
 
         with reported(f"rollout {context.iteration}", "samples", count):
-            taken = context.engines.call(rollouts.take(), generates=True)
-        return rows_of(rollouts, taken)
+            while True:
+                taken = context.engines.call(rollouts.take(), generates=True)
+                try:
+                    return rows_of(rollouts, taken)
+                except Unavailable:
+                    raise
+                except StoreError as error:
+                    lost = [group for group in taken if group not in rollouts.finished]
+                    log.warning("groups %s begin again, since the spool is damaged: %s", lost, error)
+                    context.engines.call(_in_loop(partial(rollouts.drop, lost)))
 
     def consume(self, context: Context, rollout: Built) -> None:
         """The iteration's rollout is committed: its groups are settled, whoever generated them."""
@@ -86,7 +94,7 @@ class Generation:
         if rollouts is None:
             self.book.consume(taken)
         else:
-            context.engines.call(_in_loop(lambda: rollouts.consume(taken)))
+            context.engines.call(_in_loop(partial(rollouts.consume, taken)))
 
     def close(self) -> None:
         """Give up the groups under way; those that wait are in the store then."""
@@ -94,8 +102,8 @@ class Generation:
             return
         try:
             self._engines.call_briefly(self._rollouts.close())
-        except (StoreError, StartClosed, TimeoutError) as error:  # the run ends for another reason, which says more
-            log.warning("finished groups were lost, and begin again: %s", error or type(error).__name__)
+        except Exception as error:  # the run ends for another reason, which says more
+            log.warning("finished groups were lost, and begin again: %s", str(error) or type(error).__name__)
 
     def state(self) -> dict[str, Any]:
         """What a commit says of the groups after its iteration: which are settled, where in the spool others wait."""

@@ -22,7 +22,7 @@ def rollout(recipe: RlhfRecipe) -> Stage:
         reads=columns("prompts", *PROMPT_COLUMNS),
         writes=("rollout",),
         fields=("rollout", "workflow", *ENGINE_FIELDS),
-        carries=("weights",),
+        carries=() if recipe.rollout.max_head_offpolicyness else ("weights",),  # else they are of several versions
         source=True,
     )
 

@@ -53,7 +53,9 @@ def append(
     rejected: tuple[RejectedGroup, ...] = (),
     tables: dict[str, TableRef] | None = None,
 ) -> SpoolRecord:
-    """Commit record `n` of a start, whose tables lie below `attempt` already.
+    """Commit record `n` of a start, whose tables lie below `attempt` already. Only the process that opened it does.
+
+    Returns the record that is there: another attempt's where the store took one before without an answer.
 
     Raises:
         StartClosed: another process has put an end to this start.
@@ -62,7 +64,7 @@ def append(
         update={"attempt": attempt, "finished": finished, "rejected": rejected, "tables": tables or {}}
     )
     there, mine = commit_once(store, paths.spool_record(run, start, n), record)
-    if not mine:
+    if not mine and there.kind == "closed":
         raise StartClosed(f"start {start} of the spool of run {run!r} was ended by owner {there.provenance.owner}")
     return there
 

@@ -17,7 +17,7 @@ def memory_is_not_lent(r: RlhfRecipe) -> Message:
     if r.rollout.max_head_offpolicyness > 0 and r.inference.release_memory:
         return (
             "inference.release_memory: servers cannot release their memory while they generate; "
-            "set rollout.max_head_offpolicyness to 0, or leave it out"
+            "set rollout.max_head_offpolicyness to 0, or inference.release_memory to false"
         )
     return None
 

@@ -92,13 +92,19 @@ class Rollout(Section):
         description="A finished group that no iteration has taken after this time is written to the store.",
     )
     group_seconds: float = operational(
-        3600.0, gt=0, le=864000, description="Time limit of one attempt at a group: all turns, and the wait for a server."
+        3600.0,
+        gt=0,
+        le=864000,
+        description="Time limit of one attempt at a group, waits for servers included.",
     )
     group_attempts: int = operational(
         3, ge=1, le=1000, description="Attempts at a group that fails, after which it is rejected."
     )
     max_failed_groups: int = operational(
-        32, ge=0, le=1_000_000, description="Groups rejected as failed, since the run was started, that end it."
+        32,
+        ge=0,
+        le=1_000_000,
+        description="Groups that may fail for good in a start of the flow; more end the run.",
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from areal_tasks.engines import server_pool
-from areal_tasks.engines.client import GenerateRequest, InferenceClient, ServerDown
+from areal_tasks.engines.client import GenerateRequest, InferenceClient, Refused, ServerDown
 from areal_tasks.engines.routing import Target
 from schemas.errors import UserError
 from schemas.recipe.sections import Inference
@@ -44,6 +44,26 @@ def test_callers_of_one_turn_share_requests_and_each_gets_its_own() -> None:
             found = await asyncio.gather(*map(client.generate, groups))
             check(asked, [result for results in found for result in results])
             assert sorted(len(body["input_ids"]) for body in fake.bodies) == [2, 6, 6]
+
+    run(test)
+
+
+def test_a_prompt_that_is_refused_costs_no_other_group_of_its_request() -> None:
+    class Strict(Fake):
+        async def generate(self, request: web.Request) -> web.StreamResponse:
+            if any(len(ids) > 50 for ids in (await request.json())["input_ids"]):
+                return web.json_response({"error": {"message": "too long"}}, status=400)
+            return await super().generate(request)
+
+    async def test() -> None:
+        async with serving(Strict(), groups_per_request=8) as client:
+            asked = requests(6)
+            groups = [[replace(one, group=i)] for i, one in enumerate(asked)]
+            groups[2] = [replace(groups[2][0], input_ids=[1] * 60)]
+            found = await asyncio.gather(*map(client.generate, groups), return_exceptions=True)
+            assert [i for i, result in enumerate(found) if isinstance(result, Refused)] == [2]
+            good = [i for i in range(6) if i != 2]
+            check([groups[i][0] for i in good], [found[i][0] for i in good])  # type: ignore[index]
 
     run(test)
 

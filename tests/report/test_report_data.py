@@ -69,10 +69,11 @@ def test_curves_are_those_of_the_rows(store: Store) -> None:
 def test_what_never_happened_has_no_curve(store: Store) -> None:
     make_run(store, "a", [rows(0)])
     curves = report_of(store, "a")[0]["curves"]
-    assert "dropped" not in curves and "staleness" not in curves and "unjudged" not in curves
+    assert "dropped" not in curves and "lags" not in curves and "unjudged" not in curves
     make_run(store, "b", [rows(0, kept=False), rows(1, version_min=0)])
     curves = report_of(store, "b")[0]["curves"]
-    assert curves["dropped"][0]["y"] == [1, 0] and curves["staleness"][0]["y"] == [0, 1]
+    assert curves["dropped"][0]["y"] == [1, 0]
+    assert {area["name"]: area["y"] for area in curves["lags"]} == {"0": [1, 0], "1": [0, 1]}
 
 
 def test_the_age_of_tokens_is_shown_where_it_was_measured(store: Store) -> None:

@@ -24,7 +24,7 @@ from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import Settled
 from areal_tasks.rollout.spooling import Spool
-from areal_tasks.rollout.staleness import Staleness
+from areal_tasks.rollout.staleness import Finished, Staleness
 from areal_tasks.store import spool as records
 from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.local import LocalBackend
@@ -57,6 +57,7 @@ class Scene:
     """A workflow that ends groups when, and as, it is told; `version` is what the servers hold."""
 
     version: int = 0
+    capacity: int = 1000
     begun: list[int] = field(default_factory=list)
     ends: dict[int, asyncio.Future[None]] = field(default_factory=dict)
     verdicts: Callable[[int], BaseException | None] = lambda group: None
@@ -245,6 +246,88 @@ def test_a_workflow_that_leaves_the_program_does_not_end_it(local_store: Store) 
     go(work())
 
 
+@pytest.mark.parametrize("answer", [None, [], "text", [1]])
+def test_what_is_no_list_of_samples_costs_the_group_and_is_named(local_store: Store, answer: Any) -> None:
+    class Wrong(Scene):
+        async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
+            return cast(list[Sample], answer) if prompt.group_id == 1 else await super().run(prompt, context)
+
+    async def work() -> None:
+        found = rollouts(Wrong(), at(local_store), group_attempts=1)
+        assert await found.take() == [0, 2, 3, 4]
+        assert "not its samples in a list" in found.rejected[1]
+
+    go(work())
+
+
+def test_a_failure_between_two_iterations_ends_the_second(local_store: Store) -> None:
+    async def work() -> None:
+        scene = Scene(verdicts=lambda group: KeyError("x") if group >= BATCH else None)
+        found = rollouts(scene, at(local_store), eta=1, group_attempts=1, max_failed_groups=0)
+        found.consume(await found.take())
+        await until(lambda: found.rejected)
+        with pytest.raises(UserError, match="max_failed_groups"):
+            await found.take()
+
+    go(work())
+
+
+def test_a_rollout_of_another_start_settles_its_own_groups() -> None:
+    """Groups that this start is still at, and those that are too old without theirs, are given up and begin again."""
+
+    async def work() -> None:
+        scene = Scene(at_once=False)
+        found = rollouts(scene, nowhere(), eta=1)
+        taking = asyncio.ensure_future(found.take())
+        await until(lambda: len(scene.ends) == 2 * BATCH)
+        for group in range(4, 8):
+            scene.ends[group].set_result(None)
+        assert await taking == [4, 5, 6, 7]
+        found.consume([0, 1, 2, 9])  # 9 was not begun here; 3 and 4 … 7 are one too many for iteration 1
+        assert found.book.rule.holds(1, [live.version for live in found.book.live.values()])
+        scene.at_once, scene.version = True, 1
+        for future in scene.ends.values():
+            future.done() or future.set_result(None)
+        taken = await found.take()
+        assert len(taken) == BATCH and not {0, 1, 2, 9} & set(taken)
+        await until(lambda: not found._running)
+        assert not {0, 1, 2, 9} & set(found.book.live)
+
+    go(work())
+
+
+def test_a_workflow_that_cancels_itself_has_failed(local_store: Store) -> None:
+    async def work() -> None:
+        scene = Scene(verdicts=lambda group: asyncio.CancelledError() if group == 0 else None)
+        assert await rollouts(scene, at(local_store), group_attempts=1).take() == [1, 2, 3, 4]
+
+    go(work())
+
+
+def test_no_more_groups_are_under_way_than_the_servers_can_be_at() -> None:
+    async def work() -> None:
+        scene = Scene(at_once=False, capacity=3)
+        taking = asyncio.ensure_future(rollouts(scene, nowhere(), eta=2).take())
+        for group in range(BATCH):
+            await until(lambda: group in scene.ends)  # noqa: B023
+            assert len([future for future in scene.ends.values() if not future.done()]) <= 3
+            scene.ends[group].set_result(None)
+        assert await taking == [0, 1, 2, 3]
+
+    go(work())
+
+
+def test_groups_of_weights_that_the_next_iteration_does_not_have_wait() -> None:
+    """A start that goes back behind a publication has them in its spool."""
+    book = Book(Staleness(2, 9, lambda k: BATCH), 3)
+    assert [group.index for group in book.restore([Finished(20, 3), Finished(21, 4)])] == [20]
+
+
+def test_the_weaker_rule_keeps_what_is_late() -> None:
+    book = Book(Staleness(1, 9, lambda k: BATCH, "admission"), 3)
+    assert [group.index for group in book.restore([Finished(20, 0), Finished(21, 4)])] == [20]
+
+
 # ── the spool ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -339,6 +422,35 @@ def test_groups_under_way_are_given_up_and_finished_ones_kept_when_the_run_ends(
         assert [group.index for group in at(local_store, owner=2).recover(Settled())[0]] == [2]
 
     go(work())
+
+
+def test_a_record_that_was_stored_and_not_answered_is_its_own(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = at(local_store)
+    spool.write({0: (0, [sample(0, 0)])}, {})
+    create = LocalBackend.create
+
+    def unanswered(self: LocalBackend, *arguments: Any) -> None:
+        create(self, *arguments)
+        monkeypatch.undo()
+        raise StoreError("no answer")
+
+    def unread(self: LocalBackend, path: str) -> bytes:
+        raise StoreError("no answer")
+
+    with monkeypatch.context() as patch, pytest.raises(StoreError):
+        patch.setattr(LocalBackend, "create", unanswered)
+        patch.setattr(LocalBackend, "read", unread)
+        spool.write({1: (0, [sample(1, 0)])}, {})
+    spool.write({1: (0, [sample(1, 0)]), 2: (0, [sample(2, 0)])}, {})
+    assert sorted(group.index for group in at(local_store, owner=2).recover(Settled())[0]) == [0, 1, 2]
+
+
+def test_a_rejection_of_a_group_that_waits_does_not_count(local_store: Store) -> None:
+    at(local_store).write({1: (0, [sample(1, 0)])}, {1: "failed: by an earlier start that lived on"})
+    waiting, rejected = at(local_store, owner=2).recover(Settled())
+    assert [group.index for group in waiting] == [1] and not rejected
 
 
 def test_tables_of_the_spool_are_rollout_tables(local_store: Store) -> None:
