@@ -1,11 +1,12 @@
 """What asynchrony should bring: a discrete-event simulation with measured times and the product's own staleness rule.
 
-    python -m benchmarks.simulate                       # speed-up by η, rule and split, then up to 1,024 GPUs
+    python -m benchmarks.simulate                       # speed-up by η, rule and split, on two and four GPUs
     python -m benchmarks.simulate times.json            # with the times of another model or machine
 
 A server decodes n samples at once in steps of `step + step_per_sample · n` seconds; each step adds a token to each.
 Groups begin and are taken by `areal_tasks.rollout.book`, exactly as in a run. Training takes its tokens over the speed
-of its GPUs; new weights take `publish` seconds to reach the servers, and interrupt them by what the mode costs.
+of its GPUs; new weights take `publish` seconds to reach the servers, and interrupt them by what the mode costs. Training
+goes on meanwhile, which it does not in the product yet, and nothing is evaluated or saved.
 """
 
 from __future__ import annotations
@@ -243,7 +244,7 @@ HEAD = "| layout | speed-up | seconds an iteration | trainer idle | groups by la
 
 
 def tables(load: Load, times: Times) -> Iterator[str]:
-    """The tables of the results page."""
+    """The tables that `docs/asynchrony.md` shows."""
     etas: Sequence[int] = (1, 2, 4, 8)
     yield f"{load}\n\n{HEAD}"
     for half in (1, 2):
