@@ -88,8 +88,8 @@ class Book:
         self.settled = self.settled.add([index])
 
     def ready(self) -> int:
-        """Finished groups that no iteration has taken."""
-        return sum(live.finished for live in self.live.values())
+        """Finished groups that no iteration has taken. May be called from another thread."""
+        return sum(live.finished for live in list(self.live.values()))
 
     def take(self) -> list[Finished] | None:
         """The groups of the next iteration, in order of their numbers; None while it must wait for groups."""
