@@ -202,10 +202,11 @@ def test_works_from_a_thread_that_ends() -> None:
 
 
 def test_close_leaves_no_process_and_is_for_good() -> None:
-    before = {p.pid for p in descendants(os.getpid())}
+    before = psutil.Process().children()  # not all below it: one of them starts processes for other tests
     pool = VerifierPool(settings())
+    forkserver = forkserver_of(pool)
     assert judge(pool, "x")[0].reward == 1.0
-    started = [p for p in descendants(os.getpid()) if p.pid not in before]
+    started = [forkserver, *descendants(forkserver.pid)]
     assert len(started) >= 3
     pool.close()
     pool.close()
@@ -214,7 +215,7 @@ def test_close_leaves_no_process_and_is_for_good() -> None:
         judge(pool, "xx")
     with pytest.raises(RuntimeError, match="closed"):
         pool.__enter__()  # as a thread does that was to load it early, and comes too late
-    assert {p.pid for p in descendants(os.getpid())} <= before
+    assert psutil.Process().children() == before
 
 
 def test_close_does_not_wait_for_a_verifier_that_is_being_imported(
@@ -225,7 +226,7 @@ def test_close_does_not_wait_for_a_verifier_that_is_being_imported(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("ENDLESS_REACHED", str(tmp_path / "reached"))
-    before = {p.pid for p in descendants(os.getpid())}
+    before = psutil.Process().children()
     pool = VerifierPool(settings(verifier="endless:f"))
     with ThreadPoolExecutor(1) as early:
         loading = early.submit(pool.__enter__)
@@ -233,7 +234,7 @@ def test_close_does_not_wait_for_a_verifier_that_is_being_imported(
         pool.close()
         with pytest.raises(RuntimeError, match="closed"):
             loading.result()
-    wait_until(lambda: {p.pid for p in descendants(os.getpid())} <= before, "the end of what was loading")
+    wait_until(lambda: psutil.Process().children() == before, "the end of what was loading")
 
 
 def forkserver_of(pool: VerifierPool) -> psutil.Process:
@@ -369,12 +370,13 @@ def test_a_warm_pool_starts_nothing_and_sends_few_messages(monkeypatch: pytest.M
         return send(worker, rows)
 
     monkeypatch.setattr(Worker, "send", counted)
-    with VerifierPool(Reward(verifier="exact")) as pool:
-        rows = [Row("1+1=", "2", "2")] * 256
-        before = set(descendants(os.getpid()))
-        for _ in range(6):
-            assert all(r.reward == 1 for r in pool.verify(rows))
-        assert set(descendants(os.getpid())) == before
+    pool = VerifierPool(Reward(verifier="exact"))
+    forkserver, rows = forkserver_of(pool), [Row("1+1=", "2", "2")] * 256
+    before = set(descendants(forkserver.pid))  # not of this process: what other tests have started starts others
+    for _ in range(6):
+        assert all(r.reward == 1 for r in pool.verify(rows))
+    assert set(descendants(forkserver.pid)) == before and forkserver.is_running()
+    pool.close()
     assert sum(sent) == 6 * 256 and len(sent) < 6 * 64
 
 
