@@ -145,7 +145,8 @@ def _start(
         observe(iteration)
         startup(run, iteration, list(services.supervisor.services), ids.flow_run)
 
-    with logged(run, ids.flow_run), Observer(run, recipe) as observe, Pauses(log) as pauses, services as engines:
+    # The log comes last, to have its last line first: a worker kills 7 s after it has asked a flow run to end.
+    with Observer(run, recipe) as observe, Pauses(log) as pauses, services as engines, logged(run, ids.flow_run):
         loop_of(run)(run, recipe, engines, StageTasks(pauses.hold), closed, ids)()
     head = run.head()
     return {"run": name, "store": store.url, "iterations": head.iteration + 1 if head else 0}

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SIGN_SECONDS: Final = 60.0  # looks at all servers, side by side
-BRIEF_SECONDS: Final = 5.0  # to give up what is under way: a worker kills 7 s after it has asked a flow to end
+BRIEF_SECONDS: Final = 2.0  # to give up what is under way: a worker kills 7 s after it has asked a flow to end
 
 
 class Servers(ABC):
