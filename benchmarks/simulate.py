@@ -5,8 +5,8 @@
 
 A server decodes n samples at once in steps of `step + step_per_sample · n` seconds; each step adds a token to each.
 Groups begin and are taken by `areal_tasks.rollout.book`, exactly as in a run. Training takes its tokens over the speed
-of its GPUs; new weights take `publish` seconds to reach the servers, and interrupt them by what the mode costs. Training
-goes on meanwhile, which it does not in the product yet, and nothing is evaluated or saved.
+of its GPUs; new weights take `publish` seconds to reach the servers, and interrupt them by what the mode costs.
+Training goes on meanwhile, which it does not in the product yet, and nothing is evaluated or saved.
 """
 
 from __future__ import annotations
