@@ -15,10 +15,12 @@ import httpx
 import pytest
 from waiting import LIMIT, wait_until
 
+from areal_tasks.engines.answers import each_token, stale_runs, version_runs
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient, Refused
 from areal_tasks.engines.external import PROBE, check_temperature
 from schemas.errors import UserError
-from tests.sglang.contract_target import Json, Target, reference, scores_of, tokenizer_of
+from tests.inference.held import logprobs_of_runs
+from tests.sglang.contract_target import Json, Target, model_of, reference, scores_of, tokenizer_of
 
 #: Seconds after which SGLang generates much and has ended little: on a usual, a slow, a quick, and a busy machine.
 WAITS: Final = (0.15, 0.5, 0.05, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
@@ -355,6 +357,41 @@ def _held(t: Target, mode: str) -> bool:
     return held
 
 
+def tokens_over_an_older_cache_say_so_and_have_the_logprobs_of_the_mixture(t: Target) -> None:
+    """New weights that come in place. What begins after them reuses nothing that older ones have computed."""
+    version = int(t.version)
+    models = {version: model_of(t.folder), version + 1: model_of(t.other)}
+
+    def mixed() -> bool:
+        answers, late = _continued_in_place(t, version, 120)
+        for i, answer in enumerate([*answers, late]):
+            versions = [int(v) for v in each_token(version_runs(answer["meta_info"]))]
+            stale = each_token(stale_runs(answer["meta_info"]))
+            assert stale == [v > versions[0] for v in versions] and versions == sorted(versions)
+            prompt = t.prompt(120 + i % len(answers))
+            t.assert_close(
+                logprobs_of(answer), logprobs_of_runs(models, prompt, answer["output_ids"], versions, stale).tolist()
+            )
+        assert [int(v) for v in each_token(version_runs(late["meta_info"]))] == [version + 1] * 8
+        return any(len(answer["meta_info"]["weight_versions"]) == 2 for answer in answers)
+
+    wait_until(mixed, "new weights that come before the end")
+
+
+def _continued_in_place(t: Target, version: int, seed: int) -> tuple[list[Json], Json]:
+    """Answers to requests that get new weights on the way, unless they end before; one that comes with the weights."""
+    work = in_background(_long(t, seed))
+    t.await_load(lambda running, _: running > 0 or work.done(), 0.1)
+    try:
+        assert t.post("/pause_generation", {"mode": "in_place"}).status_code == 200
+        assert t.update(t.other, version + 1, flush_cache=False).json()["success"]
+        late = in_background(lambda: t.generate([t.prompt(seed)], max_new_tokens=8, ignore_eos=True))
+        assert t.post("/continue_generation").status_code == 200
+        return work.result(LIMIT), late.result(LIMIT)[0]
+    finally:
+        assert t.update(t.folder, version).json()["success"]
+
+
 CASES = (
     answers_without_the_token_are_refused,
     health_and_information,
@@ -379,4 +416,5 @@ CASES = (
     an_update_interrupts_and_the_client_goes_on_with_the_new_weights,
     a_pause_interrupts_and_the_client_goes_on_afterwards,
     paused_in_place_or_retracted_requests_are_held,
+    tokens_over_an_older_cache_say_so_and_have_the_logprobs_of_the_mixture,
 )

@@ -1,4 +1,5 @@
-"""`python -m areal_tasks.engines.sglang.child FLAGS`: `sglang.launch_server` behind the service's bearer token.
+"""`python -m areal_tasks.engines.sglang.child FLAGS`: `sglang.launch_server` behind the service's bearer token, and
+with what answers are to tell of their tokens (`token_weights`).
 
 SGLang takes a key on its command line only, where every user of the machine can read it, and prints it into its log.
 So its application gets our own check instead: SGLang never learns the token. (Its processes import this module again
@@ -22,20 +23,23 @@ def main() -> None:
     from areal_tasks.engines.service import TOKEN, BearerAuth
 
     token = os.environ.pop(TOKEN)
-    from sglang.launch_server import run_server  # type: ignore[import-not-found,unused-ignore]
     from sglang.srt.plugins import load_plugins  # type: ignore[import-not-found,unused-ignore]
     from sglang.srt.server_args import prepare_server_args  # type: ignore[import-not-found,unused-ignore]
 
     load_plugins()
     settings = prepare_server_args(sys.argv[1:])
-    from sglang.srt.entrypoints.http_server import app  # type: ignore[import-not-found,unused-ignore]
+    from sglang.srt.entrypoints.http_server import app, launch_server  # type: ignore[import-not-found,unused-ignore]
     from sglang.srt.managers.tokenizer_manager import (  # type: ignore[import-not-found,unused-ignore]
         TokenizerManager,
     )
 
+    from areal_tasks.engines.sglang.token_weights import abort_quickly, run_scheduler, tell_weights
+
     refuse_unknown_tokens(TokenizerManager)
+    tell_weights(TokenizerManager)
+    abort_quickly(TokenizerManager)
     app.add_middleware(BearerAuth, token=token)
-    run_server(settings)
+    launch_server(settings, run_scheduler_process_func=run_scheduler)
 
 
 def refuse_unknown_tokens(manager: Any) -> None:

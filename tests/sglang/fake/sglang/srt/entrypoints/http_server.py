@@ -1,15 +1,27 @@
-"""The application, as a global that the launcher can put a check before."""
+"""The application, as a global that the launcher can put a check before, and what starts SGLang's processes.
+
+A worker beside the server; and, worse than SGLang, one that leaves the session and its parent.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+SLEEP = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+DETACH = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True)"
 
 
 async def health(request: Request) -> JSONResponse:
@@ -40,3 +52,19 @@ app = Starlette(
     routes=[Route("/health_generate", health), Route("/model_info", model_info), Route("/about", about),
             Route("/die", die), Route("/generate", generate, methods=["POST"])]
 )  # fmt: skip
+
+
+def launch_server(settings: argparse.Namespace, run_scheduler_process_func: Callable[..., None]) -> None:
+    if settings.attention_backend == "no-memory":
+        print("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", flush=True)
+        sys.exit(1)
+    if settings.attention_backend == "no-memory-at-first" and not Path("tried").exists():
+        Path("tried").touch()
+        print("ValueError: Loaded weights leave no GPU memory for the KV cache under ...", flush=True)
+        sys.exit(1)
+    subprocess.Popen([sys.executable, "-c", SLEEP])
+    subprocess.run([sys.executable, "-c", DETACH], check=True)  # its parent ends at once
+    assert run_scheduler_process_func.__module__ == "areal_tasks.engines.sglang.token_weights"
+    app.state.settings = settings
+    Path("server.pid").write_text(str(os.getpid()))
+    uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 
@@ -19,3 +20,12 @@ class TokenizerManager:
     def _validate_one_request(self, obj: dict[str, Any], input_ids: list[int] | None) -> None:
         if input_ids is not None and len(input_ids) > 4:
             raise ValueError("the input is longer than the model's context length")
+
+    def _create_tokenized_object(self, obj: Any) -> Any:
+        return obj
+
+    async def generate_request(self, obj: Any) -> AsyncIterator[Any]:
+        yield obj
+
+    async def pause_generation(self, order: Any) -> None:
+        pass
