@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,8 @@ def server(model: Path, recipe: str, overrides: Sequence[str], log: Path, second
     log.parent.mkdir(parents=True, exist_ok=True)
     print(f"$ {' '.join(command)}", flush=True)
     with log.open("wb") as sink:
-        process = subprocess.Popen(command, env=environment(os.environ), stdout=sink, stderr=subprocess.STDOUT)
+        own = environment(os.environ, Path(tempfile.mkdtemp(prefix="meeting-")))
+        process = subprocess.Popen(command, env=own, stdout=sink, stderr=subprocess.STDOUT)
     try:
         _wait(process, f"http://127.0.0.1:{port}", log, seconds)
         yield f"http://127.0.0.1:{port}"
