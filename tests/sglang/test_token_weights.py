@@ -3,36 +3,55 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_tasks.engines.sglang.token_weights import KEY, UPDATES, abort_quickly, note_weights, runs, tell_weights
+from areal_tasks.engines.sglang.token_weights import (
+    KEY,
+    UPDATES,
+    Changes,
+    abort_quickly,
+    note_weights,
+    segments,
+    tell_weights,
+)
 
 
 def run(work: Any) -> Any:
     return asyncio.run(work)
 
 
-@dataclass
+class Request:
+    """A request that SGLang's scheduler has: what it needs to know of it, and how many tokens it has sent."""
+
+    def __init__(self, prompt: int, cache: str | None) -> None:
+        self.origin_input_ids, self.extra_key = [0] * prompt, cache
+        self.customized_info: dict[str, Changes] | None = None
+        self.output, self.sent = list[int](), 0
+        self.told: list[tuple[int, int, bool]] = []
+
+    def send(self) -> None:
+        """As SGLang's output streamer does, after any number of tokens."""
+        assert self.customized_info is not None
+        self.told += self.customized_info[KEY][self.sent : len(self.output)]
+        self.sent = len(self.output)
+
+
 class Scheduler:
-    """Requests with the names of their caches; a step adds a token to each. `synchronized`: in what state it waited."""
+    """Requests by name; a step adds a token to each. `events`: when it waited for the GPU, when it loaded weights."""
 
-    names: dict[str, str | None] = field(default_factory=dict)
-    tokens: dict[str, list[tuple[int, bool]]] = field(default_factory=dict)
-    events: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        events = self.events
+    def __init__(self) -> None:
+        self.requests: dict[str, Request] = {}
+        events = self.events = list[str]()
 
         class Worker:
             def forward_batch_generation(self, batch: Any, *, hint: int = 0) -> Any:
-                return SimpleNamespace(logits_output=SimpleNamespace(customized_info=None))
+                return hint
 
         class Updater:
             def update_weights_from_disk(self, order: Any) -> Any:
@@ -44,17 +63,33 @@ class Scheduler:
         note_weights(Worker, Updater, 3, lambda: events.append("synchronize"))
         self.worker, self.updater = Worker(), Updater()
 
-    def begin(self, name: str, cache: str | None) -> None:
-        self.names[name], self.tokens[name] = cache, []
+    def begin(self, name: str, cache: str | None, prompt: int = 5) -> None:
+        self.requests[name] = Request(prompt, cache)
+
+    def pass_(self, *, missing: int = 0) -> None:
+        """A forward pass; `missing` tokens of each prompt come in a later one."""
+        lengths = [len(r.origin_input_ids) + len(r.output) - missing for r in self.requests.values()]
+        batch = SimpleNamespace(reqs=[*self.requests.values()], seq_lens_cpu=np.array(lengths))
+        assert self.worker.forward_batch_generation(batch, hint=1) == 1
 
     def step(self) -> None:
-        batch = SimpleNamespace(reqs=[SimpleNamespace(extra_key=cache) for cache in self.names.values()])
-        told = self.worker.forward_batch_generation(batch, hint=1).logits_output.customized_info[KEY]
-        for name, token in zip(self.names, told, strict=True):
-            self.tokens[name].append(token)
+        self.pass_()
+        for request in self.requests.values():
+            request.output.append(0)
 
     def update(self, version: str | None, how: str = UPDATES[0], good: bool = True) -> None:
         getattr(self.updater, how)(SimpleNamespace(weight_version=version, good=good))
+
+    def tokens(self, name: str) -> list[tuple[int, bool]]:
+        """(version, stale) of each token, by the request's answer."""
+        request = self.requests[name]
+        request.send()
+        found = segments(request.told, len(request.output))
+        versions, stale = (
+            [value for value, count in found[column] for _ in range(count)]
+            for column in ("weight_versions", "stale_kv")
+        )
+        return [(version, bool(old)) for version, old in zip(versions, stale, strict=True)]
 
 
 @pytest.mark.parametrize("how", UPDATES)
@@ -63,14 +98,14 @@ def test_a_token_is_of_the_weights_that_were_last_loaded_when_it_was_sampled(how
     s.begin("old", "3")
     s.step()
     s.update("4", how)
-    s.begin("new", "4")
+    s.begin("new", "4", prompt=2)
     s.begin("health", None)
     s.step()
     s.update("5", how, good=False)  # a load that fails
     s.update(None, how)  # a part of the weights
     s.step()
-    assert s.tokens["old"] == [(3, False), (4, True), (4, True)]
-    assert s.tokens["new"] == s.tokens["health"] == [(4, False)] * 2
+    assert s.tokens("old") == [(3, False), (4, True), (4, True)]
+    assert s.tokens("new") == s.tokens("health") == [(4, False)] * 2
     assert s.events == ["synchronize", "load"] * 3, "no step of before meets new weights"
 
 
@@ -80,27 +115,43 @@ def test_what_came_before_new_weights_and_began_after_them_is_marked() -> None:
     s.update("4")
     s.begin("queued", "3")
     s.step()
-    assert s.tokens["queued"] == [(4, True)]
+    assert s.tokens("queued") == [(4, True)]
 
 
-def test_a_step_that_returns_no_logits_is_left_alone() -> None:
-    class Worker:
-        def forward_batch_generation(self, batch: Any) -> Any:
-            return SimpleNamespace(logits_output=None)
+def test_a_prompt_that_takes_several_passes_is_of_the_weights_of_the_last() -> None:
+    s = Scheduler()
+    s.begin("long", "3")
+    s.pass_(missing=3)
+    s.update("4")
+    s.pass_(missing=1)
+    s.step()
+    assert s.tokens("long") == [(4, True)]
 
-    note_weights(Worker, type("Updater", (), dict.fromkeys(UPDATES, lambda self, order: None)), 0, lambda: None)
-    assert Worker().forward_batch_generation(SimpleNamespace(reqs=[])).logits_output is None
 
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.booleans())))
-def test_runs_say_of_each_token_what_was_noted(tokens: list[tuple[int, bool]]) -> None:
-    found = runs(tokens)
-    columns = [
-        [value for value, count in found[name] for _ in range(count)] for name in ("weight_versions", "stale_kv")
-    ]
-    assert list(zip(*columns, strict=True)) == tokens
-    assert all(count > 0 for spans in found.values() for _, count in spans)
-    assert all(a[0] != b[0] for spans in found.values() for a, b in pairwise(spans)), "the longest"
+@given(st.lists(st.sampled_from(["step", "update", "send", "begin"]), max_size=30))
+def test_each_token_is_told_once_however_often_answers_are_sent(events: list[str]) -> None:
+    s, version = Scheduler(), 3
+    expected: dict[str, list[tuple[int, bool]]] = {}
+    named: dict[str, int] = {}
+    for event in ["begin", *events]:
+        if event == "begin":
+            name = str(len(named))
+            named[name], expected[name] = version, []
+            s.begin(name, str(version))
+        elif event == "update":
+            version += 1
+            s.update(str(version))
+        elif event == "send":
+            for request in s.requests.values():
+                if request.customized_info is not None:
+                    request.send()
+        else:
+            s.step()
+            for name, tokens in expected.items():
+                tokens.append((version, version > named[name]))
+    assert {name: s.tokens(name) for name, tokens in expected.items() if tokens} == {
+        name: tokens for name, tokens in expected.items() if tokens
+    }
 
 
 class Manager:
@@ -117,8 +168,8 @@ class Manager:
 
     async def generate_request(self, obj: Any, request: Any = None) -> Any:
         for n in (1, 2):
-            told = {"meta_info": {"id": "x", KEY: [(3, False), (4, True)][:n]}}
-            yield [told, {"meta_info": {}}] if isinstance(obj, list) else told
+            told = {"meta_info": {"id": "x", "completion_tokens": n, KEY: [(0, 3, False), (1, 4, True)][:n]}}
+            yield [told, {"meta_info": {"completion_tokens": 0}}] if isinstance(obj, list) else told
 
 
 def test_answers_tell_runs_and_requests_name_their_cache() -> None:
@@ -130,8 +181,13 @@ def test_answers_tell_runs_and_requests_name_their_cache() -> None:
     async def answers(obj: Any) -> list[Any]:
         return [answer async for answer in Own().generate_request(obj, request=None)]
 
-    whole = {"id": "x", "weight_versions": [(3, 1), (4, 1)], "stale_kv": [(False, 1), (True, 1)]}
-    nothing: dict[str, Any] = {"weight_versions": [], "stale_kv": []}
+    whole = {
+        "id": "x",
+        "completion_tokens": 2,
+        "weight_versions": [(3, 1), (4, 1)],
+        "stale_kv": [(False, 1), (True, 1)],
+    }
+    nothing: dict[str, Any] = {"completion_tokens": 0, "weight_versions": [], "stale_kv": []}
     assert [answer["meta_info"] for answer in run(answers("one"))][-1] == whole
     assert [answer["meta_info"] for answer in run(answers(["one", "two"]))[-1]] == [whole, nothing]
     assert Own()._create_tokenized_object("one", input_text="").extra_key == "3"

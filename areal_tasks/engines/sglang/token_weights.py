@@ -1,8 +1,10 @@
 """Which weights sampled each token, and whether its cache held keys and values of older ones: told by SGLang itself.
 
 SGLang 0.5.17 tells one weights version an answer, that in force when the answer ends. Here its scheduler, which runs
-the model and loads weights in one thread, notes the version with each token, by the means that SGLang has for such data
-(`customized_info`); the answer then tells both as the embedded server does (`weight_versions`, `stale_kv`).
+the model and loads weights in one thread, notes at which token of a request they change, where SGLang keeps data that
+goes with tokens into the answer (`customized_info`). Nothing is done for the other tokens: with a small model the
+scheduler's thread is what bounds the speed. The answer tells it as the embedded server does (`weight_versions`,
+`stale_kv`).
 
 Each request is given the version in force when it came as the name of its prefix cache (`extra_key`). Under the name v
 lie keys and values of weights v or newer, so that a request never reuses those of weights older than its name, and all
@@ -14,10 +16,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import wraps
-from itertools import groupby
 from typing import Any, Final
 
-KEY: Final = "areal_weights"  # of a token: (version, whether its cache holds keys and values of older weights)
+KEY: Final = "areal_weights"
 UPDATES: Final = ("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor")
 
 
@@ -34,8 +35,26 @@ def run_scheduler(settings: Any, *arguments: Any, **named: Any) -> None:
     run_scheduler_process(settings, *arguments, **named)
 
 
+class Changes:
+    """Where in a request's output the weights change: (token, version, whether the cache holds older keys and values).
+
+    SGLang asks for the part of each slice of tokens, as it would of a list with an element a token.
+    """
+
+    def __init__(self) -> None:
+        self.held: int | None = None
+        self._begun: dict[int, tuple[int, bool]] = {}
+
+    def begin(self, token: int, version: int, stale: bool) -> None:
+        """From this token on; what was said of the same token before is void, since it was not sampled."""
+        self.held, self._begun[token] = version, (version, stale)
+
+    def __getitem__(self, tokens: slice) -> list[tuple[int, int, bool]]:
+        return [(token, *what) for token, what in self._begun.items() if tokens.start <= token < tokens.stop]
+
+
 def note_weights(worker: Any, updater: Any, first: int, synchronize: Callable[[], None]) -> None:
-    """Have the class TpModelWorker note with each token the weights that sample it, which the class `updater` changes.
+    """Have the class TpModelWorker note with which weights each token is sampled; the class `updater` changes them.
 
     `synchronize` waits for what the GPU has been given: a step that SGLang has begun must not meet half-new weights.
     """
@@ -44,10 +63,9 @@ def note_weights(worker: Any, updater: Any, first: int, synchronize: Callable[[]
 
     @wraps(forward)
     def noting(self: Any, batch: Any, *arguments: Any, **named: Any) -> Any:
-        result = forward(self, batch, *arguments, **named)
-        if batch is not None and result.logits_output is not None:
-            result.logits_output.customized_info = {KEY: sampled_with(held, [req.extra_key for req in batch.reqs])}
-        return result
+        if batch is not None:
+            note_batch(batch, held)
+        return forward(self, batch, *arguments, **named)
 
     def counted(update: Any) -> Any:
         @wraps(update)
@@ -66,10 +84,18 @@ def note_weights(worker: Any, updater: Any, first: int, synchronize: Callable[[]
         setattr(updater, name, counted(getattr(updater, name)))
 
 
-def sampled_with(held: int, names: Sequence[str | None]) -> list[tuple[int, bool]]:
-    """What is noted with one token of each request of a batch, by the names of their caches."""
-    kinds = {name: (held, name is not None and int(name) < held) for name in set(names)}
-    return [kinds[name] for name in names]
+def note_batch(batch: Any, held: int) -> None:
+    """Note the requests of a batch whose next token is the first that weights `held` sample."""
+    for request in batch.reqs:
+        if request.customized_info is None:
+            request.customized_info = {KEY: Changes()}
+    changes = [request.customized_info[KEY] for request in batch.reqs]
+    if all(one.held == held for one in changes):
+        return
+    for request, one, length in zip(batch.reqs, changes, batch.seq_lens_cpu.tolist(), strict=True):
+        if one.held != held:
+            named = held if request.extra_key is None else int(request.extra_key)
+            one.begin(max(0, length - len(request.origin_input_ids)), held, named < held)
 
 
 def tell_weights(manager: Any) -> None:
@@ -86,17 +112,21 @@ def tell_weights(manager: Any) -> None:
     async def telling(self: Any, *arguments: Any, **more: Any) -> AsyncIterator[Any]:
         async for answers in generate(self, *arguments, **more):
             for answer in answers if isinstance(answers, list) else [answers]:
-                answer["meta_info"] |= runs(answer["meta_info"].pop(KEY, []))
+                meta = answer["meta_info"]
+                meta |= segments(meta.pop(KEY, []), meta["completion_tokens"])
             yield answers
 
     manager._create_tokenized_object, manager.generate_request = named, telling
 
 
-def runs(tokens: Sequence[tuple[int, bool]]) -> dict[str, list[tuple[int, int]]]:
-    """What an answer tells of its tokens: (version, tokens) and (stale, tokens) of its segments."""
-    columns = zip(*tokens, strict=True) if tokens else ((), ())
-    named = zip(("weight_versions", "stale_kv"), columns, strict=True)
-    return {name: [(value, len(list(same))) for value, same in groupby(column)] for name, column in named}
+def segments(changes: Sequence[tuple[int, int, bool]], tokens: int) -> dict[str, list[tuple[int, int]]]:
+    """What an answer tells of its tokens: (version, tokens) and (stale, tokens) of the parts between changes."""
+    ends = [*(begun for begun, _, _ in changes[1:]), tokens]
+    counts = [end - begun for (begun, _, _), end in zip(changes, ends, strict=False)]
+    return {
+        "weight_versions": [(version, count) for (_, version, _), count in zip(changes, counts, strict=True)],
+        "stale_kv": [(stale, count) for (_, _, stale), count in zip(changes, counts, strict=True)],
+    }
 
 
 def abort_quickly(manager: Any, seconds: float = 0.02) -> None:
