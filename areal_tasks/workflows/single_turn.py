@@ -14,13 +14,14 @@ class SingleTurn:
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
         """`group_size` samples of the prompt, in order."""
-        requests = [_request(prompt, index, context) for index in range(context.group_size)]
+        requests = [request_for(prompt, index, context) for index in range(context.group_size)]
         results = await context.client.generate(requests)
         pairs = enumerate(zip(requests, results, strict=True))
-        return [_sample(prompt, index, request, result) for index, (request, result) in pairs]
+        return [sample_of(prompt, index, request, result) for index, (request, result) in pairs]
 
 
-def _request(prompt: Prompt, index: int, context: WorkflowContext) -> GenerateRequest:
+def request_for(prompt: Prompt, index: int, context: WorkflowContext) -> GenerateRequest:
+    """What one sample of a prompt is asked for with, by the recipe; for workflows of your own, too."""
     return GenerateRequest(
         input_ids=prompt.input_ids,
         max_new_tokens=context.max_new_tokens,
@@ -31,7 +32,8 @@ def _request(prompt: Prompt, index: int, context: WorkflowContext) -> GenerateRe
     )
 
 
-def _sample(prompt: Prompt, index: int, request: GenerateRequest, result: GenerateResult) -> Sample:
+def sample_of(prompt: Prompt, index: int, request: GenerateRequest, result: GenerateResult) -> Sample:
+    """The sample that an answer to `request` is, if the prompt's tokens were asked for alone."""
     before = len(prompt.input_ids)
     input_ids = np.array(prompt.input_ids + result.output_ids, np.int32)
     return Sample(

@@ -14,7 +14,7 @@ from areal_tasks.engines.client import GenerateRequest, GenerateResult, Inferenc
 from areal_tasks.stages.evaluate import run_groups
 from areal_tasks.store.digest import content_digest
 from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext, load_workflow, samples_to_table
-from areal_tasks.workflows.single_turn import _sample
+from areal_tasks.workflows.single_turn import sample_of
 from schemas.errors import UserError
 from schemas.tables import ROLLOUT
 
@@ -76,7 +76,7 @@ def test_single_turn_samples_each_prompt_with_seeds_of_its_own() -> None:
 def test_tokens_over_the_cache_of_older_weights_are_marked() -> None:
     result = GenerateResult([5, 6], [-0.5, -0.25], [3, 4], "ab", "stop", stale_kv=[False, True])
     prompt = Prompt(0, 0, 0, "q", "a", [1, 2, 3])
-    sample = _sample(prompt, 0, GenerateRequest(prompt.input_ids, 2), result)
+    sample = sample_of(prompt, 0, GenerateRequest(prompt.input_ids, 2), result)
     assert samples_to_table([sample])["stale_kv"].to_pylist() == [[False] * 4 + [True]]
 
 

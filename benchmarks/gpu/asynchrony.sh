@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Asynchronous and synchronous runs under one fixed load on two GPUs: 64 × 8 samples an iteration, as long as
+# benchmarks/simulate.py draws them, the 1.5B shape with random weights. What each run's tables say goes to RESULTS.
+#
+#   benchmarks/gpu/asynchrony.sh split-4 shared-0 split-1 split-0 …           LAYOUT-η[-abort][-equal][@ITERATIONS]
+#
+# split: the first GPU trains, the second generates. shared: both do both in turn. equal: all samples have 600 tokens.
+# SHAPE (1.5b), FOLDER (/dev/shm/asynchrony: models, stores, logs), RESULTS (FOLDER/results), SECONDS_EACH (240) after
+# which a run is ended, MORE (further overrides). CPU=1: the embedded server and one process, to try the script itself.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+SHAPE=${SHAPE:-1.5b} FOLDER=${FOLDER:-/dev/shm/asynchrony}
+RESULTS=${RESULTS:-$FOLDER/results}
+export AREALFLOW_HOME=$FOLDER/home AREALFLOW_STORE=file://$FOLDER/store
+mkdir -p "$FOLDER" "$RESULTS"
+python3 -m benchmarks.gpu.shapes "$FOLDER" "$SHAPE" 2>/dev/null
+[ -f "$FOLDER/prompts.jsonl" ] || python3 -m benchmarks.gpu.prompts "$FOLDER/$SHAPE" "$FOLDER/prompts.jsonl" --count 512 --tokens 64
+
+common="model.path=$FOLDER/$SHAPE data.source=$FOLDER/prompts.jsonl workflow.name=benchmarks.gpu.drawn:Drawn
+  model.max_length=8192 rollout.max_new_tokens=8000 inference.request_timeout_seconds=600
+  trainer.weights_every=1000 trainer.recover_within_seconds=86400 launcher.type=local schedule.artifact_every=1000"
+split="trainer.gpus=[0] inference.gpus=[1] inference.memory_fraction=0.8 inference.max_concurrent_requests=128
+  inference.flags.max-running-requests=512"
+shared="trainer.ranks=2 trainer.gpus=[0,1] inference.servers=2 inference.gpus=[0,1] inference.memory_fraction=0.4
+  inference.max_concurrent_requests=64 inference.flags.max-running-requests=512"
+longest=8000
+if [ -n "${CPU:-}" ]; then
+  longest=24
+  common="$common model.dtype=float32 model.max_length=160 rollout.max_new_tokens=32 inference.engine=embedded trainer.backend=local trainer.compile=false
+    rollout.groups=4 trainer.threads=1 inference.threads=1 inference.slots=32 inference.deterministic=false inference.memory_fraction=0
+    trainer.weights_every=1"
+  split='inference.flags={}' shared='inference.flags={}'
+fi
+
+run() {  # CASE ITERATIONS
+  local name=$1 eta median=600 sigma=1.0 layout log status=0
+  layout=$(cut -d- -f1 <<<"$name") eta=$(cut -d- -f2 <<<"$name") log=$FOLDER/$name.log
+  local own=("run=$name" "schedule.iterations=$2" "rollout.max_head_offpolicyness=$eta")
+  [[ $name != *-abort* ]] || own+=(rollout.interruption=abort)
+  [[ $name != *-equal* ]] || sigma=0.0
+  [ -z "${CPU:-}" ] || median=8
+  own+=("workflow.arguments={median: $median, sigma: $sigma, longest: $longest}")
+  echo "── $(date +%T) $name: ${own[*]}"
+  # shellcheck disable=SC2086
+  timeout --signal=TERM --kill-after=20 "${SECONDS_EACH:-240}" python3 -c 'from flows.cli.main import main; main()' run \
+    benchmarks/gpu/iteration.yaml $common ${!layout} ${MORE:-} "${own[@]}" >"$log" 2>&1 || status=$?
+  grep -oE "iteration [0-9]+ done.*" "$log" | tail -n 2 || true
+  [ $status = 0 ] || { echo "ended with $status"; tail -n 8 "$log"; }
+  python3 -m benchmarks.gpu.asynchrony collect "$AREALFLOW_STORE" "$name" "$AREALFLOW_HOME/logs" "$RESULTS/$name.json" || true
+}
+
+for case in "$@"; do
+  run "${case%@*}" "$([[ $case == *@* ]] && echo "${case#*@}" || echo 12)"
+done
+python3 -m benchmarks.gpu.asynchrony table "$RESULTS"/*.json
