@@ -15,8 +15,9 @@ import httpx
 import pytest
 from waiting import LIMIT, wait_until
 
-from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient, Refused
+from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
 from areal_tasks.engines.external import PROBE, check_temperature
+from areal_tasks.engines.server import Refused
 from schemas.errors import UserError
 from tests.sglang.contract_target import Json, Target, reference, scores_of, tokenizer_of
 
