@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 from prefect import get_run_logger
 from prefect.runtime import flow_run
 
-from areal_tasks.engines.answers import ServerDown
+from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.store.backend import Unavailable
 from areal_tasks.store.runs import Behind

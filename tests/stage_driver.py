@@ -17,7 +17,7 @@ import session_folder
 import warm_processes
 from waiting import LIMIT, PAUSE
 
-from areal_tasks.engines.answers import ServerDown
+from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.stages.build import Built

@@ -1,38 +1,39 @@
-"""One client for any number of inference servers that speak SGLang's native API.
+"""Generation on any number of inference servers: requests in, completions out.
 
-It routes to the least loaded server, keeps a group on one server, retries elsewhere what a server failed to answer,
-and goes on from the partial output of what was interrupted. Every token keeps the logprob and the weights version it
-was sampled with. A completion may be had whole, or streamed as it grows, by the same code.
+A request waits, in order, until a server has room for it. What a server fails to answer goes to another, and what was
+interrupted goes on from its partial output. Every token keeps the logprob and version of the weights that sampled it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Container, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from areal_tasks.engines.answers import Refused, ServerDown, WrongVersion, each_token, stale_runs, version_runs
-from areal_tasks.engines.batching import Batcher
 from areal_tasks.engines.ends import Ends
-from areal_tasks.engines.interrupter import drained
-from areal_tasks.engines.routing import Server, Target
+from areal_tasks.engines.server import POLL_SECONDS, Refused, Server, ServerDown, WrongVersion, each_token, version_runs
 from areal_tasks.engines.server_pool import ServerPool
-from areal_tasks.engines.watchdog import Sign
+from schemas.errors import UserError
 from schemas.recipe.interruption import Interruption
 from schemas.recipe.sections import Inference
 
+ATTEMPTS: Final = 4  # servers a request is tried on: one that kills its server must not kill them all
 IDLE_CONTINUATIONS: Final = 16  # interruptions in a row that yield no token, after which something is wrong
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One completion to be sampled. Requests of one `group` share a server."""
+    """One completion to be sampled. Requests of one `group` share a server.
+
+    No part of it is sampled by a server that holds weights of a version below `floor`: it waits for another.
+    """
 
     input_ids: list[int]
     max_new_tokens: int
@@ -41,6 +42,7 @@ class GenerateRequest:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     group: int = 0
+    floor: int = 0
 
 
 @dataclass(slots=True)
@@ -78,10 +80,18 @@ class _Work:
     result: GenerateResult = field(default_factory=GenerateResult)
     begun: int = 0
     known: int = 0
-    refused: Refused | None = None
+    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class InferenceClient:
+class _Waiter(NamedTuple):
+    """A request without a server."""
+
+    request: GenerateRequest
+    samples: int
+    given: asyncio.Future[Server]
+
+
+class InferenceClient(ServerPool):
     """Use within one event loop; `close()` when done. `settings`: the recipe's inference section.
 
     Errors of all methods: UserError with the server's reason for a request that is refused; ServerDown when no server
@@ -99,40 +109,41 @@ class InferenceClient:
         ends: Callable[[], Ends] = Ends,
         interruption: Interruption | None = None,
     ) -> None:
-        self.settings = settings
-        self._ends = ends
-        self.pool = ServerPool(urls, token, settings, patience_seconds, interruption)
+        super().__init__(urls, token, settings, patience_seconds, interruption)
         self.finished = 0  # requests completed since this client was made
-        self._aborts = 0  # calls of abort(): what they interrupt is not continued
-        self._batcher = Batcher(self._finish, lambda works: _chunks(works, settings.groups_per_request))
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self.pool.close()
-
-    @property
-    def version(self) -> int | None:
-        """The weights version that all servers hold that generate; None until a server was asked or updated."""
-        return self.pool.target.version if self.pool.target else None
+        self._ends = ends
+        self._gathered: list[_Work] = []  # in this turn of the event loop
+        self._waiting: deque[_Waiter] = deque()
 
     @property
     def capacity(self) -> int:
         """Groups that may be under way at once without waiting for a server."""
-        servers = max(1, len(self.healthy()))
-        return servers * self.settings.max_concurrent_requests * self.settings.groups_per_request
+        each = self.settings.max_concurrent_requests * self.settings.groups_per_request
+        return each * max(1, len(self.healthy()))
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """Complete all requests, in order.
 
         Requests that are asked for in one turn of the event loop, by however many callers, share HTTP requests of
-        `groups_per_request` groups each.
+        `groups_per_request` groups each. What no caller waits for any more is not completed.
         """
         works = [_Work(request) for request in requests]
-        await self._batcher.complete(works)
-        for work in works:
-            if work.refused is not None:
-                raise work.refused
+        if not self._gathered:
+            asyncio.get_running_loop().call_soon(self._begin)  # after all that is ready in this turn
+        self._gathered += works
+        try:
+            await asyncio.gather(*(work.done for work in works))
+        finally:
+            for work in works:
+                work.done.cancel()
         return [work.result for work in works]
+
+    def _begin(self) -> None:
+        works, self._gathered = [work for work in self._gathered if not work.done.done()], []
+        for chunk in _chunks(works, self.settings.groups_per_request):
+            task, wanted = asyncio.ensure_future(self._finish(chunk)), {work.done for work in chunk}
+            for work in chunk:
+                work.done.add_done_callback(partial(_end_unwanted, task, wanted))
 
     async def _finish(self, chunk: list[_Work]) -> None:
         """Complete the requests of a chunk. Where the servers refuse it, each group is asked for alone."""
@@ -140,22 +151,20 @@ class InferenceClient:
             async with aclosing(self._complete(chunk)) as steps:
                 async for _ in steps:
                     pass
-        except Refused as error:
-            left = [work for work in chunk if work.result.stop_reason == "abort"]
+        except Exception as error:
+            left = [work for work in chunk if not work.done.done()]
             groups = _chunks(left, 1)
-            if len(groups) > 1:
+            if isinstance(error, Refused) and len(groups) > 1:
                 await asyncio.gather(*map(self._finish, groups))
-            for work in left if len(groups) == 1 else ():
-                work.refused = error
+            else:
+                for work in left:
+                    work.done.set_exception(error)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece]:
         """Complete one request, a piece at a time as its tokens come; the last piece says why it ended.
 
-        Pieces never overlap and none is taken back: what a server leaves unfinished is continued after them. Whoever
-        stops listening earlier closes the stream, and the server stops generating for it:
-
-            async with aclosing(client.stream(request)) as pieces:
-                async for piece in pieces:
+        Pieces never overlap and none is taken back. Whoever stops listening earlier closes the stream (`aclosing`), and
+        the server stops generating for it.
         """
         work, given = _Work(request), 0
         async with aclosing(self._complete([work], stream=True)) as steps:
@@ -167,31 +176,120 @@ class InferenceClient:
 
     async def _complete(self, chunk: list[_Work], stream: bool = False) -> AsyncGenerator[None]:
         """Generate, and go on from partial output, until every request of the chunk has ended. Yields at each news."""
-        started, aborts, idle = time.perf_counter(), self._aborts, 0
-        left = chunk
+        started, idle, left = time.perf_counter(), 0, chunk
         while left:
             before = sum(work.known for work in left)
-            body = partial(_body, left, stream)
-            async with aclosing(self.pool.generate(left[0].request.group, body, len(left))) as answered:
+            async with aclosing(self._send(left, stream)) as answered:
                 async for server, answers in answered:
                     found = [self._extend(work, answer, server) for work, answer in zip(left, answers, strict=True)]
                     yield
                     if stream and any(found):
                         break
-            asked = left
-            left = [work for work in left if work.result.stop_reason == "abort"] if aborts == self._aborts else []
-            self.finished += len(asked) - len(left)
             for work in left:
-                _withdraw(work)
-            for work in asked:
-                work.known = len(work.result.output_ids)
-            idle = 0 if sum(work.known for work in asked) > before else idle + 1
+                self._end(work, time.perf_counter() - started)
+            idle = 0 if sum(work.known for work in left) > before else idle + 1
+            left = [work for work in left if work.result.stop_reason == "abort"]
             if left and idle > IDLE_CONTINUATIONS:
                 raise ServerDown(f"{left[0].result.server} keeps aborting requests without generating a token")
-        for work in chunk:
-            work.result.seconds = time.perf_counter() - started
-            if not work.result.text and (detokenizer := self._ends().detokenizer) is not None:
-                [work.result.text] = detokenizer.texts([work.result.output_ids])
+
+    def _end(self, work: _Work, seconds: float) -> None:
+        """The answer is over: so is the request, or it goes on from what it has."""
+        result = work.result
+        if result.stop_reason == "abort":
+            _withdraw(work)
+        else:
+            self.finished += 1
+            result.seconds = seconds
+            if not result.text and (detokenizer := self._ends().detokenizer) is not None:
+                [result.text] = detokenizer.texts([result.output_ids])
+            if not work.done.done():  # else nobody wants it any more
+                work.done.set_result(None)
+        work.known = len(result.output_ids)
+
+    async def _send(self, works: list[_Work], stream: bool) -> AsyncGenerator[tuple[str, list[dict[str, Any]]]]:
+        """A server's URL and its answers, once or as often as they grow (`stream`). Retried elsewhere when it fails."""
+        request = works[0].request
+        for _ in range(ATTEMPTS):
+            async with self._server_for(request, len(works)) as server:
+                try:
+                    first = max(request.floor, server.version or 0)
+                    async with aclosing(server.generate(_body(works, stream))) as answered:
+                        async for answers in answered:
+                            self._check_versions(server, answers, first)
+                            yield server.url, answers
+                    server.failing_since = None
+                    return
+                except ServerDown as error:
+                    self._evict(server, error)
+        raise ServerDown(f"{ATTEMPTS} servers failed to answer one request; the last: {self._last_error}")
+
+    def _check_versions(self, server: Server, answers: Iterable[dict[str, Any]], first: int) -> None:
+        """Raise WrongVersion if a token was generated with weights before `first` or after those that are wanted."""
+        found = {int(version) for answer in answers for version, _ in version_runs(answer["meta_info"])}
+        last = self.target.version if self.target else max(found, default=first)
+        if not all(first <= version <= last for version in found):
+            raise WrongVersion(f"{server.url} generated with weights {sorted(found)}, expected {first} to {last}")
+        if self.target is None and found:
+            server.version = max(last, server.version or 0)
+
+    @asynccontextmanager
+    async def _server_for(self, request: GenerateRequest, samples: int) -> AsyncIterator[Server]:
+        """Wait for a server; inside, a request is under way on it. Raises ServerDown if none comes."""
+        waiter = _Waiter(request, samples, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiter)
+        self._dispatch()
+        try:
+            server = await waiter.given
+            self._background("watch", server, self._watch)
+            yield server
+        finally:
+            if (given := waiter.given).done() and not given.cancelled() and given.exception() is None:
+                self.router.end(given.result(), samples)
+            self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Give waiting requests, in order, to the servers that the router chooses."""
+        passed = []  # no server holds weights that are new enough for them
+        while self._waiting and self.router.free():
+            waiter = self._waiting.popleft()
+            if waiter.given.done():  # it was cancelled
+                continue
+            if server := self.router.choose(waiter.request.group, waiter.request.floor):
+                self.router.begin(server, waiter.request.group, waiter.samples)
+                waiter.given.set_result(server)
+            else:
+                passed.append(waiter)
+        self._waiting.extendleft(reversed(passed))
+        for server in self.servers if passed and self.target is None else ():
+            self._background("learn", server, self._learn)
+        if self._closed:
+            self._give_up()
+        elif self._waiting and not self.healthy():
+            self._background("hope", None, self._hope)
+
+    async def _hope(self, _: None) -> None:
+        """Requests wait for the first server that is well again, and are told if none is in time."""
+        try:
+            await self._until(lambda: any(server.healthy for server in self.servers))
+        except ServerDown:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Whoever waits is told that there is no server."""
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.given.done():
+                waiter.given.set_exception(self._no_server())
+
+    async def _learn(self, server: Server) -> None:
+        """While requests wait for newer weights than the server is known to hold, ask which somebody gave it."""
+        while server.healthy and any(waiter.request.floor > (server.version or 0) for waiter in self._waiting):
+            try:
+                await server.ask_version()
+            except ServerDown as error:
+                self._evict(server, error)
+            self._dispatch()
+            await asyncio.sleep(POLL_SECONDS)
 
     def _extend(self, work: _Work, answer: dict[str, Any], server: str) -> bool:
         """Take over what is new in an answer; whether the completion has ended where the server did not see it."""
@@ -209,134 +307,21 @@ class InferenceClient:
         result.stop_reason, work.known = "stop", end
         return True
 
-    async def update_weights(self, uri: str, version: int, key: str = "") -> list[float]:
-        """Load the weights manifest (or local folder) `uri` as `version` on every server; seconds for each.
-
-        Requests under way continue with the new weights, or the weights wait for their end. `key`: a name for `wants`.
-        """
-        return await self.pool.update_weights(Target(version, key or uri, uri))
-
-    async def adopt(self, version: int, key: str, urls: Container[str]) -> list[str]:
-        """The servers at `urls` were handed `version` by the trainer; the addresses of those that say so."""
-        return await self.pool.adopt(Target(version, key), urls)
-
-    def wants(self, key: str) -> bool:
-        """Whether the weights of that name are those that all servers are to hold."""
-        return self.pool.target is not None and self.pool.target.key == key
-
-    @property
-    def stuck(self) -> bool:
-        """Whether no server generates before somebody gives it weights: none holds those that are wanted."""
-        return self.pool.stuck
-
-    async def holding(self, version: int, key: str, uri: str | None) -> None:
-        """The servers hold these weights, as somebody else has seen to or has named them; see `ServerPool.hold`."""
-        self.pool.hold(Target(version, key, uri))
-
-    async def doubt(self) -> None:
-        """The servers' weights may be damaged or not whole: none generates, and no answer counts, until given some."""
-        self.pool.doubt()
-        for server in [server for server in self.pool.servers if server.requests]:
-            await self.pool.connections.drop(server)
-
-    async def foreign(self, urls: Iterable[str]) -> None:
-        """Have servers that others have started. Raises UserError if one cannot be used as it was started."""
-        self.pool.foreign = True
-        await self.pool.sync(dict.fromkeys(urls, 0), ())
-        await self.pool.check()
-
-    async def sync(self, starts: Mapping[str, int], current: Container[str]) -> None:
-        """Have exactly these servers from now on: see the pool."""
-        await self.pool.sync(starts, current)
-
-    async def checksums(self) -> dict[str, list[dict[str, str]]]:
-        """A checksum of each tensor, by its name, on each GPU of the SGLang servers, by their addresses."""
-        found = await self._check_weights("checksum")
-        return {url: [rank["checksums"] for rank in answer["ranks"]] for url, answer in found.items()}
-
-    async def overwrite_weights(self) -> None:
-        """Fill the tensors of SGLang servers, which must be paused, with random numbers; weights must follow."""
-        self.pool.doubt()
-        await self._check_weights("reset_tensors")
-
-    async def _check_weights(self, action: str) -> dict[str, Any]:
-        """What each healthy server answers to `/weights_checker`, by its address. A server that fails is evicted."""
-
-        async def ask(server: Server) -> tuple[str, Any]:
-            return server.url, await self.pool.connections.ask(server, "POST", "/weights_checker", {"action": action})
-
-        return dict(await self.pool.each(ask))
-
-    async def evict(self, failed: Mapping[str, str]) -> None:
-        """Give nothing more to servers of which somebody else has seen that they failed: why, by their address."""
-        for server in self.pool.servers:
-            if server.url in failed:
-                self.pool.evict(server, ServerDown(failed[server.url]))
-
-    async def signs(self, everyone: bool = False) -> dict[str, Sign]:
-        """How each server that has something to do for this client (`everyone`: any server) gets on, by its address."""
-        pool = self.pool  # a server that is evicted is given up already
-        busy = [server for server in pool.servers if server.healthy and (server.asks or everyone)]
-        signs = await asyncio.gather(*(pool.lending.sign(server) for server in busy))
-        return dict(zip([server.url for server in busy], signs, strict=True))
-
-    def lost(self) -> list[str]:
-        """Addresses of servers that stay evicted: they may run, but they need a restart."""
-        return self.pool.lost()
-
-    def healthy(self) -> list[str]:
-        """Addresses of the servers that are not evicted."""
-        return [server.url for server in self.pool.servers if server.healthy]
-
-    async def standing(self) -> list[str]:
-        """The same, once servers that have just joined were looked at; at least one."""
-        return await self.pool.standing()
-
-    async def release_memory(self) -> None:
-        """Have the servers lend the memory of their cache until `resume_memory`: until then nobody may generate."""
-        await self.pool.lend(True)
-
-    async def resume_memory(self) -> None:
-        """Have the servers that lend that memory take it back."""
-        await self.pool.lend(False)
-
-    @property
-    def paused(self) -> bool:
-        """Whether the servers were told to stop generating, and not yet to go on."""
-        return self.pool.lending.paused
-
-    async def interrupt(self) -> None:
-        """Return when no server has a request under way, so that the trainer may send weights; `resume` follows."""
-        self.pool.doubt()
-        if self.pool.interrupter.mode == "drain":
-            await drained(self.pool.servers)
-        elif self.pool.interrupter.mode is not None:
-            await self.pause("abort")
-
-    async def pause(self, mode: str = "abort") -> None:
-        """Stop generating on all servers; interrupted requests continue after `resume()`."""
-        self.pool.lending.paused = True
-        await self.pool.each(partial(self.pool.lending.pause, mode=mode))
-
-    async def resume(self) -> None:
-        """Go on generating; servers that are evicted do before they are let in."""
-        pool = self.pool
-        while any(server.healthy and server.paused for server in pool.servers):  # one may be let in meanwhile
-            await pool.each(pool.lending.go_on)
-        pool.lending.paused = False
-
-    async def abort(self) -> None:
-        """End all requests under way: their results have stop_reason `abort` and what was generated so far."""
-        self._aborts += 1
-        ask = self.pool.connections.ask
-        await self.pool.each(lambda server: ask(server, "POST", "/abort_request", {"abort_all": True}))
-
 
 def _chunks(works: Iterable[_Work], groups: int) -> list[list[_Work]]:
-    """The requests, `groups` groups at a time; a group's requests are found by its id."""
-    of_group = attrgetter("request.group")
-    members = [list(group) for _, group in groupby(sorted(works, key=of_group), of_group)]
-    return [[work for group in members[at : at + groups] for work in group] for at in range(0, len(members), groups)]
+    """The requests, `groups` groups of one floor at a time; a group's requests are found by its id."""
+    found, key = [], attrgetter("request.floor", "request.group")
+    for _, alike in groupby(sorted(works, key=key), attrgetter("request.floor")):
+        members = [list(group) for _, group in groupby(alike, key)]
+        found += [list(chain(*members[at : at + groups])) for at in range(0, len(members), groups)]
+    return found
+
+
+def _end_unwanted(task: asyncio.Task[None], wanted: set[asyncio.Future[None]], done: asyncio.Future[None]) -> None:
+    """One more request of a chunk is done or given up: the last one ends the work at it."""
+    wanted.discard(done)
+    if not wanted:
+        task.cancel()
 
 
 def _body(works: list[_Work], stream: bool) -> dict[str, Any]:
@@ -357,13 +342,9 @@ def _params(request: GenerateRequest, generated: int) -> dict[str, Any]:
         "temperature": request.temperature,
         "no_stop_trim": True,  # the text is that of the tokens trained on
     }
-    if request.seed is not None:
-        params["sampling_seed"] = request.seed
-    if request.stop:
-        params["stop"] = list(request.stop)
-    if request.stop_token_ids:
-        params["stop_token_ids"] = list(request.stop_token_ids)
-    return params
+    stops = {"stop": list(request.stop), "stop_token_ids": list(request.stop_token_ids)}
+    seed = {} if request.seed is None else {"sampling_seed": request.seed}
+    return params | seed | {name: values for name, values in stops.items() if values}
 
 
 def _extend(work: _Work, answer: dict[str, Any], server: str) -> None:
@@ -376,14 +357,14 @@ def _extend(work: _Work, answer: dict[str, Any], server: str) -> None:
     unlisted = max(meta["completion_tokens"] - len(listed), 0)
     first = len(result.output_ids) - work.begun - unlisted
     if first < 0:
-        raise Refused(
+        raise UserError(
             f"{server} counts {meta['completion_tokens']} tokens and lists the last {len(listed)} only: start it "
             "without flags that shorten answers"
         )
     result.output_ids += [token for _, token, *_ in listed[first:]]
     result.logprobs += [logprob for logprob, *_ in listed[first:]]
     result.versions += [int(version) for version in each_token(version_runs(meta))[first:]]
-    result.stale_kv += each_token(stale_runs(meta))[first:]
+    result.stale_kv += each_token(meta.get("stale_kv", [(False, len(listed))]))[first:]
     result.text = "" if work.begun else answer["text"]
     result.server = server
     ended = meta["finish_reason"]
@@ -415,6 +396,3 @@ def _piece(work: _Work, first: int, stop_reason: str | None = None) -> Piece:
     result, new = work.result, slice(first, work.known)
     values = (result.output_ids[new], result.logprobs[new], result.versions[new], result.stale_kv[new])
     return Piece(*values, stop_reason, result.server)
-
-
-__all__ = ["GenerateRequest", "GenerateResult", "InferenceClient", "Piece", "Refused", "ServerDown", "WrongVersion"]

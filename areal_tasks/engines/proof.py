@@ -16,8 +16,8 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Protocol, TypeVar
 
-from areal_tasks.engines.answers import Refused
 from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.server import Refused
 from schemas.errors import UserError, shown
 from schemas.recipe.recipe import Recipe, SftRecipe
 

@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from areal_tasks.engines.answers import ServerDown
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.external import external_servers, external_token
@@ -34,6 +33,7 @@ from areal_tasks.engines.handover import (
 )
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.proof import Proof, is_proven
+from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.starting import TRAINER
 from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
 from areal_tasks.engines.watchdog import Sign, Watchdog

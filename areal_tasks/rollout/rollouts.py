@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-from areal_tasks.engines.answers import Refused, ServerDown
+from areal_tasks.engines.server import Refused, ServerDown
 from areal_tasks.rollout.book import Book, Lease
 from areal_tasks.rollout.settled import Settled
 from areal_tasks.rollout.spooling import Place, Spool

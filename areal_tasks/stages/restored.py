@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from areal_tasks.engines.answers import ServerDown
 from areal_tasks.engines.recovery import stage_of
+from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.stages.context import Context
 from schemas.manifest import IterationCommit, WeightsRef

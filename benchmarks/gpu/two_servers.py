@@ -137,7 +137,7 @@ class Bench:
         handle = self.engines.supervisor.services["inference-0"].handle
         assert isinstance(handle, LocalHandle)
         url = self.engines.supervisor.services["inference-0"].url
-        [victim] = [server for server in client.pool.servers if server.url == url]
+        [victim] = [server for server in client.servers if server.url == url]
         until(lambda: victim.load > 0)
         time.sleep(min(rollout.seconds for rollout in self.rollouts) / 3)
         death = self.death

@@ -125,9 +125,7 @@ def test_raw_rounds_of_an_iteration_follow_its_rollout_and_ask_for_the_same(
 
     monkeypatch.setattr(SingleTurn, "run", rollout)
     prompts = [Prompt(0, 6, 0, "", "", [1]), Prompt(1, 7, 0, "", "", [2, 3])]
-    client = SimpleNamespace(
-        healthy=lambda: [fake.url], pool=SimpleNamespace(connections=SimpleNamespace(headers={"Authorization": "B"}))
-    )
+    client = SimpleNamespace(healthy=lambda: [fake.url], headers={"Authorization": "B"})
     context = WorkflowContext(
         client=cast(Any, client), seed=0, group_size=3, max_new_tokens=5, temperature=1.0, max_length=9
     )

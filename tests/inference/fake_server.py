@@ -114,7 +114,7 @@ async def serving(
 ) -> AsyncIterator[InferenceClient]:
     runners = [await serve(fake) for fake in fakes]
     client = InferenceClient([fake.url for fake in fakes], "token", Inference(**settings), interruption=interruption)
-    client.pool.clock = asyncio.get_running_loop().time
+    client.clock = asyncio.get_running_loop().time
     try:
         yield client
     finally:

@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 
 from areal_tasks.engines import server_pool
-from areal_tasks.engines.client import GenerateRequest, InferenceClient, Refused, ServerDown
-from areal_tasks.engines.routing import Target
+from areal_tasks.engines.client import GenerateRequest, InferenceClient
+from areal_tasks.engines.server import Refused, ServerDown
 from schemas.errors import UserError
 from schemas.recipe.sections import Inference
 from tests.inference.fake_server import Fake, check, requests, run, serving, until
@@ -78,10 +78,10 @@ def test_a_caller_that_gives_up_ends_what_nobody_else_waits_for() -> None:
             alone = asyncio.ensure_future(client.generate([replace(requests(1)[0], group=9)]))
             await until(lambda: len(fake.bodies) == 2)
             alone.cancel()
-            await until(lambda: client.pool.servers[0].requests == 1)
+            await until(lambda: client.servers[0].requests == 1)
             assert not stays.done()
             stays.cancel()
-            await until(lambda: client.pool.servers[0].requests == 0)
+            await until(lambda: client.servers[0].requests == 0)
 
     run(test)
 
@@ -126,7 +126,7 @@ def test_a_recovered_server_is_brought_up_to_date_and_let_in_again(monkeypatch: 
             assert len(await client.update_weights("file:///w1.json", 1)) == 1
             ill.broken = False
             await until(lambda: ill.updates == ["file:///w1.json"])
-            await until(lambda: client.pool.servers[0].healthy)
+            await until(lambda: client.servers[0].healthy)
             asked = [GenerateRequest([7], 3, group=1000 + i) for i in range(10)]
             check(asked, await client.generate(asked), version=1)
             assert any(b["input_ids"] == [[7]] for b in ill.bodies[-5:])
@@ -150,20 +150,11 @@ def test_tokens_of_wrong_weights_are_noticed_and_sampled_elsewhere() -> None:
     async def test() -> None:
         liar, honest = Fake(), Fake()
         async with serving(liar, honest) as client:
-            check(requests(2), await client.generate(requests(2)))
+            await client.update_weights("zero", 0)
             liar.version = 5
             asked = requests(6)
             check(asked, await client.generate(asked))
-            assert not client.pool.servers[0].healthy
-
-    run(test)
-
-
-def test_servers_that_disagree_from_the_start_are_refused() -> None:
-    async def test() -> None:
-        async with serving(Fake(version=1), Fake(version=2)) as client:
-            with pytest.raises(ServerDown, match="different weights"):
-                await client.generate(requests(1))
+            assert not client.servers[0].healthy
 
     run(test)
 
@@ -177,7 +168,7 @@ def test_an_update_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
         async with serving(good, stuck) as client:
             assert len(await client.update_weights("w", 3)) == 1
             assert client.version == 3
-            assert [s.healthy for s in client.pool.servers] == [True, False]
+            assert [s.healthy for s in client.servers] == [True, False]
             check(requests(4), await client.generate(requests(4)), version=3)
         async with serving(stuck) as client:
             with pytest.raises(ServerDown, match="holds weights 0 after it was sent 3"):
@@ -223,20 +214,6 @@ def test_interrupted_output_is_continued_with_its_versions() -> None:
     run(test)
 
 
-def test_an_abort_ends_requests_with_what_they_have() -> None:
-    async def test() -> None:
-        fake = Fake(delay=0.05)
-        fake.interrupt = 1
-        async with serving(fake) as client:
-            work = asyncio.ensure_future(client.generate(requests(1)))
-            await until(lambda: len(fake.bodies) > 0)
-            await client.abort()
-            assert [(r.stop_reason, r.output_ids) for r in await work] == [("abort", [1, 2])] * 2
-            assert len(fake.bodies) == 1
-
-    run(test)
-
-
 def test_a_server_that_aborts_for_ever_is_given_up() -> None:
     async def test() -> None:
         fake = Fake()
@@ -274,22 +251,17 @@ def test_a_load_of_another_attempt_at_the_same_version_does_not_count() -> None:
     async def test() -> None:
         fake = Fake()
         async with serving(fake) as client:
-            pool, [server] = client.pool, client.pool.servers
-            pool.aim(Target(5, "a", "attempt=a"))
-            ask = pool._ask
+            [server] = client.servers
 
-            async def slowly(server: Any, method: str, path: str, *body: Any) -> Any:
-                answer = await ask(server, method, path, *body)
-                if path == "/update_weights_from_disk":
-                    pool.target = Target(5, "b", "attempt=b")
-                return answer
+            async def outdated(request: web.Request) -> web.Response:
+                fake.on_update = fake.update
+                await client.holding(5, "b", "attempt=b")
+                return await fake.update(request)
 
-            pool._ask = slowly  # type: ignore[method-assign]
-            with pytest.raises(ServerDown, match=r"has loaded .*attempt=a.*, and .*attempt=b.* is wanted now"):
-                await pool._update(server)
-            assert fake.version == 5 and not server.current
-            await pool._catch_up(server)
-            assert fake.updates == ["attempt=a", "attempt=b"] and server.current
+            fake.on_update = outdated
+            assert await client.update_weights("attempt=a", 5, "a") == []
+            await until(lambda: server.able)
+            assert fake.updates == ["attempt=a", "attempt=b"] and fake.version == 5
 
     run(test)
 
@@ -301,7 +273,7 @@ def test_a_version_that_no_server_confirms_is_not_held() -> None:
             await client.adopt(3, "three", [fake.url])
             assert client.version == 3
             await client.adopt(4, "four", [fake.url])
-            assert client.stuck and not client.pool.servers[0].healthy
+            assert client.stuck and not client.servers[0].healthy
 
     run(test)
 
@@ -343,7 +315,7 @@ def test_cancelling_closes_the_connections() -> None:
             work.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await work
-            await until(lambda: client.pool.servers[0].load == 0)
+            await until(lambda: client.servers[0].load == 0)
 
     run(test)
 
@@ -361,9 +333,8 @@ def test_a_request_that_was_aborted_before_its_turn_is_sent_again() -> None:
                 return await answer(request)
 
             fake.on_generate = first_499
-            results = await client.generate(asked)
-            check(asked, results)
-            assert all(r.segments == 3 and client.pool.servers[0].healthy for r in results)
+            check(asked, await client.generate(asked))
+            assert len(fake.bodies) == 1 and client.servers[0].healthy
 
     run(test)
 
@@ -386,9 +357,10 @@ def test_a_server_that_hangs_is_found_out_and_its_requests_go_elsewhere(monkeypa
         hung, well = Fake(delay=20), Fake(delay=0.2)
         hung.broken_health = True
         async with serving(hung, well) as client:
+            await client.update_weights("zero", 0)
             asked = requests(4)
             check(asked, await client.generate(asked))
-            assert {s.url: s.healthy for s in client.pool.servers} == {hung.url: False, well.url: True}
+            assert {s.url: s.healthy for s in client.servers} == {hung.url: False, well.url: True}
             assert well.samples == 8
             await until(lambda: client.lost() == [hung.url])
 
@@ -404,7 +376,7 @@ def test_a_paused_server_is_not_taken_for_hung(monkeypatch: pytest.MonkeyPatch) 
         async with serving(fake) as client:
             await client.pause()
             check(requests(1), await client.generate(requests(1)))
-            assert client.pool.servers[0].healthy and client.lost() == []
+            assert client.servers[0].healthy and client.lost() == []
 
     run(test)
 
@@ -414,7 +386,7 @@ def test_no_server_gets_more_requests_at_once_than_the_recipe_says() -> None:
         fakes = [Fake(), Fake()]
         most: dict[str, int] = {}
         async with serving(*fakes, max_concurrent_requests=3) as client:
-            router = client.pool.router
+            router = client.router
 
             def begin(server: Any, group: int, samples: int) -> float:
                 most[server.url] = max(most.get(server.url, 0), server.requests + 1)
@@ -432,8 +404,7 @@ def test_a_server_of_somebody_else_may_have_a_name_for_its_weights() -> None:
         fake = Fake()
         fake.name = "default"
         async with serving(fake) as client:
-            await client.pool.meet()
-            assert client.version == -1
+            assert client.version is None
             await client.update_weights("w", 4)
             assert client.version == 4
 
@@ -445,10 +416,10 @@ def test_a_timeout_names_the_setting_that_it_is() -> None:
 
     async def test() -> None:
         async with serving(Fake(delay=60.0), request_timeout_seconds=0.05) as client:
-            server = client.pool.servers[0]
+            server = client.servers[0]
             with pytest.raises(ServerDown, match=r"/generate: no answer within 0\.05 s, .* inference\.request_t"):
-                await client.pool.connections.ask(server, "POST", "/generate", {"input_ids": [[1]]})
+                await server.ask("POST", "/generate", {"input_ids": [[1]]})
             with pytest.raises(ServerDown, match=r"/generate: no answer within 0\.01 s$"):
-                await client.pool.connections.ask(server, "POST", "/generate", {"input_ids": [[1]]}, seconds=0.01)
+                await server.ask("POST", "/generate", {"input_ids": [[1]]}, seconds=0.01)
 
     run(test)

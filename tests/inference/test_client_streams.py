@@ -10,7 +10,8 @@ import orjson
 import pytest
 from aiohttp import web
 
-from areal_tasks.engines.client import GenerateRequest, InferenceClient, Piece, Refused
+from areal_tasks.engines.client import GenerateRequest, InferenceClient, Piece
+from areal_tasks.engines.server import Refused
 from tests.inference.fake_server import Fake, run, serving, until
 
 REQUEST = GenerateRequest([7], 6, seed=3)
@@ -99,7 +100,7 @@ def test_tokens_come_as_they_are_generated(incremental: bool) -> None:
             pieces = await pieces_of(client)
             check_pieces(pieces)
             assert len(pieces) > 3 and {piece.server for piece in pieces} == {fake.url}
-            assert client.finished == 1 and client.pool.servers[0].load == client.pool.servers[0].asks == 0
+            assert client.finished == 1 and client.servers[0].load == client.servers[0].asks == 0
 
     run(test)
 
@@ -127,7 +128,7 @@ def test_a_server_that_dies_is_followed_by_another_which_goes_on(silent: bool) -
         async with serving(dying, well) as client:
             pieces = await pieces_of(client)
             check_pieces(pieces)
-            assert [server.healthy for server in client.pool.servers] == [False, True]
+            assert [server.healthy for server in client.servers] == [False, True]
             assert {piece.server for piece in pieces} == {dying.url, well.url}
             assert well.bodies[0]["input_ids"] == [7, 1, 2, 3]
             assert well.bodies[0]["sampling_params"]["max_new_tokens"] == 3
@@ -165,20 +166,6 @@ def test_an_abort_that_brings_no_token_takes_none_back() -> None:
     run(test)
 
 
-def test_an_abort_by_the_client_ends_the_stream_with_what_there_is() -> None:
-    async def test() -> None:
-        fake = Streaming(delay=0.02)
-        fake.aborts_after = 4
-        async with serving(fake) as client:
-            work = asyncio.ensure_future(pieces_of(client))
-            await until(lambda: len(fake.bodies) > 0)
-            await client.abort()
-            check_pieces(await work, reason="abort", most=4)
-            assert len(fake.bodies) == 1
-
-    run(test)
-
-
 def test_who_stops_listening_lets_the_server_go() -> None:
     async def test() -> None:
         fake = Streaming(delay=0.01)
@@ -187,7 +174,7 @@ def test_who_stops_listening_lets_the_server_go() -> None:
                 async for _ in pieces:
                     break
             await until(lambda: fake.gone == 1)
-            assert client.pool.servers[0].load == client.pool.servers[0].asks == 0 and client.pool.servers[0].healthy
+            assert client.servers[0].load == client.servers[0].asks == 0 and client.servers[0].healthy
 
     run(test)
 
@@ -199,7 +186,7 @@ def test_tokens_of_wrong_weights_are_not_handed_on() -> None:
             await client.update_weights("w", 0)
             liar.version = 5
             check_pieces(await pieces_of(client))
-            assert [server.healthy for server in client.pool.servers] == [False, True]
+            assert [server.healthy for server in client.servers] == [False, True]
 
     run(test)
 
@@ -214,7 +201,7 @@ def test_an_event_that_tells_of_an_error_is_treated_as_its_status_would_be(withi
             fakes[0].first_events.append(fakes[0].event([7], 0, 0, reason) if within else error)
         async with serving(*fakes) as client:
             check_pieces(await pieces_of(client))
-            await until(lambda: client.pool.servers[0].healthy)
+            await until(lambda: client.servers[0].healthy)
             with pytest.raises(Refused, match="400: no room"):
                 for group in range(8):
                     await pieces_of(client, GenerateRequest([7], 6, group=group))

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from areal_tasks.engines.client import InferenceClient, ServerDown
+from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.server_pool import NO_SERVER_SECONDS
 from schemas.recipe.sections import Inference
 from tests.inference.fake_server import Fake, requests, run, serve, until
@@ -20,7 +21,7 @@ def test_who_still_asks_is_told_at_once_that_servers_are_down(asked: str) -> Non
         fake = Fake(delay=0.2)
         runner = await serve(fake)
         client = InferenceClient([fake.url], "token", Inference(max_concurrent_requests=1))
-        await client.pool.meet()
+        await client.update_weights("zero", 0)
         if asked == "after":
             await client.close()
         work = asyncio.ensure_future(client.generate(requests(2 if asked == "waiting" else 1)))
@@ -29,7 +30,7 @@ def test_who_still_asks_is_told_at_once_that_servers_are_down(asked: str) -> Non
         with pytest.raises(ServerDown, match="client of the servers is closed"):
             await asyncio.wait_for(work, NO_SERVER_SECONDS / 2)
         await closing
-        assert all(task.done() for task in client.pool._tasks.values())
+        assert all(task.done() for task in client._tasks.values())
         await runner.cleanup()
 
     run(test)

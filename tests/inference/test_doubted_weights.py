@@ -18,7 +18,7 @@ from test_damaged_weights import weights
 from waiting import LIMIT, wait_until
 
 from areal_tasks.engines import handover, server_pool
-from areal_tasks.engines.answers import ServerDown
+from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import Write, Written
 from areal_tasks.store.backend import Missing, Store, StoreError, open_store

@@ -17,7 +17,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from waiting import LIMIT, wait_until
 
-from areal_tasks.engines import connections, server_pool
+from areal_tasks.engines import server as server_module
+from areal_tasks.engines import server_pool
 from areal_tasks.engines.client import GenerateRequest, InferenceClient
 from schemas.recipe.sections import Inference
 
@@ -62,7 +63,7 @@ def close_connections(server: uvicorn.Server) -> None:
 def test_a_connection_that_the_server_has_closed_is_not_used_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connections, "IDLE_SECONDS", 1e-6)  # any connection has been unused for longer
+    monkeypatch.setattr(server_module, "IDLE_SECONDS", 1e-6)  # any connection has been unused for longer
 
     async def work(server: uvicorn.Server) -> list[list[int]]:
         url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
@@ -83,4 +84,4 @@ def test_a_connection_that_the_server_has_closed_is_not_used_again(
 
 
 def test_connections_are_given_up_before_any_server_closes_them() -> None:
-    assert uvicorn.Config("app").timeout_keep_alive > connections.IDLE_SECONDS
+    assert uvicorn.Config("app").timeout_keep_alive > server_module.IDLE_SECONDS

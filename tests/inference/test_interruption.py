@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 from waiting import until, wait_until
 
-from areal_tasks.engines.answers import each_token
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
 from areal_tasks.engines.embedded.api import Limits
 from areal_tasks.engines.embedded.app import Server
@@ -28,6 +27,7 @@ from areal_tasks.engines.embedded.runner import read_weights_folder
 from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence
 from areal_tasks.engines.embedded.slots import Slots
 from areal_tasks.engines.ports import listen
+from areal_tasks.engines.server import each_token
 from areal_tasks.store.backend import open_store
 from schemas.recipe.interruption import Interruption
 from schemas.recipe.sections import Inference
@@ -254,6 +254,32 @@ def test_requests_continue_over_several_updates(
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("mode", ["in_place", "abort", None])
+def test_requests_of_another_client_continue(
+    mode: Interruption | None, engine_of: EngineOf, tmp_path: Path, models: list[Any], folders: list[Path]
+) -> None:
+    """One that gives no weights and knows of none, as in another process: what it asked for is ended, or goes on."""
+    engine = engine_of()
+    held = Held(engine, 5)
+
+    async def test() -> None:
+        async with served(engine, tmp_path, mode) as leader:
+            client = InferenceClient([server.url for server in leader.servers], "", Inference())
+            early = asyncio.ensure_future(client.generate([request(i) for i in range(3)]))
+            await asyncio.to_thread(held.wait, 0)
+            late = asyncio.ensure_future(client.generate([request(9, floor=1)]))
+            await leader.update_weights(str(folders[1]), 1)
+            results, [new] = await early, await late
+            await client.close()
+        for result in (*results, new):
+            assert len(result.output_ids) == TOKENS and result.stop_reason == "length"
+            check_result(models, result)
+        assert all(runs(result.versions) == [0, 1] for result in results) and runs(new.versions) == [1]
+        assert [any(result.stale_kv) for result in results] == [mode == "in_place"] * 3 and not any(new.stale_kv)
+
+    asyncio.run(test())
+
+
 def test_a_stream_carries_the_flags(engine_of: EngineOf, tmp_path: Path, models: list[Any], other_folder: Path) -> None:
     engine = engine_of()
     held, found = Held(engine, 5), GenerateResult()
@@ -289,7 +315,7 @@ def test_draining_lets_requests_end_and_holds_new_ones_back(
             update = asyncio.ensure_future(client.update_weights(str(other_folder), 1))
             await until(lambda: "wait for the end of 1 requests" in caplog.text)
             late = asyncio.ensure_future(client.generate([request(1)]))
-            await until(lambda: client.pool._waiting)
+            await until(lambda: client._waiting)
             assert engine.version == "0" and not update.done()
             held.go_on()
             [old], _, [new] = await early, await update, await late

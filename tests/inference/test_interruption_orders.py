@@ -100,7 +100,7 @@ def test_draining_waits_for_requests_and_holds_new_ones_back(engine: str) -> Non
             await until(lambda: fake.orders)
             update = asyncio.ensure_future(client.update_weights("w", 1))
             late = asyncio.ensure_future(client.generate(requests(1)))
-            await until(lambda: client.pool._waiting)
+            await until(lambda: client._waiting)
             fake.may_go_on.set()
             check(requests(1), await early)
             await update
@@ -121,7 +121,7 @@ def test_a_server_that_fails_while_it_is_paused_is_continued_and_updated(monkeyp
             check(requests(1), await client.generate(requests(1)), version=1)
             attempt = [(PAUSE, "in_place"), (UPDATE, KEEP), (CONTINUE, None)]
             assert fake.orders == [*attempt * 3, ("/generate", None)]
-            assert not client.pool.servers[0].paused
+            assert not client.servers[0].paused
 
     run(test)
 
@@ -144,7 +144,7 @@ def test_a_server_that_does_not_answer_the_pause_is_continued(monkeypatch: pytes
 
             monkeypatch.setattr(Fake, "command", losing)
             await client.update_weights("w", 1)
-            await until(lambda: client.pool.servers[0].healthy)
+            await until(lambda: client.servers[0].healthy)
             attempt = [(PAUSE, "in_place"), (UPDATE, KEEP), (CONTINUE, None)]
             assert fake.orders == [(PAUSE, "in_place"), (CONTINUE, None), *attempt]
 
@@ -172,7 +172,7 @@ def test_tokens_of_all_versions_between_begin_and_end_are_taken_and_no_others() 
             [result] = await work
             assert (result.versions, result.stale_kv) == ([0, 1, 2], [False, True, True])
             late = asyncio.ensure_future(client.generate(requests(1, size=1)))  # its answer speaks of version 0
-            await until(lambda: not client.pool.servers[0].healthy)
+            await until(lambda: not client.servers[0].healthy)
             fake.answer = answer  # type: ignore[method-assign]
             [result] = await late
             assert (result.versions, result.stale_kv) == ([2] * 3, [False] * 3)

@@ -15,8 +15,7 @@ from stage_driver import store_in, tiny_evaluation
 
 from areal_tasks.data.scratch import make_scratch
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
-from areal_tasks.engines.connections import Connections
-from areal_tasks.engines.routing import Server
+from areal_tasks.engines.server import Server
 from areal_tasks.engines.session import Engines
 from areal_tasks.launchers.local import LocalHandle
 from areal_tasks.store.commit import new_attempt
@@ -58,13 +57,13 @@ def test_the_rest_goes_on_and_the_dead_one_comes_back_within_the_rollout(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[int, str]] = []
-    answers = Connections.answers
+    generate = Server.generate
 
-    def noted(connections: Connections, server: Server, body: dict[str, Any]) -> AsyncGenerator[list[dict[str, Any]]]:
+    def noted(server: Server, body: dict[str, Any]) -> AsyncGenerator[list[dict[str, Any]]]:
         sent.append((body["sampling_params"][0]["sampling_seed"] // SIZE, server.url))
-        return answers(connections, server, body)
+        return generate(server, body)
 
-    monkeypatch.setattr(Connections, "answers", noted)
+    monkeypatch.setattr(Server, "generate", noted)
     client = engines.inference()
     engines.call(until(lambda: len(client.healthy()) == 2))
     victim, other = client.healthy()

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from areal_tasks.engines import server_pool
-from areal_tasks.engines.client import Refused
+from areal_tasks.engines.server import Refused
 from tests.inference.fake_server import Fake, check, requests, run, serving, until
 
 
@@ -75,6 +75,7 @@ def test_a_server_that_lends_its_memory_is_not_made_to_generate() -> None:
     async def test() -> None:
         fake = Lender(delay=0.02)
         async with serving(fake) as client:
+            await client.update_weights("w", 0)
             check(requests(1), await client.generate(requests(1)))
             await client.release_memory()
             await asyncio.sleep(0.2)  # four looks
@@ -91,6 +92,7 @@ def test_a_look_that_is_under_way_ends_before_the_memory_is_lent() -> None:
     async def test() -> None:
         fake = Lender(token_seconds=0.15, delay=0.1)
         async with serving(fake) as client:
+            await client.update_weights("w", 0)
             check(requests(1), await client.generate(requests(1)))
             assert fake.generating, "the look that began while it generated goes on"
             await client.release_memory()
@@ -103,7 +105,7 @@ def test_an_order_is_given_once_to_each_server() -> None:
     async def test() -> None:
         old, new = Lender(), Lender()
         async with serving(old, new) as client:
-            client.pool.servers[0].lends = old.lends = True  # another client told it to
+            client.servers[0].lends = old.lends = True  # another client told it to
             for _ in range(2):
                 await client.release_memory()
             for _ in range(2):
@@ -123,10 +125,10 @@ def test_an_evicted_server_does_as_the_others_before_it_is_let_in_again(lent: bo
                 await client.release_memory()
             ill.broken = True
             assert len(await client.update_weights("w", 1)) == 1
-            assert not client.pool.servers[0].healthy
+            assert not client.servers[0].healthy
             await (client.release_memory() if lent else client.resume_memory())
             ill.broken = False
-            await until(lambda: client.pool.servers[0].healthy or bool(ill.died_of))
+            await until(lambda: client.servers[0].healthy or bool(ill.died_of))
             assert (ill.lends, well.lends, ill.version) == (lent, lent, 1)
         assert ill.died_of == well.died_of == []
 
@@ -140,6 +142,6 @@ def test_a_server_that_is_down_is_evicted_though_another_refuses() -> None:
         async with serving(refusing, dead) as client:
             with pytest.raises(Refused):
                 await client.release_memory()
-            assert [server.healthy for server in client.pool.servers] == [True, False]
+            assert [server.healthy for server in client.servers] == [True, False]
 
     run(test)

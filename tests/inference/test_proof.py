@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from waiting import wait_until
 
 from areal_tasks.engines import server_pool
-from areal_tasks.engines.answers import Refused
 from areal_tasks.engines.proof import COMPUTED, Proof
+from areal_tasks.engines.server import Refused
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import Send, Sent, Write, Written
 from areal_tasks.engines.trainer_client import TrainerDown

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_tasks.engines.routing import Router, Server
+from areal_tasks.engines.server import Router, Server
 
 Lengths = list[int]  # of a request's samples
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from areal_tasks.engines.answers import ServerDown
+from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import Send, Sent, Write, Written
 from areal_tasks.launchers.supervisor import Ready

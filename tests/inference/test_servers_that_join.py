@@ -17,10 +17,10 @@ from test_damaged_weights import VERSION, weights
 from waiting import wait_until
 
 from areal_tasks.engines import server_pool
-from areal_tasks.engines.answers import ServerDown
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.handover import name_of
+from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import Send, Sent, Write, Written
 from areal_tasks.engines.trainer_client import TrainerDown
@@ -141,7 +141,7 @@ def test_or_until_those_in_force_are_written_somewhere() -> None:
             await client.sync(starts(there, joins), [there.url])
             await until(lambda: len(client.healthy()) == 2)
             await client.holding(0, "written now", "zero")
-            await until(lambda: all(server.able for server in client.pool.servers))
+            await until(lambda: all(server.able for server in client.servers))
             assert (there.updates, joins.updates) == ([], ["zero"])
 
     run(test)
@@ -158,21 +158,21 @@ def test_a_server_that_comes_and_goes_is_told_of_once_and_counts_as_lost(
         ill.deaf_to_prompts = True
         async with tended(ill, well) as client:
             now = 100.0
-            client.pool.clock = lambda: now
+            client.clock = lambda: now
             await client.sync(starts(ill, well), [ill.url, well.url])
             for _ in range(6):
                 await until(lambda: len(client.healthy()) == 2)
                 check(requests(4), await client.generate(requests(4)))
                 now += 5.0
-            [server] = [server for server in client.pool.servers if server.url == ill.url]
+            [server] = [server for server in client.servers if server.url == ill.url]
             await until(lambda: server.healthy)
             assert client.lost() == [] and server.failures == 6
-            client.pool.evict(server, ServerDown("once more"))
+            await client.evict({ill.url: "once more"})
             assert client.lost() == [ill.url]
             assert len([m for m in caplog.messages if m.startswith("evicted")]) == 1
             await until(lambda: server.healthy)
             now += 2 * server_pool.LOST_SECONDS
-            client.pool.evict(server, ServerDown("it was well for long"))
+            await client.evict({ill.url: "it was well for long"})
             assert client.lost() == [] and server.failures == 1
 
     with caplog.at_level(logging.INFO, server_pool.__name__):
@@ -190,7 +190,7 @@ def test_a_server_that_was_not_sent_the_weights_is_not_taken_to_hold_them() -> N
             await client.sync(starts(sent, other), [])
             await until(lambda: len(client.healthy()) == 2)
             assert await client.adopt(1, "one", [sent.url]) == [sent.url]
-            assert [server.url for server in client.pool.servers if server.current] == [sent.url]
+            assert [server.url for server in client.servers if server.current] == [sent.url]
 
     run(test)
 
@@ -356,7 +356,7 @@ def test_servers_start_on_the_weights_in_force_and_are_asked_to_load_nothing(eng
     client = engines.inference()
     ends(engines, 0)
     wait_until(lambda: len(client.healthy()) == 2)
-    assert all(server.current for server in client.pool.servers)
+    assert all(server.current for server in client.servers)
     assert [fake.updates for fake in supervisor(engines).fakes] == [[], []]
     assert supervisor(engines).started_on[-1] == engines.serving and client.version == VERSION
 
@@ -372,7 +372,7 @@ def test_weights_that_the_store_does_not_have_are_written_for_a_server_that_star
     wait_until(lambda: len(client.healthy()) == 2)
     started_on, serving = supervisor(engines).started_on[-1], engines.serving
     assert started_on == serving == engines.written and serving is not None and serving.version == 9
-    assert all(server.current for server in client.pool.servers) and client.wants(name_of(serving))
+    assert all(server.current for server in client.servers) and client.wants(name_of(serving))
     assert [fake.updates for fake in supervisor(engines).fakes] == [[], []], "the other is not disturbed"
 
 
@@ -384,9 +384,9 @@ def test_a_trainer_that_is_busy_is_left_alone_and_the_server_waits_for_the_next_
     client = engines.inference()
     wait_until(lambda: len(client.healthy()) == 2)
     assert supervisor(engines).started_on[-1] == engines.written
-    assert [server.current for server in client.pool.servers] == [True, False]
+    assert [server.current for server in client.servers] == [True, False]
     hand_over(engines, 10)
-    assert [server.current for server in client.pool.servers] == [True, True]
+    assert [server.current for server in client.servers] == [True, True]
 
 
 @pytest.mark.parametrize("error", [UserError("the trainer refused /publish: No space left"), TrainerDown("no answer")])
@@ -427,7 +427,7 @@ def test_servers_on_older_weights_are_not_taken_to_hold_what_is_written_for_anot
     engines.serving = unwritten(9)
     holds_nine(engines, tmp_path)
     ends(engines, 1)
-    wait_until(lambda: all(server.able for server in client.pool.servers))
+    wait_until(lambda: all(server.able for server in client.servers))
     assert [fake.version for fake in supervisor(engines).fakes] == [9, 9] and client.version == 9
 
 
@@ -436,7 +436,7 @@ def test_when_one_starts_again_after_weights_failed_the_others_are_given_some_ag
     engines._loop.run(client.doubt())
     ends(engines, 1)
     wait_until(lambda: len(client.healthy()) == 2)
-    assert all(server.able for server in engines.inference().pool.servers)
+    assert all(server.able for server in engines.inference().servers)
 
 
 def test_when_all_have_started_again_on_older_weights_the_stage_is_told(engines: Engines) -> None:
@@ -469,4 +469,4 @@ def test_when_the_last_has_failed_too_often_the_stage_ends_with_its_log(
 
     with pytest.raises(ServiceFailed, match="failed 4 times"):
         engines.call(work(), generates=True)
-    wait_until(lambda: not any(server.requests for server in client.pool.servers), "what it asked for is over")
+    wait_until(lambda: not any(server.requests for server in client.servers), "what it asked for is over")

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import until
 
-from areal_tasks.engines.answers import Refused, ServerDown
 from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.server import Refused, ServerDown
 from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import Settled

@@ -9,7 +9,8 @@ from typing import Any
 
 from waiting import wait_until
 
-from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient, Refused
+from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
+from areal_tasks.engines.server import Refused
 from tests.sglang.contract_target import Json, Target, scores_of
 
 STREAMS = 24  # at once: events repeat what came before, so long ones are dear

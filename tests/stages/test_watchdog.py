@@ -15,7 +15,7 @@ from flying_clock import SETTINGS, FlyingClock, look_often
 from stage_driver import digests, drive, tiny
 from waiting import LIMIT
 
-from areal_tasks.engines import lending, trainer_client
+from areal_tasks.engines import server, trainer_client
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.watchdog import Sign, Watchdog
 from areal_tasks.stages.build import Built
@@ -31,7 +31,7 @@ def test_services_that_hang_are_named_ended_and_started_again(
 ) -> None:
     drive(tmp_path, "whole", WATCHED)
     look_often(monkeypatch)
-    for module in (lending, trainer_client):
+    for module in (server, trainer_client):
         monkeypatch.setattr(module, "LOOK_SECONDS", 0.1)
     victims = {"train 1": "trainer", "rollout 2": "inference-0"}
 

@@ -1,0 +1,176 @@
+"""Several clients of the same servers: one gives them weights, the others generate, on weights not below a floor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_tasks.engines.client import GenerateRequest, InferenceClient
+from areal_tasks.engines.server import Router, Server
+from schemas.recipe.sections import Inference
+from tests.inference.fake_server import Fake, check, requests, run, serve, serving, until
+
+
+def floored(groups: int, floor: int) -> list[GenerateRequest]:
+    return [replace(request, floor=floor) for request in requests(groups)]
+
+
+@asynccontextmanager
+async def follower(fakes: Sequence[Fake], **changes: Any) -> AsyncIterator[InferenceClient]:
+    """A client that only generates, as one in another process. Servers that nobody serves yet are served meanwhile."""
+    runners = [await serve(fake) for fake in fakes if not fake.url]
+    client = InferenceClient([], "token", Inference(**changes))
+    client.clock = asyncio.get_running_loop().time
+    urls = [fake.url for fake in fakes]
+    await client.sync(dict.fromkeys(urls, 0), urls)
+    try:
+        await client.standing()
+        yield client
+    finally:
+        await client.close()
+        for runner in runners:
+            await runner.cleanup()
+
+
+def test_the_router_passes_over_servers_below_the_floor() -> None:
+    servers = [Server("old", 4, version=1), Server("new", 4, version=2), Server("unknown", 4)]
+    router = Router(servers)
+    assert {router.choose(0, floor) for floor in (2,)} == {servers[1]}
+    assert router.choose(0, 3) is None
+    assert {server.url for server in router.free(1)} == {"old", "new"}
+    assert len(router.free()) == 3
+
+
+def test_a_request_waits_for_its_floor_and_holds_no_other_up() -> None:
+    async def test() -> None:
+        fake = Fake()
+        async with serving(fake) as client:
+            await client.update_weights("zero", 0)
+            late = asyncio.ensure_future(client.generate(floored(2, 1)))
+            early = asyncio.ensure_future(client.generate(requests(2)))
+            check(requests(2), await early)
+            assert not late.done() and all(body["input_ids"] for body in fake.bodies)
+            await client.update_weights("one", 1)
+            check(requests(2), await late, version=1)
+
+    run(test)
+
+
+def test_weights_that_another_client_gives_end_the_wait() -> None:
+    async def test() -> None:
+        fakes = [Fake(), Fake()]
+        async with serving(*fakes) as leader, follower(fakes) as client:
+            check(requests(4), await client.generate(requests(4)))
+            work = asyncio.ensure_future(client.generate(floored(4, 3)))
+            await until(lambda: len(client._waiting) == 4)
+            await leader.update_weights("three", 3)
+            check(requests(4), await work, version=3)
+            await client.generate(floored(4, 3))
+            assert client.version == 3 and client.healthy() == [fake.url for fake in fakes]
+
+    run(test)
+
+
+def test_retries_and_continuations_have_the_floor_too() -> None:
+    """The server that is new enough interrupts the request, then fails; the other gets it when it has caught up."""
+
+    async def test() -> None:
+        old, new = Fake(version=1), Fake(version=2)
+        new.interrupt = 1
+        async with follower([old, new]) as client:
+            answer = new.generate
+
+            async def then_broken(request: web.Request) -> web.StreamResponse:
+                found = await answer(request)
+                new.broken = True
+                return found
+
+            new.on_generate = then_broken
+            work = asyncio.ensure_future(client.generate(floored(1, 2)))
+            await until(lambda: bool(client._waiting))
+            assert old.bodies == [] and len(new.bodies) == 2
+            old.version = 2
+            [first, second] = await work
+            assert first.versions == second.versions == [2] * 3 and first.server == old.url
+
+    run(test)
+
+
+def test_a_server_that_has_gone_back_is_not_believed() -> None:
+    """It was started again on older weights, and this client has not been told."""
+
+    async def test() -> None:
+        fake = Fake(version=5)
+        async with follower([fake]) as client:
+            check(requests(2), await client.generate(requests(2)), version=5)
+            fake.version = 4
+            work = asyncio.ensure_future(client.generate(floored(2, 5)))
+            await until(lambda: client.servers[0].version == 4)
+            assert not work.done()
+            fake.version = 5
+            check(requests(2), await work, version=5)
+
+    run(test)
+
+
+def test_a_client_that_only_generates_never_asks_for_a_token_by_a_look() -> None:
+    """A server may lend its memory to the trainer, which it was told by another client: a token would end it."""
+
+    async def test() -> None:
+        fake = Fake(delay=70.0)  # more than three looks
+        fake.broken_health = True
+        async with follower([fake]) as client:
+            check(requests(1), await client.generate(requests(1)))
+            assert [sign.progress is not None for sign in (await client.signs(everyone=True)).values()] == [True]
+            assert client.healthy() == [fake.url]
+
+    run(test)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    versions=st.lists(st.lists(st.integers(1, 3), max_size=4), min_size=1, max_size=3),
+    floors=st.lists(st.integers(0, 4), min_size=1, max_size=8),
+    aborts=st.integers(0, 6),
+)
+def test_no_token_is_of_weights_below_the_floor(versions: list[list[int]], floors: list[int], aborts: int) -> None:
+    """Whatever the servers hold when, and however often they interrupt; all requests end."""
+
+    async def test() -> None:
+        fakes = [Fake(delay=0.3) for _ in versions]
+        async with serving(*fakes), follower(fakes, groups_per_request=2) as client:
+            for fake in fakes:
+                fake.interrupt = aborts
+            asked = [GenerateRequest([7], 3, group=i, floor=floor) for i, floor in enumerate(floors)]
+            work = [asyncio.ensure_future(client.generate([request])) for request in asked]
+
+            async def update(fake: Fake, steps: list[int]) -> None:
+                for step in [*steps, 4]:  # at least the highest floor in the end
+                    await asyncio.sleep(0.4)  # as training takes its time
+                    fake.version += step
+
+            await asyncio.gather(*map(update, fakes, versions))
+            results = [result for [result] in await asyncio.gather(*work)]
+            for request, result in zip(asked, results, strict=True):
+                assert result.output_ids == [1, 2, 3] and min(result.versions) >= request.floor
+
+    run(test)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_requests_of_different_floors_share_no_http_request(groups: int) -> None:
+    async def test() -> None:
+        fake = Fake(version=2)
+        async with follower([fake], groups_per_request=8) as client:
+            await asyncio.gather(client.generate(floored(groups, 1)), client.generate(floored(groups, 2)))
+            assert [len(body["input_ids"]) for body in fake.bodies] == [2 * groups] * 2
+
+    run(test)
