@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -99,7 +100,7 @@ def _table(model: type[Section]) -> str:
 
 
 def _row(name: str, info: FieldInfo) -> str:
-    kind = "semantic" if is_semantic(info) else "operational"
+    kind = "" if info.default_factory else "semantic" if is_semantic(info) else "operational"
     cells = [f"`{name}`", _type(info.annotation), _default(info), _bounds(info), kind, _description(info)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -145,6 +146,8 @@ def _default(info: FieldInfo) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
+    if isinstance(value, BaseModel):
+        return "see below"
     return "none" if value is None else "empty" if value in ("", [], {}) else f"`{value}`"
 
 
