@@ -100,7 +100,7 @@ def _table(model: type[Section]) -> str:
 
 
 def _row(name: str, info: FieldInfo) -> str:
-    kind = "" if info.default_factory else "semantic" if is_semantic(info) else "operational"
+    kind = "semantic" if is_semantic(info) else "operational"
     cells = [f"`{name}`", _type(info.annotation), _default(info), _bounds(info), kind, _description(info)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
