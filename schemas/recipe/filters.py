@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from schemas.recipe.fields import Section, operational, semantic
+
+#: Why groups are rejected: their attempts have failed, or one of the filters below.
+REASONS: Final = ("failed", "equal_rewards", "min_success", "max_success", "function")
 
 
 class Filters(Section):

@@ -9,6 +9,7 @@ import pytest
 from stage_driver import GROUPS, digests, drive, finished, left_over, start_driver, store_in, tiny
 from waiting import wait_until
 
+from areal_tasks.report.data import make_report
 from areal_tasks.rollout.settled import Settled, settled_after
 from areal_tasks.stages.generation import groups_of
 from areal_tasks.store.audit import audit
@@ -72,6 +73,8 @@ def check(run: Run, eta: int) -> None:
 def test_each_group_is_trained_on_once_or_rejected_with_its_reason(tmp_path: Path, eta: int) -> None:
     run = finished(tmp_path, "filtered", filtered(eta))
     check(run, eta)
+    [chart] = make_report(run.store, [run.name], 1, 5_000_000).payload["runs"][0]["curves"]["rejected"]
+    assert chart["name"] == "equal rewards" and len(chart["y"]) == ITERATIONS
     counted = "SELECT sum(metrics['rejected_equal_rewards']) AS n FROM stages WHERE stage = 'rollout'"
     [told] = run_sql(run.store, run.name, counted).to_pydict()["n"]
     rows = "SELECT count(*) AS n, min(reward) AS low, max(reward) AS high FROM spool WHERE state = 'rejected'"
@@ -86,7 +89,7 @@ def test_at_eta_0_each_rejection_admits_one_group_and_no_more_are_generated(tmp_
     assert not settled.beyond and settled.prefix == ITERATIONS * GROUPS + len(rejected)
 
 
-@pytest.mark.parametrize("die_at", ["verify 1", "train 2", 21, 34, 45])
+@pytest.mark.parametrize("die_at", ["verify 1", 21, 34])
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path, die_at: int | str) -> None:
     finished(tmp_path, "filtered", filtered())
     start_driver(tmp_path, "killed", filtered(), die_at).wait()
@@ -99,7 +102,7 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path, die_at: int | str
     assert before.keys() <= set(named) and len(set(named)) == len(named)  # what was recorded did not begin again
 
 
-@pytest.mark.parametrize("die_at", ["rollout 2", 40, 55])
+@pytest.mark.parametrize("die_at", ["rollout 2", 40])
 def test_a_killed_run_that_ran_ahead_rejects_no_group_twice(tmp_path: Path, die_at: int | str) -> None:
     recipe = filtered(2, rollout={"flush_seconds": 0.0})
     start_driver(tmp_path, "killed", recipe, die_at).wait()
