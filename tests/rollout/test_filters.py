@@ -41,11 +41,11 @@ def local_store(tmp_path: Any) -> Store:
     return open_store(tmp_path.as_uri())
 
 
-def result(reward: float, verdict: str = "") -> VerifyResult:
+def judgement(reward: float, verdict: str = "") -> VerifyResult:
     return VerifyResult(reward, verdict or ("correct" if reward > 0 else "incorrect"), "", "", "v", 0.1)
 
 
-NONE = result(math.nan, "error")
+NONE = judgement(math.nan, "error")
 judged = st.lists(st.sampled_from([0.0, 0.5, 1.0]).map(result), min_size=1, max_size=8)
 shares = st.fractions(0, 1).map(float)
 
@@ -92,12 +92,12 @@ def test_what_one_filter_rejects_two_reject(results: list[VerifyResult], low: fl
 
 def test_a_function_says_why_or_nothing() -> None:
     group = [sample(3, 0)]
-    assert rejection_by(lambda samples, rewards: f"{len(samples)} of {rewards}", group, [result(0.5)]) == (
+    assert rejection_by(lambda samples, rewards: f"{len(samples)} of {rewards}", group, [judgement(0.5)]) == (
         "function: 1 of [0.5]"
     )
-    assert not rejection_by(lambda samples, rewards: None, group, [result(1)])
+    assert not rejection_by(lambda samples, rewards: None, group, [judgement(1)])
     with pytest.raises(TypeError, match="neither a reason nor nothing"):
-        rejection_by(lambda samples, rewards: True, group, [result(1)])  # type: ignore[arg-type,return-value]
+        rejection_by(lambda samples, rewards: True, group, [judgement(1)])  # type: ignore[arg-type,return-value]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def judge(rewards: Callable[[int], float], filters: Filters | None = None, **mor
     """Verdicts by the group's number, which is the second token of its samples' completion."""
 
     def verify(rows: Sequence[Row]) -> list[VerifyResult]:
-        return [result(rewards(int(row.completion))) for row in rows]
+        return [judgement(rewards(int(row.completion))) for row in rows]
 
     return Judge(verify, "with", filters or Filters(min_success=0.5), **more)
 
@@ -251,7 +251,7 @@ def test_servers_are_at_other_groups_while_one_is_judged() -> None:
     asked = asyncio.Event()
 
     async def work() -> None:
-        by = Patient(lambda rows: [result(1.0) for _ in rows], "with", Filters(equal_rewards=True))
+        by = Patient(lambda rows: [judgement(1.0) for _ in rows], "with", Filters(equal_rewards=True))
         scene = Numbered(capacity=1)
         found = filtered(scene, Nowhere(), by)
         taking = asyncio.ensure_future(found.take())
@@ -272,7 +272,7 @@ def test_groups_that_wait_are_judged_by_one_call() -> None:
         calls.append(len(rows))
         begun.set()
         go_on.wait()
-        return [result(0.0) for _ in rows]
+        return [judgement(0.0) for _ in rows]
 
     async def work() -> None:
         by = Judge(verify, "with", Filters())
