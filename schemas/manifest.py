@@ -257,7 +257,8 @@ class RejectedGroup(Record):
     """A group that will not be trained on."""
 
     index: int
-    reason: str
+    reason: str = Field(description="`failed` or the filter's name, a colon, and more about it")
+    reward: float | None = Field(default=None, description="mean of the samples that have one, where a filter asked")
 
 
 class SpoolRecord(StoredRecord):

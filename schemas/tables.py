@@ -67,6 +67,14 @@ VERIFY: Final = _schema(
     ("verify_seconds", pa.float32()),
 )
 
+JUDGED: Final = pa.schema(  # verdicts that accompany a rollout's samples, where filters have looked at them
+    [
+        *(ROLLOUT.field(name) for name in ("group_id", "sample_index")),
+        *VERIFY,
+        pa.field("judged_with", pa.string(), nullable=False),  # digest of what they depend on besides the sample
+    ]
+)
+
 REFERENCE: Final = _schema(("sample_id", pa.string()), ("ref_logprobs", FLOATS))
 
 PROXIMAL: Final = _schema(("sample_id", pa.string()), ("prox_logprobs", FLOATS))
@@ -155,7 +163,9 @@ TEXTS: Final = frozenset({"prompt", "completion", "answer", "parsed", "detail"})
 LATER: Final = {"stale_kv": "versions"}
 
 #: Short texts of which there are few, whatever the number of rows.
-REPEATED: Final = frozenset({"stop_reason", "server", "status", "verdict", "verifier", "dropped_reason", "transport"})
+REPEATED: Final = frozenset(
+    {"stop_reason", "server", "status", "verdict", "verifier", "judged_with", "dropped_reason", "transport"}
+)
 
 
 def scalar_fields(*schemas: pa.Schema) -> list[pa.Field]:
@@ -174,6 +184,7 @@ TABLES: Final[dict[str, pa.Schema]] = {
     "prompts": PROMPTS,
     "eval_prompts": PROMPTS,
     "rollout": ROLLOUT,
+    "judged": JUDGED,
     "verify": VERIFY,
     "reference": REFERENCE,
     "proximal": PROXIMAL,

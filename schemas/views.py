@@ -109,7 +109,8 @@ SPOOL: Final = pa.schema(  # one row per group that the spool names, as its last
         ("lag", pa.int32()),  # of waiting groups: by how many versions the newest committed weights are ahead of that
         ("samples", pa.int32()),
         ("tokens", pa.int64()),  # generated ones
-        ("reason", pa.string()),  # of rejected groups
+        ("reason", pa.string()),  # of rejected groups: `failed` or the filter's name, a colon, and more about it
+        ("reward", pa.float64()),  # mean of a rejected group, where a filter asked
         ("start", pa.int32()),
         ("record", pa.int32()),
         ("written", pa.timestamp("us")),  # UTC

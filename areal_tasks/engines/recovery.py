@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from areal_tasks.engines.trainer.commands import Compare, Load, Train
+from areal_tasks.engines.trainer.rows import COLUMNS
 from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.keys import combine_digests
@@ -148,7 +149,8 @@ def weights_difference(run: Run, trainer: TrainerClient, version: int) -> float 
 
 def replay_command(run: Run, manifest: StageManifest, commit: IterationCommit | None = None) -> Train:
     """The command that makes the steps of a committed train stage again, writing nothing."""
-    tables = {n: t for ref in manifest.inputs for n, t in read_input(run, ref, commit).tables.items()}
+    written = {n: t for ref in manifest.inputs for n, t in read_input(run, ref, commit).tables.items()}
+    tables = {name: table for name, table in written.items() if name in COLUMNS}
     return Train(
         owner=run.owner,
         version=manifest.iteration,

@@ -10,6 +10,7 @@ import duckdb
 import numpy as np
 
 from areal_tasks.report.series import Numbers, Series, thin
+from schemas.recipe.filters import REASONS
 from schemas.views import judged
 
 
@@ -83,6 +84,12 @@ CHARTS: Final = (
         True,
         zero=True,
     ),
+    Chart(
+        "rejected",
+        "Rejected groups",
+        "Groups that failed, or that filters rejected, since the iteration before.",
+        zero=True,
+    ),
     Chart("dropped", "Dropped", "Share of samples that training left out.", True, zero=True),
     Chart("lag", "Token lag", "Versions between the weights that sampled a token and those trained.", zero=True),
     Chart(
@@ -153,6 +160,9 @@ SELECT iteration AS x, metrics['lag_mean'] AS lag, metrics['lag_max'] AS lag_max
        metrics['effective_sample_size'] AS effective, metrics['behaviour_clipped'] AS clipped
 FROM stages WHERE stage = 'train' ORDER BY 1"""
 
+_COUNTS: Final = ", ".join(f"coalesce(metrics['rejected_{reason}'], 0) AS {reason}" for reason in REASONS)
+_REJECTED: Final = f"SELECT iteration AS x, {_COUNTS} FROM stages WHERE stage = 'rollout' ORDER BY 1"
+
 #: A supervised iteration is many steps long: each is a point between two iterations.
 _EACH_STEP: Final = _STEPS.format(
     x="iteration + (step - first) / count",
@@ -202,6 +212,10 @@ _AGE_LINES: Final = (
     Line("stale_kv", "stale_kv", only_if_any=True),
 )
 
+_REJECTED_LINES: Final = tuple(
+    Line("rejected", reason, reason.replace("_", " "), only_if_any=True) for reason in REASONS
+)
+
 _EVALUATION_LINES: Final = (
     Line("accuracy", "correct", "evaluation"),
     Line("length", "length", "evaluation"),
@@ -223,6 +237,7 @@ SOURCES: Final = (
         (*_STEP_LINES, *_POLICY_LINES),
         unless="batch",
     ),
+    Source(frozenset({"stages", "rollout"}), _REJECTED, _REJECTED_LINES),
     Source(frozenset({"stages", "train_steps"}), _AGES, _AGE_LINES, unless="batch"),
     Source(frozenset({"train_steps", "batch"}), _EACH_STEP, _STEP_LINES),
     Source(

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Final
 
 from areal_tasks.engines.server import Refused, ServerDown
 from areal_tasks.rollout.book import Book, Lease
+from areal_tasks.rollout.filters import mean_reward
+from areal_tasks.rollout.judging import Judge, Unjudged, verdicts_of
+from areal_tasks.rollout.rejections import Rejections
 from areal_tasks.rollout.settled import Settled
 from areal_tasks.rollout.spooling import Place, Spool
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.spool import StartClosed
 from areal_tasks.workflows import Prompt, Sample, Workflow, WorkflowContext
 from schemas.errors import UserError
+from schemas.manifest import RejectedGroup
 from schemas.recipe.sections import Rollout
 
 log = logging.getLogger(__name__)
@@ -41,23 +44,28 @@ class Rollouts:
     prompt_of: Callable[[int], Prompt]
     limits: Rollout
     spool: Spool
+    judge: Judge | None = None  # where filters may reject groups
     finished: dict[int, list[Sample]] = field(default_factory=dict)  # by this start, and not settled
-    rejected: dict[int, str] = field(default_factory=dict)  # groups that will not be trained on, and why
-    _recorded: int = 0  # of the rejected groups, in the spool
     _running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    _judging: set[int] = field(default_factory=set)  # those of them that no server is at any more
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _failure: BaseException | None = None  # what must end or repeat the stage that takes groups
     _flushing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _flushes: set[asyncio.Task[None]] = field(default_factory=set)  # the event loop itself keeps none alive
 
+    def __post_init__(self) -> None:
+        self.rejections = Rejections(self.limits)
+
     async def take(self) -> list[int]:
         """The numbers of the next iteration's groups, in order, as soon as the rule gives them out.
 
-        The samples of those that are not in `finished` are in the spool.
+        The samples of those that are not in `finished` are in the spool. What filters have rejected is recorded by
+        then: it has made room for these groups, and makes it again should the flow be killed.
 
         Raises:
             ServerDown: no server is left. The groups under way begin again with the next call.
-            UserError: the workflow raised it, or more than `rollout.max_failed_groups` groups have failed.
+            Unjudged: the verifiers have failed.
+            UserError: the workflow raised it, or too many groups were rejected (`Rejections`).
         """
         if isinstance(self._failure, ServerDown):  # there may be one again; nothing else mends itself
             self._failure = None
@@ -69,10 +77,12 @@ class Rollouts:
                 raise RuntimeError(f"iteration {self.book.next} waits for groups, and none is under way")
             self._news.clear()
             await self._news.wait()
+        await self._record_filtered()
         return [group.index for group in taken]
 
     def consume(self, indices: Sequence[int]) -> None:
         """The next iteration has committed these groups."""
+        self.rejections.told()
         self._forget([*indices, *self.book.consume(indices)])
         self._begin()
 
@@ -92,14 +102,12 @@ class Rollouts:
     async def settled(self) -> tuple[Settled, Place]:
         """Which groups are settled, and the first record of the spool that may speak of others.
 
-        Rejections are recorded with the commit that counts them, just before it: groups that failed because of a
-        mistake that ended the run begin again once it is corrected.
+        Groups that have failed are recorded with the commit that counts them, just before it: if a mistake of the
+        workflow ends the run, they begin again once it is corrected.
         """
         async with self._flushing:
-            settled, rejected = self.book.settled, dict(islice(self.rejected.items(), self._recorded, None))
-            if rejected:
-                await asyncio.to_thread(self.spool.write, {}, rejected)
-                self._recorded += len(rejected)
+            settled = self.book.settled
+            await self._write({}, self.rejections.unrecorded)
         return settled, self.spool.place()
 
     async def close(self) -> None:
@@ -112,28 +120,42 @@ class Rollouts:
         await self.flush()
 
     async def flush(self) -> None:
-        """Record what has finished and is not in the store yet."""
+        """Record what has finished, or was rejected by a filter, and is not in the store yet."""
         async with self._flushing:
             waiting = {index: samples for index, samples in self.finished.items() if index not in self.spool}
             finished = {index: (self.book.live[index].version, samples) for index, samples in waiting.items()}
-            if finished:
-                await asyncio.to_thread(self.spool.write, finished, {})
-                self.spool.forget([index for index in finished if index not in self.finished])  # consumed meanwhile
+            await self._write(finished, self.rejections.by_filters())
+
+    async def _record_filtered(self) -> None:
+        async with self._flushing:
+            await self._write({}, self.rejections.by_filters())
+
+    async def _write(
+        self, finished: Mapping[int, tuple[int, list[Sample]]], rejected: Mapping[int, RejectedGroup]
+    ) -> None:
+        """Record these groups. The caller holds `_flushing`."""
+        groups = list(rejected.values())
+        if finished or groups:
+            await asyncio.to_thread(self.spool.write, finished, groups)
+            self.spool.forget([index for index in finished if index not in self.finished])  # consumed meanwhile
+            self.rejections.record(group.index for group in groups)
 
     def _begin(self) -> None:
         """Begin as many groups as the rule admits now."""
         client = self.context.client
         if client.version is None or self._failure is not None:
             return
-        for lease in self.book.lease(client.version, client.capacity - len(self._running)):
+        generating = len(self._running) - len(self._judging)
+        for lease in self.book.lease(client.version, client.capacity - generating):
             self._running[lease.index] = asyncio.ensure_future(self._generate(lease))
 
     async def _generate(self, lease: Lease) -> None:
         """Bring one group to its end, whatever that is."""
         samples: list[Sample] = []
-        failure: BaseException | None = None
+        reason, failure = "", None
         try:
             samples = await self._attempt(lease)
+            reason = await self._judged(lease, samples)
         except GeneratorExit:  # the event loop is gone
             raise
         except BaseException as error:  # a workflow may even call sys.exit
@@ -141,9 +163,13 @@ class Rollouts:
         if self._running.get(lease.index) is not asyncio.current_task():
             return  # it was consumed, or dropped, meanwhile
         del self._running[lease.index]
-        if failure is None:
+        if reason:
+            self._reject(lease.index, reason, mean_reward(verdicts_of(samples)))
+            self._flush_after(self.limits.flush_seconds, lease.index)
+        elif failure is None:
             self.finished[lease.index] = samples
             self.book.finish(lease.index, oldest_version(samples, lease.floor))
+            self.rejections.keep()
             self._flush_after(self.limits.flush_seconds, lease.index)
         elif isinstance(failure, asyncio.CancelledError) and is_cancelled():
             self.book.withdraw(lease.index)
@@ -161,12 +187,24 @@ class Rollouts:
                 raise
             raise TimeoutError(f"not done after {self.limits.group_seconds:g} s (rollout.group_seconds)") from error
 
+    async def _judged(self, lease: Lease, samples: list[Sample]) -> str:
+        """Why a filter rejects the group; empty if none does. Servers are at other groups meanwhile."""
+        if self.judge is None:
+            return ""
+        self._judging.add(lease.index)
+        self._begin()
+        try:
+            return await self.judge(samples)
+        finally:
+            self._judging.discard(lease.index)
+
     def _flush_after(self, seconds: float, index: int) -> None:
         asyncio.get_running_loop().call_later(seconds, self._flush_now, index)
 
     def _flush_now(self, index: int) -> None:
         """Flush, unless the group has been consumed or recorded since; once more later where the store fails."""
-        if index in self.spool or index not in self.finished:
+        waiting = index in self.finished and index not in self.spool
+        if not waiting and index not in self.rejections.by_filters():
             return
 
         async def flush() -> None:
@@ -188,8 +226,8 @@ class Rollouts:
         task.add_done_callback(self._flushes.discard)
 
     def _fail(self, lease: Lease, error: BaseException) -> None:
-        """A server's failure and a user's mistake end the stage; anything else costs the group one of its attempts."""
-        if isinstance(error, ServerDown) or (isinstance(error, UserError) and not isinstance(error, Refused)):
+        """Failed servers or verifiers, and a user's mistake, end the stage; all else costs the group an attempt."""
+        if isinstance(error, (ServerDown, Unjudged, UserError)) and not isinstance(error, Refused):
             self.book.withdraw(lease.index)
             self._failure = error
             return
@@ -200,14 +238,13 @@ class Rollouts:
         log.log(level, "group %d, attempt %d: %s", lease.index, attempts, reason, exc_info=error if first else None)
         if attempts < self.limits.group_attempts:
             return
-        self.book.reject(lease.index)
-        self.rejected[lease.index] = f"failed: {reason}"
-        if len(self.rejected) > self.limits.max_failed_groups and self._failure is None:
-            self._failure = UserError(
-                f"{len(self.rejected)} of the groups have failed in {attempts} attempts each, more than "
-                f"rollout.max_failed_groups = {self.limits.max_failed_groups}. The last one, group {lease.index}: "
-                f"{reason}. Correct the workflow and run this again: the groups begin again"
-            )
+        self._reject(lease.index, f"failed: {reason}")
+
+    def _reject(self, index: int, reason: str, reward: float | None = None) -> None:
+        """A group will not be trained on."""
+        self.book.reject(index)
+        failure = self.rejections.add(RejectedGroup(index=index, reason=reason, reward=reward))
+        self._failure = self._failure or failure
 
 
 def is_cancelled() -> bool:

@@ -15,6 +15,7 @@ from itertools import chain, count
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from areal_tasks.rollout.judging import judged_table
 from areal_tasks.rollout.settled import Settled
 from areal_tasks.rollout.staleness import Finished
 from areal_tasks.store import paths, spool
@@ -23,7 +24,7 @@ from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import read_table, write_table
 from areal_tasks.workflows import Sample, samples_to_table
 from schemas.manifest import RejectedGroup, SpooledGroup, SpoolRecord
-from schemas.tables import ROLLOUT
+from schemas.tables import TABLES
 
 log = logging.getLogger(__name__)
 
@@ -45,18 +46,18 @@ class Spool:
     _held: dict[int, SpoolRecord] = field(default_factory=dict)  # groups whose rows are in the store
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def recover(self, settled: Settled) -> tuple[list[Finished], list[int]]:
+    def recover(self, settled: Settled) -> tuple[list[Finished], list[RejectedGroup]]:
         """End all earlier starts. Returns the groups that wait in their records, and those that they have rejected."""
         waiting: dict[int, Finished] = {}
-        rejected: list[int] = []
+        rejected: list[RejectedGroup] = []
         starts = spool.number_of_starts(self.run.store, self.run.name)
         for record in chain.from_iterable(map(self._records, range(self.first[0], starts))):
-            rejected += [group.index for group in record.rejected]
+            rejected += [group for group in record.rejected if group.index not in settled]
             unsettled = [group for group in record.finished if group.index not in settled]
             self._held |= {group.index: record for group in unsettled}
             waiting |= {group.index: Finished(group.index, group.version) for group in unsettled}
         self.first = (starts, 0)
-        return list(waiting.values()), [index for index in rejected if index not in waiting]
+        return list(waiting.values()), [group for group in rejected if group.index not in waiting]
 
     def _records(self, start: int) -> list[SpoolRecord]:
         """What an earlier start has recorded that may not be settled; nothing if it was made with other settings."""
@@ -68,7 +69,9 @@ class Spool:
             log.warning("%d groups in the spool were made with other settings: they begin again", groups)
         return []
 
-    def write(self, finished: Mapping[int, tuple[int, Sequence[Sample]]], rejected: Mapping[int, str]) -> None:
+    def write(
+        self, finished: Mapping[int, tuple[int, Sequence[Sample]]], rejected: Iterable[RejectedGroup] = ()
+    ) -> None:
         """Record groups, each with the version of its oldest token and its samples, and groups that were rejected.
 
         Raises:
@@ -80,13 +83,12 @@ class Spool:
         (start, n), attempt = self.next, new_attempt()
         samples = [sample for _, group in finished.values() for sample in group]
         prefix = paths.spool_attempt(name, start, attempt)
-        tables = {"rollout": write_table(store, prefix, "rollout", samples_to_table(samples))} if samples else {}
+        tables = {name: write_table(store, prefix, name, table) for name, table in tables_of(samples).items()}
         groups = tuple(_spooled(index, version, group) for index, (version, group) in finished.items())
-        refused = tuple(RejectedGroup(index=index, reason=reason) for index, reason in rejected.items())
         for place in count(n):  # a put that was stored and not answered has left an earlier attempt at the same place
             record = spool.append(
-                store, name, start, place, self.run.owner, attempt=attempt, finished=groups, rejected=refused,
-                tables=tables,
+                store, name, start, place, self.run.owner, attempt=attempt, finished=groups,
+                rejected=tuple(rejected), tables=tables,
             )  # fmt: skip
             with self._lock:
                 self._held |= {group.index: record for group in record.finished}
@@ -98,12 +100,12 @@ class Spool:
         """Whether the store holds the rows of a finished group."""
         return index in self._held
 
-    def read(self, indices: Iterable[int]) -> pa.Table:
-        """The rows of these groups, which the store holds."""
+    def read(self, indices: Iterable[int], name: str = "rollout") -> pa.Table:
+        """The rows of these groups, which the store holds, of one of their tables."""
         wanted = set(indices)
         records = {(r.start, r.n): r for r in (self._held[index] for index in wanted)}
-        tables = [read_table(self.run.store, record.tables["rollout"]) for record in records.values()]
-        rows = pa.concat_tables([ROLLOUT.empty_table(), *tables])
+        tables = [read_table(self.run.store, record.tables[name]) for record in records.values()]
+        rows = pa.concat_tables([TABLES[name].empty_table(), *tables])
         return rows.filter(pc.is_in(rows["group_id"], pa.array(sorted(wanted), rows.schema.field("group_id").type)))
 
     def forget(self, indices: Iterable[int]) -> None:
@@ -117,6 +119,14 @@ class Spool:
         with self._lock:
             places = [(record.start, record.n) for record in self._held.values()]
             return min(places, default=self.next or self.first)
+
+
+def tables_of(samples: Sequence[Sample]) -> dict[str, pa.Table]:
+    """The tables of these samples: `rollout`, and `judged` where filters have looked at them. None without samples."""
+    if not samples:
+        return {}
+    judged = {"judged": judged_table(samples)} if samples[0].verdict is not None else {}
+    return {"rollout": samples_to_table(samples)} | judged
 
 
 def _spooled(index: int, version: int, samples: Sequence[Sample]) -> SpooledGroup:

@@ -13,22 +13,27 @@ import pyarrow.compute as pc
 from areal_tasks.data.sampler import position, row_of_group
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.session import Engines
+from areal_tasks.rewards.pool import VerifyResult
+from areal_tasks.rewards.protocol import Row
 from areal_tasks.rollout.book import Book
+from areal_tasks.rollout.filters import kind_of, load_function
+from areal_tasks.rollout.judging import Judge, judged_with
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import settled_after
-from areal_tasks.rollout.spooling import Place, Spool
+from areal_tasks.rollout.spooling import Place, Spool, tables_of
 from areal_tasks.rollout.staleness import Staleness
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.progress import reported
-from areal_tasks.stages.stage import Inputs
+from areal_tasks.stages.stage import Inputs, Output
+from areal_tasks.stages.verify import check_failures
 from areal_tasks.store.backend import Store, StoreError, Unavailable
 from areal_tasks.store.keys import digest_json, recipe_values
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import read_table
-from areal_tasks.workflows import Prompt, WorkflowContext, load_workflow, samples_to_table
+from areal_tasks.workflows import Prompt, WorkflowContext, load_workflow
 from schemas.errors import UserError
-from schemas.manifest import IterationCommit, StageManifest
+from schemas.manifest import IterationCommit, RejectedGroup, StageManifest
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe
 from schemas.recipe.sections import Evaluation, Rollout
 
@@ -55,18 +60,21 @@ class Generation:
         self._run = run
         self._recipe_at = recipe_at
         self._last = last
-        first = head.iteration + 1 if head else 0
-        self.book = Book(self._rule(first), first, settled_after(head))
+        self._first = head.iteration + 1 if head else 0
+        self.book = Book(self._rule(self._first), self._first, settled_after(head))
         self._spooled = spooled_after(head) if head and head.run == run.name else (0, 0)  # a child has its own spool
         self._recipe: Recipe | None = None
         self._rollouts: Rollouts | None = None
         self._engines: Engines | None = None
 
-    def take(self, context: Context, inputs: Inputs) -> pa.Table:
-        """The samples that the iteration trains on, as a `ROLLOUT` table.
+    def take(self, context: Context, inputs: Inputs) -> Output:
+        """The samples that the iteration trains on, with their verdicts where there are filters.
+
+        The metrics count the groups that were rejected meanwhile.
 
         Raises:
-            UserError: the servers hold other weights than those the iteration begins with, or see `Rollouts.take`.
+            UserError: the servers hold other weights than those the iteration begins with, too many verdicts are no
+                judgement, or see `Rollouts.take`.
         """
         client = context.engines.inference()
         check_versions(client, context.weights.version)
@@ -79,8 +87,9 @@ class Generation:
         with reported(f"rollout {context.iteration}", "samples", count):
             while True:
                 taken = context.engines.call(rollouts.take(), generates=True)
+                check_verdicts(rollouts.judge, context.recipe)
                 try:
-                    return rows_of(rollouts, taken)
+                    return Output(tables_of_groups(rollouts, taken), rollouts.rejections.tell())
                 except Unavailable:
                     raise
                 except StoreError as error:
@@ -127,26 +136,31 @@ class Generation:
         assert isinstance(recipe, RlhfRecipe)
         self.book.live.clear()
         self.book.rule, self.book.pace = self._rule(context.iteration), recipe.rollout.pace
-        return Rollouts(
+        spool, rejected = self._recovered(recipe, inputs)
+        rollouts = Rollouts(
             book=self.book,
             workflow=load_workflow(recipe.workflow.name, recipe.workflow.arguments),
             context=workflow_context(context, recipe.rollout, recipe.rollout.group_size),
             prompt_of=lambda group: prompt_of_group(prompts, group, recipe.seed, self._run.record.order),
             limits=recipe.rollout,
-            spool=self._recovered(recipe, inputs),
+            spool=spool,
+            judge=judge_of(context, recipe) if recipe.rollout.filters.active else None,
         )
+        if context.iteration == self._first:  # else an iteration may have told of them, whose rollout was reused
+            rollouts.rejections.counts.update(kind_of(group.reason) for group in rejected)
+        return rollouts
 
-    def _recovered(self, recipe: RlhfRecipe, inputs: Inputs) -> Spool:
-        """The spool, with what earlier starts of the flow have left there in the book."""
+    def _recovered(self, recipe: RlhfRecipe, inputs: Inputs) -> tuple[Spool, list[RejectedGroup]]:
+        """The spool, with what earlier starts of the flow have left there in the book; and what they have rejected."""
         spool = Spool(self._run, made_with(recipe, inputs.ref("prompts").digest), self._spooled)
         waiting, rejected = spool.recover(self.book.settled)
-        for index in rejected:
-            self.book.reject(index)
+        for group in rejected:
+            self.book.reject(group.index)
         kept = self.book.restore(waiting)
         spool.forget({group.index for group in waiting} - {group.index for group in kept})
         if waiting:
             log.info("%d groups that had finished are in the store; %d of them can be used", len(waiting), len(kept))
-        return spool
+        return spool, rejected
 
     def _rule(self, k: int) -> Staleness:
         rollout = self._recipe_at(k).rollout  # type: ignore[union-attr]
@@ -160,19 +174,45 @@ async def _in_loop(action: Callable[[], None]) -> None:
     action()
 
 
-def rows_of(rollouts: Rollouts, groups: Sequence[int]) -> pa.Table:
-    """The samples of these groups, in order of group and sample, as a `ROLLOUT` table."""
+def tables_of_groups(rollouts: Rollouts, groups: Sequence[int]) -> dict[str, pa.Table]:
+    """The tables of these groups, in order of group and sample: `rollout`, and `judged` where there are filters."""
     held = [group for group in groups if group in rollouts.finished]
-    rows = samples_to_table([sample for group in held for sample in rollouts.finished[group]])
+    there = tables_of([sample for group in held for sample in rollouts.finished[group]])
     if len(held) == len(groups):
-        return rows
-    both = pa.concat_tables([rows, rollouts.spool.read(set(groups) - set(held))])
-    return both.sort_by([("group_id", "ascending"), ("sample_index", "ascending")])
+        return there
+    spooled, names = set(groups) - set(held), ["rollout", *(["judged"] if rollouts.judge else [])]
+    parts = {name: [*([there[name]] if held else []), rollouts.spool.read(spooled, name)] for name in names}
+    order = [("group_id", "ascending"), ("sample_index", "ascending")]
+    return {name: pa.concat_tables(tables).sort_by(order) for name, tables in parts.items()}
+
+
+def judge_of(context: Context, recipe: RlhfRecipe) -> Judge:
+    """What looks at finished groups for the recipe's filters."""
+    pool, filters = context.engines.verifiers, recipe.rollout.filters
+
+    def verify(rows: Sequence[Row]) -> list[VerifyResult]:
+        with context.engines.judging(len(rows)):
+            return pool.verify(rows)
+
+    return Judge(verify, judged_with(recipe), filters, load_function(filters), recipe.rollout.group_seconds)
+
+
+def check_verdicts(judge: Judge | None, recipe: Recipe) -> None:
+    """UserError if too many of the verdicts since the last iteration are no judgement, rejected groups included."""
+    if judge is not None and judge.results:
+        check_failures(judge.results, recipe.reward)  # type: ignore[union-attr]
+        judge.results.clear()
 
 
 def made_with(recipe: RlhfRecipe, prompts: str) -> str:
-    """Digest of what decides what a group contains, besides the weights; `prompts`: that of the table."""
-    return digest_json([recipe_values(recipe, GROUP_FIELDS), recipe.seed, prompts])
+    """Digest of what decides what a group contains, besides the weights; `prompts`: that of the table.
+
+    With filters, also of what decides whether it is rejected.
+    """
+    filtered = (
+        [recipe_values(recipe, ["rollout.filters"]), judged_with(recipe)] if recipe.rollout.filters.active else []
+    )
+    return digest_json([recipe_values(recipe, GROUP_FIELDS), recipe.seed, prompts, *filtered])
 
 
 def spooled_after(head: IterationCommit) -> Place:

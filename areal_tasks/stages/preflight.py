@@ -41,15 +41,19 @@ def require_package(package: str, field: str) -> None:
 
 
 def check_code(recipe: Recipe) -> None:
-    """Load the recipe's workflow, and its verifier in a process that can be killed.
+    """Load the recipe's workflow and filter, and its verifier in a process that can be killed.
 
     Raises:
         UserError: one of them does not exist, cannot be imported or does not take its arguments.
     """
     if isinstance(recipe, SftRecipe):
         return
-    from areal_tasks.workflows import load_workflow  # and the client of inference servers, which no other check needs
+    # and the client of inference servers, which no other check needs
+    from areal_tasks.rollout.filters import load_function
+    from areal_tasks.workflows import load_workflow
 
+    if isinstance(recipe, RlhfRecipe):
+        load_function(recipe.rollout.filters)
     load_workflow(recipe.workflow.name, recipe.workflow.arguments)
     if recipe.reward.verifier not in BUILT_IN or recipe.reward.arguments:  # else there is nothing to be found
         with VerifierPool(recipe.reward.model_copy(update={"workers": 1})):

@@ -106,7 +106,8 @@ def _check_change(field: str, graph: Plan, origin: Origin, start: str) -> None:
     kept = before(graph, start) if origin.counterfactual else [s for s in graph.stages if s.once and not s.reads]
     readers = [stage.name for stage in graph.stages if _reads(stage, field)]
     for stage in kept:
-        if field == "seed" or stage.name in readers:
+        filters = stage.source and field.startswith("reward.")  # what they have kept stands, and is judged anew
+        if field == "seed" or (stage.name in readers and not filters):
             raise UserError(f"{field} is read by {stage.name}, which this replay keeps as recorded: {_remedy(stage)}.")
     if field != "seed" and not readers:
         last = f" until {origin.replay_until}" if origin.replay_until else ""

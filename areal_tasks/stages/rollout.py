@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pyarrow as pa
 
+from areal_tasks.rewards.load import verifier_version
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.generation import ENGINE_FIELDS
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
@@ -13,15 +16,19 @@ PROMPT_COLUMNS = ("prompt_id", "prompt", "answer", "input_ids")
 
 
 def rollout(recipe: RlhfRecipe) -> Stage:
-    """One row per completion: its tokens, their log-probabilities and the weights version of each."""
+    """One row per completion: its tokens, their log-probabilities and the weights version of each.
+
+    With filters, verdicts decide which groups there are: they accompany the samples, and the key has what decides them.
+    """
+    filtered = recipe.rollout.filters.active
     return Stage(
         name="rollout",
         kind=Kind.GENERATE,
-        version=1,
+        version=1 + (100 * verifier_version(recipe.reward.verifier) if filtered else 0),
         run=run,
         reads=columns("prompts", *PROMPT_COLUMNS),
-        writes=("rollout",),
-        fields=("rollout", "workflow", *ENGINE_FIELDS),
+        writes=("rollout", "judged") if filtered else ("rollout",),
+        fields=("rollout", "workflow", *ENGINE_FIELDS, *(("reward",) if filtered else ())),
         carries=() if recipe.rollout.max_head_offpolicyness else ("weights",),  # else they are of several versions
         source=True,
     )
@@ -29,8 +36,10 @@ def rollout(recipe: RlhfRecipe) -> Stage:
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     assert context.generation is not None, "the loop makes it"
-    table = context.generation.take(context, inputs)
-    return Output({"rollout": table}, summary(table))
+    taken = context.generation.take(context, inputs)
+    rows = taken.tables["rollout"]
+    assert isinstance(rows, pa.Table)
+    return replace(taken, metrics=summary(rows) | dict(taken.metrics))
 
 
 def summary(table: pa.Table) -> dict[str, float]:

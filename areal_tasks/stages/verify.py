@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 import pyarrow as pa
 
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult, unverified
 from areal_tasks.rewards.protocol import Row
+from areal_tasks.rollout.judging import judged_with
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.progress import reported
-from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
+from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns, tables_of
 from schemas.errors import UserError
 from schemas.recipe.recipe import RlhfRecipe
 from schemas.recipe.sections import Reward
-from schemas.tables import VERDICTS, VERIFY
+from schemas.tables import JUDGED, VERDICTS, VERIFY
 
 
 def verify(recipe: RlhfRecipe) -> Stage:
-    """One row per sample: reward, verdict, and what was found in the text."""
+    """One row per sample: reward, verdict, and what was found in the text.
+
+    Verdicts that filters have asked for are taken over, if they were given with the same settings.
+    """
+    judged = columns("judged", *JUDGED.names) if recipe.rollout.filters.active else ()
     return Stage(
         name="verify",
         kind=Kind.PURE,
         version=verifier_version(recipe.reward.verifier),
         run=run,
-        reads=columns("rollout", "sample_id", *Row._fields),
+        reads=(*columns("rollout", "sample_id", *Row._fields), *judged),
         writes=("verify",),
         fields=("reward",),
     )
@@ -35,12 +42,32 @@ def verify(recipe: RlhfRecipe) -> Stage:
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     """Raises UserError when more verdicts than `reward.max_unverified` are no judgement."""
     rollout = inputs.read(context, "rollout")
-    with context.engines.judging(len(rollout)):
-        results = judge(context.engines.verifiers, rollout, f"verify {context.iteration}")
+    known = known_verdicts(context, inputs)
+    ids = rollout["sample_id"].to_pylist()
+    missing = [i for i, sample in enumerate(ids) if sample not in known]
+    if missing:
+        with context.engines.judging(len(missing)):
+            found = judge(context.engines.verifiers, rollout.take(missing), f"verify {context.iteration}")
+        known |= {ids[i]: result for i, result in zip(missing, found, strict=True)}
+    results = [known[sample] for sample in ids]
     counts = verdict_shares(results)
     check_failures(results, context.recipe.reward)  # type: ignore[union-attr]
     table = verify_table(rollout["sample_id"], results)
     return Output({"verify": table}, {"reward": mean_reward(results), **counts})
+
+
+def known_verdicts(context: Context, inputs: Inputs) -> dict[str, VerifyResult]:
+    """By sample, the verdicts that accompany the rollout, and were given with the settings that are in force."""
+    if "judged" not in tables_of(inputs.reads):
+        return {}
+    assert isinstance(context.recipe, RlhfRecipe)
+    rows, current = inputs.read(context, "judged").to_pylist(), judged_with(context.recipe)
+    return {row["sample_id"]: _result(row) for row in rows if row["judged_with"] == current}
+
+
+def _result(row: dict[str, Any]) -> VerifyResult:
+    given = {field.name: row[field.name] for field in fields(VerifyResult) if field.name != "seconds"}
+    return VerifyResult(**given, seconds=row["verify_seconds"])
 
 
 def judge(pool: VerifierPool, samples: pa.Table, label: str) -> list[VerifyResult]:

@@ -97,7 +97,7 @@ def check_groups(
 
 def _rows(work: Work, tables: Mapping[str, TableRef]) -> Counter[int] | None:
     """The rows of each group in the shards of a table `rollout`; None if one of them was not read."""
-    shards = [shard.path for table in tables.values() for shard in table.shards]
+    shards = [shard.path for shard in tables["rollout"].shards] if "rollout" in tables else []
     read = [work.groups[path] for path in shards if path in work.groups]
     return sum(read, Counter()) if len(read) == len(shards) else None
 

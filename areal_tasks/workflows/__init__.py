@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Mapping
 from typing import Any, cast
 
+from areal_tasks.importing import find_object
 from areal_tasks.workflows.protocol import Prompt, Sample, Workflow, WorkflowContext, samples_to_table
 from areal_tasks.workflows.single_turn import SingleTurn
 from schemas.errors import UserError
@@ -21,7 +21,9 @@ def load_workflow(name: str, arguments: Mapping[str, Any]) -> Workflow:
         if arguments:
             raise UserError("workflow.arguments: `single_turn` takes none; remove them or name your own workflow")
         return SingleTurn()
-    workflow = _make(name, _find(name), arguments)
+    if ":" not in name:
+        raise UserError(f"workflow.name: {name} is neither `single_turn` nor `package.module:object`")
+    workflow = _make(name, find_object(name, "workflow.name"), arguments)
     if not callable(getattr(workflow, "run", None)):
         raise UserError(f"workflow.name: {name} makes a {type(workflow).__name__}, which has no `run` method")
     if next(iter(inspect.signature(workflow.run).parameters), "") == "prompts":
@@ -30,18 +32,6 @@ def load_workflow(name: str, arguments: Mapping[str, Any]) -> Workflow:
             "`async def run(self, prompt, context) -> list[Sample]`; the samples of one prompt (docs/recipe.md)"
         )
     return cast(Workflow, workflow)
-
-
-def _find(name: str) -> Any:
-    module, separator, attribute = name.partition(":")
-    if not separator:
-        raise UserError(f"workflow.name: {name} is neither `single_turn` nor `package.module:object`")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except ImportError as error:
-        raise UserError(f"workflow.name: {module} cannot be imported ({error}); is it on PYTHONPATH?") from error
-    except AttributeError as error:
-        raise UserError(f"workflow.name: {module} has no {attribute}") from error
 
 
 def _make(name: str, factory: Any, arguments: Mapping[str, Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +12,9 @@ import pyarrow as pa
 from areal_tasks.data.ragged import Flat, ragged
 from areal_tasks.engines.client import InferenceClient
 from schemas.tables import ROLLOUT
+
+if TYPE_CHECKING:
+    from areal_tasks.rewards.pool import VerifyResult
 
 #: An element per token. Arrays are spared the way through Python's numbers.
 Values = Sequence[float] | Flat
@@ -46,6 +49,8 @@ class Sample:
     seconds: float
     turns: int = 1
     stale_kv: Values | None = None  # none: no token was sampled over the cache of older weights
+    verdict: VerifyResult | None = None  # where a filter needs it
+    judged_with: str = ""  # digest of what the verdict depends on besides the sample
 
     @property
     def generated_versions(self) -> Flat:

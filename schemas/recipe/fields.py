@@ -52,8 +52,8 @@ def operational(default: Any = ..., *, description: str, **bounds: Any) -> Any:
 
 
 def section(model: type[Section], description: str) -> Any:
-    """A nested section whose fields all have defaults."""
-    return Field(default_factory=model, description=description)
+    """A nested section whose fields all have defaults. Each of them says whether it is semantic."""
+    return Field(default_factory=model, description=description, json_schema_extra={"semantic": True})
 
 
 def is_semantic(info: FieldInfo) -> bool:

@@ -132,6 +132,8 @@ IDLE: Final = (
         Idle(f"rollout.{name}", _asynchronous, "with rollout.max_head_offpolicyness 0: groups wait for new weights")
         for name in ("bound", "interruption", "pace")
     ),
+    Idle("rollout.filters.arguments", lambda r: r.rollout.filters.function, "without rollout.filters.function"),
+    Idle("rollout.filters.max_rejected", lambda r: r.rollout.filters.active, "without a filter"),
     Idle("evaluation.every", lambda r: r.flow != "evaluate", "in an evaluate recipe: it evaluates once"),
     *(
         Idle(
@@ -148,9 +150,16 @@ def idle_knobs(recipe: BaseRecipe) -> Iterator[str]:
     """A message for each field of `IDLE` that this recipe has, sets, and does not use."""
     for idle in IDLE:
         owner, _, name = idle.field.rpartition(".")
-        part = getattr(recipe, owner, None)
+        part = _section(recipe, owner)
         if part is not None and name in type(part).model_fields and not idle.acts(recipe) and _is_set(part, name):
             yield f"{idle.field}: has no effect {idle.when}; otherwise leave it out"
+
+
+def _section(recipe: BaseRecipe, path: str) -> BaseModel | None:
+    found: Any = recipe
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found if isinstance(found, BaseModel) else None
 
 
 def _is_set(part: BaseModel, name: str) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -145,6 +146,8 @@ def _default(info: FieldInfo) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
+    if isinstance(value, BaseModel):
+        return "see below"
     return "none" if value is None else "empty" if value in ("", [], {}) else f"`{value}`"
 
 

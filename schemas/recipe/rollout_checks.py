@@ -31,4 +31,22 @@ def engine_interrupts(r: RlhfRecipe) -> Message:
     return None
 
 
-ROLLOUT_CHECKS: Final[tuple[Callable[[Any], Message], ...]] = (memory_is_not_lent, engine_interrupts)
+def groups_differ(r: RlhfRecipe) -> Message:
+    if r.rollout.group_size == 1 and r.rollout.filters.equal_rewards:
+        return "rollout.filters.equal_rewards: rejects every group of rollout.group_size 1; clear it or raise the size"
+    return None
+
+
+def success_window(r: RlhfRecipe) -> Message:
+    low, high = r.rollout.filters.min_success, r.rollout.filters.max_success
+    if low > high:
+        return f"rollout.filters.min_success: {low:g} is above max_success {high:g}, so that every group is rejected"
+    return None
+
+
+ROLLOUT_CHECKS: Final[tuple[Callable[[Any], Message], ...]] = (
+    memory_is_not_lent,
+    engine_interrupts,
+    groups_differ,
+    success_window,
+)

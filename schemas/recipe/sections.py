@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from schemas.recipe.fields import Section, operational, semantic
+from schemas.recipe.fields import Section, operational, section, semantic
+from schemas.recipe.filters import Filters
 from schemas.recipe.interruption import Interruption
 
 
@@ -106,6 +107,7 @@ class Rollout(Section):
         le=1_000_000,
         description="Groups that may fail for good in a start of the flow; more end the run.",
     )
+    filters: Filters = section(Filters, "Dynamic sampling: which finished groups are not trained on.")
 
 
 class Workflow(Section):

@@ -32,6 +32,7 @@ from areal_tasks.store.runs import Run
 from areal_tasks.store.spool import StartClosed
 from areal_tasks.workflows import Prompt, Sample, WorkflowContext
 from schemas.errors import UserError
+from schemas.manifest import RejectedGroup
 from schemas.recipe.sections import Rollout
 
 BATCH = 4
@@ -80,6 +81,11 @@ def rollouts(scene: Scene, spool: Spool, eta: int = 0, last: int = 99, **limits:
     book = Book(Staleness(eta, last, lambda k: BATCH), 0)
     prompt_of: Callable[[int], Prompt] = lambda group: Prompt(group, group, 0, "p", "a", [1])  # noqa: E731
     return Rollouts(book, scene, context, prompt_of, Rollout(**limits), spool)
+
+
+def reasons(found: Rollouts) -> dict[int, str]:
+    """Of the groups that were rejected and are not recorded."""
+    return {index: group.reason for index, group in found.rejections.unrecorded.items()}
 
 
 def nowhere() -> Spool:
@@ -173,13 +179,13 @@ def test_a_group_that_fails_is_tried_again_and_then_rejected(local_store: Store)
         found = rollouts(scene, at(local_store), group_attempts=3)
         assert await found.take() == [0, 3, 4, 5]  # others take their place
         assert Counter(scene.begun)[1] == Counter(scene.begun)[2] == 3
-        assert found.rejected == {1: "failed: ValueError: no luck", 2: "failed: ValueError: no luck"}
+        assert reasons(found) == {1: "failed: ValueError: no luck", 2: "failed: ValueError: no luck"}
         found.consume([0, 3, 4, 5])
         assert found.book.settled == Settled(6)
         assert at(local_store, owner=2).recover(Settled()) == ([], [])  # killed now, the flow would try them again
         assert (await found.settled())[0] == Settled(6)  # a commit is to count them
         again = at(local_store, owner=2)
-        assert sorted(again.recover(Settled())[1]) == [1, 2]
+        assert sorted(group.index for group in again.recover(Settled())[1]) == [1, 2]
 
     go(work())
 
@@ -194,7 +200,7 @@ def test_a_group_that_does_not_end_costs_itself_alone(local_store: Store) -> Non
     async def work() -> None:
         found = rollouts(Endless(), at(local_store), group_attempts=1, group_seconds=0.01)
         assert await found.take() == [0, 1, 3, 4]
-        assert "not done after 0.01 s (rollout.group_seconds)" in found.rejected[2]
+        assert "not done after 0.01 s (rollout.group_seconds)" in reasons(found)[2]
         await found.flush()
 
     go(work())
@@ -255,7 +261,7 @@ def test_what_is_no_list_of_samples_costs_the_group_and_is_named(local_store: St
     async def work() -> None:
         found = rollouts(Wrong(), at(local_store), group_attempts=1)
         assert await found.take() == [0, 2, 3, 4]
-        assert "not its samples in a list" in found.rejected[1]
+        assert "not its samples in a list" in reasons(found)[1]
 
     go(work())
 
@@ -265,7 +271,7 @@ def test_a_failure_between_two_iterations_ends_the_second(local_store: Store) ->
         scene = Scene(verdicts=lambda group: KeyError("x") if group >= BATCH else None)
         found = rollouts(scene, at(local_store), eta=1, group_attempts=1, max_failed_groups=0)
         found.consume(await found.take())
-        await until(lambda: found.rejected)
+        await until(lambda: found.rejections.failed > 0)
         with pytest.raises(UserError, match="max_failed_groups"):
             await found.take()
 
@@ -363,17 +369,17 @@ def test_what_is_taken_soon_is_not_spooled(local_store: Store) -> None:
 
 def test_a_start_that_lives_on_can_record_nothing_once_the_next_has_looked(local_store: Store) -> None:
     first = at(local_store)
-    first.write({0: (0, [sample(0, 0)])}, {})
+    first.write({0: (0, [sample(0, 0)])})
     second = at(local_store, owner=2)
     assert [group.index for group in second.recover(Settled())[0]] == [0]
     with pytest.raises(StartClosed, match="ended by owner 2"):
-        first.write({1: (0, [sample(1, 0)])}, {})
-    second.write({1: (0, [sample(1, 0)])}, {})
+        first.write({1: (0, [sample(1, 0)])})
+    second.write({1: (0, [sample(1, 0)])})
     assert sorted(group.index for group in at(local_store, owner=3).recover(Settled())[0]) == [0, 1]
 
 
 def test_groups_made_with_other_settings_begin_again(local_store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    at(local_store).write({0: (0, [sample(0, 0)])}, {5: "failed: boom"})
+    at(local_store).write({0: (0, [sample(0, 0)])}, [RejectedGroup(index=5, reason="failed: boom")])
     assert at(local_store, owner=2, made_with="other").recover(Settled()) == ([], [])
     assert "1 groups in the spool were made with other settings" in caplog.text
     assert [g.index for g in at(local_store, owner=3).recover(Settled())[0]] == [0]  # as they were made again
@@ -382,7 +388,7 @@ def test_groups_made_with_other_settings_begin_again(local_store: Store, caplog:
 def test_a_restart_reads_no_record_whose_groups_are_all_settled(local_store: Store) -> None:
     spool = at(local_store)
     for group in range(3):
-        spool.write({group: (0, [sample(group, 0)])}, {})
+        spool.write({group: (0, [sample(group, 0)])})
     assert spool.place() == (0, 1)
     spool.forget([0, 2])
     assert spool.place() == (0, 2)
@@ -428,7 +434,7 @@ def test_a_record_that_was_stored_and_not_answered_is_its_own(
     local_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spool = at(local_store)
-    spool.write({0: (0, [sample(0, 0)])}, {})
+    spool.write({0: (0, [sample(0, 0)])})
     create = LocalBackend.create
 
     def unanswered(self: LocalBackend, *arguments: Any) -> None:
@@ -442,20 +448,22 @@ def test_a_record_that_was_stored_and_not_answered_is_its_own(
     with monkeypatch.context() as patch, pytest.raises(StoreError):
         patch.setattr(LocalBackend, "create", unanswered)
         patch.setattr(LocalBackend, "read", unread)
-        spool.write({1: (0, [sample(1, 0)])}, {})
-    spool.write({1: (0, [sample(1, 0)]), 2: (0, [sample(2, 0)])}, {})
+        spool.write({1: (0, [sample(1, 0)])})
+    spool.write({1: (0, [sample(1, 0)]), 2: (0, [sample(2, 0)])})
     assert sorted(group.index for group in at(local_store, owner=2).recover(Settled())[0]) == [0, 1, 2]
 
 
 def test_a_rejection_of_a_group_that_waits_does_not_count(local_store: Store) -> None:
-    at(local_store).write({1: (0, [sample(1, 0)])}, {1: "failed: by an earlier start that lived on"})
+    at(local_store).write(
+        {1: (0, [sample(1, 0)])}, [RejectedGroup(index=1, reason="failed: by an earlier start that lived on")]
+    )
     waiting, rejected = at(local_store, owner=2).recover(Settled())
     assert [group.index for group in waiting] == [1] and not rejected
 
 
 def test_tables_of_the_spool_are_rollout_tables(local_store: Store) -> None:
     spool = at(local_store)
-    spool.write({3: (1, [sample(3, 1)]), 1: (0, [sample(1, 0)])}, {})
+    spool.write({3: (1, [sample(3, 1)]), 1: (0, [sample(1, 0)])})
     table = spool.read([1])
     assert isinstance(table, pa.Table) and table["sample_id"].to_pylist() == ["1-0"]
     assert table["stale_kv"].to_pylist() == [[False, False, False]]

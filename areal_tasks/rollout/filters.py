@@ -1,0 +1,73 @@
+"""Dynamic sampling: which finished groups are not trained on, for their rewards (DAPO, arXiv:2503.14476, §3.2)."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+from areal_tasks.importing import find_object
+from areal_tasks.rewards.pool import VerifyResult
+from areal_tasks.workflows import Sample
+from schemas.errors import UserError
+from schemas.recipe.filters import Filters
+
+#: Called with a group's samples and their rewards (NaN: none); why the group is rejected, or nothing.
+Function = Callable[[list[Sample], list[float]], str | None]
+
+
+def load_function(filters: Filters) -> Function | None:
+    """The user's filter with its arguments bound; None where the recipe names none.
+
+    Raises:
+        UserError: there is no such function, or it does not take these arguments.
+    """
+    if not filters.function:
+        return None
+    field = "rollout.filters.function"
+    found = find_object(filters.function, field)
+    if not callable(found):
+        raise UserError(f"{field}: {filters.function} is a {type(found).__name__}, not something that can be called")
+    try:
+        inspect.signature(found).bind([], [], **filters.arguments)
+    except TypeError as error:
+        raise UserError(
+            f"{field}: {filters.function} does not fit: {error}. It is called with (samples, rewards) and "
+            f"rollout.filters.arguments ({', '.join(filters.arguments) or 'none given'})"
+        ) from error
+    return lambda samples, rewards: found(samples, rewards, **filters.arguments)
+
+
+def rejection(results: Sequence[VerifyResult], filters: Filters) -> str:
+    """Why a group is rejected: the filter's name and what it has found; empty if it is not."""
+    judged = [result for result in results if not math.isnan(result.reward)]
+    if not judged:
+        return ""
+    if filters.equal_rewards and len({result.reward for result in judged}) == 1:
+        return f"equal_rewards: all are {judged[0].reward:g}"
+    success = sum(result.verdict == "correct" for result in judged) / len(judged)
+    if success < filters.min_success:
+        return f"min_success: {success:.3g} of the samples are correct"
+    if success > filters.max_success:
+        return f"max_success: {success:.3g} of the samples are correct"
+    return ""
+
+
+def rejection_by(function: Function, samples: Sequence[Sample], results: Sequence[VerifyResult]) -> str:
+    """Why the user's filter rejects a group. TypeError if it says that by anything but a text."""
+    reason = function(list(samples), [result.reward for result in results])
+    if not isinstance(reason, str | None):
+        raise TypeError(f"rollout.filters.function returned {reason!r}, which is neither a reason nor nothing")
+    return f"function: {reason}" if reason else ""
+
+
+def kind_of(reason: str) -> str:
+    """What has rejected a group: the name of a filter, or `failed`."""
+    return reason.partition(":")[0]
+
+
+def mean_reward(results: Sequence[VerifyResult]) -> float | None:
+    """Over the samples that have a reward; None where none has."""
+    rewards = [result.reward for result in results if not math.isnan(result.reward)]
+    return fmean(rewards) if rewards else None

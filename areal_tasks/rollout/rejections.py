@@ -1,0 +1,102 @@
+"""Groups that will not be trained on: which are not recorded yet, how many for which reason, how many are too many."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from areal_tasks.rollout.filters import kind_of
+from schemas.errors import UserError
+from schemas.manifest import RejectedGroup
+from schemas.recipe.sections import Rollout
+
+BATCHES = 10  # that filters may reject while none is filled, unless the recipe says otherwise
+
+
+@dataclass
+class Rejections:
+    """What one start of the flow knows of rejected groups."""
+
+    limits: Rollout
+    unrecorded: dict[int, RejectedGroup] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)  # by reason, not yet told by an iteration
+    failed: int = 0
+    _told: Counter[str] = field(default_factory=Counter)  # by the iteration that is being made
+    _filtered: list[RejectedGroup] = field(default_factory=list)  # since a batch was last filled
+    _kept: int = 0  # groups of the batch that is being filled
+
+    def add(self, group: RejectedGroup) -> UserError | None:
+        """A group is rejected. Returns what must end the run, if these are too many now."""
+        self.unrecorded[group.index] = group
+        self.counts[kind_of(group.reason)] += 1
+        if is_failed(group):
+            self.failed += 1
+            return self._too_many_failed(group) if self.failed > self.limits.max_failed_groups else None
+        self._filtered.append(group)
+        return self._too_many_filtered() if len(self._filtered) >= self.most_filtered else None
+
+    def keep(self) -> None:
+        """A group has finished and is not rejected."""
+        self._kept += 1
+        if self._kept >= self.limits.groups:
+            self._kept = 0
+            self._filtered.clear()
+
+    @property
+    def most_filtered(self) -> int:
+        """So many groups, rejected by filters while no batch is filled, end the run."""
+        return self.limits.filters.max_rejected or BATCHES * self.limits.groups
+
+    def by_filters(self) -> dict[int, RejectedGroup]:
+        """What is not recorded of the groups that filters have rejected: they do not begin again, whatever happens."""
+        return {index: group for index, group in self.unrecorded.items() if not is_failed(group)}
+
+    def record(self, indices: Iterable[int]) -> None:
+        """These groups are recorded."""
+        for index in indices:
+            self.unrecorded.pop(index, None)
+
+    def tell(self) -> dict[str, float]:
+        """Metrics of the iteration that takes its groups now: rejected groups, by reason, since the last one did."""
+        self._told = Counter(self.counts)
+        return {f"rejected_{kind}": float(count) for kind, count in sorted(self._told.items())}
+
+    def told(self) -> None:
+        """That iteration's groups are committed, and so are its metrics."""
+        self.counts, self._told = self.counts - self._told, Counter()
+
+    def _too_many_failed(self, last: RejectedGroup) -> UserError:
+        return UserError(
+            f"{self.failed} of the groups have failed in {self.limits.group_attempts} attempts each, more than "
+            f"rollout.max_failed_groups = {self.limits.max_failed_groups}. The last one, group {last.index}: "
+            f"{last.reason.removeprefix('failed: ')}. Correct the workflow and run this again: the groups begin again"
+        )
+
+    def _too_many_filtered(self) -> UserError:
+        failed = f"; {self.failed} others have failed" if self.failed else ""
+        return UserError(
+            f"rollout.filters have rejected {len(self._filtered)} groups while no batch of {self.limits.groups} was "
+            f"filled: {summary(self._filtered)}{failed}. Let them reject less, or change the data or the reward; or "
+            f"raise rollout.filters.max_rejected ({self.most_filtered}) to go on"
+        )
+
+
+def is_failed(group: RejectedGroup) -> bool:
+    """Whether the group was rejected because its attempts failed, and not by a filter."""
+    return kind_of(group.reason) == "failed"
+
+
+def summary(groups: Iterable[RejectedGroup]) -> str:
+    """How many groups were rejected for which reason, the most frequent first, with the mean of their rewards."""
+    rewards: dict[str, list[float | None]] = {}
+    for group in groups:
+        rewards.setdefault(kind_of(group.reason), []).append(group.reward)
+    ordered: Mapping[str, list[float | None]] = dict(sorted(rewards.items(), key=lambda item: -len(item[1])))
+    return ", ".join(f"{len(found)} by {kind}{_mean(found)}" for kind, found in ordered.items())
+
+
+def _mean(rewards: Iterable[float | None]) -> str:
+    known = [reward for reward in rewards if reward is not None]
+    return f" (mean reward {fmean(known):.3g})" if known else ""

@@ -1,0 +1,348 @@
+"""Filters by their laws, and what happens to groups that are judged while others generate."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_rollouts import BATCH, Scene, at, go, rollouts, sample
+from waiting import until
+
+from areal_tasks.rewards.pool import VerifyResult
+from areal_tasks.rewards.protocol import Row
+from areal_tasks.rollout.filters import kind_of, load_function, rejection, rejection_by
+from areal_tasks.rollout.judging import Judge, Unjudged, judged_table, row_of
+from areal_tasks.rollout.rejections import Rejections
+from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.spooling import Spool
+from areal_tasks.stages.generation import made_with
+from areal_tasks.stages.graphs import stages
+from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.keys import recipe_values
+from areal_tasks.workflows import samples_to_table
+from schemas.errors import UserError
+from schemas.manifest import RejectedGroup
+from schemas.recipe.filters import Filters
+from schemas.recipe.load import load_recipe
+from schemas.recipe.recipe import RlhfRecipe
+from schemas.recipe.sections import Rollout
+
+
+@pytest.fixture
+def local_store(tmp_path: Any) -> Store:
+    return open_store(tmp_path.as_uri())
+
+
+def judgement(reward: float, verdict: str = "") -> VerifyResult:
+    return VerifyResult(reward, verdict or ("correct" if reward > 0 else "incorrect"), "", "", "v", 0.1)
+
+
+NONE = judgement(math.nan, "error")
+judged = st.lists(st.sampled_from([0.0, 0.5, 1.0]).map(result), min_size=1, max_size=8)
+shares = st.fractions(0, 1).map(float)
+
+
+# ── the filters ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(judged)
+def test_without_a_filter_nothing_is_rejected(results: list[VerifyResult]) -> None:
+    assert not Filters().active and not rejection(results, Filters())
+
+
+@given(judged)
+def test_equal_rewards_are_those_from_which_grpo_learns_nothing(results: list[VerifyResult]) -> None:
+    rewards = [one.reward for one in results]
+    mean = sum(rewards) / len(rewards)
+    assert bool(rejection(results, Filters(equal_rewards=True))) == (max(abs(r - mean) for r in rewards) < 1e-12)
+
+
+@given(judged, shares, shares)
+def test_the_window_keeps_what_lies_within_it(results: list[VerifyResult], one: float, other: float) -> None:
+    low, high = min(one, other), max(one, other)
+    share = sum(r.verdict == "correct" for r in results) / len(results)
+    reason = rejection(results, Filters(min_success=low, max_success=high))
+    assert kind_of(reason) == ("min_success" if share < low else "max_success" if share > high else "")
+
+
+@given(judged, st.integers(0, 4), st.booleans(), shares, st.randoms())
+def test_neither_order_nor_samples_without_a_reward_matter(
+    results: list[VerifyResult], more: int, equal: bool, low: float, draw: random.Random
+) -> None:
+    filters = Filters(equal_rewards=equal, min_success=low)
+    mixed = results + [NONE] * more
+    draw.shuffle(mixed)
+    assert rejection(mixed, filters) == rejection(results, filters)
+    assert not rejection([NONE] * more, filters)
+
+
+@given(judged, shares)
+def test_what_one_filter_rejects_two_reject(results: list[VerifyResult], low: float) -> None:
+    one = rejection(results, Filters(min_success=low))
+    assert not one or rejection(results, Filters(min_success=low, equal_rewards=True))
+
+
+def test_a_function_says_why_or_nothing() -> None:
+    group = [sample(3, 0)]
+    assert rejection_by(lambda samples, rewards: f"{len(samples)} of {rewards}", group, [judgement(0.5)]) == (
+        "function: 1 of [0.5]"
+    )
+    assert not rejection_by(lambda samples, rewards: None, group, [judgement(1)])
+    with pytest.raises(TypeError, match="neither a reason nor nothing"):
+        rejection_by(lambda samples, rewards: True, group, [judgement(1)])  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        ("short", {}, "is no `package.module:object`"),
+        ("no.such.module:short", {}, "cannot be imported"),
+        ("math:short", {}, "math has no short"),
+        ("math:pi", {}, "not something that can be called"),
+        ("math:dist", {"most": 3}, "does not fit.*called with .samples, rewards. and rollout.filters.arguments .most"),
+    ],
+)
+def test_a_function_that_is_not_there_or_does_not_fit_is_named(name: str, arguments: Any, says: str) -> None:
+    with pytest.raises(UserError, match=f"rollout.filters.function: .*{says}"):
+        load_function(Filters(function=name, arguments=arguments))
+
+
+# ── keys ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def quickstart(*overrides: str) -> RlhfRecipe:
+    recipe = load_recipe("quickstart", overrides)
+    assert isinstance(recipe, RlhfRecipe)
+    return recipe
+
+
+def asked_for(recipe: RlhfRecipe) -> list[Any]:
+    return [(s.name, s.version, s.reads, s.writes, recipe_values(recipe, s.fields)) for s in stages(recipe)]
+
+
+def test_only_with_filters_do_they_and_the_verifier_decide_what_a_group_contains() -> None:
+    plain, filtered = quickstart(), quickstart("rollout.filters.equal_rewards=true")
+    assert not any("filters" in path for *_, values in asked_for(plain) for path in values)
+    [rollout] = [values for name, *_, values in asked_for(filtered) if name == "rollout"]
+    assert rollout["rollout.filters.equal_rewards"] is True and "reward.verifier" in rollout
+    other = "reward.unparseable_reward=-1"
+    assert made_with(plain, "p") == made_with(quickstart(other), "p") != made_with(filtered, "p")
+    assert made_with(filtered, "p") != made_with(quickstart("rollout.filters.equal_rewards=true", other), "p")
+    more = quickstart("rollout.filters.equal_rewards=true", "rollout.filters.max_rejected=7")
+    assert made_with(filtered, "p") == made_with(more, "p")  # how long to try is no part of what is made
+
+
+# ── judging while others generate ───────────────────────────────────────────────────────────────────────────────────
+
+
+def judge(rewards: Callable[[int], float], filters: Filters | None = None, **more: Any) -> Judge:
+    """Verdicts by the group's number, which is the second token of its samples' completion."""
+
+    def verify(rows: Sequence[Row]) -> list[VerifyResult]:
+        return [judgement(rewards(int(row.completion))) for row in rows]
+
+    return Judge(verify, "with", filters or Filters(min_success=0.5), **more)
+
+
+class Numbered(Scene):
+    """Completions that say which group they are of."""
+
+    async def run(self, prompt: Any, context: Any) -> Any:
+        samples = await super().run(prompt, context)
+        for one in samples:
+            one.completion = str(prompt.group_id)
+        return samples
+
+
+def filtered(scene: Scene, spool: Spool, by: Judge, eta: int = 0, last: int = 99, **limits: Any) -> Any:
+    found = rollouts(scene, spool, eta, last, **{"groups": BATCH, "filters": by.filters, **limits})
+    found.judge = by
+    return found
+
+
+@given(st.sets(st.integers(0, 40), max_size=30), st.integers(0, 3), st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None)
+def test_each_group_is_taken_once_or_rejected_whatever_order_groups_end_in(
+    unwanted: set[int], eta: int, seed: int
+) -> None:
+    async def work() -> None:
+        scene, draw = Numbered(at_once=False), random.Random(seed)
+        found = filtered(scene, Nowhere(), judge(lambda group: float(group not in unwanted)), eta, 4)
+
+        async def end_some() -> None:
+            while True:
+                await asyncio.sleep(0)  # a turn of the event loop
+                if waiting := [future for future in scene.ends.values() if not future.done()]:
+                    draw.choice(waiting).set_result(None)
+
+        ending, consumed = asyncio.ensure_future(end_some()), Counter[int]()
+        for k in range(5):
+            scene.version = k
+            taken = await found.take()
+            assert eta or taken == [i for i in range(max(taken) + 1) if i not in unwanted and i not in consumed]
+            consumed.update(taken)
+            found.consume(taken)
+        ending.cancel()
+        assert set(consumed.values()) == {1} and not unwanted & set(consumed)
+        assert set(range(found.book.settled.prefix)) <= {*consumed, *unwanted} and not found.book.live
+        assert Counter(scene.begun) == Counter({*consumed, *(i for i in unwanted if i in found.book.settled)})
+
+    go(work())
+
+
+class Nowhere(Spool):
+    """Keeps what is recorded, and no more."""
+
+    def __init__(self) -> None:
+        super().__init__(None, "made")  # type: ignore[arg-type]
+        self.recorded: list[int] = []
+
+    def write(self, finished: Any, rejected: Any = ()) -> None:
+        self.recorded += [group.index for group in rejected]
+
+
+def test_a_rejection_is_recorded_before_the_groups_that_it_has_made_room_for_are_taken(local_store: Store) -> None:
+    async def work() -> None:
+        found = filtered(Numbered(), at(local_store), judge(lambda group: float(group not in (1, 2))))
+        assert await found.take() == [0, 3, 4, 5]
+        waiting, rejected = at(local_store, owner=2).recover(Settled())  # killed now, the flow would know them
+        assert [(group.index, group.reason, group.reward) for group in rejected] == [
+            (1, "min_success: 0 of the samples are correct", 0.0),
+            (2, "min_success: 0 of the samples are correct", 0.0),
+        ]
+        assert not waiting and found.rejections.tell() == {"rejected_min_success": 2.0}
+        found.consume([0, 3, 4, 5])
+        assert not found.rejections.tell()
+
+    go(work())
+
+
+def test_what_waits_for_long_is_recorded_with_its_verdicts(local_store: Store) -> None:
+    async def work() -> None:
+        by = judge(lambda group: group / 10)
+        by.filters = Filters()
+        found = filtered(Numbered(), at(local_store), by, 1, flush_seconds=0.0)
+        await found.take()
+        await until(lambda: len(found.finished) == 2 * BATCH and all(i in found.spool for i in found.finished))
+
+    go(work())
+    later = at(local_store, owner=2)
+    waiting = [group.index for group in later.recover(Settled())[0]]
+    rows = later.read(waiting, "judged").sort_by("group_id")
+    assert rows["group_id"].to_pylist() == sorted(waiting) == list(range(2 * BATCH))
+    assert rows["reward"].to_pylist() == pytest.approx([i / 10 for i in range(2 * BATCH)])
+    assert set(rows["judged_with"].to_pylist()) == {"with"}
+
+
+def test_servers_are_at_other_groups_while_one_is_judged() -> None:
+    class Patient(Judge):
+        async def __call__(self, samples: Any) -> str:
+            await asked.wait()
+            return await super().__call__(samples)
+
+    asked = asyncio.Event()
+
+    async def work() -> None:
+        by = Patient(lambda rows: [judgement(1.0) for _ in rows], "with", Filters(equal_rewards=True))
+        scene = Numbered(capacity=1)
+        found = filtered(scene, Nowhere(), by)
+        taking = asyncio.ensure_future(found.take())
+        await until(lambda: scene.begun == [0, 1, 2, 3])  # one after the other, and none is judged yet
+        assert len(found._judging) == BATCH
+        by.filters = Filters()
+        asked.set()
+        assert await taking == [0, 1, 2, 3]
+
+    go(work())
+
+
+def test_groups_that_wait_are_judged_by_one_call() -> None:
+    calls: list[int] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def verify(rows: Sequence[Row]) -> list[VerifyResult]:
+        calls.append(len(rows))
+        begun.set()
+        go_on.wait()
+        return [judgement(0.0) for _ in rows]
+
+    async def work() -> None:
+        by = Judge(verify, "with", Filters())
+        first = asyncio.ensure_future(by([sample(0, 0)]))
+        await until(begun.is_set)
+        others = [asyncio.ensure_future(by([sample(group, 0)])) for group in range(1, 6)]
+        others.append(asyncio.ensure_future(by([sample(6, 0)])))
+        await asyncio.sleep(0)  # a turn of the event loop: they wait
+        others.pop().cancel()
+        go_on.set()
+        assert await asyncio.gather(first, *others) == [""] * 6
+        assert len(calls) == 2 and calls[0] == 1 and len(by.results) == 6
+
+    go(work())
+
+
+def test_verifiers_that_fail_end_the_stage_and_cost_no_group_an_attempt() -> None:
+    def verify(rows: Sequence[Row]) -> list[VerifyResult]:
+        raise ConnectionError("lost again and again")
+
+    async def work() -> None:
+        found = filtered(Numbered(), Nowhere(), Judge(verify, "with", Filters(equal_rewards=True)))
+        with pytest.raises(Unjudged, match="lost again and again"):
+            await found.take()
+        assert not found.book.failures
+
+    go(work())
+
+
+def test_what_the_filters_see_is_what_the_stage_verify_sees() -> None:
+    group = [sample(3, 0)]
+    group[0].stop_reason = "length"
+    columns = samples_to_table(group).select(list(Row._fields)).to_pylist()
+    assert [row_of(one)._asdict() for one in group] == columns
+    assert not len(judged_table(group))
+
+
+# ── too many rejections ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_filters_that_fill_no_batch_end_the_run_and_say_what_was_rejected() -> None:
+    async def work() -> None:
+        by = judge(lambda group: float(group % 3 == 0), Filters(min_success=0.5, max_success=0.9))
+        found = filtered(Numbered(), Nowhere(), by)
+        scene = found.workflow
+        scene.verdicts = lambda group: ValueError("boom") if group == 5 else None
+        with pytest.raises(UserError) as raised:
+            await found.take()
+        for part in ("rejected 40 groups while no batch of 4", "by min_success (mean reward 0)", "by max_success"):
+            assert part in str(raised.value)
+
+    go(work())
+
+
+@given(st.lists(st.sampled_from(["keep", "filter", "fail"]), max_size=60), st.integers(1, 6), st.integers(1, 9))
+def test_the_run_ends_with_so_many_rejections_after_the_last_full_batch(
+    events: list[str], batch: int, most: int
+) -> None:
+    limits = Rollout(groups=batch, filters=Filters(equal_rewards=True, max_rejected=most), max_failed_groups=99)
+    found, since, kept = Rejections(limits), 0, 0
+    for index, event in enumerate(events):
+        if event == "keep":
+            found.keep()
+            kept += 1
+            since = 0 if kept % batch == 0 else since
+            continue
+        reason = {"filter": "equal_rewards: all are 1", "fail": "failed: it"}[event]
+        ended = found.add(RejectedGroup(index=index, reason=reason, reward=1.0 if event == "filter" else None))
+        since += event == "filter"
+        assert (ended is not None) == (event == "filter" and since >= most)
+    told = found.tell()
+    assert told.get("rejected_failed", 0) == events.count("fail") == len(found.unrecorded) - len(found.by_filters())
+    assert told.get("rejected_equal_rewards", 0) == events.count("filter") == len(found.by_filters())
