@@ -108,7 +108,7 @@ def per_iteration(store: Store, run: str) -> float:
 @contextlib.contextmanager
 def timers(parts: Counter[str]) -> Iterator[None]:
     """Add up, in this process, the seconds spent in the store and waiting for each service."""
-    from areal_tasks.engines import session, trainer_client
+    from areal_tasks.engines import servers, trainer_client
     from areal_tasks.rewards import pool
 
     targets: list[tuple[Any, str, str]] = [
@@ -120,7 +120,7 @@ def timers(parts: Counter[str]) -> Iterator[None]:
         (trainer_client.TrainerClient, "train", "service: training"),
         (trainer_client.TrainerClient, "publish", "service: weights written"),
         (trainer_client.TrainerClient, "health", "HTTP: an empty request"),
-        (session, "load_ahead", "service: weights loaded and committed"),
+        (servers.Servers, "_load", "service: weights loaded"),
         (pool.VerifierPool, "verify", "verifier processes"),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in targets]

@@ -3,28 +3,24 @@
     python -m benchmarks.weights_store --store s3://BUCKET/PREFIX [--gb 1] [--server PID]
 
 Random tensors of bfloat16 in files of 128 MiB, as the trainer publishes them. Besides the clock it prints CPU seconds a
-GB: of this process, of the one that writes beside it, and with `--server` of the S3 server on this machine. On one
-with many cores the clock falls to the largest of them divided by the cores, as far as the server uses them. What is
-written beside the fetching, as in a run, comes from a process of its own.
+GB: of this process, and with `--server` of the S3 server on this machine. On one with many cores the clock falls to the
+larger of them divided by the cores, as far as the server uses them.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import torch
 
-from areal_tasks.engines.fetching import fetch_meanwhile
-from areal_tasks.engines.handover import new_memory
+from areal_tasks.engines.handover import MEMORY
 from areal_tasks.engines.trainer.snapshot import Snapshot
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, open_store
@@ -32,7 +28,6 @@ from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.files import commit_weights, materialise, read_weights, upload
 from areal_tasks.store.provenance import make_provenance, now
 from benchmarks.store import machine
-from schemas.manifest import FileRef
 
 ROWS, COLUMNS = 4096, 8192  # a tensor of 64 MiB
 
@@ -46,49 +41,10 @@ def policy(gb: float) -> Snapshot:
     return held
 
 
-class Writer:
-    """A policy of random weights in a process of its own, as the trainer's is; use as a context."""
-
-    held: Snapshot  # there
-
-    def __init__(self, gb: float) -> None:
-        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), Writer.begin, (gb,))
-        self.process = self.pool.submit(os.getpid).result()
-
-    @staticmethod
-    def begin(gb: float) -> None:
-        Writer.held = policy(gb)
-
-    @staticmethod
-    def write(url: str, prefix: str) -> tuple[tuple[FileRef, ...], float]:
-        """The files, and the seconds that they took."""
-        started = time.perf_counter()
-        return tuple(Writer.held.save(open_store(url), prefix)), time.perf_counter() - started
-
-    def fetched(self, store: Store, prefix: str, into: Path) -> float:
-        """Have the policy written and fetch it meanwhile; the seconds that writing took."""
-        found: list[float] = []
-
-        def publish() -> tuple[FileRef, ...]:
-            files, seconds = self.pool.submit(Writer.write, store.url, prefix).result()
-            found.append(seconds)
-            return files
-
-        fetch_meanwhile(store, prefix, into, publish)
-        return found[0]
-
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.pool.shutdown()
-
-
 @contextmanager
-def measured(name: str, gb: float, server: int | None, writer: int | None = None) -> Iterator[None]:
+def measured(name: str, gb: float, server: int | None) -> Iterator[None]:
     """Prints the time of what is inside, by the clock and by the processors."""
-    others = {who: psutil.Process(process) for who, process in (("server", server), ("writer", writer)) if process}
-    watched = {"client": psutil.Process()} | others
+    watched = {"client": psutil.Process()} | ({"server": psutil.Process(server)} if server else {})
     before = {who: process.cpu_times() for who, process in watched.items()}
     started = time.perf_counter()
     yield
@@ -108,22 +64,13 @@ def one_by_one(store: Store, run: str, version: int, held: Snapshot, gb: float, 
     with measured("written from memory", gb, server):
         files = held.save(store, prefix)
         ref = commit_weights(store, run, version, attempt, "weights", files, make_provenance(1, started))
-    with new_memory() as folder:
+    with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         with measured("fetched and verified", gb, server):
             there = materialise(store, read_weights(store, ref).files, Path(folder), verify=True)
         again = paths.checkpoint_attempt(run, version, attempt)
         known = {file.path.removeprefix(f"{prefix}/"): file.sha256 for file in files}
         with measured("written from a folder", gb, server):
             upload(store, again, there, known)
-
-
-def side_by_side(store: Store, run: str, version: int, writer: Writer, gb: float, server: int | None) -> None:
-    """Fetching while another process writes."""
-    prefix = paths.weights_attempt(run, version, new_attempt())
-    with new_memory() as folder:
-        with measured("fetched while written", gb, server, writer.process):
-            seconds = writer.fetched(store, prefix, Path(folder))
-        print(f"  {'  of which it was written':<28} {seconds:6.2f} s", flush=True)
 
 
 def main() -> None:
@@ -136,10 +83,8 @@ def main() -> None:
     store, run, held = open_store(given.store), f"bench-{uuid.uuid4().hex[:8]}", policy(given.gb)
     gb = sum(tensor.nbytes for tensor in held.tensors.values()) / 1e9
     print(f"{machine()}; store {store.url.split('://')[0]}://; {gb:.2f} GB a version", flush=True)
-    with Writer(given.gb) as writer:
-        for version in range(given.repeats):
-            one_by_one(store, run, version, held, gb, given.server)
-            side_by_side(store, run, version, writer, gb, given.server)
+    for version in range(given.repeats):
+        one_by_one(store, run, version, held, gb, given.server)
 
 
 if __name__ == "__main__":

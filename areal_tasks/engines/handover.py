@@ -1,24 +1,23 @@
-"""How new weights reach the inference servers: through the store, or from the trainer's memory."""
+"""How new weights reach the inference servers: from the trainer's memory, or through the store."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from areal_tasks.engines.fetching import fetch_meanwhile
 from areal_tasks.engines.memory_folder import MemoryFolder
 from areal_tasks.engines.trainer.commands import Receiver, Send, Write
 from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.files import commit_weights, common_folder, digested, materialise, read_weights
+from areal_tasks.store.files import commit_weights, common_folder, materialise, read_weights
 from areal_tasks.store.parallel import beside
-from areal_tasks.store.paths import weights, weights_attempt
+from areal_tasks.store.paths import weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run
 from schemas.errors import UserError
@@ -82,99 +81,25 @@ def name_of(ref: WeightsRef) -> str:
 
 @dataclass(frozen=True)
 class Published:
-    """Weights in the store, and how long it took until servers could load them, and each server to do so."""
+    """Weights in the store, and how long it took to write them."""
 
     ref: WeightsRef
     files: tuple[FileRef, ...]
-    write_seconds: float
-    load_seconds: list[float] = field(default_factory=list)
+    seconds: float
 
 
-@dataclass(frozen=True)
-class Draft:
-    """Weights whose files lie in the store, durable, and which no manifest names yet: no reader can see them."""
-
-    run: Run
-    version: int
-    attempt: str = field(default_factory=new_attempt)
-    files: tuple[FileRef, ...] = ()
-    memory: MemoryFolder | None = None  # with the files, if they were fetched
-    started: str = field(default_factory=now)
-    began: float = field(default_factory=time.monotonic)
-
-    @property
-    def prefix(self) -> str:
-        """Where the files lie in the store."""
-        return weights_attempt(self.run.name, self.version, self.attempt)
-
-    @property
-    def name(self) -> str:
-        """The `name_of` what becomes of it."""
-        return weights(self.run.name, self.version, self.attempt)
-
-    @property
-    def folder(self) -> Path | None:
-        """Of this machine, with the files; none where they are elsewhere alone."""
-        return Path(self.memory.name) if self.memory else self.run.store.local(self.prefix)
-
-    def commit(self) -> Published:
-        """Make the digests that the trainer did not, and the manifest, which makes the files weights."""
-        run, files = self.run, digested(self.run.store, self.files)
-        provenance = make_provenance(run.owner, self.started)
-        ref = commit_weights(run.store, run.name, self.version, self.attempt, "weights", files, provenance)
-        return Published(ref, files, time.monotonic() - self.began)
-
-
-def draft_weights(run: Run, trainer: TrainerClient, version: int) -> Draft:
-    """Have the trainer write the weights of `version`, which it holds, under a fresh attempt."""
-    draft = Draft(run, version)
-    return replace(draft, files=_write(draft, trainer))
-
-
-def local_draft(run: Run, trainer: TrainerClient, version: int) -> Draft:
-    """As `draft_weights`, with the files in a folder of this machine.
-
-    From a store elsewhere they are fetched into memory while the trainer writes them. One on this machine has them
-    sooner without their digests, which are made at the commit.
-
-    Raises:
-        UserError: a file cannot be fetched, or not as it was written.
-    """
-    draft = Draft(run, version)
-    if draft.folder is not None:
-        return replace(draft, files=_write(draft, trainer, digests=False))
-    memory = new_memory()
-    try:
-        files = fetch_meanwhile(run.store, draft.prefix, Path(memory.name), lambda: _write(draft, trainer))
-    except BaseException:
-        memory.cleanup()
-        raise
-    return replace(draft, files=files, memory=memory)
-
-
-def _write(draft: Draft, trainer: TrainerClient, digests: bool = True) -> tuple[FileRef, ...]:
-    command = Write(owner=draft.run.owner, version=draft.version, prefix=draft.prefix, digests=digests)
-    return trainer.publish(command).files
-
-
-def load_ahead(draft: Draft, load: Callable[[str], list[float]]) -> Published:
-    """Have servers `load` the folder of a local draft, seconds for each, and commit the draft beside it.
-
-    Where either fails, servers may hold files that no manifest names, and say that they hold the version.
-    """
-    written = time.monotonic() - draft.began
-    with beside(draft.commit) as committed:
-        loads = load(str(draft.folder))
-    return replace(committed.result(), write_seconds=written, load_seconds=loads)
-
-
-def new_memory() -> MemoryFolder:
-    """An empty folder in memory."""
-    return MemoryFolder(MEMORY if MEMORY.is_dir() else None)
+def write_weights(run: Run, trainer: TrainerClient, version: int) -> Published:
+    """Have the trainer write the weights of `version`, which it holds, and commit them."""
+    attempt, started, began = new_attempt(), now(), time.monotonic()
+    prefix = weights_attempt(run.name, version, attempt)
+    files = trainer.publish(Write(owner=run.owner, version=version, prefix=prefix)).files
+    provenance = make_provenance(run.owner, started)
+    ref = commit_weights(run.store, run.name, version, attempt, "weights", files, provenance)
+    return Published(ref, files, time.monotonic() - began)
 
 
 class Fetched:
-    """Folders of fetched weights, in memory: the last, which a server that failed may load later, and the one before.
+    """Weights of a store elsewhere, in memory: the last, which a server that failed may load later, and those before.
 
     Such a server may still be loading the older ones when there are newer: SGLang does not survive that they go.
     """
@@ -182,21 +107,26 @@ class Fetched:
     def __init__(self) -> None:
         self._before, self._last = ExitStack(), ExitStack()
 
+    @contextmanager
+    def local(self, store: Store, ref: WeightsRef) -> Iterator[Path]:
+        """The files of `ref` in a folder of this machine, for servers to load.
+
+        Where they lie on this machine they are hashed beside the loading, which is as long.
+
+        Raises:
+            UserError: a file is damaged; perhaps only on leaving, before anybody was told that the weights are there.
+        """
+        files = read_weights(store, ref).files
+        there = store.local(common_folder(files))
+        self.outdate()
+        into = there or Path(self._last.enter_context(MemoryFolder(MEMORY if MEMORY.is_dir() else None)))
+        with beside(lambda: materialise(store, files, into, verify=True)) as checked:
+            yield there or checked.result()
+
     def outdate(self) -> None:
-        """There are newer weights, here or not: the folder before the last one goes."""
+        """There are newer weights, here or not: those before the last go."""
         self._before.close()
         self._before, self._last = self._last, ExitStack()
-
-    def folder(self) -> Path:
-        """An empty one, for newer weights."""
-        self.outdate()
-        return Path(self._last.enter_context(new_memory()))
-
-    def keep(self, memory: MemoryFolder | None) -> None:
-        """Newer weights lie there, or (None) elsewhere."""
-        self.outdate()
-        if memory is not None:
-            self._last.enter_context(memory)
 
     def loaded(self, seconds: list[float], servers: int) -> list[float]:
         """Some of so many servers have loaded the last ones, each in `seconds`; who failed does when well again."""
@@ -208,20 +138,3 @@ class Fetched:
         """Nobody loads any of them any more."""
         self._before.close()
         self._last.close()
-
-
-@contextmanager
-def local_weights(store: Store, ref: WeightsRef, fetched: Fetched) -> Iterator[Path]:
-    """The files of `ref` in a folder of this machine, for servers to load.
-
-    If they must be fetched, they lie in a folder of `fetched`: some server may load them later. Where they
-    lie on this machine they are hashed beside the loading, which is as long.
-
-    Raises:
-        UserError: a file is damaged; perhaps only on leaving, before anybody has been told that the weights are there.
-    """
-    files = read_weights(store, ref).files
-    there = store.local(common_folder(files))
-    into = fetched.folder()
-    with beside(lambda: materialise(store, files, into, verify=True)) as checked:
-        yield there or checked.result()

@@ -10,35 +10,23 @@ import logging
 import math
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final, TypeVar
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.external import external_servers, external_token
-from areal_tasks.engines.handover import (
-    Fetched,
-    Published,
-    Transport,
-    draft_weights,
-    load_ahead,
-    local_draft,
-    local_weights,
-    name_of,
-    send_command,
-)
+from areal_tasks.engines.handover import Fetched, Transport, name_of, send_command, write_weights
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.proof import Proof, is_proven
 from areal_tasks.engines.server import ServerDown
-from areal_tasks.engines.starting import TRAINER
+from areal_tasks.engines.starting import ready
 from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
+from areal_tasks.engines.trainers import ResidentTrainer
 from areal_tasks.engines.watchdog import Sign, Watchdog
+from areal_tasks.launchers.gpus import Placement
 from areal_tasks.launchers.supervisor import Ready, ServiceFailed, Supervisor
-from areal_tasks.store.backend import Unavailable
 from areal_tasks.store.files import common_folder, read_weights
 from areal_tasks.store.runs import Run
 from schemas.errors import UserError
@@ -53,54 +41,69 @@ SIGN_SECONDS: Final = 60.0  # looks at all servers, side by side
 BRIEF_SECONDS: Final = 2.0  # to give up what is under way: a worker kills 7 s after it has asked a flow to end
 
 
-class Servers(ABC):
-    """The servers of a run, or those that run already, as one client; none where the run does not generate."""
+class Servers:
+    """The servers of a run, or those that run already, as one client; none where the run does not generate.
 
-    def __init__(self, run: Run, recipe: Recipe, logs: Path, generates: bool) -> None:
+    `author` makes the weights that they generate with; `ends` tells what ends the model's completions.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        recipe: Recipe,
+        generates: bool,
+        supervisor: Supervisor,
+        watchdog: Watchdog,
+        author: ResidentTrainer,
+        ends: Callable[[], Ends],
+    ) -> None:
         self.run = run
         self.recipe = recipe
+        self.supervisor = supervisor
+        self.watchdog = watchdog
+        self.author = author
+        self.ends = ends
         self.generates = generates and not isinstance(recipe, SftRecipe)  # else there are no servers
         self._embedded = self.generates and recipe.inference.engine == "embedded"  # type: ignore[union-attr]
-        self.supervisor = Supervisor(run.store, recipe.launcher, logs)
-        self.watchdog = Watchdog(recipe.launcher, self.supervisor.end_hung)
         self.external = external_servers() if self.generates else []
+        self.placement = Placement()
+        self.transport: Transport = "store"
         self.serving: WeightsRef | None = None
         self.written: WeightsRef | None = None  # what a server that starts can load
-        self.transport: Transport = "store"
-        self._fetched = Fetched()  # written weights in memory, while a server has yet to load them
+        self._fetched = Fetched()
         self._feeding = threading.RLock()  # stages that run side by side both want the servers
-        self._inference: InferenceClient | None = None
-        self._ready_servers: list[Ready] = []  # as the client knows them
-        self._trainer: TrainerClient | None = None
+        self._client: InferenceClient | None = None
+        self._ready: list[Ready] = []  # as the client knows them
         self._loop = LoopThread()
         self._proof = Proof(self.call, is_proven(recipe))
         self._unwritable: dict[str, frozenset[tuple[str, int]]] = {}  # weights, and for which starts they were tried
 
-    @property
-    @abstractmethod
-    def ends(self) -> Ends:
-        """What ends the model's completions."""
+    def close(self) -> None:
+        """Give up what is under way. The servers themselves are the supervisor's to end."""
+        if self._client is not None:
+            self._loop.run(self._client.close())
 
-    @abstractmethod
-    def trainer_at(self, version: int) -> TrainerClient:
-        """The trainer, holding the policy of `version`."""
+    def closed(self) -> None:
+        """The servers have ended: free what they may have been using."""
+        self._loop.stop()
+        self._fetched.close()
 
     @property
-    def server_names(self) -> list[str]:
+    def names(self) -> list[str]:
         """The servers that this run starts; none where it uses servers that run already."""
         if self.external or not self.generates or isinstance(self.recipe, SftRecipe):
             return []
         return [f"inference-{i}" for i in range(self.recipe.inference.servers)]
 
     @property
-    def has_servers(self) -> bool:
-        """Whether there are inference servers, of this run or of somebody else."""
-        return bool(self.external) or bool(self.server_names)
+    def count(self) -> int:
+        """How many servers there are, of this run or of somebody else."""
+        return len(self.external or self.names)
 
     @property
     def store_only(self) -> bool:
         """Whether there are servers that get new weights through the store, and not otherwise."""
-        return self.transport == "store" and self.has_servers
+        return self.transport == "store" and self.count > 0
 
     def inference(self) -> InferenceClient:
         """A client of the servers that generate with the weights in force; those that had ended are started again.
@@ -109,38 +112,36 @@ class Servers(ABC):
             UserError: the weights in force are damaged, as often as this is called.
         """
         with self._feeding:
-            client, ref = self._servers(), self._serving()
+            client, ref = self._tended(), self._serving()
             if not client.wants(name_of(ref)) or client.stuck:
                 self._give(client, ref)
             if self.recipe.inference.release_memory:  # type: ignore[union-attr]
                 self.call(client.resume_memory())
         return client
 
-    def _servers(self) -> InferenceClient:
+    def _tended(self) -> InferenceClient:
         """A client of the servers, whatever they hold. Waits for them at their first start only."""
-        if self._inference is None:
-            self._inference = self._new_client()
+        if self._client is None:
+            self._client = self._new_client()
             self._tend()
-            self.call(self._inference.standing())
+            self.call(self._client.standing())
         else:
             self._tend()
-        return self._inference
+        return self._client
 
     def _new_client(self) -> InferenceClient:
         settings = self.recipe.inference  # type: ignore[union-attr]
         if self.external:
-            client = InferenceClient([], external_token(), settings, None, lambda: self.ends, interruption(self.recipe))
+            client = InferenceClient([], external_token(), settings, None, self.ends, interruption(self.recipe))
             try:
                 self._loop.run(client.foreign(self.external))
             except BaseException:
                 self._loop.run(client.close())
                 raise
             return client
-        self._ready(self.server_names)
-        client = InferenceClient(
-            [], self.supervisor.token, settings, math.inf, lambda: self.ends, interruption(self.recipe)
-        )
-        for one in self.supervisor.look(self.server_names)[:1]:
+        ready(self.supervisor, self.watchdog, self.names, self.written)
+        client = InferenceClient([], self.supervisor.token, settings, math.inf, self.ends, interruption(self.recipe))
+        for one in self.supervisor.look(self.names)[:1]:
             if one.weights is not None:
                 self._loop.run(client.holding(*self._target(one.weights)))
         return client
@@ -159,7 +160,7 @@ class Servers(ABC):
             ServiceFailed: no server is left, and `launcher.restarts` are used up.
             ServerDown: it `generates`, and all servers were started again on weights that are not in force any more.
         """
-        with self.watchdog.waiting("generation or new weights", self._server_signs, ends=not self.external):
+        with self.watchdog.waiting("generation or new weights", self._signs, ends=not self.external):
             return self._loop.run(work, meanwhile=lambda: self._tend_if_free(generates))
 
     def call_briefly(self, work: Coroutine[Any, Any, object]) -> None:
@@ -171,28 +172,26 @@ class Servers(ABC):
             return  # another thread is at it
         try:
             self._tend()
-            if generates and self._ready_servers and self._inference is not None and self._inference.stuck:
+            if generates and self._ready and self._client is not None and self._client.stuck:
                 raise ServerDown("the servers have to be given the weights in force: they were started again on others")
         finally:
             self._feeding.release()
 
     def _tend(self) -> None:
         """Start services again that have ended, and let in the servers that are ready; the others go on meanwhile."""
-        if (client := self._inference) is None or self.external:
+        if (client := self._client) is None or self.external:
             return
         if lost := client.lost():
             self.supervisor.end(lost)
-        names = self.server_names
-        ended = self.supervisor.ended(names)
+        ended = self.supervisor.ended(self.names)
         weights = self._weights_to_start_on(ended) if ended else None
-        ready = self.supervisor.look(names, weights)
-        if ready != self._ready_servers:
-            self._ready_servers = ready
-            current = [one.url for one in ready if one.weights is not None and client.wants(name_of(one.weights))]
-            self._loop.run(client.sync({one.url: one.restart for one in ready}, current))
+        found = self.supervisor.look(self.names, weights)
+        if found != self._ready:
+            self._ready = found
+            current = [one.url for one in found if one.weights is not None and client.wants(name_of(one.weights))]
+            self._loop.run(client.sync({one.url: one.restart for one in found}, current))
         if not isinstance(self.recipe, EvaluateRecipe):
-            with suppress(ServiceFailed, Unavailable):  # who needs the trainer is told
-                self.supervisor.look([TRAINER])
+            self.author.tend()
 
     def _weights_to_start_on(self, ended: frozenset[tuple[str, int]]) -> WeightsRef | None:
         """Those in force, which the trainer writes if the store does not have them and it holds them.
@@ -200,91 +199,69 @@ class Servers(ABC):
         Otherwise the newest that the store has; the server is handed those in force with all others, later. What could
         not be written is tried again when another start of a server has `ended`.
         """
-        ref, trainer = self._serving(), self._trainer
+        ref, trainer = self._serving(), self.author.client
         tried_for = self._unwritable.get(name_of(ref), frozenset())
         if ref.written or ended <= tried_for or trainer is None or not trainer.is_free(ref.version):
             return self.written
         try:
-            return self.write_weights(trainer, ref.version, handed=True).ref
+            self.serve(write_weights(self.run, trainer, ref.version).ref, handed=True)
         except ServiceFailed:
             raise
         except (TrainerDown, UserError) as error:  # the servers that are well go on
             log.warning("version %d cannot be written for a server that starts: %s", ref.version, error)
             self._unwritable = {name_of(ref): tried_for | ended}
-            return self.written
+        return self.written
 
-    def _server_signs(self, everyone: bool = False) -> dict[str, Sign]:
+    def _signs(self, everyone: bool = False) -> dict[str, Sign]:
         """How the servers get on that have something to do for us, by name; those of others by their address."""
-        if self._inference is None:
+        if self._client is None:
             return {}
-        found = self._loop.run(self._inference.signs(everyone), SIGN_SECONDS)
+        found = self._loop.run(self._client.signs(everyone), SIGN_SECONDS)
         return {self.supervisor.name_at(url): sign for url, sign in found.items()}
 
-    def serve_weights(self, ref: WeightsRef, trainer: TrainerClient | None = None, handed: bool = False) -> list[float]:
+    def serve(self, ref: WeightsRef, trainer: TrainerClient | None = None, handed: bool = False) -> list[float]:
         """Make every server generate with `ref`; seconds for each. Nothing to do without servers, or if they hold it.
 
-        What the store does not have comes from `trainer`, which holds it.
+        What the store does not have comes from `trainer`, which holds it. Servers that were `handed` these weights
+        before they were written are only told where they lie.
         """
         with self._feeding:
-            self.serving = ref
-            if ref.written:
-                self.written = ref
-            if self.has_servers and not handed:
-                return self._give(self._servers(), ref, trainer)
-            if self._inference is not None:
-                self._loop.run(self._inference.holding(*self._target(ref)))
+            self._in_force(ref)
+            if self.count and not handed:
+                return self._give(self._tended(), ref, trainer)
+            if self._client is not None:
+                self._loop.run(self._client.holding(*self._target(ref)))
             return []
 
-    def write_weights(self, trainer: TrainerClient, version: int, handed: bool = False) -> Published:
-        """Have the trainer write the weights it holds, and the servers load them unless they were `handed` them.
-
-        Servers that load a folder do so while the weights are committed (in a store on this machine: also hashed):
-        until all of it has succeeded the older weights are in force there, and servers that hold the new load those.
-        """
-        if handed or not self.has_servers or (self._embedded and self.run.store.local("") is None):
-            done = draft_weights(self.run, trainer, version).commit()
-            return replace(done, load_seconds=self.serve_weights(done.ref, handed=handed))
-        draft = local_draft(self.run, trainer, version)
-        with self._feeding:
-            self._fetched.keep(draft.memory)
-            client = self._servers()
-            with self._doubting(client):
-                done = load_ahead(draft, lambda where: self._proof.load(client, where, version, draft.name))
-            self.serving = self.written = done.ref
-            self._fetched.loaded(done.load_seconds, self._server_count)
-        return done
+    def _in_force(self, ref: WeightsRef) -> None:
+        self.serving = ref
+        if ref.written:
+            self.written = ref
 
     def _give(self, client: InferenceClient, ref: WeightsRef, trainer: TrainerClient | None = None) -> list[float]:
-        """Bring the servers to `ref`, out of the store or from the trainer, which is restored if it is not given."""
-        if ref.written:
-            return self._load_written(client, ref)
-        trainer = trainer or self.trainer_at(ref.version)
-        if not self.store_only:
-            with self._doubting(client):
-                return self._proof.of(client, lambda: self._hand_over(client, trainer, ref))
-        log.info("version %d is not in the store, from which servers get their weights here: writing it", ref.version)
-        return self.write_weights(trainer, ref.version).load_seconds
+        """Bring the servers to `ref`, out of the store or from the trainer, which is restored if it is not given.
 
-    def _load_written(self, client: InferenceClient, ref: WeightsRef) -> list[float]:
-        """Have the servers read the weights: the embedded ones from the store, SGLang's from a folder."""
-        store = self.run.store
-        there = nullcontext(store.uri(ref.path)) if self._embedded else local_weights(store, ref, self._fetched)
-        with self._doubting(client), there as where:
-            loads = self._proof.load(client, str(where), ref.version, name_of(ref))
-        return self._fetched.loaded(loads, self._server_count)
-
-    @contextmanager
-    def _doubting(self, client: InferenceClient) -> Iterator[None]:
-        """If it fails inside, servers may hold what is damaged, or a part: none is used before it is given weights."""
+        If it fails, servers may hold what is damaged, or a part: none is used before it is given weights.
+        """
+        if not ref.written:
+            trainer = trainer or self.author.at(ref.version)
+            if self.store_only:
+                log.info("version %d is not in the store, where servers get their weights: writing it", ref.version)
+                self._in_force(ref := write_weights(self.run, trainer, ref.version).ref)
         try:
-            yield
+            if ref.written or trainer is None:
+                return self._load(client, ref)
+            return self._proof.of(client, lambda: self._hand_over(client, trainer, ref))
         except BaseException:
             self._loop.run(client.doubt())
             raise
 
-    @property
-    def _server_count(self) -> int:
-        return len(self.external or self.server_names)
+    def _load(self, client: InferenceClient, ref: WeightsRef) -> list[float]:
+        """Have the servers read committed weights: the embedded ones from the store, SGLang's from a folder."""
+        store = self.run.store
+        with nullcontext(store.uri(ref.path)) if self._embedded else self._fetched.local(store, ref) as where:
+            loads = self._proof.load(client, str(where), ref.version, name_of(ref))
+        return self._fetched.loaded(loads, self.count)
 
     def _hand_over(self, client: InferenceClient, trainer: TrainerClient, ref: WeightsRef) -> list[float]:
         """Have the trainer send the weights it holds, and every server say that it has them.
@@ -300,7 +277,7 @@ class Servers(ABC):
             urls = self.call(client.standing())
             ranks = self.recipe.inference.tensor_parallel  # type: ignore[union-attr]
             command = send_command(self.run.owner, version, self.transport, urls, ranks, self.supervisor.token)
-            with self.watchdog.waiting("weights from the trainer", lambda: self._server_signs(everyone=True)):
+            with self.watchdog.waiting("weights from the trainer", lambda: self._signs(everyone=True)):
                 gone = trainer.send(command).gone
             self.call(client.evict(gone))
         self.supervisor.end(gone, "did not take new weights", grace_seconds=0.0)
@@ -320,14 +297,24 @@ class Servers(ABC):
             if not paused:
                 self.call(client.resume())
 
-    def _ready(self, names: Sequence[str]) -> list[str]:
-        """The addresses of these services, once they have started."""
+    def make_room(self) -> None:
+        """Before the trainer takes memory of a GPU that servers share: let those start that are starting.
 
-        def starting() -> dict[str, Sign]:
-            return {name: Sign(None, f"see {log}") for name, log in self.supervisor.starting(names).items()}
+        They measure what is free there, and would take the trainer's growth for their own. Where the recipe asks for
+        it, they lend their cache's memory to the trainer then, also those that were started again since they last did.
+        """
+        if not (sharing := self._sharing()):
+            return
+        ready(self.supervisor, self.watchdog, sharing, self.written)
+        if self.recipe.inference.release_memory:  # type: ignore[union-attr]
+            with self._feeding:
+                client = self._tended()
+                self.call(client.standing())
+                self.call(client.release_memory())
 
-        with self.watchdog.waiting("its start", starting, ends=False):  # it has launcher.startup_seconds
-            return self.supervisor.wait(names, self.written)
+    def _sharing(self) -> Sequence[str]:
+        """The servers on a GPU of the trainer's."""
+        return [name for i, name in enumerate(self.names) if self.placement.shared(i)]
 
     def _serving(self) -> WeightsRef:
         assert self.serving is not None, "start() comes first"

@@ -1,20 +1,18 @@
-"""Starts the services of a run, each as early as it can be: the trainer needs no weights to start, servers do."""
+"""Starts the services of a run, each as early as it can be (the trainer needs no weights to start, servers do)."""
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from areal_tasks.engines.models import file_states
 from areal_tasks.engines.service import ModelFolder, spec_of
+from areal_tasks.engines.watchdog import Sign, Watchdog
 from areal_tasks.launchers.gpus import Placement, describe, place_recipe, visible_gpus
 from areal_tasks.launchers.supervisor import Supervisor
-from areal_tasks.store.parallel import in_background
 from areal_tasks.store.runs import Run
 from schemas.manifest import WeightsRef
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
@@ -93,29 +91,13 @@ def may_load_early(recipe: Recipe) -> bool:
     return isinstance(recipe, SftRecipe) or not recipe.inference.release_memory
 
 
-class Early:
-    """Work that begins before its result is asked for."""
+def ready(
+    supervisor: Supervisor, watchdog: Watchdog, names: Sequence[str], weights: WeightsRef | None = None
+) -> list[str]:
+    """The addresses of these services, once they have started; one that has ended starts again, on `weights`."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._done: Future[object] | None = None
-        self._thread = 0
+    def starting() -> dict[str, Sign]:
+        return {name: Sign(None, f"see {log}") for name, log in supervisor.starting(names).items()}
 
-    def begin(self, work: Callable[[], object]) -> None:
-        """Start `work`. Returns at once."""
-
-        def run() -> object:
-            self._thread = threading.get_ident()
-            return work()
-
-        self._done = in_background(run, self._name)
-
-    def wait(self) -> None:
-        """Return when the work is over; within the work itself, return at once. Raises its error, to one caller."""
-        done = self._done
-        if done is None or threading.get_ident() == self._thread:
-            return
-        try:
-            done.result()
-        finally:
-            self._done = None
+    with watchdog.waiting("its start", starting, ends=False):  # it has launcher.startup_seconds
+        return supervisor.wait(names, weights)

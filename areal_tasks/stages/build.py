@@ -83,7 +83,7 @@ def _engines_follow(stage: Stage, context: Context, built: Built) -> bool:
 
     What a replay takes over changes only what the servers hold: the trainer is restored when it is next asked to work.
     """
-    return not built.recorded(context) or (stage.kind is Kind.WEIGHTS and context.engines.generates)
+    return not built.recorded(context) or (stage.kind is Kind.WEIGHTS and context.engines.servers.generates)
 
 
 def carried(stage: Stage, context: Context, inputs: Mapping[str, Built]) -> Built | None:
@@ -150,7 +150,7 @@ def _make(stage: Stage, context: Context, inputs: Inputs, ids: PrefectIds) -> Bu
     path = manifest_path(manifest)
     winner, mine = commit_once(context.store, path, manifest)
     if not mine and stage.on_reuse is not None:  # what this attempt left in an engine is not what was committed
-        context.engines.drop_policy()
+        context.engines.actor.drop()
         stage.on_reuse(context, inputs, winner)
     return Built(winner, stage_ref(path, winner), reused=not mine)
 

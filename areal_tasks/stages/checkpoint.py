@@ -46,6 +46,6 @@ def write_checkpoint(context: Context, train: StageManifest) -> WeightsRef:
     run, version, attempt, started = context.run, train.iteration + 1, new_attempt(), now()
     prefix = paths.checkpoint_attempt(run.name, version, attempt)
     command = Write(owner=run.owner, version=version, prefix=prefix)
-    files = context.engines.trainer_after(train).checkpoint(command).files
+    files = context.engines.actor.after(train).checkpoint(command).files
     provenance = make_provenance(run.owner, started)
     return commit_weights(context.store, run.name, version, attempt, "checkpoint", files, provenance)

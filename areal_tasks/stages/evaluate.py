@@ -65,7 +65,7 @@ def generated_samples(context: Context, inputs: Inputs, label: str) -> pa.Table:
     workflow = load_workflow(context.recipe.workflow.name, context.recipe.workflow.arguments)
     done: list[Prompt] = []
     with reported(label, "samples", lambda: (len(done) * sampling.samples, len(prompts) * sampling.samples)):
-        samples = context.engines.call(run_groups(workflow, prompts, settings, done.append), generates=True)
+        samples = context.engines.servers.call(run_groups(workflow, prompts, settings, done.append), generates=True)
     check_versions(settings.client, context.weights.version)
     return samples_to_table(samples)
 

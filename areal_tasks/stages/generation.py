@@ -76,7 +76,7 @@ class Generation:
             UserError: the servers hold other weights than those the iteration begins with, too many verdicts are no
                 judgement, or see `Rollouts.take`.
         """
-        client = context.engines.inference()
+        client = context.engines.servers.inference()
         check_versions(client, context.weights.version)
         rollouts = self._following(context, inputs)
         wanted, size = self.book.rule.batch(context.iteration), rollouts.context.group_size
@@ -86,7 +86,7 @@ class Generation:
 
         with reported(f"rollout {context.iteration}", "samples", count):
             while True:
-                taken = context.engines.call(rollouts.take(), generates=True)
+                taken = context.engines.servers.call(rollouts.take(), generates=True)
                 check_verdicts(rollouts.judge, context.recipe)
                 try:
                     return Output(tables_of_groups(rollouts, taken), rollouts.rejections.tell())
@@ -95,7 +95,7 @@ class Generation:
                 except StoreError as error:
                     lost = [group for group in taken if group not in rollouts.finished]
                     log.warning("groups %s begin again, since the spool is damaged: %s", lost, error)
-                    context.engines.call(_in_loop(partial(rollouts.drop, lost)))
+                    context.engines.servers.call(_in_loop(partial(rollouts.drop, lost)))
 
     def consume(self, context: Context, rollout: Built) -> None:
         """The iteration's rollout is committed: its groups are settled, whoever generated them."""
@@ -103,14 +103,14 @@ class Generation:
         if rollouts is None:
             self.book.consume(taken)
         else:
-            context.engines.call(_in_loop(partial(rollouts.consume, taken)))
+            context.engines.servers.call(_in_loop(partial(rollouts.consume, taken)))
 
     def close(self) -> None:
         """Give up the groups under way; those that wait are in the store then."""
         if self._rollouts is None or self._engines is None:
             return
         try:
-            self._engines.call_briefly(self._rollouts.close())
+            self._engines.servers.call_briefly(self._rollouts.close())
         except Exception as error:  # the run ends for another reason, which says more
             log.warning("finished groups were lost, and begin again: %s", str(error) or type(error).__name__)
 
@@ -118,7 +118,7 @@ class Generation:
         """What a commit says of the groups after its iteration: which are settled, where in the spool others wait."""
         settled, place = self.book.settled, self._spooled
         if self._rollouts is not None and self._engines is not None:
-            settled, place = self._engines.call(self._rollouts.settled())
+            settled, place = self._engines.servers.call(self._rollouts.settled())
         beyond = {"settled": sorted(settled.beyond)} if settled.beyond else {}
         spooled = {"spool": list(place)} if place != (0, 0) else {}
         return {"next_group": settled.prefix} | beyond | spooled
@@ -238,7 +238,7 @@ def workflow_context(context: Context, sampling: Rollout | Evaluation, group_siz
     recipe = context.recipe
     assert isinstance(recipe, (RlhfRecipe, EvaluateRecipe))
     return WorkflowContext(
-        client=context.engines.inference(),
+        client=context.engines.servers.inference(),
         seed=recipe.seed,
         group_size=group_size,
         max_new_tokens=sampling.max_new_tokens,

@@ -223,7 +223,7 @@ class Loop:
 
     def _replayed(self) -> dict[str, Any]:
         """How what was re-trained during the iteration compares with what was committed."""
-        found = self.engines.take_replayed()
+        found = self.engines.actor.take_replayed()
         return {} if found is None else {"replayed": found.record()}
 
     def _checkpoint(self, context: Context, built: Mapping[str, Built]) -> tuple[WeightsRef | None, float]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
+from areal_tasks.engines.handover import write_weights
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from areal_tasks.store.backend import Store
@@ -35,15 +36,15 @@ def publish(recipe: RlhfRecipe | SftRecipe) -> Stage:
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     """The servers get the weights first where the trainer can hand them over; else they read what is always written."""
-    train, engines, started = inputs.manifests["train"], context.engines, time.monotonic()
-    trainer, ref = engines.trainer_after(train), unwritten(train)
-    row = _row(ref, engines.transport)
-    direct = engines.transport != "store"
-    loads = engines.serve_weights(ref, trainer) if direct else []
-    if engines.store_only or is_written(context.recipe, ref.version):
-        done = engines.write_weights(engines.trainer_after(train), ref.version, handed=direct)
-        row = publish_row(context.store, done.ref, done.files, engines.transport)
-        row["write_seconds"], loads = done.write_seconds, loads or done.load_seconds
+    train, servers, actor = inputs.manifests["train"], context.engines.servers, context.engines.actor
+    started, trainer, ref = time.monotonic(), actor.after(train), unwritten(train)
+    row = _row(ref, servers.transport)
+    direct = servers.transport != "store"
+    loads = servers.serve(ref, trainer) if direct else []
+    if servers.store_only or is_written(context.recipe, ref.version):
+        done = write_weights(context.run, actor.after(train), ref.version)
+        row = publish_row(context.store, done.ref, done.files, servers.transport)
+        row["write_seconds"], loads = done.seconds, loads + servers.serve(done.ref, handed=direct)
     table = pa.Table.from_pylist([row | {"load_seconds": loads}], schema=PUBLISH)
     return Output({"publish": table}, {"publish_seconds": time.monotonic() - started})
 
@@ -90,8 +91,8 @@ def publish_row(store: Store, ref: WeightsRef, files: Sequence[FileRef], transpo
 def reload(context: Context, inputs: Inputs, manifest: StageManifest) -> None:
     """The weights are committed: let the servers have them, from the store or by way of a trainer that holds them."""
     ref = published_weights(context.store, manifest, "publish")
-    trainer = None if ref.written else context.engines.trainer_after(inputs.manifests["train"])
-    context.engines.serve_weights(ref, trainer)
+    trainer = None if ref.written else context.engines.actor.after(inputs.manifests["train"])
+    context.engines.servers.serve(ref, trainer)
 
 
 def published_weights(store: Store, manifest: StageManifest, table: str) -> WeightsRef:

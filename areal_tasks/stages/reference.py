@@ -32,7 +32,7 @@ def reference(recipe: RlhfRecipe) -> Stage:
 
 def logprobs(which: Literal["policy", "reference"], context: Context, inputs: Inputs, prefix: str) -> Output:
     """Have the trainer compute the log-probabilities of the iteration's tokens under one of its two models."""
-    trainer = context.engines.trainer_at(context.iteration)
+    trainer = context.engines.actor.at(context.iteration)
     command = Logprobs(
         owner=context.run.owner,
         version=context.iteration,

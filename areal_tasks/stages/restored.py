@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from areal_tasks.engines.handover import write_weights
 from areal_tasks.engines.recovery import stage_of
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.trainer_client import TrainerDown
@@ -23,7 +24,7 @@ def restored_weights(context: Context) -> WeightsRef | None:
     Elsewhere it is restored when it is first needed.
     """
     same = not isinstance(context.recipe, RlhfRecipe) or same_code_on_cpu(context.recipe)
-    if context.previous is None or same or not context.engines.generates:
+    if context.previous is None or same or not context.engines.servers.generates:
         return None
     for _ in range(context.recipe.launcher.restarts):
         try:
@@ -35,10 +36,11 @@ def restored_weights(context: Context) -> WeightsRef | None:
 
 def _restored(context: Context, head: IterationCommit) -> WeightsRef | None:
     version = head.weights.version
-    replayed = context.engines.restored(version)
+    replayed = context.engines.actor.restored(version)
     if replayed is None or replayed.same:
         return None
-    trainer = context.engines.trainer_after(stage_of(context.run, head, "train"))
-    ref = context.engines.write_weights(trainer, version).ref
+    trainer = context.engines.actor.after(stage_of(context.run, head, "train"))
+    ref = write_weights(context.run, trainer, version).ref
+    context.engines.servers.serve(ref)
     log.warning("version %d was published anew as attempt %s: re-training did not repeat it", version, ref.attempt)
     return ref

@@ -51,7 +51,7 @@ def _ages(recipe: RlhfRecipe | SftRecipe) -> bool:
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     """Steps the policy from version `iteration` to the next. A retry never steps twice: the digest is known."""
-    trainer = context.engines.trainer_to_step(context.iteration)
+    trainer = context.engines.actor.to_step(context.iteration)
     with reported(f"train {context.iteration}", "samples", trainer.work):
         done = trainer.train(_command(context, inputs, prefix))
     return Output(done.tables, done.metrics)
@@ -59,7 +59,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
 
 def replay(context: Context, inputs: Inputs, manifest: StageManifest) -> None:
     """The steps are committed, but the engine that made them is gone: bring the policy to the version they made."""
-    context.engines.trainer_after(manifest)
+    context.engines.actor.after(manifest)
 
 
 def _command(context: Context, inputs: Inputs, prefix: str) -> Train:

@@ -20,43 +20,20 @@ _NONE: Final[Mapping[str, str]] = {}
 _PATHS: Final = {"weights": weights, "checkpoint": checkpoint}
 
 
-def upload(
-    store: Store, prefix: str, folder: Path, known: Mapping[str, str] = _NONE, *, digests: bool = True
-) -> tuple[FileRef, ...]:
+def upload(store: Store, prefix: str, folder: Path, known: Mapping[str, str] = _NONE) -> tuple[FileRef, ...]:
     """Put every file below `folder` under `prefix` (a fresh attempt), sorted by name; hashed in parallel.
 
     `known`: the SHA-256 of files whose bytes were hashed when they were made. A folder that is `store.local(prefix)`
-    itself is not copied, only made durable. Without `digests` nothing is hashed: see `digested`.
+    itself is not copied, only made durable.
     """
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
     def put(name: str) -> FileRef:
         path, source = f"{prefix}/{name}", folder / name
         store.put_file(path, source)
-        sha256 = (known.get(name) or file_sha256(source)) if digests else ""
-        return FileRef(path=path, sha256=sha256, bytes=source.stat().st_size)
+        return FileRef(path=path, sha256=known.get(name) or file_sha256(source), bytes=source.stat().st_size)
 
     return tuple(parallel(put, names))
-
-
-def digested(store: Store, files: Sequence[FileRef]) -> tuple[FileRef, ...]:
-    """`files`, which lie on this machine, with the SHA-256 that those lack that were uploaded without.
-
-    Raises:
-        UserError: such a file has another size than the one that was written.
-    """
-    return tuple(parallel(lambda file: file if file.sha256 else _digested(store, file), files))
-
-
-def _digested(store: Store, file: FileRef) -> FileRef:
-    place = store.local(file.path)
-    assert place is not None, "only files on this machine are uploaded without digests"
-    if (size := store.size(file.path)) != file.bytes:
-        raise StoreError(
-            f"{store.uri(file.path)} was altered while it was published: it has {size} bytes, and {file.bytes} were "
-            "written. See to it that nothing else writes to the store's folder, then run again."
-        )
-    return file.model_copy(update={"sha256": file_sha256(place)})
 
 
 def materialise(store: Store, files: Sequence[FileRef], into: Path, *, verify: bool = False) -> Path:

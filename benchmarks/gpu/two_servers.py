@@ -127,12 +127,12 @@ class Bench:
             raise Over
 
     def _healthy(self) -> list[str]:
-        assert self.engines._inference is not None
-        return self.engines._inference.healthy()
+        assert self.engines.servers._client is not None
+        return self.engines.servers._client.healthy()
 
     def _kill(self) -> None:
         """Kill the first server when a third of the usual time is over, and watch what follows."""
-        client = self.engines._inference
+        client = self.engines.servers._client
         assert client is not None
         handle = self.engines.supervisor.services["inference-0"].handle
         assert isinstance(handle, LocalHandle)

@@ -64,7 +64,7 @@ class Stopwatch:
             return run_directly(jobs)
         [job] = jobs
         used = self.transports[job.context.iteration // self.repeats]
-        self.engines.transport = cast(Transport, used)
+        self.engines.servers.transport = cast(Transport, used)
         stepped, began = last_step(job), time.time()
         built = run_directly([writing(job, 1 if used == "store" else NEVER)])
         published = time.time()
@@ -75,8 +75,8 @@ class Stopwatch:
         return built
 
     def _ask(self, version: int) -> None:
-        client = self.engines.inference()
-        [answer] = self.engines.call(client.generate([GenerateRequest([5, 6, 7], 1)]))
+        client = self.engines.servers.inference()
+        [answer] = self.engines.servers.call(client.generate([GenerateRequest([5, 6, 7], 1)]))
         if answer.versions != [version]:
             raise SystemExit(f"the server answered with weights {answer.versions}, not {version}")
 

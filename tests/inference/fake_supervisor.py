@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
+from areal_tasks.engines.handover import write_weights
+from areal_tasks.engines.session import Engines
 from areal_tasks.launchers.supervisor import Ready
 from schemas.manifest import WeightsRef
 
@@ -44,3 +47,16 @@ class FakeSupervisor:
 
     def __exit__(self, *error: object) -> None:
         """Nothing is left to stop."""
+
+
+def supervise(engines: Engines, supervisor: FakeSupervisor) -> None:
+    """Have the engines ask this supervisor from now on."""
+    for one in (engines, engines.servers, *engines.trainers.values()):
+        one.supervisor = supervisor  # type: ignore[assignment]
+
+
+def publish(engines: Engines, trainer: Any, version: int) -> WeightsRef:
+    """Have the trainer write a version, and the servers generate with it."""
+    ref = write_weights(engines.run, trainer, version).ref
+    engines.servers.serve(ref)
+    return ref

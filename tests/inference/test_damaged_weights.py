@@ -23,7 +23,7 @@ from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 from schemas.recipe.load import load_recipe
 from tests.inference.fake_server import Fake, serve
-from tests.inference.fake_supervisor import FakeSupervisor
+from tests.inference.fake_supervisor import FakeSupervisor, supervise
 
 VERSION = 3
 
@@ -35,15 +35,15 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     recipe = load_recipe("gsm8k")
     run = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
     with Engines(run, recipe, tmp_path / "logs") as found:
-        found.initial = found.serving = found.written = weights(run, tmp_path / "model")
+        found.initial = found.servers.serving = found.servers.written = weights(run, tmp_path / "model")
         fake = Fake(version=0)
-        runner = found.call(serve(fake))
+        runner = found.servers.call(serve(fake))
         if request.param == "external":
-            found.external = [fake.url]
+            found.servers.external = [fake.url]
         else:
-            monkeypatch.setattr(found, "supervisor", FakeSupervisor(fake.url))
+            supervise(found, FakeSupervisor(fake.url))
         yield found
-        found.call(runner.cleanup())
+        found.servers.call(runner.cleanup())
 
 
 def weights(run: Run, folder: Path) -> WeightsRef:
@@ -56,8 +56,8 @@ def weights(run: Run, folder: Path) -> WeightsRef:
 
 def flip(engines: Engines) -> None:
     """Alter a bit of the weights in force, or set it right."""
-    assert engines.serving is not None
-    path = engines.run.store.local(read_weights(engines.run.store, engines.serving).files[0].path)
+    assert engines.servers.serving is not None
+    path = engines.run.store.local(read_weights(engines.run.store, engines.servers.serving).files[0].path)
     assert path is not None
     data = bytearray(path.read_bytes())
     data[500] ^= 1
@@ -68,18 +68,18 @@ def test_damaged_weights_are_refused_as_often_as_they_are_asked_for(engines: Eng
     flip(engines)
     for _ in range(2):  # a task that is retried has the same engines
         with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
-            engines.inference()
+            engines.servers.inference()
     flip(engines)
-    assert engines.inference().version == VERSION
+    assert engines.servers.inference().version == VERSION
 
 
 def test_weights_that_could_not_be_served_are_no_others_to_who_generates(engines: Engines) -> None:
     flip(engines)
-    assert engines.serving is not None
+    assert engines.servers.serving is not None
     with pytest.raises(UserError, match="damaged"):
-        engines.serve_weights(engines.serving)
+        engines.servers.serve(engines.servers.serving)
     with pytest.raises(UserError, match="damaged"):
-        engines.inference()
+        engines.servers.inference()
 
 
 class Awaited:
@@ -108,13 +108,13 @@ def test_who_asks_while_the_files_are_hashed_waits_for_what_is_found(
         return materialise(*arguments, **options)  # type: ignore[arg-type]
 
     lock = Awaited()
-    monkeypatch.setattr(engines, "_feeding", lock)
+    monkeypatch.setattr(engines.servers, "_feeding", lock)
     monkeypatch.setattr(handover, "materialise", slowly)
     flip(engines)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(engines.inference)
-        wait_until(lambda: engines._inference is not None and engines._inference.version == VERSION)
-        second = pool.submit(engines.inference)
+        first = pool.submit(engines.servers.inference)
+        wait_until(lambda: engines.servers._client is not None and engines.servers._client.version == VERSION)
+        second = pool.submit(engines.servers.inference)
         wait_until(lambda: lock.event.is_set() or second.done(), "the second at the lock")
         waited = not second.done()
         go_on.set()

@@ -82,20 +82,20 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[E
     recipe = load_recipe("gsm8k")
     made = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
     with Engines(made, recipe, tmp_path / "logs") as found:
-        found.initial = found.serving = found.written = weights(made, tmp_path / "model")
+        found.initial = found.servers.serving = found.servers.written = weights(made, tmp_path / "model")
         servers = [Softmax(), Softmax()]
-        runners = [found.call(serve(server)) for server in servers]
-        found.external = [server.url for server in servers]
+        runners = [found.servers.call(serve(server)) for server in servers]
+        found.servers.external = [server.url for server in servers]
         yield found, servers
         for runner in runners:
-            found.call(runner.cleanup())
+            found.servers.call(runner.cleanup())
 
 
 def test_servers_whose_logprobs_are_those_after_the_temperature_are_taken(
     engines: tuple[Engines, list[Softmax]],
 ) -> None:
     found, servers = engines
-    client = found.inference()
+    client = found.servers.inference()
     assert client.version == VERSION
     wait_until(lambda: len(client.healthy()) == 2)
     assert all(server.bodies and server.version == VERSION for server in servers)
@@ -108,19 +108,19 @@ def test_a_server_whose_logprobs_are_those_before_the_temperature_is_refused_wit
     servers[1].original = True
     for _ in range(2):
         with pytest.raises(UserError, match=rf"{servers[1].url} gives .*without SGLANG_RETURN_ORIGINAL_LOGPROB"):
-            found.inference()
+            found.servers.inference()
     servers[1].original = False
-    assert found.inference().version == VERSION
+    assert found.servers.inference().version == VERSION
 
 
 def test_one_that_others_start_again_in_that_way_is_not_let_in(
     engines: tuple[Engines, list[Softmax]],
 ) -> None:
     found, servers = engines
-    client = found.inference()
+    client = found.servers.inference()
     wait_until(lambda: len(client.healthy()) == 2)
     asked = len(servers[1].bodies)
     servers[1].original = True
-    found.call(client.evict({servers[1].url: "it is started again"}))
+    found.servers.call(client.evict({servers[1].url: "it is started again"}))
     wait_until(lambda: len(servers[1].bodies) > asked + 1)
     assert client.healthy() == [servers[0].url]

@@ -24,7 +24,7 @@ from schemas.manifest import WeightsRef
 from schemas.recipe.interruption import Interruption
 from schemas.recipe.load import load_recipe
 from tests.inference.fake_server import Fake, check, requests, run, serve, serving, until
-from tests.inference.fake_supervisor import FakeSupervisor
+from tests.inference.fake_supervisor import FakeSupervisor, supervise
 
 PAUSE, UPDATE, CONTINUE = "/pause_generation", "/update_weights_from_disk", "/continue_generation"
 KEEP = {"flush_cache": False, "abort_all_requests": False}
@@ -254,17 +254,17 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
             open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe), recipe, tmp_path / "logs"
         )
         fake = Ordered()
-        opened.append((engines, engines.call(serve(fake))))
-        monkeypatch.setattr(engines, "supervisor", FakeSupervisor(fake.url))
-        engines.transport = transport  # type: ignore[assignment]
-        client = engines._servers()
+        opened.append((engines, engines.servers.call(serve(fake))))
+        supervise(engines, FakeSupervisor(fake.url))
+        engines.servers.transport = transport  # type: ignore[assignment]
+        client = engines.servers._tended()
         client._ends = Ends  # there is no model
-        engines.call(client.adopt(0, "zero", {fake.url}))
+        engines.servers.call(client.adopt(0, "zero", {fake.url}))
         return engines, fake, Trainer(fake)
 
     yield start
     for engines, runner in opened:
-        engines.call(runner.cleanup())
+        engines.servers.call(runner.cleanup())
         engines.__exit__()
 
 
@@ -274,10 +274,10 @@ def generated(engines: Engines, fake: Ordered, meanwhile: Callable[[], Any]) -> 
     async def gate() -> asyncio.Event:
         return asyncio.Event()
 
-    client = engines._servers()
-    fake.may_go_on = engines.call(gate())
+    client = engines.servers._tended()
+    fake.may_go_on = engines.servers.call(gate())
     with ThreadPoolExecutor() as pool:
-        work = pool.submit(engines.call, client.generate(requests(1)))
+        work = pool.submit(engines.servers.call, client.generate(requests(1)))
         assert fake.asked.wait(LIMIT)
         meanwhile()
         return work.result(LIMIT)
@@ -289,7 +289,7 @@ def test_requests_are_aborted_before_the_trainer_sends_and_continued_after(
     begin: Begin, transport: str, chosen: tuple[str, ...]
 ) -> None:
     engines, fake, trainer = begin(transport, "rollout.max_head_offpolicyness=2", *chosen)
-    found = generated(engines, fake, lambda: engines.serve_weights(UNWRITTEN, trainer))  # type: ignore[arg-type]
+    found = generated(engines, fake, lambda: engines.servers.serve(UNWRITTEN, trainer))  # type: ignore[arg-type]
     assert [result.versions for result in found] == [[0, VERSION, VERSION]] * 2
     assert fake.orders == [
         ("/generate", None), (PAUSE, "abort"), ("send", None), (CONTINUE, None), ("/generate", None)
@@ -298,9 +298,9 @@ def test_requests_are_aborted_before_the_trainer_sends_and_continued_after(
 
 def test_the_servers_go_on_if_the_trainer_fails(begin: Begin) -> None:
     engines, fake, trainer = begin("nccl", "rollout.max_head_offpolicyness=2")
-    client, trainer.fails = engines._servers(), True
+    client, trainer.fails = engines.servers._tended(), True
     with pytest.raises(RuntimeError, match="the trainer failed"):
-        engines.serve_weights(UNWRITTEN, trainer)  # type: ignore[arg-type]
+        engines.servers.serve(UNWRITTEN, trainer)  # type: ignore[arg-type]
     assert fake.orders == [(PAUSE, "abort"), ("send", None), (CONTINUE, None)]
     assert not client.paused and client.stuck, "which weights it holds is not known"
 
@@ -311,10 +311,10 @@ def test_the_trainer_waits_for_the_end_of_requests(begin: Begin, caplog: pytest.
 
     def update() -> None:
         with ThreadPoolExecutor() as pool:
-            work = pool.submit(engines.serve_weights, UNWRITTEN, trainer)  # type: ignore[arg-type]
-            engines._loop.run(until(lambda: "wait for the end of 1 requests" in caplog.text))
+            work = pool.submit(engines.servers.serve, UNWRITTEN, trainer)  # type: ignore[arg-type]
+            engines.servers._loop.run(until(lambda: "wait for the end of 1 requests" in caplog.text))
             assert fake.may_go_on is not None
-            engines._loop.loop.call_soon_threadsafe(fake.may_go_on.set)
+            engines.servers._loop.loop.call_soon_threadsafe(fake.may_go_on.set)
             work.result(LIMIT)
 
     found = generated(engines, fake, update)
@@ -324,5 +324,5 @@ def test_the_trainer_waits_for_the_end_of_requests(begin: Begin, caplog: pytest.
 
 def test_synchronous_runs_give_no_further_orders(begin: Begin) -> None:
     engines, fake, trainer = begin("nccl")
-    engines.serve_weights(UNWRITTEN, trainer)  # type: ignore[arg-type]
+    engines.servers.serve(UNWRITTEN, trainer)  # type: ignore[arg-type]
     assert fake.orders == [("send", None)]

@@ -64,8 +64,8 @@ def test_the_rest_goes_on_and_the_dead_one_comes_back_within_the_rollout(
         return generate(server, body)
 
     monkeypatch.setattr(Server, "generate", noted)
-    client = engines.inference()
-    engines.call(until(lambda: len(client.healthy()) == 2))
+    client = engines.servers.inference()
+    engines.servers.call(until(lambda: len(client.healthy()) == 2))
     victim, other = client.healthy()
     send(engines, victim, signal.SIGSTOP)  # what it gets now is under way until it dies
 
@@ -79,7 +79,7 @@ def test_the_rest_goes_on_and_the_dead_one_comes_back_within_the_rollout(
         await until(lambda: len(client.healthy()) == 2)
         return results + await client.generate(asked(range(GROUPS, 2 * GROUPS)))
 
-    results = engines.call(rollout(), generates=True)
+    results = engines.servers.call(rollout(), generates=True)
     assert len(results) == 2 * GROUPS * SIZE
     assert all(r.stop_reason != "abort" and r.versions == [0] * len(r.output_ids) for r in results)
     times = Counter(group for group, _ in sent)
@@ -87,7 +87,7 @@ def test_the_rest_goes_on_and_the_dead_one_comes_back_within_the_rollout(
     assert times == {group: 1 + (group in lost) for group in range(2 * GROUPS)}, "what had finished is not repeated"
     back = {result.server for result in results} - {other}
     assert len(back) == 1 and victim not in back
-    assert [engines.supervisor.services[name].spec.restart for name in engines.server_names] in ([1, 0], [0, 1])
+    assert [engines.supervisor.services[name].spec.restart for name in engines.servers.names] in ([1, 0], [0, 1])
     repeated(engines, client, results)
 
 
@@ -102,5 +102,5 @@ def asked(groups: range) -> list[GenerateRequest]:
 
 def repeated(engines: Engines, client: InferenceClient, results: list[GenerateResult]) -> None:
     """Whoever generated it: the bits are those of any other server."""
-    again = engines.call(client.generate(asked(range(2 * GROUPS))), generates=True)
+    again = engines.servers.call(client.generate(asked(range(2 * GROUPS))), generates=True)
     assert [(r.output_ids, r.logprobs) for r in again] == [(r.output_ids, r.logprobs) for r in results]

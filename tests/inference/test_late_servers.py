@@ -53,11 +53,11 @@ def engines(tmp_path: Path, memory: Path, servers: list[Reader], monkeypatch: py
     run = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
     with Engines(run, recipe, tmp_path / "logs") as found:
         found.initial = weights(run, tmp_path / "model")
-        runners = [found.call(serve(server)) for server in servers]
-        found.external = [server.url for server in servers]
+        runners = [found.servers.call(serve(server)) for server in servers]
+        found.servers.external = [server.url for server in servers]
         yield found
         for runner in runners:
-            found.call(runner.cleanup())
+            found.servers.call(runner.cleanup())
     assert not list(memory.iterdir())
 
 
@@ -66,13 +66,13 @@ def test_a_server_that_missed_a_version_loads_it_when_it_is_well(
 ) -> None:
     servers[1].broken = True
     assert engines.initial is not None
-    assert len(engines.serve_weights(engines.initial)) == 1
+    assert len(engines.servers.serve(engines.initial)) == 1
     servers[1].broken = False
-    client = engines.inference()
+    client = engines.servers.inference()
     wait_until(lambda: len(client.healthy()) == 2)
     assert [server.version for server in servers] == [engines.initial.version] * 2
     assert list(memory.iterdir()), "as long as nobody has asked"
-    assert len(engines.serve_weights(engines.initial)) == 2
+    assert len(engines.servers.serve(engines.initial)) == 2
     assert not list(memory.iterdir())
 
 
@@ -82,7 +82,7 @@ def test_a_server_that_is_loading_keeps_its_weights_when_there_are_newer_ones(
     assert engines.initial is not None
     servers[1].broken = True
     for _ in range(3):
-        engines.serve_weights(engines.initial)
+        engines.servers.serve(engines.initial)
     *_, older, newest = (Path(where) for where in servers[0].updates)
     assert sorted(memory.iterdir()) == sorted([older, newest])
     assert (older / "model.safetensors").is_file()
@@ -90,5 +90,5 @@ def test_a_server_that_is_loading_keeps_its_weights_when_there_are_newer_ones(
 
 def test_weights_that_all_have_loaded_are_not_kept(engines: Engines, memory: Path) -> None:
     assert engines.initial is not None
-    assert len(engines.serve_weights(engines.initial)) == 2
+    assert len(engines.servers.serve(engines.initial)) == 2
     assert not list(memory.iterdir())

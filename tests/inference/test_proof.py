@@ -29,7 +29,7 @@ from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 from schemas.recipe.load import load_recipe
 from tests.inference.fake_server import Fake, serve
-from tests.inference.fake_supervisor import FakeSupervisor
+from tests.inference.fake_supervisor import FakeSupervisor, publish, supervise
 
 LAYER = "model.layers.0"
 #: A server's tensors, and which of the checkpoint's are put into each.
@@ -220,7 +220,7 @@ class Trainer:
         values = valued(self.names, command.version)
         tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
         save_file(tensors, self.folder / "model.safetensors")
-        files = upload(self.engines.run.store, command.prefix, self.folder, digests=command.digests)
+        files = upload(self.engines.run.store, command.prefix, self.folder)
         return Written(files=files, seconds=0.1)
 
     def send(self, command: Send) -> Sent:
@@ -244,13 +244,13 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     run = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
     with Engines(run, recipe, tmp_path / "logs") as engines:
         servers = [Server(), Server()]
-        runners = [engines.call(serve(server)) for server in servers]
-        monkeypatch.setattr(engines, "supervisor", FakeSupervisor(*(server.url for server in servers)))
+        runners = [engines.servers.call(serve(server)) for server in servers]
+        supervise(engines, FakeSupervisor(*(server.url for server in servers)))
         trainer = Trainer(engines, tmp_path / "written", servers)
-        monkeypatch.setattr(engines, "trainer_at", lambda _version: trainer)
+        monkeypatch.setattr(engines.actor, "at", lambda _version: trainer)
         yield engines, servers, trainer
         for runner in runners:
-            engines.call(runner.cleanup())
+            engines.servers.call(runner.cleanup())
 
 
 UNWRITTEN = WeightsRef(version=3, attempt="", path="", sha256="", digest="what made them")
@@ -259,50 +259,50 @@ UNWRITTEN = WeightsRef(version=3, attempt="", path="", sha256="", digest="what m
 def test_the_first_weights_through_the_store_are_loaded_twice_and_later_ones_once(scene: Scene) -> None:
     engines, servers, trainer = scene
     for version, loads in ((1, 2), (2, 3)):
-        engines.write_weights(trainer, version)
+        publish(engines, trainer, version)
         assert [len(server.updates) for server in servers] == [loads] * 2
         assert all(server.tensors.parts == valued(CHECKPOINT, version) for server in servers)
         assert all(server.orders == ["/pause_generation", "/continue_generation"] for server in servers)
-    assert engines.inference().version == 2
+    assert engines.servers.inference().version == 2
 
 
 def test_weights_that_do_not_arrive_are_never_in_force(scene: Scene) -> None:
     engines, _, trainer = scene
-    before = engines.serving
     trainer.names = WITHOUT_EXPERTS
     with pytest.raises(
         UserError, match=rf"not what they were: {LAYER}\.mlp\.experts\.w13_weight, .*w2_weight\. SGLang"
     ):
-        engines.write_weights(trainer, 1)
-    assert engines.serving is before
+        publish(engines, trainer, 1)
+    with pytest.raises(UserError, match="not what they were"):
+        engines.servers.inference()
 
 
 def test_weights_that_are_handed_over_are_proven_too(scene: Scene) -> None:
     engines, servers, trainer = scene
-    engines.transport, trainer.names = "nccl", WITHOUT_EXPERTS
+    engines.servers.transport, trainer.names = "nccl", WITHOUT_EXPERTS
     with pytest.raises(UserError, match=r"experts\.w13_weight"):
-        engines.serve_weights(UNWRITTEN, trainer)
+        engines.servers.serve(UNWRITTEN, trainer)
     trainer.names = CHECKPOINT
-    assert len(engines.serve_weights(UNWRITTEN, trainer)) == 2
+    assert len(engines.servers.serve(UNWRITTEN, trainer)) == 2
     assert trainer.sent == 4 and all(server.tensors.parts == valued(CHECKPOINT, 3) for server in servers)
 
 
 def test_servers_whose_tensors_are_overwritten_are_given_weights_before_they_generate(scene: Scene) -> None:
     """The trainer dies between the two hand-overs: the servers say that they hold version 3, and hold none."""
     engines, servers, trainer = scene
-    engines.transport, trainer.dies_at = "tensor", 2
+    engines.servers.transport, trainer.dies_at = "tensor", 2
     with pytest.raises(TrainerDown):
-        engines.serve_weights(UNWRITTEN, trainer)
+        engines.servers.serve(UNWRITTEN, trainer)
     assert [server.version for server in servers] == [3, 3]
-    engines.inference()
+    engines.servers.inference()
     assert all(server.tensors.parts == valued(CHECKPOINT, 3) for server in servers)
 
 
 def test_a_server_that_fails_while_it_holds_no_weights_is_not_let_in_without_them(scene: Scene) -> None:
     engines, servers, trainer = scene
     servers[0].fails_when_overwritten = True
-    engines.write_weights(trainer, 1)
-    wait_until(lambda: len(engines.inference().healthy()) == 2)
+    publish(engines, trainer, 1)
+    wait_until(lambda: len(engines.servers.inference().healthy()) == 2)
     assert all(server.tensors.parts == valued(CHECKPOINT, 1) for server in servers)
 
 
@@ -310,5 +310,5 @@ def test_a_server_that_fails_while_it_holds_no_weights_is_not_let_in_without_the
 def test_a_recipe_may_do_without(scene: Scene) -> None:
     engines, servers, trainer = scene
     trainer.names = WITHOUT_EXPERTS
-    engines.write_weights(trainer, 1)
+    publish(engines, trainer, 1)
     assert [len(server.updates) for server in servers] == [1, 1] and not servers[0].tensors.overwritten

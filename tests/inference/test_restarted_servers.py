@@ -14,25 +14,25 @@ from test_damaged_weights import VERSION, weights
 from test_lending import Lender
 from waiting import wait_until
 
-from areal_tasks.engines import session
+from areal_tasks.engines import trainers
 from areal_tasks.engines.session import Engines
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.runs import open_run
 from schemas.recipe.load import load_recipe
 from tests.inference.fake_server import serve, until
-from tests.inference.fake_supervisor import FakeSupervisor
+from tests.inference.fake_supervisor import FakeSupervisor, supervise
 
 
 class Pair(FakeSupervisor):
     """A supervisor of two servers and a trainer, all of them there."""
 
     def __init__(self, engines: Engines) -> None:
-        self.call = engines.call
+        self.call = engines.servers.call
         self.servers = [Lender(version=VERSION), Lender(version=VERSION)]
         self.runners: list[web.AppRunner] = [self.call(serve(server)) for server in self.servers]
         super().__init__(*(server.url for server in self.servers))
-        self.running = [replace(one, weights=engines.written) for one in self.running]
+        self.running = [replace(one, weights=engines.servers.written) for one in self.running]
 
     def restart(self, index: int, same_port: bool) -> None:
         """End a server; another one takes its place."""
@@ -49,14 +49,15 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines
     """Engines whose trainer and two servers share a GPU, with the version in force in the store."""
     recipe = load_recipe("gsm8k", ["inference.release_memory=true", "inference.servers=2"])
     run = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
-    monkeypatch.setattr(session, "TrainerClient", lambda *_a, **_o: SimpleNamespace(close=lambda: None))
+    held = SimpleNamespace(close=lambda: None, health=lambda: SimpleNamespace(version=0))
+    monkeypatch.setattr(trainers, "TrainerClient", lambda *_a, **_o: held)
     with Engines(run, recipe, tmp_path / "logs") as found:
-        found.initial = found.serving = found.written = weights(run, tmp_path / "model")
-        found.placement = Placement(("0",), (("0",), ("0",)))
-        monkeypatch.setattr(found, "supervisor", Pair(found))
+        found.initial = found.servers.serving = found.servers.written = weights(run, tmp_path / "model")
+        found.servers.placement = Placement(("0",), (("0",), ("0",)))
+        supervise(found, Pair(found))
         yield found
         for runner in pair(found).runners:
-            found.call(runner.cleanup())
+            found.servers.call(runner.cleanup())
 
 
 def pair(engines: Engines) -> Pair:
@@ -66,7 +67,7 @@ def pair(engines: Engines) -> Pair:
 
 
 def assert_well(engines: Engines, lend: bool) -> None:
-    client = engines._inference
+    client = engines.servers._client
     assert client is not None
     wait_until(lambda: len(client.healthy()) == 2)
     assert [(server.lends, server.died_of) for server in pair(engines).servers] == [(lend, [])] * 2
@@ -74,47 +75,47 @@ def assert_well(engines: Engines, lend: bool) -> None:
 
 @pytest.mark.parametrize("same_port", [True, False])
 def test_a_server_that_was_started_again_lends_its_memory_too(engines: Engines, same_port: bool) -> None:
-    engines.inference()
+    engines.servers.inference()
     pair(engines).restart(0, same_port)
-    engines._connected()
+    engines.actor.at(0)
     assert_well(engines, lend=True)
-    engines.inference()
+    engines.servers.inference()
     assert_well(engines, lend=False)
 
 
 @pytest.mark.parametrize("same_port", [True, False])
 def test_a_server_is_not_told_to_take_what_it_never_gave(engines: Engines, same_port: bool) -> None:
-    engines._connected()
+    engines.actor.at(0)
     assert_well(engines, lend=True)
     pair(engines).restart(1, same_port)
-    engines.inference()
+    engines.servers.inference()
     assert_well(engines, lend=False)
     assert pair(engines).servers[0].orders == ["/release", "/resume"]
 
 
 def test_a_new_client_leaves_lent_what_it_did_not_lend_itself(engines: Engines) -> None:
     """A server that fails is brought to do as the others do when it is well again: that has not changed."""
-    engines._connected()
+    engines.actor.at(0)
     pair(engines).restart(1, same_port=True)
-    client, [first, _] = engines._servers(), pair(engines).servers
-    engines.call(client.evict({first.url: "it failed"}))
-    engines.call(until(lambda: first.url in client.healthy()))
+    client, [first, _] = engines.servers._tended(), pair(engines).servers
+    engines.servers.call(client.evict({first.url: "it failed"}))
+    engines.servers.call(until(lambda: first.url in client.healthy()))
     assert (first.lends, first.orders, first.died_of) == (True, ["/release"], [])
 
 
 def test_nothing_is_ordered_twice_in_an_iteration(engines: Engines) -> None:
     for _ in range(2):
-        engines.inference()
+        engines.servers.inference()
     for _ in range(3):  # reference, train, publish
-        engines._connected()
-    engines.inference()
+        engines.actor.at(0)
+    engines.servers.inference()
     assert [server.orders for server in pair(engines).servers] == [["/release", "/resume"]] * 2
 
 
 def test_servers_of_two_versions_are_brought_to_the_one_in_force(engines: Engines) -> None:
     """One did not take it and runs, the other has just been started with it: no new start would change that."""
     pair(engines).servers[0].version = VERSION - 1
-    client = engines.inference()
+    client = engines.servers.inference()
     assert client.version == VERSION
     wait_until(lambda: len(client.healthy()) == 2)
     assert [server.version for server in pair(engines).servers] == [VERSION] * 2

@@ -18,7 +18,7 @@ from areal_tasks.store.runs import open_run
 from schemas.manifest import WeightsRef
 from schemas.recipe.load import load_recipe
 from tests.inference.fake_server import Fake, serve
-from tests.inference.fake_supervisor import FakeSupervisor
+from tests.inference.fake_supervisor import FakeSupervisor, supervise
 
 VERSION = 3
 UNWRITTEN = WeightsRef(version=VERSION, attempt="", path="", sha256="", digest="what made them")
@@ -57,14 +57,14 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines
     recipe = load_recipe("gsm8k")
     run = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
     with Engines(run, recipe, tmp_path / "logs") as found:
-        monkeypatch.setattr(found, "supervisor", FakeSupervisor())
+        supervise(found, FakeSupervisor())
         yield found
 
 
 @pytest.fixture
 def trainer(engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     found = Trainer(engines, tmp_path / "written")
-    monkeypatch.setattr(engines, "trainer_at", lambda _version: found)
+    monkeypatch.setattr(engines.actor, "at", lambda _version: found)
     return found
 
 
@@ -75,34 +75,34 @@ def begin(engines: Engines, trainer: Trainer) -> Iterator[Begin]:
 
     def start(count: int) -> list[Fake]:
         fakes = [Fake(version=0) for _ in range(count)]
-        runners.extend(engines.call(serve(fake)) for fake in fakes)
+        runners.extend(engines.servers.call(serve(fake)) for fake in fakes)
         trainer.servers |= {fake.url: fake for fake in fakes}
         engines.supervisor.running = [Ready(fake.url) for fake in fakes]  # type: ignore[attr-defined]
         return fakes
 
     yield start
     for runner in runners:
-        engines.call(runner.cleanup())
+        engines.servers.call(runner.cleanup())
 
 
 def test_one_of_two_that_fails_is_ended_and_the_other_goes_on(engines: Engines, trainer: Trainer, begin: Begin) -> None:
     bad, good = begin(2)
-    engines.transport, trainer.lost = "tensor", {bad.url}
-    assert len(engines.serve_weights(UNWRITTEN, trainer)) == 1  # type: ignore[arg-type]
+    engines.servers.transport, trainer.lost = "tensor", {bad.url}
+    assert len(engines.servers.serve(UNWRITTEN, trainer)) == 1  # type: ignore[arg-type]
     assert engines.supervisor.end_of == [bad.url]  # type: ignore[attr-defined]
-    assert engines.inference().healthy() == [good.url]
+    assert engines.servers.inference().healthy() == [good.url]
 
 
 def test_when_all_fail_the_next_ones_are_handed_the_weights_again(
     engines: Engines, trainer: Trainer, begin: Begin
 ) -> None:
     (bad,) = begin(1)
-    engines.transport, trainer.lost = "nccl", {bad.url}
+    engines.servers.transport, trainer.lost = "nccl", {bad.url}
     with pytest.raises(ServerDown, match="no inference server took version 3: no answer"):
-        engines.serve_weights(UNWRITTEN, trainer)  # type: ignore[arg-type]
+        engines.servers.serve(UNWRITTEN, trainer)  # type: ignore[arg-type]
     assert trainer.sent == [[bad.url]] == [engines.supervisor.end_of]  # type: ignore[attr-defined]
     (healed,) = begin(1)
-    assert engines.inference().version == healed.version == VERSION
+    assert engines.servers.inference().version == healed.version == VERSION
     assert trainer.sent == [[bad.url], [healed.url], [healed.url]], "and again, to prove that they arrive"
 
 
@@ -111,8 +111,8 @@ def test_weights_that_cannot_be_handed_over_are_written_for_the_servers(
 ) -> None:
     """As in a run that goes on with another transport than the one it stopped with."""
     (fake,) = begin(1)
-    engines.serving = UNWRITTEN
-    assert engines.inference().version == fake.version == VERSION
-    assert engines.written == engines.serving and engines.serving.written
-    engines.inference()
+    engines.servers.serving = UNWRITTEN
+    assert engines.servers.inference().version == fake.version == VERSION
+    assert engines.servers.written == engines.servers.serving and engines.servers.serving.written
+    engines.servers.inference()
     assert len(trainer.written) == 1 and not trainer.sent

@@ -33,7 +33,7 @@ from schemas.manifest import WeightsRef
 from schemas.recipe.load import load_recipe
 from schemas.recipe.sections import Inference
 from tests.inference.fake_server import Fake, check, requests, run, serve, until
-from tests.inference.fake_supervisor import FakeSupervisor
+from tests.inference.fake_supervisor import FakeSupervisor, supervise
 
 
 @asynccontextmanager
@@ -272,12 +272,12 @@ class Restarting(FakeSupervisor):
 
     def __init__(self, engines: Engines, fakes: list[Fake]) -> None:
         super().__init__()
-        self.call = engines.call
+        self.call = engines.servers.call
         self.fakes, self.dead = fakes, set[int]()
         self.pauses = False  # before it starts one again
         self.started_on: list[WeightsRef | None] = []
         for index in range(len(fakes)):
-            self._start(index, engines.written)
+            self._start(index, engines.servers.written)
 
     def _start(self, index: int, weights: WeightsRef | None) -> None:
         fake = self.fakes[index] = Fake(version=weights.version if weights else 0)
@@ -303,9 +303,9 @@ def engines(tmp_path: Path) -> Iterator[Engines]:
     recipe = load_recipe("gsm8k", ["inference.servers=2"])
     found_run = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
     with Engines(found_run, recipe, tmp_path / "logs") as found:
-        found.initial = found.serving = found.written = weights(found_run, tmp_path / "model")
-        found.supervisor = Restarting(found, [Fake(), Fake()])  # type: ignore[assignment]
-        found.transport = "nccl"
+        found.initial = found.servers.serving = found.servers.written = weights(found_run, tmp_path / "model")
+        supervise(found, Restarting(found, [Fake(), Fake()]))
+        found.servers.transport = "nccl"
         yield found
 
 
@@ -324,8 +324,8 @@ def hand_over(engines: Engines, version: int) -> None:
         return Sent(seconds=0.1)
 
     trainer: Any = SimpleNamespace(send=send)
-    engines.serve_weights(unwritten(version), trainer)
-    assert engines.inference().version == version
+    engines.servers.serve(unwritten(version), trainer)
+    assert engines.servers.inference().version == version
 
 
 def unwritten(version: int) -> WeightsRef:
@@ -341,7 +341,7 @@ def holds_nine(engines: Engines, folder: Path) -> None:
         assert command.version == 9
         return Written(files=upload(engines.run.store, command.prefix, folder / "nine"), seconds=0.1)
 
-    engines._trainer = SimpleNamespace(  # type: ignore[assignment]
+    engines.actor.client = SimpleNamespace(  # type: ignore[assignment]
         is_free=lambda version: version == 9, publish=publish, close=lambda: None
     )
 
@@ -349,41 +349,41 @@ def holds_nine(engines: Engines, folder: Path) -> None:
 def ends(engines: Engines, index: int) -> None:
     """A server dies, and whoever waits for the servers finds out."""
     supervisor(engines).dead.add(index)
-    engines._tend()
+    engines.servers._tend()
 
 
 def test_servers_start_on_the_weights_in_force_and_are_asked_to_load_nothing(engines: Engines) -> None:
-    client = engines.inference()
+    client = engines.servers.inference()
     ends(engines, 0)
     wait_until(lambda: len(client.healthy()) == 2)
     assert all(server.current for server in client.servers)
     assert [fake.updates for fake in supervisor(engines).fakes] == [[], []]
-    assert supervisor(engines).started_on[-1] == engines.serving and client.version == VERSION
+    assert supervisor(engines).started_on[-1] == engines.servers.serving and client.version == VERSION
 
 
 def test_weights_that_the_store_does_not_have_are_written_for_a_server_that_starts(
     engines: Engines, tmp_path: Path
 ) -> None:
-    engines.inference()
+    engines.servers.inference()
     hand_over(engines, 9)
     holds_nine(engines, tmp_path)
     ends(engines, 1)
-    client = engines.inference()
+    client = engines.servers.inference()
     wait_until(lambda: len(client.healthy()) == 2)
-    started_on, serving = supervisor(engines).started_on[-1], engines.serving
-    assert started_on == serving == engines.written and serving is not None and serving.version == 9
+    started_on, serving = supervisor(engines).started_on[-1], engines.servers.serving
+    assert started_on == serving == engines.servers.written and serving is not None and serving.version == 9
     assert all(server.current for server in client.servers) and client.wants(name_of(serving))
     assert [fake.updates for fake in supervisor(engines).fakes] == [[], []], "the other is not disturbed"
 
 
 def test_a_trainer_that_is_busy_is_left_alone_and_the_server_waits_for_the_next_version(engines: Engines) -> None:
-    engines.inference()
+    engines.servers.inference()
     hand_over(engines, 9)
-    engines._trainer = SimpleNamespace(is_free=lambda version: False, close=lambda: None)  # type: ignore[assignment]
+    engines.actor.client = SimpleNamespace(is_free=lambda version: False, close=lambda: None)  # type: ignore[assignment]
     ends(engines, 1)
-    client = engines.inference()
+    client = engines.servers.inference()
     wait_until(lambda: len(client.healthy()) == 2)
-    assert supervisor(engines).started_on[-1] == engines.written
+    assert supervisor(engines).started_on[-1] == engines.servers.written
     assert [server.current for server in client.servers] == [True, False]
     hand_over(engines, 10)
     assert [server.current for server in client.servers] == [True, True]
@@ -394,7 +394,7 @@ def test_a_trainer_that_cannot_write_does_not_disturb_the_servers_that_are_well(
     engines: Engines, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is asked once for each start of a server, not at each look."""
-    client = engines.inference()
+    client = engines.servers.inference()
     monkeypatch.setattr(client, "_ends", Ends)  # there is no model to ask
     hand_over(engines, 9)
     asked: list[int] = []
@@ -404,7 +404,7 @@ def test_a_trainer_that_cannot_write_does_not_disturb_the_servers_that_are_well(
         raise error
 
     trainer: Any = SimpleNamespace(is_free=lambda version: True, publish=publish, close=lambda: None)
-    engines._trainer = trainer
+    engines.actor.client = trainer
     restarting = supervisor(engines)
     restarting.pauses = True
     for _ in range(3):
@@ -412,9 +412,9 @@ def test_a_trainer_that_cannot_write_does_not_disturb_the_servers_that_are_well(
     assert asked == [9]
     restarting.pauses = False
     ends(engines, 1)
-    assert asked == [9] and restarting.started_on[-1] == engines.written
+    assert asked == [9] and restarting.started_on[-1] == engines.servers.written
     asked_for = requests(2)
-    check(asked_for, engines.call(client.generate(asked_for), generates=True), version=9)
+    check(asked_for, engines.servers.call(client.generate(asked_for), generates=True), version=9)
     ends(engines, 1)
     assert asked == [9, 9]
 
@@ -423,8 +423,8 @@ def test_servers_on_older_weights_are_not_taken_to_hold_what_is_written_for_anot
     engines: Engines, tmp_path: Path
 ) -> None:
     """The run resumes at a version that the store does not have; a server dies before the trainer hands it over."""
-    client = engines.inference()
-    engines.serving = unwritten(9)
+    client = engines.servers.inference()
+    engines.servers.serving = unwritten(9)
     holds_nine(engines, tmp_path)
     ends(engines, 1)
     wait_until(lambda: all(server.able for server in client.servers))
@@ -432,28 +432,28 @@ def test_servers_on_older_weights_are_not_taken_to_hold_what_is_written_for_anot
 
 
 def test_when_one_starts_again_after_weights_failed_the_others_are_given_some_again(engines: Engines) -> None:
-    client = engines.inference()
-    engines._loop.run(client.doubt())
+    client = engines.servers.inference()
+    engines.servers._loop.run(client.doubt())
     ends(engines, 1)
     wait_until(lambda: len(client.healthy()) == 2)
-    assert all(server.able for server in engines.inference().servers)
+    assert all(server.able for server in engines.servers.inference().servers)
 
 
 def test_when_all_have_started_again_on_older_weights_the_stage_is_told(engines: Engines) -> None:
-    client = engines.inference()
+    client = engines.servers.inference()
     hand_over(engines, 9)
-    engines._trainer = SimpleNamespace(is_free=lambda version: False, close=lambda: None)  # type: ignore[assignment]
+    engines.actor.client = SimpleNamespace(is_free=lambda version: False, close=lambda: None)  # type: ignore[assignment]
     supervisor(engines).dead |= {0, 1}
-    engines._tend()
+    engines.servers._tend()
     with pytest.raises(ServerDown, match="have to be given the weights in force"):
-        engines.call(client.generate(requests(1)), generates=True)
+        engines.servers.call(client.generate(requests(1)), generates=True)
     assert client.stuck, "the next to ask has the trainer hand them over"
 
 
 def test_when_the_last_has_failed_too_often_the_stage_ends_with_its_log(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = engines.inference()
+    client = engines.servers.inference()
     fakes = supervisor(engines).fakes
     for fake in fakes:
         fake.delay = 1000
@@ -468,5 +468,5 @@ def test_when_the_last_has_failed_too_often_the_stage_ends_with_its_log(
         await generation
 
     with pytest.raises(ServiceFailed, match="failed 4 times"):
-        engines.call(work(), generates=True)
+        engines.servers.call(work(), generates=True)
     wait_until(lambda: not any(server.requests for server in client.servers), "what it asked for is over")

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 from stage_driver import store_in, tiny
 
-from areal_tasks.engines import session
+from areal_tasks.engines import trainers
 from areal_tasks.engines.client import InferenceClient
-from areal_tasks.engines.session import TRAINER, Engines
+from areal_tasks.engines.session import Engines
+from areal_tasks.engines.starting import TRAINER
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.store.runs import open_run
 from schemas.recipe.sections import Inference
-from tests.inference.fake_supervisor import FakeSupervisor
+from tests.inference.fake_supervisor import FakeSupervisor, supervise
 
 
 class Noting(FakeSupervisor):
@@ -35,9 +36,10 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines
     """Engines whose services are said to be there: what is waited for, and asked of servers, is noted in `log`."""
     recipe = tiny()
     run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
-    monkeypatch.setattr(session, "TrainerClient", lambda *_a, **_o: SimpleNamespace(close=lambda: None))
+    held = SimpleNamespace(close=lambda: None, health=lambda: SimpleNamespace(version=0))
+    monkeypatch.setattr(trainers, "TrainerClient", lambda *_a, **_o: held)
     with Engines(run, recipe, tmp_path / "logs") as found:
-        monkeypatch.setattr(found, "supervisor", Noting())
+        supervise(found, Noting())
         yield found
 
 
@@ -47,8 +49,8 @@ def log(engines: Engines) -> list[str]:
 
 
 def placed(engines: Engines, server: str) -> list[str]:
-    engines.placement = Placement(("0",), ((server,),))
-    engines._connected()
+    engines.servers.placement = Placement(("0",), ((server,),))
+    engines.actor.at(0)
     return log(engines)
 
 
@@ -65,7 +67,7 @@ def test_a_server_that_has_only_just_started_gives_its_memory_too(
 ) -> None:
     """As after a restart whose rollout is there already: nobody has asked for the servers yet."""
     inference = Inference(engine="sglang", release_memory=True)
-    engines.recipe = engines.recipe.model_copy(update={"inference": inference})
+    engines.servers.recipe = engines.recipe.model_copy(update={"inference": inference})
 
     async def release(_client: object) -> None:
         log(engines).append("release")

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from stage_driver import store_in, tiny, tiny_evaluation, tiny_sft
-from waiting import LIMIT
+from waiting import wait_until
 
 from areal_tasks.engines.models import file_states
 from areal_tasks.engines.service import ModelFolder, ServiceSpec
 from areal_tasks.engines.session import Engines
-from areal_tasks.engines.starting import Early, may_load_early, own_folder
+from areal_tasks.engines.starting import may_load_early, own_folder
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, Loop, run_directly
 from areal_tasks.store.runs import open_run
-from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import Recipe
@@ -48,9 +46,9 @@ def test_the_trainer_has_loaded_before_it_is_asked_for(tmp_path: Path, caplog: p
     run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
     with Engines(run, recipe, tmp_path / "logs") as engines:
         Loop(run, recipe, engines)._begin()
-        engines._early_load.wait()
+        wait_until(lambda: "the trainer holds nothing; loading version 0" in caplog.messages)
         assert caplog.messages.count("the trainer holds nothing; loading version 0") == 1
-        assert engines.trainer_at(0).health().version == 0
+        assert engines.actor.at(0).health().version == 0
     assert caplog.messages.count("the trainer holds nothing; loading version 0") == 1
 
 
@@ -76,7 +74,7 @@ def test_servers_start_on_the_models_own_folder_and_once(tmp_path: Path, monkeyp
         assert specs[1].folder == specs[2].folder == ModelFolder(path=str(model), files=file_states(model))
         written = WeightsRef(version=0, attempt="a", path="", sha256="", digest="")
         engines.start(written, written, written)
-        assert len(specs) == 3 and engines.written == written
+        assert len(specs) == 3 and engines.servers.written == written
         engines.supervisor.services.clear()
 
 
@@ -108,49 +106,3 @@ LENDS = ["launcher.type=local", "inference.release_memory=true"]
 )
 def test_the_trainer_loads_early_unless_that_disturbs_the_servers(recipe: Recipe, early: bool) -> None:
     assert may_load_early(recipe) is early
-
-
-# ── work that begins early ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_work_goes_on_before_it_is_waited_for() -> None:
-    early, begun, go_on, done = Early("t"), threading.Event(), threading.Event(), list[str]()
-
-    def work() -> None:
-        begun.set()
-        assert go_on.wait(LIMIT)
-        done.append("done")
-
-    early.begin(work)
-    assert begun.wait(LIMIT) and not done
-    go_on.set()
-    early.wait()
-    assert done == ["done"]
-
-
-def test_its_error_is_raised_once() -> None:
-    early = Early("t")
-
-    def fail() -> None:
-        raise UserError("out of memory")
-
-    early.begin(fail)
-    with pytest.raises(UserError, match="out of memory"):
-        early.wait()
-    early.wait()
-
-
-def test_it_does_not_wait_for_itself() -> None:
-    early, done = Early("t"), list[str]()
-
-    def work() -> None:
-        early.wait()
-        done.append("done")
-
-    early.begin(work)
-    early.wait()
-    assert done == ["done"]
-
-
-def test_what_never_began_is_not_waited_for() -> None:
-    Early("t").wait()

@@ -84,7 +84,7 @@ def test_each_placement_that_the_guide_names_has_a_way_for_every_version(
         nothing = WeightsRef(version=0, attempt="", path="", sha256="", digest="")
         engines.begin()
         engines.start(nothing, nothing, nothing)
-        assert (engines.transport, engines.store_only) == (transport, transport == "store")
+        assert (engines.servers.transport, engines.servers.store_only) == (transport, transport == "store")
 
 
 class Stopped(Exception):

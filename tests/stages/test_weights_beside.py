@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_tasks.engines.handover import Fetched, local_weights
+from areal_tasks.engines.handover import Fetched
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.files import commit_weights, read_weights, upload
@@ -29,7 +29,7 @@ def written(tmp_path: Path) -> tuple[Store, WeightsRef]:
 
 def test_servers_read_the_stores_own_files(written: tuple[Store, WeightsRef], tmp_path: Path) -> None:
     store, ref = written
-    with local_weights(store, ref, Fetched()) as folder:
+    with Fetched().local(store, ref) as folder:
         assert folder.is_relative_to(tmp_path / "store")
         assert (folder / "a.safetensors").read_bytes() == b"a.safetensors" * 1000
     assert folder.is_dir()
@@ -43,10 +43,10 @@ def test_damage_is_an_error_once_the_servers_have_loaded(written: tuple[Store, W
     data[500] ^= 1
     place.write_bytes(data)
     loaded = []
-    with pytest.raises(UserError, match=r"b\.safetensors is damaged"), local_weights(store, ref, Fetched()) as folder:
+    with pytest.raises(UserError, match=r"b\.safetensors is damaged"), Fetched().local(store, ref) as folder:
         loaded.append(folder)
     assert loaded
-    with pytest.raises(UserError, match="damaged"), local_weights(store, ref, Fetched()):
+    with pytest.raises(UserError, match="damaged"), Fetched().local(store, ref):
         raise RuntimeError("a server could not read it")  # the damage is what has to be said
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Store, StoreError
-from areal_tasks.store.files import commit_weights, digested, materialise, read_weights, upload, weights_ref
+from areal_tasks.store.files import commit_weights, materialise, read_weights, upload, weights_ref
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.manifest import FileRef, WeightsRef
 
@@ -120,18 +120,3 @@ def test_checkpoints_lie_apart_from_weights(local_store: Store, folder: Path) ->
     ref = commit_weights(local_store, "run", 3, "a", "checkpoint", files, make_provenance(1, now()))
     assert ref.path == "run/checkpoints/version=000003/attempt=a.json"
     assert read_weights(local_store, ref).kind == "checkpoint"
-
-
-def test_digests_may_be_made_after_the_upload(local_store: Store, folder: Path) -> None:
-    prefix = paths.weights_attempt("run", 3, "a")
-    whole = upload(local_store, prefix, folder)
-    bare = upload(local_store, prefix, folder, digests=False)
-    assert [file.sha256 for file in bare] == [""] * len(whole)
-    assert digested(local_store, bare) == digested(local_store, whole) == whole
-
-
-def test_a_file_that_was_cut_short_before_it_was_hashed_is_named(local_store: Store, folder: Path) -> None:
-    bare = upload(local_store, paths.weights_attempt("run", 3, "a"), folder, digests=False)
-    Path(local_store.uri(bare[1].path)).write_bytes(b"short")
-    with pytest.raises(StoreError, match=r"model\.safetensors was altered while it was published: it has 5 bytes"):
-        digested(local_store, bare)

@@ -21,7 +21,6 @@ from areal_tasks.engines.trainer.fencing import Refused
 from areal_tasks.engines.trainer.learner import TrainingFailed
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.store.backend import Store
-from areal_tasks.store.files import digested
 from areal_tasks.store.shards import read_table
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
@@ -247,16 +246,6 @@ def test_published_weights_are_a_model_with_its_tokenizer(rlhf: World, tiny: Pat
     assert (
         AutoTokenizer.from_pretrained(local)("3+5=").input_ids == AutoTokenizer.from_pretrained(tiny)("3+5=").input_ids
     )
-
-
-def test_weights_may_be_written_without_digests(rlhf: World) -> None:
-    trainer = rlhf.trainer()
-    hashed, bare = [
-        trainer.publish(Write(owner=1, version=0, prefix=rlhf.folder("weights", 0, name), digests=digests)).files
-        for name, digests in (("hashed", True), ("bare", False))
-    ]
-    assert {file.sha256 for file in bare} == {""}
-    assert [file.sha256 for file in digested(rlhf.store, bare)] == [file.sha256 for file in hashed]
 
 
 def test_reference_is_version_0_for_good_and_policy_is_not(rlhf: World) -> None:

@@ -59,9 +59,6 @@ class Write(Command):
     """Write the weights (/publish) or the whole training state (/checkpoint) below `prefix`."""
 
     prefix: str
-    digests: bool = Field(
-        True, description="false: the answer's SHA-256 are empty, and whoever asks makes them where the files lie"
-    )
 
 
 class Compare(Command):

@@ -218,7 +218,7 @@ class Trainer:
             with self._usable(command.prefix):
                 known = self.backend.save_checkpoint(folder, self.progress)
             first = self.group.rank == 0
-            files = upload(self.store, command.prefix, folder, known, digests=command.digests) if first else ()
+            files = upload(self.store, command.prefix, folder, known) if first else ()
         return Written(files=files, seconds=time.perf_counter() - started)
 
     @names_memory_knobs
@@ -353,12 +353,11 @@ class Trainer:
         """The snapshot's files, sorted by name, written by rank 0 from memory; what describes the model goes beside."""
         if self.backend.rank > 0 or self.weights is None:
             return ()
-        prefix, digests = command.prefix, command.digests
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
-            with self._usable(prefix):
+            with self._usable(command.prefix):
                 hand_on(self.weights, Path(folder), snapshot.dtype)
-            with beside(lambda: upload(self.store, prefix, Path(folder), digests=digests)) as described:
-                files = snapshot.save(self.store, prefix, digests)
+            with beside(lambda: upload(self.store, command.prefix, Path(folder))) as described:
+                files = snapshot.save(self.store, command.prefix)
         return tuple(sorted([*files, *described.result()], key=lambda file: file.path))
 
     def _snapshot(self) -> Snapshot:

@@ -67,11 +67,11 @@ class Snapshot:
             del self.tensors[name]
         self.version = version
 
-    def save(self, store: Store, prefix: str, digests: bool = True) -> list[FileRef]:
+    def save(self, store: Store, prefix: str) -> list[FileRef]:
         """Write the tensors as safetensors under `prefix`: one file, or several of about SHARD_BYTES and their index.
 
         They go from memory into the store and are hashed there meanwhile: together they take as long as the longer,
-        which for a large file may be hashing it. Without `digests` the SHA-256 are empty.
+        which for a large file may be hashing it.
         """
         shards = _shards(self.tensors)
         names = _file_names(len(shards))
@@ -80,7 +80,7 @@ class Snapshot:
         if len(shards) > 1:
             index = json.dumps(_index(names, shards), indent=1).encode()
             coming.append((f"{prefix}/model.safetensors.index.json", partial(list, [index])))
-        work = [partial(make, *one) for one in coming for make in (partial(_named, digests), partial(_put, store))]
+        work = [partial(make, *one) for one in coming for make in (_named, partial(_put, store))]
         made = parallel(lambda make: make(), work, max(_THREADS, os.cpu_count() or 1))
         return [file for file in made if file is not None]
 
@@ -200,13 +200,12 @@ def _put(store: Store, path: str, content: Callable[[], Content]) -> None:
     store.put_pieces(path, content())
 
 
-def _named(digests: bool, path: str, content: Callable[[], Content]) -> FileRef:
+def _named(path: str, content: Callable[[], Content]) -> FileRef:
     found, size = hashlib.sha256(), 0
     for data in content():
         size += len(data)
-        if digests:
-            found.update(data)
-    return FileRef(path=path, sha256=found.hexdigest() if digests else "", bytes=size)
+        found.update(data)
+    return FileRef(path=path, sha256=found.hexdigest(), bytes=size)
 
 
 def _header(tensors: Named) -> bytes:

@@ -1,24 +1,23 @@
-"""Real processes that are killed when servers hold new weights and nothing has committed these yet."""
+"""Real processes that are killed when new weights are committed and no server holds them yet."""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from stage_driver import Digests, digests, drive, finished, left_over, start_marked, store_in, tiny
-from waiting import LIMIT, wait_until
+from waiting import wait_until
 
-from areal_tasks.engines import handover
 from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.servers import Servers
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
-from areal_tasks.store.backend import Store
-from schemas.manifest import FileRef
+from areal_tasks.store.audit import audit
+from schemas.manifest import WeightsRef
 from schemas.recipe.recipe import Recipe
 
 RECIPE = tiny(schedule={"iterations": 2})
@@ -34,31 +33,17 @@ def expected(folder: Path, recipe: Recipe) -> Digests:
 Strikes = dict[int, Callable[[], None]]
 
 
-def strike_between(strikes: Strikes, patch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """Have each of `strikes` happen when the servers hold its version, and before that is committed; then, go on.
+def strike_between(strikes: Strikes, patch: pytest.MonkeyPatch) -> None:
+    """Have each of `strikes` happen when its version is committed, and before a server loads it."""
+    load = Servers._load
 
-    What is returned lists the versions, when it has happened, and whether they were committed.
-    """
-    load, digested, loaded = InferenceClient.update_weights, handover.digested, {v: threading.Event() for v in strikes}
-    seen: list[tuple[int, bool]] = []
-
-    async def noted(client: InferenceClient, uri: str, version: int, key: str) -> list[float]:
-        seconds = await load(client, uri, version, key)  # they have said that they hold it
-        loaded.get(version, threading.Event()).set()
-        return seconds
-
-    def late(store: Store, files: Sequence[FileRef]) -> tuple[FileRef, ...]:
-        folder = Path(files[0].path).parent
-        version = int(folder.parent.name.removeprefix("version="))
-        if (strike := strikes.pop(version, None)) is not None:
-            assert loaded[version].wait(LIMIT)
-            seen.append((version, store.exists(f"{folder}.json")))
+    def late(servers: Servers, client: InferenceClient, ref: WeightsRef) -> list[float]:
+        if (strike := strikes.pop(ref.version, None)) is not None:
+            assert servers.run.store.exists(ref.path)
             strike()
-        return digested(store, files)
+        return load(servers, client, ref)
 
-    patch.setattr(InferenceClient, "update_weights", noted)
-    patch.setattr(handover, "digested", late)
-    return seen
+    patch.setattr(Servers, "_load", late)
 
 
 def main(folder: Path) -> None:
@@ -79,12 +64,13 @@ def test_the_flow(tmp_path: Path) -> None:
     process.join()
     assert process.exitcode == -9
     written, committed = attempts(tmp_path, 1)
-    assert len(written) == 1 and not committed, "the files are there, and nobody can see them"
+    assert len(written) == 1 and written == committed
     wait_until(lambda: not left_over(tmp_path), "the end of whoever holds that version")
     drive(tmp_path, "r", RECIPE)
     assert digests(tmp_path, "r") == expected(tmp_path, RECIPE)
     again, committed = attempts(tmp_path, 1)
-    assert len(again) == 2 and committed == again - written
+    assert again == committed and len(again) == 2, "no stage names the first"
+    assert audit(store_in(tmp_path), "r").sound
 
 
 def test_a_trainer_and_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,11 +86,10 @@ def test_a_trainer_and_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             process.kill()
             process.wait()
 
-    seen = strike_between({1: strike}, monkeypatch)
+    strike_between({1: strike}, monkeypatch)
     drive(tmp_path, "r", PROCESSES, execute)
-    assert seen == [(1, False)]
     assert digests(tmp_path, "r") == expected(tmp_path, PROCESSES)
     written, committed = attempts(tmp_path, 1)
-    assert written == committed and len(written) == 1, "what was written is what is committed"
+    assert written == committed and len(written) == 1
     logs = {path.name for path in (tmp_path / "logs" / "r").iterdir()}
     assert {"trainer-1-1.log", "inference-0-1-1.log"} <= logs
