@@ -2,7 +2,7 @@
 # Asynchronous and synchronous runs under one fixed load on two GPUs: 64 × 8 samples an iteration, as long as
 # benchmarks/simulate.py draws them, the 1.5B shape with random weights. What each run's tables say goes to RESULTS.
 #
-#   benchmarks/gpu/asynchrony.sh split-4 shared-0 split-1 split-0 …           LAYOUT-η[-abort][-equal][@ITERATIONS]
+#   benchmarks/gpu/fixed_load.sh split-4 shared-0 split-1 split-0 …           LAYOUT-η[-abort][-equal][@ITERATIONS]
 #
 # split: the first GPU trains, the second generates. shared: both do both in turn. equal: all samples have 600 tokens.
 # SHAPE (1.5b), FOLDER (/dev/shm/asynchrony: models, stores, logs), RESULTS (FOLDER/results), SECONDS_EACH (240) after
@@ -47,10 +47,10 @@ run() {  # CASE ITERATIONS
     benchmarks/gpu/iteration.yaml $common ${!layout} ${MORE:-} "${own[@]}" >"$log" 2>&1 || status=$?
   grep -oE "iteration [0-9]+ done.*" "$log" | tail -n 2 || true
   [ $status = 0 ] || { echo "ended with $status"; tail -n 8 "$log"; }
-  python3 -m benchmarks.gpu.asynchrony collect "$AREALFLOW_STORE" "$name" "$AREALFLOW_HOME/logs" "$RESULTS/$name.json" || true
+  python3 -m benchmarks.gpu.fixed_load collect "$AREALFLOW_STORE" "$name" "$AREALFLOW_HOME/logs" "$RESULTS/$name.json" || true
 }
 
 for case in "$@"; do
   run "${case%@*}" "$([[ $case == *@* ]] && echo "${case#*@}" || echo 12)"
 done
-python3 -m benchmarks.gpu.asynchrony table "$RESULTS"/*.json
+python3 -m benchmarks.gpu.fixed_load table "$RESULTS"/*.json

@@ -1,9 +1,9 @@
 """Runs under one fixed load, by layout and η: what their tables say, as a file each, and the table of all of them.
 
-    python -m benchmarks.gpu.asynchrony collect STORE RUN LOGS RESULT.json
-    python -m benchmarks.gpu.asynchrony table RESULT.json …
+    python -m benchmarks.gpu.fixed_load collect STORE RUN LOGS RESULT.json
+    python -m benchmarks.gpu.fixed_load table RESULT.json …
 
-`benchmarks/gpu/asynchrony.sh` makes the runs. An iteration's seconds are those between two commits, without the first
+`benchmarks/gpu/fixed_load.sh` makes the runs. An iteration's seconds are those between two commits, without the first
 `WARM` iterations, where services and the pipeline still fill, and without the last η, for which nothing is generated
 any more. All runs have the same groups in the same order but for those that a bound lets overtake others.
 """
