@@ -53,6 +53,19 @@ PROBE: Final[dict[str, Any]] = {
 }
 
 
+def check_versions_told(where: str, answers: Sequence[dict[str, Any]]) -> None:
+    """A server whose weights change under its requests must tell which of them sampled each token.
+
+    Raises:
+        UserError: it does not, as SGLang by itself.
+    """
+    if not all("weight_versions" in answer["meta_info"] for answer in answers):
+        raise UserError(
+            f"the inference server {where} does not tell which weights sampled each token of an answer, so that they "
+            "cannot change on the way: set rollout.interruption to abort or drain, or let the run start servers"
+        )
+
+
 def check_temperature(where: str, answers: Sequence[dict[str, Any]]) -> None:
     """Look at a server's answer to PROBE: its logprobs must be those after the temperature was applied (DESIGN §5).
 

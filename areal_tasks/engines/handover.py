@@ -66,12 +66,16 @@ def _possible(placement: Placement, external: bool) -> list[Transport]:
     return [*found, "store"]
 
 
-def send_command(owner: int, version: int, transport: Transport, urls: Sequence[str], ranks: int, token: str) -> Send:
+def send_command(
+    owner: int, version: int, transport: Transport, urls: Sequence[str], ranks: int, token: str, keep_cache: bool
+) -> Send:
     """The trainer's order to hand `version` to the servers at `urls`, each of `ranks` GPUs."""
     if transport == "store":
         raise ValueError("through the store nothing is sent")
     receivers = tuple(Receiver(url=url, ranks=ranks) for url in urls)
-    return Send(owner=owner, version=version, transport=transport, receivers=receivers, token=token)
+    return Send(
+        owner=owner, version=version, transport=transport, receivers=receivers, token=token, keep_cache=keep_cache
+    )
 
 
 def name_of(ref: WeightsRef) -> str:

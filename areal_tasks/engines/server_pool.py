@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-from areal_tasks.engines.external import PROBE, check_temperature
+from areal_tasks.engines.external import PROBE, check_temperature, check_versions_told
 from areal_tasks.engines.server import POLL_SECONDS, Router, Server, ServerDown, Target, WrongVersion, making_way
 from areal_tasks.engines.watchdog import Sign
 from schemas.errors import UserError
@@ -109,7 +109,10 @@ class ServerPool(ABC):
 
     async def _check(self, server: Server) -> None:
         if self._foreign and not server.lends:
-            check_temperature(server.url, await server.ask("POST", "/generate", PROBE))
+            answers = await server.ask("POST", "/generate", PROBE)
+            check_temperature(server.url, answers)
+            if self._loading.pause == "in_place":
+                check_versions_told(server.url, answers)
 
     def healthy(self) -> list[str]:
         """Addresses of the servers that are not evicted."""

@@ -276,19 +276,20 @@ class Servers:
         with self._interrupted(client):
             urls = self.call(client.standing())
             ranks = self.recipe.inference.tensor_parallel  # type: ignore[union-attr]
-            command = send_command(self.run.owner, version, self.transport, urls, ranks, self.supervisor.token)
+            keeps = interruption(self.recipe) == "in_place"
+            command = send_command(self.run.owner, version, self.transport, urls, ranks, self.supervisor.token, keeps)
             with self.watchdog.waiting("weights from the trainer", lambda: self._signs(everyone=True)):
                 gone = trainer.send(command).gone
             self.call(client.evict(gone))
+            took = self.call(client.adopt(version, name_of(ref), set(urls) - gone.keys()))
         self.supervisor.end(gone, "did not take new weights", grace_seconds=0.0)
-        took = self.call(client.adopt(version, name_of(ref), set(urls) - gone.keys()))
         if not took:
             raise ServerDown(f"no inference server took version {version}: {'; '.join(gone.values())}")
         return [time.monotonic() - started] * len(took)
 
     @contextmanager
     def _interrupted(self, client: InferenceClient) -> Iterator[None]:
-        """Inside, no request is under way on the servers; those that wait are served when weights were adopted."""
+        """Inside, no server generates; requests that wait or stand still go on afterwards, with the new weights."""
         paused = client.paused
         try:
             self.call(client.interrupt())

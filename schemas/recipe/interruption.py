@@ -11,8 +11,7 @@ Interruption = Literal["in_place", "abort", "drain"]
 
 
 def interruption(recipe: Recipe) -> Interruption | None:
-    """What the recipe asks for, or what its engine can do best; none where nothing is under way: η is 0."""
+    """What the recipe asks for, in place by default; none where nothing is under way: η is 0."""
     if recipe.flow != "rlhf" or recipe.rollout.max_head_offpolicyness == 0:
         return None
-    best: Interruption = "abort" if recipe.inference.engine == "sglang" else "in_place"
-    return recipe.rollout.interruption or best
+    return recipe.rollout.interruption or "in_place"

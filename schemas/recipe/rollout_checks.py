@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from schemas.recipe.interruption import interruption
-
 if TYPE_CHECKING:
     from schemas.recipe.recipe import RlhfRecipe
 
@@ -18,15 +16,6 @@ def memory_is_not_lent(r: RlhfRecipe) -> Message:
         return (
             "inference.release_memory: servers cannot release their memory while they generate; "
             "set rollout.max_head_offpolicyness to 0, or inference.release_memory to false"
-        )
-    return None
-
-
-def engine_interrupts(r: RlhfRecipe) -> Message:
-    if r.inference.engine == "sglang" and interruption(r) == "in_place":
-        return (
-            "rollout.interruption: SGLang reports one weights version for each answer, so that tokens of older weights "
-            "would be taken for the newest's with in_place; set it to abort or drain, or leave it out"
         )
     return None
 
@@ -46,7 +35,6 @@ def success_window(r: RlhfRecipe) -> Message:
 
 ROLLOUT_CHECKS: Final[tuple[Callable[[Any], Message], ...]] = (
     memory_is_not_lent,
-    engine_interrupts,
     groups_differ,
     success_window,
 )

@@ -80,8 +80,8 @@ class Rollout(Section):
         None,
         before=None,
         description="What new weights do to samples under way. `in_place`: they continue with the KV cache of older "
-        "weights, and their tokens are marked (embedded engine). `abort`: their cache is computed again. `drain`: "
-        "weights wait for their end. None: `in_place` where the engine can, else `abort`.",
+        "weights, and their tokens are marked. `abort`: their cache is computed again. `drain`: weights wait for their "
+        "end. None: `in_place`.",
     )
     pace: int | None = operational(
         None, ge=0, description="Groups that may begin beyond what the next iteration takes; none: as many as η allows."

@@ -113,6 +113,17 @@ def test_a_server_whose_logprobs_are_those_before_the_temperature_is_refused_wit
     assert found.servers.inference().version == VERSION
 
 
+def test_servers_that_do_not_tell_the_weights_of_each_token_are_refused_if_these_change_in_place(
+    engines: tuple[Engines, list[Softmax]],
+) -> None:
+    found, _ = engines
+    found.servers.recipe = load_recipe("gsm8k", ["rollout.max_head_offpolicyness=2"])
+    with pytest.raises(UserError, match=r"does not tell which weights sampled each token.*abort or drain"):
+        found.servers.inference()
+    found.servers.recipe = load_recipe("gsm8k", ["rollout.max_head_offpolicyness=2", "rollout.interruption=abort"])
+    assert found.servers.inference().version == VERSION
+
+
 def test_one_that_others_start_again_in_that_way_is_not_let_in(
     engines: tuple[Engines, list[Softmax]],
 ) -> None:

@@ -40,6 +40,7 @@ class Ordered(Fake):
         self.orders: list[tuple[str, Any]] = []
         self.asked = threading.Event()  # to generate
         self.may_go_on: asyncio.Event | None = None
+        self.goes_on = False  # when it is continued
         self.fails = 0  # updates
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -54,6 +55,8 @@ class Ordered(Fake):
         self.orders.append((request.path, body.get("mode")))
         if body.get("mode") == "abort" and self.may_go_on is not None:
             self.interrupt = 1
+            self.may_go_on.set()
+        if request.path == CONTINUE and self.goes_on and self.may_go_on is not None:
             self.may_go_on.set()
         return await super().command(request)
 
@@ -233,7 +236,7 @@ class Trainer:
         self.fake, self.fails = fake, False
 
     def send(self, command: Send) -> Sent:
-        self.fake.orders.append(("send", None))
+        self.fake.orders.append(("send", "keep" if command.keep_cache else None))
         if self.fails:
             raise RuntimeError("the trainer failed")
         self.fake.version = command.version
@@ -284,16 +287,33 @@ def generated(engines: Engines, fake: Ordered, meanwhile: Callable[[], Any]) -> 
 
 
 @pytest.mark.parametrize("transport", ["tensor", "nccl"])
-@pytest.mark.parametrize("chosen", [(), ("rollout.interruption=abort",)])
-def test_requests_are_aborted_before_the_trainer_sends_and_continued_after(
-    begin: Begin, transport: str, chosen: tuple[str, ...]
+def test_requests_stand_still_while_the_trainer_sends_and_go_on_once_the_version_is_known(
+    begin: Begin, transport: str
 ) -> None:
-    engines, fake, trainer = begin(transport, "rollout.max_head_offpolicyness=2", *chosen)
+    """The answers hold tokens of the new version, which are taken only from a server that is known to have it."""
+    engines, fake, trainer = begin(transport, "rollout.max_head_offpolicyness=2")
+    answer = fake.answer
+
+    def mixed(*arguments: Any) -> dict[str, Any]:
+        whole = answer(*arguments)
+        whole["meta_info"] |= {"weight_versions": [(0, 1), (VERSION, 2)], "stale_kv": [(False, 1), (True, 2)]}
+        return whole
+
+    fake.answer, fake.goes_on = mixed, True  # type: ignore[method-assign]
     found = generated(engines, fake, lambda: engines.servers.serve(UNWRITTEN, trainer))  # type: ignore[arg-type]
     assert [result.versions for result in found] == [[0, VERSION, VERSION]] * 2
-    assert fake.orders == [
-        ("/generate", None), (PAUSE, "abort"), ("send", None), (CONTINUE, None), ("/generate", None)
-    ]  # fmt: skip
+    assert [result.stale_kv for result in found] == [[False, True, True]] * 2
+    assert fake.orders == [("/generate", None), (PAUSE, "in_place"), ("send", "keep"), (CONTINUE, None)]
+
+
+@pytest.mark.parametrize("transport", ["tensor", "nccl"])
+def test_requests_are_aborted_before_the_trainer_sends_and_continued_after(begin: Begin, transport: str) -> None:
+    engines, fake, trainer = begin(transport, "rollout.max_head_offpolicyness=2", "rollout.interruption=abort")
+    found = generated(engines, fake, lambda: engines.servers.serve(UNWRITTEN, trainer))  # type: ignore[arg-type]
+    assert [result.versions for result in found] == [[0, VERSION, VERSION]] * 2
+    before, after = fake.orders[:3], fake.orders[3:]
+    assert before == [("/generate", None), (PAUSE, "abort"), ("send", None)]
+    assert set(after) == {(CONTINUE, None), ("/generate", None)} and len(after) == 2, "in any order: SGLang waits"
 
 
 def test_the_servers_go_on_if_the_trainer_fails(begin: Begin) -> None:
@@ -301,7 +321,7 @@ def test_the_servers_go_on_if_the_trainer_fails(begin: Begin) -> None:
     client, trainer.fails = engines.servers._tended(), True
     with pytest.raises(RuntimeError, match="the trainer failed"):
         engines.servers.serve(UNWRITTEN, trainer)  # type: ignore[arg-type]
-    assert fake.orders == [(PAUSE, "abort"), ("send", None), (CONTINUE, None)]
+    assert fake.orders == [(PAUSE, "in_place"), ("send", "keep"), (CONTINUE, None)]
     assert not client.paused and client.stuck, "which weights it holds is not known"
 
 

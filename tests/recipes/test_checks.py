@@ -127,23 +127,20 @@ def test_servers_that_generate_all_the_time_keep_their_memory() -> None:
         load_recipe("gsm8k", ["rollout.max_head_offpolicyness=1", "inference.release_memory=true"])
 
 
-def test_sglang_cannot_say_which_tokens_are_of_older_weights() -> None:
-    with pytest.raises(UserError, match=r"one weights version for each answer.*set it to abort or drain, or leave it"):
-        load_recipe("gsm8k", ["rollout.max_head_offpolicyness=1", "rollout.interruption=in_place"])
-
-
 @pytest.mark.parametrize(
     ("recipe", "overrides", "expected"),
     [
         ("quickstart", [], None),
         ("quickstart", ["rollout.max_head_offpolicyness=1"], "in_place"),
         ("quickstart", ["rollout.max_head_offpolicyness=1", "rollout.interruption=drain"], "drain"),
-        ("gsm8k", ["rollout.max_head_offpolicyness=1"], "abort"),
+        ("gsm8k", ["rollout.max_head_offpolicyness=1"], "in_place"),
         ("gsm8k", ["rollout.max_head_offpolicyness=1", "rollout.interruption=drain"], "drain"),
         ("evaluate-gsm8k", [], None),
     ],
 )
-def test_new_weights_interrupt_as_the_engine_can(recipe: str, overrides: list[str], expected: str | None) -> None:
+def test_new_weights_interrupt_in_place_unless_the_recipe_says_otherwise(
+    recipe: str, overrides: list[str], expected: str | None
+) -> None:
     assert interruption(load_recipe(recipe, overrides)) == expected
 
 

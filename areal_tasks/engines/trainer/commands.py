@@ -80,6 +80,7 @@ class Send(Command):
     transport: Literal["tensor", "nccl"]
     receivers: tuple[Receiver, ...] = Field(min_length=1)
     token: str = Field("", repr=False, description="the servers' bearer token; rank 0 alone talks to them")
+    keep_cache: bool = Field(False, description="requests under way stand still and go on with their caches")
 
     def for_ranks(self) -> str:
         return self.model_dump_json(exclude={"token"})

@@ -145,4 +145,4 @@ def _description(tensors: Named, command: Send, group: str) -> dict[str, Any]:
 
 
 def _update(command: Send, **fields: Any) -> dict[str, Any]:
-    return {**fields, "weight_version": str(command.version), "flush_cache": True}
+    return {**fields, "weight_version": str(command.version), "flush_cache": not command.keep_cache}
