@@ -46,7 +46,7 @@ def judgement(reward: float, verdict: str = "") -> VerifyResult:
 
 
 NONE = judgement(math.nan, "error")
-judged = st.lists(st.sampled_from([0.0, 0.5, 1.0]).map(result), min_size=1, max_size=8)
+judged = st.lists(st.sampled_from([0.0, 0.5, 1.0]).map(judgement), min_size=1, max_size=8)
 shares = st.fractions(0, 1).map(float)
 
 
