@@ -18,27 +18,44 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, cast
 
+from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.query import run_sql
 from benchmarks.bare_loop import machine
 from benchmarks.overhead import run_loop, warm_up
+from benchmarks.slowed import slowed
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe
 
+
+@dataclass(frozen=True)
+class Variant:
+    """Overrides of the recipe, and the share of time in which the server may compute.
+
+    A sample of the quickstart has four tokens at most, and is done in a few ms: new weights never find one under way.
+    They do where the server is stopped most of the time.
+    """
+
+    overrides: Sequence[str] = ()
+    server_share: float = 1.0
+
+
 ETA_4: Final = "rollout.max_head_offpolicyness=4"
-VARIANTS: Final[Mapping[str, tuple[str, ...]]] = {
-    "eta-0": (),
-    "eta-2": ("rollout.max_head_offpolicyness=2",),
-    "eta-4": (ETA_4,),
-    "eta-4-plain-ppo": (ETA_4, "algorithm.decoupled=false"),
-    "eta-4-abort": (ETA_4, "rollout.interruption=abort"),
-    "eta-4-without-stale-kv": (ETA_4, "workflow.name=benchmarks.fresh_cache:FreshCache"),
+SLOW: Final = 0.1
+VARIANTS: Final[Mapping[str, Variant]] = {
+    "eta-0": Variant(),
+    "eta-2": Variant(("rollout.max_head_offpolicyness=2",)),
+    "eta-4": Variant((ETA_4,)),
+    "eta-4-plain-ppo": Variant((ETA_4, "algorithm.decoupled=false")),
+    "slow-eta-4": Variant((ETA_4,), SLOW),
+    "slow-eta-4-abort": Variant((ETA_4, "rollout.interruption=abort"), SLOW),
+    "slow-eta-4-without-stale-kv": Variant((ETA_4, "workflow.name=benchmarks.fresh_cache:FreshCache"), SLOW),
 }
 #: Server and trainer compute on one thread each in all variants: they share a run's cores where η > 0.
 SHARED: Final = ("model.warm_start=", "model.path=run://warm", "inference.threads=1", "trainer.threads=1")
 CURVE: Final = (
     "SELECT avg(reward) AS reward, max(lag) AS lag, "
-    "date_diff('millisecond', min(min(c.started)) OVER (), max(c.committed)) / 1000 AS elapsed "
+    "date_diff('millisecond', min(max(c.committed)) OVER (), max(c.committed)) / 1000 AS elapsed "
     "FROM samples JOIN commits c USING (iteration) GROUP BY iteration ORDER BY iteration"
 )
 ACCURACY: Final = "SELECT avg((verdict = 'correct')::INT) AS accuracy FROM evaluate GROUP BY weights_version"
@@ -48,7 +65,7 @@ STALE: Final = "SELECT avg(stale_kv::INT) AS share FROM tokens WHERE version >= 
 
 @dataclass(frozen=True)
 class Learned:
-    """One run: by iteration its mean reward and the seconds since the first began; accuracy after the last.
+    """One run: by iteration its mean reward and the seconds since the first one ended; accuracy after the last.
 
     `lag` is the greatest of a sample, `stale_kv` the share of generated tokens over a cache of older weights.
     """
@@ -98,9 +115,10 @@ def note(learned: Learned, rows: Path | None) -> None:
 
 def learn(store: Store, folder: Path, variant: str, seed: int, overrides: Sequence[str]) -> Learned:
     """One run from the shared SFT weights."""
-    run = f"{variant}-{seed}"
-    recipe = load_recipe("quickstart", [*SHARED, f"seed={seed}", *overrides, *VARIANTS[variant]])
-    run_loop(store, run, cast(RlhfRecipe, recipe), folder)
+    run, chosen = f"{variant}-{seed}", VARIANTS[variant]
+    recipe = load_recipe("quickstart", [*SHARED, f"seed={seed}", *overrides, *chosen.overrides])
+    with slowed(chosen.server_share, lambda: store.exists(paths.iteration_commit(run, 0))):
+        run_loop(store, run, cast(RlhfRecipe, recipe), folder)
     curve = run_sql(store, run, CURVE).to_pydict()
     [last], [stale] = (run_sql(store, run, query).to_pylist() for query in (LAST, STALE))
     lag = max(curve["lag"])

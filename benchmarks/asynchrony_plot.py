@@ -16,14 +16,14 @@ Line = NDArray[np.float64]
 WIDTH, HEIGHT, LEFT, TOP = 520.0, 340.0, 50.0, 40.0  # of a chart, and its place in its half
 TICKS: Final = 5
 SMOOTHED: Final = 10  # iterations that a point is the mean of
-COLOURS: Final = ("#1f77b4", "#2ca02c", "#d62728", "#9467bd", "#ff7f0e", "#17becf")
+COLOURS: Final = ("#1f77b4", "#2ca02c", "#d62728", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")
 
 
 def plot(learned: Sequence[Learned], folder: Path) -> None:
     """Write reward.svg: the mean over seeds as a line, each seed as a fainter one."""
     charts = [
         *_chart(learned, lambda one: np.arange(len(one.rewards), dtype=float), "iteration", 0.0),
-        *_chart(learned, lambda one: np.array(one.elapsed), "seconds since the first iteration began", LEFT + WIDTH),
+        *_chart(learned, lambda one: np.array(one.elapsed), "seconds since the first iteration ended", LEFT + WIDTH),
     ]
     width, height = 2 * (LEFT + WIDTH) + 20, TOP + HEIGHT + 50
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" font-family="sans-serif"'
@@ -60,7 +60,7 @@ def _names(learned: Sequence[Learned]) -> Iterator[str]:
     there = {one.variant for one in learned}
     for place, (variant, colour) in enumerate(zip(VARIANTS, COLOURS, strict=True)):
         if variant in there:
-            yield f'<text x="{LEFT + place * 170:.1f}" y="20" fill="{colour}">{escape(variant)}</text>'
+            yield f'<text x="{LEFT + place * 155:.1f}" y="20" fill="{colour}">{escape(variant)}</text>'
 
 
 def _line(x: Line, y: Line, colour: str, opacity: float) -> str:
