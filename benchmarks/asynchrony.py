@@ -1,22 +1,23 @@
 """What generation that runs while the trainer trains brings on a CPU, where each of the two has one core.
 
-    python -m benchmarks.asynchrony [--iterations 40] [--rounds 1] [--etas 1,2,4] [key=value …]
+    python -m benchmarks.asynchrony [--iterations 40] [--rounds 1] [--etas 1,2,4] [--rows FILE] [key=value …]
 
 A small model from nothing, whose samples end at random (their lengths have a tail), is trained with a learning rate
-that does not change it: every configuration has the same work. First unpinned and synchronous, all cores for both in
-turn; then with server and trainer pinned to a core each: synchronous, and with each η. The flow's process is not
-pinned. An iteration's time is the difference between two commits. `key=value` overrides fields of the recipe.
+that does not change it: every configuration has the same work. First unpinned and synchronous, two cores for server and
+trainer in turn; then with each of them pinned to one of the two: synchronous, and with each η. The flow's process is
+not pinned. An iteration's time is the difference between two commits. `key=value` overrides fields of the recipe.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, cast
 
@@ -25,6 +26,7 @@ from areal_tasks.launchers.protocol import Job
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.query import run_sql
 from benchmarks.bare_loop import machine
+from benchmarks.on_cores import physical_cores
 from benchmarks.overhead import per_iteration, run_loop
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe
@@ -37,10 +39,15 @@ LAGS: Final = "SELECT lag, sum(num_generated)::BIGINT AS tokens FROM samples GRO
 STAGES: Final = "SELECT stage, avg(seconds) AS seconds FROM stages WHERE stage IN ('rollout', 'train') GROUP BY stage"
 
 
+UNPINNED: Final = "unpinned, η = 0"
+PINNED: Final = "pinned, η = "
+
+
 @dataclass(frozen=True)
 class Measured:
     """Seconds per iteration; mean seconds of the stages rollout and train; shares of tokens by their sample's lag."""
 
+    name: str
     seconds: float
     stages: Mapping[str, float]
     lags: Mapping[int, float]
@@ -51,21 +58,24 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=1, help="repeat all configurations so often, in turns")
     parser.add_argument("--etas", default="1,2,4")
+    parser.add_argument("--rows", type=Path, help="append a line of JSON for each run to this file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
-    etas = [0, *map(int, options.etas.split(","))]
     print(machine())
-    configurations = [("unpinned, η = 0", 0, False), *((f"pinned, η = {eta}", eta, True) for eta in etas)]
-    found: dict[str, list[Measured]] = {name: [] for name, _, _ in configurations}
-    for _ in range(options.rounds):
-        for name, eta, pinned in configurations:
-            found[name].append(measure(eta, pinned, [*options.overrides, f"schedule.iterations={options.iterations}"]))
+    configurations = [(0, False), *((eta, True) for eta in (0, *map(int, options.etas.split(","))))]
+    overrides = [*options.overrides, f"schedule.iterations={options.iterations}"]
+    found: list[Measured] = []
+    for eta, pinned in configurations * options.rounds:
+        found.append(measure(eta, pinned, overrides))
+        if options.rows:
+            with options.rows.open("a") as file:
+                file.write(json.dumps(asdict(found[-1])) + "\n")
     print_table(found)
 
 
 def measure(eta: int, pinned: bool, overrides: Sequence[str]) -> Measured:
     """One run, in a store of its own."""
-    threads = 1 if pinned else 0
+    threads = 1 if pinned else 2
     own = [f"rollout.max_head_offpolicyness={eta}", f"inference.threads={threads}", f"trainer.threads={threads}"]
     recipe = cast(RlhfRecipe, load_recipe("quickstart", [*RECIPE, *overrides, *own]))
     with tempfile.TemporaryDirectory() as folder, pinning(pinned):
@@ -74,37 +84,43 @@ def measure(eta: int, pinned: bool, overrides: Sequence[str]) -> Measured:
         stages = {row["stage"]: row["seconds"] for row in run_sql(store, "run", STAGES).to_pylist()}
         lags = {row["lag"]: row["tokens"] for row in run_sql(store, "run", LAGS).to_pylist()}
         shares = {lag: tokens / sum(lags.values()) for lag, tokens in lags.items()}
-        return Measured(per_iteration(store, "run") / 1000, stages, shares)
+        name = f"{PINNED}{eta}" if pinned else UNPINNED
+        return Measured(name, per_iteration(store, "run") / 1000, stages, shares)
 
 
 @contextmanager
 def pinning(pinned: bool) -> Iterator[None]:
-    """While inside, services of a run are started on one core each: the trainer on one, the servers on another."""
-    cores = sorted(os.sched_getaffinity(0))
-    if pinned and len(cores) < 2:
+    """While inside, services of a run are started on two cores: the trainer on one, the others on another, if `pinned`.
+
+    Raises:
+        SystemExit: there is one core.
+    """
+    cores = [set(core[:1]) for core in physical_cores()]
+    if len(cores) < 2:
         raise SystemExit("Pinning needs two cores.")
     start = LocalLauncher.start
 
     def start_pinned(self: LocalLauncher, job: Job) -> LocalHandle:
         handle = start(self, job)
-        os.sched_setaffinity(handle.process.pid, {cores[1] if job.spec.name == "trainer" else cores[0]})
+        own = cores[1] if job.spec.name == "trainer" else cores[0]
+        os.sched_setaffinity(handle.process.pid, own if pinned else cores[0] | cores[1])
         return handle
 
-    if pinned:
-        LocalLauncher.start = start_pinned  # type: ignore[method-assign]
+    LocalLauncher.start = start_pinned  # type: ignore[method-assign]
     try:
         yield
     finally:
         LocalLauncher.start = start  # type: ignore[method-assign]
 
 
-def print_table(found: Mapping[str, Sequence[Measured]]) -> None:
-    seconds = {name: statistics.median(one.seconds for one in measured) for name, measured in found.items()}
-    base = seconds["pinned, η = 0"]
+def print_table(found: Sequence[Measured]) -> None:
+    """A row for each configuration: medians, and the shares of the last run."""
+    names = list(dict.fromkeys(one.name for one in found))
+    seconds = {name: statistics.median(one.seconds for one in found if one.name == name) for name in names}
+    base = seconds.get(f"{PINNED}0", float("nan"))
     print("| configuration | seconds per iteration | speed-up over pinned, η = 0 | rollout | train | tokens by lag |")
     print("|---|---|---|---|---|---|")
-    for name, measured in found.items():
-        last = measured[-1]
+    for name, last in {one.name: one for one in found}.items():
         lags = " ".join(f"{lag}:{share:.0%}" for lag, share in last.lags.items())
         stages = " | ".join(f"{last.stages[stage]:.3f}" for stage in ("rollout", "train"))
         print(f"| {name} | {seconds[name]:.3f} | {base / seconds[name]:.2f} | {stages} | {lags} |")

@@ -3,88 +3,148 @@
     python -m benchmarks.asynchrony_learning [--seeds 1,2,3,4,5] [--only VARIANT,…] [key=value …]
 
 For each variant: the mean reward of the last tenth of the iterations, its difference to the synchronous run of the same
-seed, the accuracy after the last iteration, and the greatest lag. `key=value` overrides fields of the recipe.
+seed, the accuracy after the last iteration, the greatest lag, and the share of tokens over older KV caches.
+`key=value` overrides fields of the recipe. `benchmarks.asynchrony_on_cpu` runs many at a time.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, cast
 
+from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.query import run_sql
 from benchmarks.bare_loop import machine
 from benchmarks.overhead import run_loop, warm_up
+from benchmarks.slowed import slowed
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe
 
-VARIANTS: Final[Mapping[str, tuple[str, ...]]] = {
-    "eta-0": (),
-    "eta-2": ("rollout.max_head_offpolicyness=2",),
-    "eta-4": ("rollout.max_head_offpolicyness=4",),
-    "eta-4-plain-ppo": ("rollout.max_head_offpolicyness=4", "algorithm.decoupled=false"),
-    "eta-4-abort": ("rollout.max_head_offpolicyness=4", "rollout.interruption=abort"),
+
+@dataclass(frozen=True)
+class Variant:
+    """Overrides of the recipe, and the share of time in which the server may compute.
+
+    A sample of the quickstart has four tokens at most, and is done in a few ms: new weights never find one under way.
+    They do where the server is stopped most of the time.
+    """
+
+    overrides: Sequence[str] = ()
+    server_share: float = 1.0
+
+
+ETA_4: Final = "rollout.max_head_offpolicyness=4"
+SLOW: Final = 0.1
+VARIANTS: Final[Mapping[str, Variant]] = {
+    "eta-0": Variant(),
+    "eta-2": Variant(("rollout.max_head_offpolicyness=2",)),
+    "eta-4": Variant((ETA_4,)),
+    "eta-4-plain-ppo": Variant((ETA_4, "algorithm.decoupled=false")),
+    "slow-eta-4": Variant((ETA_4,), SLOW),
+    "slow-eta-4-abort": Variant((ETA_4, "rollout.interruption=abort"), SLOW),
+    "slow-eta-4-without-stale-kv": Variant((ETA_4, "workflow.name=benchmarks.fresh_cache:FreshCache"), SLOW),
 }
-REWARD: Final = (
-    "SELECT avg(reward) AS reward, max(lag) AS lag FROM samples "
-    "WHERE iteration >= (SELECT floor(0.9 * (max(iteration) + 1)) FROM samples)"
+#: Server and trainer compute on one thread each in all variants: they share a run's cores where η > 0.
+SHARED: Final = ("model.warm_start=", "model.path=run://warm", "inference.threads=1", "trainer.threads=1")
+CURVE: Final = (
+    "SELECT avg(reward) AS reward, max(lag) AS lag, "
+    "date_diff('millisecond', min(max(c.committed)) OVER (), max(c.committed)) / 1000 AS elapsed "
+    "FROM samples JOIN commits c USING (iteration) GROUP BY iteration ORDER BY iteration"
 )
 ACCURACY: Final = "SELECT avg((verdict = 'correct')::INT) AS accuracy FROM evaluate GROUP BY weights_version"
 LAST: Final = f"{ACCURACY} ORDER BY weights_version DESC LIMIT 1"
+STALE: Final = "SELECT avg(stale_kv::INT) AS share FROM tokens WHERE version >= 0"
 
 
 @dataclass(frozen=True)
 class Learned:
-    """One run: mean reward at its end, accuracy after it, and the greatest lag of a sample there."""
+    """One run: by iteration its mean reward and the seconds since the first one ended; accuracy after the last.
 
-    reward: float
+    `lag` is the greatest of a sample, `stale_kv` the share of generated tokens over a cache of older weights.
+    """
+
+    variant: str
+    seed: int
+    rewards: Sequence[float]
+    elapsed: Sequence[float]
     accuracy: float
     lag: int
+    stale_kv: float
+
+    @property
+    def reward(self) -> float:
+        """Of the last tenth of the iterations."""
+        return statistics.mean(self.rewards[len(self.rewards) * 9 // 10 :])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="1,2,3,4,5")
     parser.add_argument("--only", default=",".join(VARIANTS), help="variants")
+    parser.add_argument("--store", help="where a run `warm` is already, and runs are made; by default a new one")
+    parser.add_argument("--rows", type=Path, help="append a line of JSON for each run to this file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
     print(machine())
     chosen = [name for name in VARIANTS if name in options.only.split(",")]
-    found: dict[str, list[Learned]] = {name: [] for name in chosen}
+    found: list[Learned] = []
     with tempfile.TemporaryDirectory() as folder:
-        store = open_store((Path(folder) / "store").as_uri())
-        warm_up(store, Path(folder))
+        store = open_store(options.store or (Path(folder) / "store").as_uri())
+        if not options.store:
+            warm_up(store, Path(folder))
         for seed in map(int, options.seeds.split(",")):
             for name in chosen:
-                found[name].append(learn(store, Path(folder), name, seed, options.overrides))
-                print(f"seed {seed}, {name}: {found[name][-1]}", flush=True)
+                found.append(learn(store, Path(folder), name, seed, options.overrides))
+                note(found[-1], options.rows)
     print_table(found)
 
 
-def learn(store: Store, folder: Path, name: str, seed: int, overrides: Sequence[str]) -> Learned:
+def note(learned: Learned, rows: Path | None) -> None:
+    print(f"seed {learned.seed}, {learned.variant}: reward {learned.reward:.3f}", flush=True)
+    if rows:
+        with rows.open("a") as file:
+            file.write(json.dumps(asdict(learned)) + "\n")
+
+
+def learn(store: Store, folder: Path, variant: str, seed: int, overrides: Sequence[str]) -> Learned:
     """One run from the shared SFT weights."""
-    own = ["model.warm_start=", "model.path=run://warm", f"seed={seed}", *overrides, *VARIANTS[name]]
-    run = f"{name}-{seed}"
-    run_loop(store, run, cast(RlhfRecipe, load_recipe("quickstart", own)), folder)
-    [ended], [last] = run_sql(store, run, REWARD).to_pylist(), run_sql(store, run, LAST).to_pylist()
-    return Learned(ended["reward"], last["accuracy"], ended["lag"])
+    run, chosen = f"{variant}-{seed}", VARIANTS[variant]
+    recipe = load_recipe("quickstart", [*SHARED, f"seed={seed}", *overrides, *chosen.overrides])
+    with slowed(chosen.server_share, lambda: store.exists(paths.iteration_commit(run, 0))):
+        run_loop(store, run, cast(RlhfRecipe, recipe), folder)
+    curve = run_sql(store, run, CURVE).to_pydict()
+    [last], [stale] = (run_sql(store, run, query).to_pylist() for query in (LAST, STALE))
+    lag = max(curve["lag"])
+    return Learned(variant, seed, curve["reward"], curve["elapsed"], last["accuracy"], lag, stale["share"])
 
 
-def print_table(found: Mapping[str, Sequence[Learned]]) -> None:
-    base = next(iter(found.values()))
-    print("| variant | reward at the end | difference to the first, by seed | mean | accuracy | greatest lag |")
-    print("|---|---|---|---|---|---|")
-    for name, runs in found.items():
-        apart = [one.reward - other.reward for one, other in zip(runs, base, strict=True)]
-        reward, accuracy = (statistics.mean(getattr(run, what) for run in runs) for what in ("reward", "accuracy"))
-        by_seed = " ".join(f"{d:+.3f}" for d in apart)
-        lag = max(run.lag for run in runs)
-        print(f"| {name} | {reward:.3f} | {by_seed} | {statistics.mean(apart):+.3f} | {accuracy:.3f} | {lag} |")
+def print_table(found: Sequence[Learned]) -> None:
+    base = {one.seed: one.reward for one in found if one.variant == "eta-0"}
+    print(
+        "| variant | runs | reward at the end | less eta-0, by seed | mean | accuracy | greatest lag | stale_kv | s |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for variant in VARIANTS:
+        if runs := sorted((one for one in found if one.variant == variant), key=lambda one: one.seed):
+            print(_row(variant, runs, base))
+
+
+def _row(variant: str, runs: Sequence[Learned], base: Mapping[int, float]) -> str:
+    apart = [one.reward - base[one.seed] for one in runs if one.seed in base]
+    reward, accuracy, stale = (
+        statistics.mean(getattr(one, name) for one in runs) for name in ("reward", "accuracy", "stale_kv")
+    )
+    by_seed, mean = " ".join(f"{d:+.3f}" for d in apart), f"{statistics.mean(apart):+.3f}" if apart else ""
+    lag, seconds = max(one.lag for one in runs), statistics.median(one.elapsed[-1] for one in runs)
+    shown = f"{reward:.3f} | {by_seed} | {mean} | {accuracy:.3f} | {lag} | {stale:.2%} | {seconds:.0f}"
+    return f"| {variant} | {len(runs)} | {shown} |"
 
 
 if __name__ == "__main__":
