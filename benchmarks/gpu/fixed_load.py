@@ -4,7 +4,7 @@
     python -m benchmarks.gpu.fixed_load table RESULT.json …
 
 `benchmarks/gpu/fixed_load.sh` makes the runs. An iteration's seconds are those between two commits, without the first
-`WARM` iterations, where services and the pipeline still fill, and without the last η, for which nothing is generated
+η + 1 iterations, where services warm up and the pipeline fills, and without the last η, for which nothing is generated
 any more. All runs have the same groups in the same order but for those that a bound lets overtake others.
 """
 
@@ -23,7 +23,6 @@ from benchmarks.gpu.product import rows, write_json
 
 Result = dict[str, Any]
 
-WARM: Final = 3
 QUERIES: Final = {
     "commits": "SELECT iteration, epoch(committed) AS committed FROM commits ORDER BY 1",
     "stages": "SELECT iteration, stage, epoch(started) AS started, seconds FROM stages ORDER BY 1, 3",
@@ -63,8 +62,8 @@ def eta_of(run: str) -> int:
 
 def steady(result: Result) -> list[int]:
     """The iterations that count."""
-    last = [commit["iteration"] for commit in result["commits"]][-1]
-    return list(range(WARM, last + 1 - (eta_of(result["run"]))))
+    last, eta = result["commits"][-1]["iteration"], eta_of(result["run"])
+    return list(range(eta + 1, last + 1 - eta))
 
 
 def of(result: Result, table: str, column: str, where: str = "") -> list[float]:
