@@ -18,13 +18,14 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from areal_tasks.engines.ends import Ends
-from areal_tasks.engines.server import POLL_SECONDS, Refused, Server, ServerDown, WrongVersion, each_token, version_runs
+from areal_tasks.engines.server import Refused, Server, ServerDown, WrongVersion, each_token, stale_runs, version_runs
 from areal_tasks.engines.server_pool import ServerPool
 from schemas.errors import UserError
 from schemas.recipe.interruption import Interruption
 from schemas.recipe.sections import Inference
 
 ATTEMPTS: Final = 4  # servers a request is tried on: one that kills its server must not kill them all
+LEARN_SECONDS: Final = 0.05  # pause between two questions which weights a server holds
 IDLE_CONTINUATIONS: Final = 16  # interruptions in a row that yield no token, after which something is wrong
 
 
@@ -289,7 +290,7 @@ class InferenceClient(ServerPool):
             except ServerDown as error:
                 self._evict(server, error)
             self._dispatch()
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(LEARN_SECONDS)
 
     def _extend(self, work: _Work, answer: dict[str, Any], server: str) -> bool:
         """Take over what is new in an answer; whether the completion has ended where the server did not see it."""
@@ -364,7 +365,7 @@ def _extend(work: _Work, answer: dict[str, Any], server: str) -> None:
     result.output_ids += [token for _, token, *_ in listed[first:]]
     result.logprobs += [logprob for logprob, *_ in listed[first:]]
     result.versions += [int(version) for version in each_token(version_runs(meta))[first:]]
-    result.stale_kv += each_token(meta.get("stale_kv", [(False, len(listed))]))[first:]
+    result.stale_kv += each_token(stale_runs(meta))[first:]
     result.text = "" if work.begun else answer["text"]
     result.server = server
     ended = meta["finish_reason"]

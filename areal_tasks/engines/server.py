@@ -360,6 +360,11 @@ def version_runs(meta: dict[str, Any]) -> list[tuple[Any, int]]:
     return [(meta["weight_version"], tokens)] if tokens else []
 
 
+def stale_runs(meta: dict[str, Any]) -> list[tuple[bool, int]]:
+    """(whether the cache held keys and values of older weights, tokens) of an answer's segments."""
+    return list(meta.get("stale_kv", [(False, len(meta["output_token_logprobs"]))]))
+
+
 def each_token(runs: Iterable[tuple[T, int]]) -> list[T]:
     """The value of each token, out of (value, tokens) of segments."""
     return [value for value, count in runs for _ in range(count)]
