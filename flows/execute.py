@@ -147,7 +147,9 @@ def _start(
 
     # The log comes last, to have its last line first: a worker kills 7 s after it has asked a flow run to end.
     with Observer(run, recipe) as observe, Pauses(log) as pauses, services as engines, logged(run, ids.flow_run):
-        loop_of(run)(run, recipe, engines, StageTasks(pauses.hold), closed, ids)()
+        loop = loop_of(run)(run, recipe, engines, StageTasks(pauses.hold), closed, ids)
+        pauses.tell = loop.hold
+        loop()
     head = run.head()
     return {"run": name, "store": store.url, "iterations": head.iteration + 1 if head else 0}
 

@@ -1,5 +1,7 @@
 """A flow run that a person has paused begins no stage until it is resumed; its services stay, and hold their memory.
 
+Nor do groups begin ahead of the stage at work, also where the flow run is suspended or cancelled and has yet to end.
+
 Prefect's engine heeds a suspension, not a pause: the states of task runs are made in this process, where no server says
 no. So the state of the flow run is asked for again and again, in a thread and over a connection of its own.
 """
@@ -7,6 +9,7 @@ no. So the state of the flow run is asked for again and again, in a thread and o
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextvars import copy_context
 from types import TracebackType
 from typing import Any, Final
@@ -24,13 +27,18 @@ _AWAY: Final = (httpx.HTTPError, ObjectNotFound, RuntimeError)  # Prefect's clie
 
 
 class Pauses:
-    """Use as a context around the loop, and call `hold` before each stage."""
+    """Use as a context around the loop, and call `hold` before each stage.
+
+    `tell` is told, in a thread of its own, whether groups may begin ahead of the stage at work.
+    """
 
     def __init__(self, log: Any) -> None:
         self.log = log
+        self.tell: Callable[[bool], object] = lambda stops: None
         self.flow_run = flow_run.get_id() if PREFECT_API_URL.value() else None
         self._may_go, self._over = threading.Event(), threading.Event()
         self._may_go.set()
+        self._told = False
 
     def __enter__(self) -> Pauses:
         if self.flow_run:
@@ -57,13 +65,22 @@ class Pauses:
 
     def _look(self, client: SyncPrefectClient) -> None:
         while not self._over.wait(LOOK_SECONDS):
-            held = is_held(client.read_flow_run(UUID(self.flow_run)).state)
+            state = client.read_flow_run(UUID(self.flow_run)).state
+            held, stops = is_held(state), is_stopping(state)
+            if stops != self._told:
+                self.tell(stops)
+                self._told = stops
             if held and self._may_go.is_set():
                 self._may_go.clear()
                 self.log.info("paused: no stage begins until this flow run is resumed; its services stay")
             elif not held and not self._may_go.is_set():
                 self.log.info("the flow run goes on")
                 self._may_go.set()
+
+
+def is_stopping(state: State[Any] | None) -> bool:
+    """Whether no stage follows the one at work, for now or for good."""
+    return state is not None and (state.is_paused() or state.is_cancelling())
 
 
 def is_held(state: State[Any] | None) -> bool:

@@ -47,11 +47,15 @@ class Book:
         """Groups that begin now, on servers that hold at least `version`; those that are admitted, lowest first."""
         room = min(self.rule.room(self.next, self._versions(), version), most)
         if self.pace is not None:
-            room = min(room, self.rule.batch(self.next) + self.pace - len(self.live))
+            room = min(room, self.short() + self.pace)
         missing = (index for index in self.settled.missing() if index not in self.live)
         begun = [Lease(index, version) for index in islice(missing, max(int(room), 0))]
         self.live |= {lease.index: Live(version) for lease in begun}
         return begun
+
+    def short(self) -> int:
+        """How many groups the next iteration takes beyond those that live."""
+        return self.rule.batch(self.next) - len(self.live)
 
     def restore(self, waiting: Iterable[Finished]) -> list[Finished]:
         """Groups that an earlier start has finished. Returns those that can be used; the others begin again."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -35,7 +36,8 @@ RETRY_SECONDS: Final = 5.0  # until groups are written that a store has not take
 class Rollouts:
     """The groups of one start of a run. All methods belong to the event loop of the client in `context`.
 
-    `prompt_of` gives the prompt of a group, by its number.
+    `prompt_of` gives the prompt of a group, by its number. While `held`, no group begins but those that `take` waits
+    for.
     """
 
     book: Book
@@ -45,10 +47,12 @@ class Rollouts:
     limits: Rollout
     spool: Spool
     judge: Judge | None = None  # where filters may reject groups
+    held: threading.Event = field(default_factory=threading.Event)
     finished: dict[int, list[Sample]] = field(default_factory=dict)  # by this start, and not settled
     _running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _judging: set[int] = field(default_factory=set)  # those of them that no server is at any more
     _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _taking: bool = False
     _failure: BaseException | None = None  # what must end or repeat the stage that takes groups
     _flushing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _flushes: set[asyncio.Task[None]] = field(default_factory=set)  # the event loop itself keeps none alive
@@ -69,22 +73,26 @@ class Rollouts:
         """
         if isinstance(self._failure, ServerDown):  # there may be one again; nothing else mends itself
             self._failure = None
-        self._begin()
-        while (taken := self.book.take()) is None:
-            if self._failure is not None:
-                raise self._failure
-            if not self._running:
-                raise RuntimeError(f"iteration {self.book.next} waits for groups, and none is under way")
-            self._news.clear()
-            await self._news.wait()
-        await self._record_filtered()
-        return [group.index for group in taken]
+        self._taking = True
+        try:
+            self.begin()
+            while (taken := self.book.take()) is None:
+                if self._failure is not None:
+                    raise self._failure
+                if not self._running:
+                    raise RuntimeError(f"iteration {self.book.next} waits for groups, and none is under way")
+                self._news.clear()
+                await self._news.wait()
+            await self._record_filtered()
+            return [group.index for group in taken]
+        finally:
+            self._taking = False
 
     def consume(self, indices: Sequence[int]) -> None:
         """The next iteration has committed these groups."""
         self.rejections.told()
         self._forget([*indices, *self.book.consume(indices)])
-        self._begin()
+        self.begin()
 
     def drop(self, indices: Sequence[int]) -> None:
         """The rows of these groups cannot be read: they begin again."""
@@ -140,13 +148,15 @@ class Rollouts:
             self.spool.forget([index for index in finished if index not in self.finished])  # consumed meanwhile
             self.rejections.record(group.index for group in groups)
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Begin as many groups as the rule admits now."""
         client = self.context.client
         if client.version is None or self._failure is not None:
             return
-        generating = len(self._running) - len(self._judging)
-        for lease in self.book.lease(client.version, client.capacity - generating):
+        most = client.capacity - (len(self._running) - len(self._judging))
+        if self.held.is_set():
+            most = min(most, self.book.short()) if self._taking else 0
+        for lease in self.book.lease(client.version, most):
             self._running[lease.index] = asyncio.ensure_future(self._generate(lease))
 
     async def _generate(self, lease: Lease) -> None:
@@ -176,7 +186,7 @@ class Rollouts:
         else:
             self._fail(lease, failure)
         self._news.set()
-        self._begin()
+        self.begin()
 
     async def _attempt(self, lease: Lease) -> list[Sample]:
         try:
@@ -192,7 +202,7 @@ class Rollouts:
         if self.judge is None:
             return ""
         self._judging.add(lease.index)
-        self._begin()
+        self.begin()
         try:
             return await self.judge(samples)
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -63,6 +64,7 @@ class Generation:
         self._first = head.iteration + 1 if head else 0
         self.book = Book(self._rule(self._first), self._first, settled_after(head))
         self._spooled = spooled_after(head) if head and head.run == run.name else (0, 0)  # a child has its own spool
+        self._held = threading.Event()
         self._recipe: Recipe | None = None
         self._rollouts: Rollouts | None = None
         self._engines: Engines | None = None
@@ -105,6 +107,19 @@ class Generation:
         else:
             context.engines.servers.call(_in_loop(partial(rollouts.consume, taken)))
 
+    def hold(self, held: bool) -> None:
+        """Begin no group but those that a stage at work takes, until told otherwise; record what has finished.
+
+        May be called from any thread. Does not wait long for the store, which may take the groups later.
+        """
+        (self._held.set if held else self._held.clear)()
+        if self._rollouts is None or self._engines is None:
+            return
+        try:
+            self._engines.servers.call_briefly(self._rollouts.flush() if held else _in_loop(self._rollouts.begin))
+        except (UserError, TimeoutError) as error:
+            log.warning("finished groups are not in the store yet: %s", str(error) or type(error).__name__)
+
     def close(self) -> None:
         """Give up the groups under way; those that wait are in the store then."""
         if self._rollouts is None or self._engines is None:
@@ -145,6 +160,7 @@ class Generation:
             limits=recipe.rollout,
             spool=spool,
             judge=judge_of(context, recipe) if recipe.rollout.filters.active else None,
+            held=self._held,
         )
         if context.iteration == self._first:  # else an iteration may have told of them, whose rollout was reused
             rollouts.rejections.counts.update(kind_of(group.reason) for group in rejected)

@@ -132,6 +132,11 @@ class Loop:
                 context = replace(context, weights_held=initial)
         return plan, found
 
+    def hold(self, held: bool) -> None:
+        """Whether to begin no groups ahead of the stage at work. May be called from any thread."""
+        if self.generation is not None:
+            self.generation.hold(held)
+
     @contextmanager
     def _generating(self) -> Iterator[None]:
         """While inside, samples to train on are generated as iterations ask for them, or ahead of them."""

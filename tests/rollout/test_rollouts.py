@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -131,6 +132,40 @@ def test_groups_begin_while_nobody_waits_for_them() -> None:
         await until(lambda: len(scene.begun) == 4 * BATCH)  # a batch of version 1
 
     go(work())
+
+
+@given(st.integers(0, 3), st.integers(0, 2))
+@settings(max_examples=20, deadline=None)
+def test_while_it_is_held_only_what_a_stage_waits_for_begins(eta: int, before: int) -> None:
+    """Held after so many iterations: none begins ahead, what has finished is in the store, and none waits for ever."""
+
+    async def work(store: Store) -> None:
+        scene = Scene()
+        found = rollouts(scene, at(store), eta)
+        for scene.version in range(before):
+            found.consume(await found.take())
+        found.held.set()
+        scene.version, begun = before, begun_by(found)
+        found.begin()
+        finished = list(found.finished)
+        await found.flush()
+        assert begun_by(found) == begun and all(index in found.spool for index in finished)
+        found.consume(await found.take())
+        scene.version += 1
+        found.begin()
+        assert begun_by(found) == max(begun, (before + 1) * BATCH)
+        found.held.clear()
+        found.begin()
+        assert begun_by(found) == (before + 1 + eta + 1) * BATCH
+        await found.close()
+
+    with TemporaryDirectory() as folder:
+        go(work(open_store(Path(folder).as_uri())))
+
+
+def begun_by(found: Rollouts) -> int:
+    """How many groups have begun so far, where none has failed."""
+    return found.book.settled.prefix + len(found.book.live)
 
 
 def test_nothing_is_generated_that_no_iteration_is_left_to_train_on() -> None:
