@@ -38,6 +38,7 @@ from flows.patience import Patience, patiently
 from flows.pauses import Pauses
 from flows.startup import Startup, flow_begins, mark
 from flows.tasks import StageTasks
+from flows.waits import Waits
 from schemas.errors import UserError
 from schemas.manifest import RunRecord
 from schemas.recipe.load import apply_overrides, parse_recipe
@@ -146,7 +147,13 @@ def _start(
         startup(run, iteration, list(services.supervisor.services), ids.flow_run)
 
     # The log comes last, to have its last line first: a worker kills 7 s after it has asked a flow run to end.
-    with Observer(run, recipe) as observe, Pauses(log) as pauses, services as engines, logged(run, ids.flow_run):
+    with (
+        Observer(run, recipe) as observe,
+        Waits(run, services.watchdog, observe.artifacts),
+        Pauses(log, services.watchdog) as pauses,
+        services as engines,
+        logged(run, ids.flow_run),
+    ):
         loop = loop_of(run)(run, recipe, engines, StageTasks(pauses.hold), closed, ids)
         pauses.tell = loop.hold
         loop()

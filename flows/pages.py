@@ -12,12 +12,13 @@ import shlex
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
 
 from areal_tasks.store.backend import Store
-from schemas.manifest import StageManifest
+from schemas.manifest import StageManifest, Wait, WaitsRecord
 
 # What fits beside the numbers in a table of the UI, which neither wraps its cells nor a page's code blocks.
 PROMPT_CUT, COMPLETION_CUT, ANSWER_CUT, NUMBERS_CUT, PAGE_WIDTH = 60, 40, 16, 52, 88
@@ -131,6 +132,33 @@ def manifest_page(task: str, store: Store, manifest: StageManifest) -> str:
 
 def _link(text: str, url: str) -> str:
     return f"[{escape_markdown(text)}]({url})" if url else escape_markdown(text)
+
+
+def waits_page(run: str, record: WaitsRecord, shown_after: float) -> str:
+    """What a run waits for, as of when, and by when the page is renewed: it cannot say itself that its flow is gone."""
+    title = f"# {escape_markdown(f'What run {run} waits for')}"
+    told = f"As of {clock_text(record.told)}."
+    if not record.waits:
+        return f"{title}\n\nNothing for longer than {shown_after:g} seconds. {told}"
+    rows = [f"| {' | '.join(escape_markdown(cell) for cell in _wait_cells(wait))} |" for wait in record.waits]
+    table = "\n".join(["| at | waits for | since | ends after | says |", "| --- | --- | --- | --- | --- |", *rows])
+    renewed = f"This page is renewed within {record.seconds:g} seconds; if it is not, its process is gone."
+    return f"{title}\n\n{table}\n\n{told} {renewed}"
+
+
+def _wait_cells(wait: Wait) -> tuple[str, ...]:
+    return wait.at, wait.what, clock_text(wait.since), wait.limit, head(wait.says, PAGE_WIDTH)
+
+
+def wait_text(wait: Wait) -> str:
+    """`trainer, /train of version 3, since 10:04:31 UTC`."""
+    return f"{wait.at}, {wait.what}, since {clock_text(wait.since)}"
+
+
+def clock_text(time: str) -> str:
+    """An ISO time in UTC as people read it, to the second; without its date if it is today's."""
+    moment = datetime.fromisoformat(time)
+    return f"{moment:%H:%M:%S} UTC" if moment.date() == datetime.now(UTC).date() else f"{moment:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def rollout_page(samples: pa.Table, title: str) -> str:

@@ -22,6 +22,8 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 
+from areal_tasks.engines.watchdog import Sign, Watchdog
+
 LOOK_SECONDS: Final = 2.0
 _AWAY: Final = (httpx.HTTPError, ObjectNotFound, RuntimeError)  # Prefect's client raises the last where nobody listens
 
@@ -32,8 +34,9 @@ class Pauses:
     `tell` is told, in a thread of its own, whether groups may begin ahead of the stage at work.
     """
 
-    def __init__(self, log: Any) -> None:
+    def __init__(self, log: Any, watchdog: Watchdog) -> None:
         self.log = log
+        self.watchdog = watchdog
         self.tell: Callable[[bool], object] = lambda stops: None
         self.flow_run = flow_run.get_id() if PREFECT_API_URL.value() else None
         self._may_go, self._over = threading.Event(), threading.Event()
@@ -52,8 +55,11 @@ class Pauses:
 
     def hold(self) -> None:
         """Wait while the flow run is paused."""
-        while not self._may_go.wait(0.5):  # not for ever: a signal that cancels is handled between
-            pass
+        if self._may_go.is_set():
+            return
+        with self.watchdog.waiting("to be resumed", _person, limit="the pause's own timeout"):
+            while not self._may_go.wait(0.5):  # not for ever: a signal that cancels is handled between
+                pass
 
     def _watch(self) -> None:
         while not self._over.is_set():
@@ -76,6 +82,10 @@ class Pauses:
             elif not held and not self._may_go.is_set():
                 self.log.info("the flow run goes on")
                 self._may_go.set()
+
+
+def _person() -> dict[str, Sign]:
+    return {"a person": Sign(object(), "the flow run is paused")}  # who owes no progress: the log does not complain
 
 
 def is_stopping(state: State[Any] | None) -> bool:

@@ -244,6 +244,30 @@ class ServiceRecord(StoredRecord):
     started: str
 
 
+class Wait(Record):
+    """Something that a run waits for."""
+
+    at: str = Field(description="who is at it: a service, `the store`, `the verifiers`, `a person`, `this process`")
+    what: str
+    since: str = Field(description="in UTC, to the second")
+    limit: str = Field(description="what ends the wait")
+    says: str = Field(description="how it got on, by its own words")
+
+
+class WaitsRecord(StoredRecord):
+    """`waits/owner=<n>/<m>.json`: what a start of the flow waited for when it told so; the last one counts.
+
+    The next one follows within so many seconds, unless the process is gone or the store away; an empty one is the last
+    until something lasts again.
+    """
+
+    host: str
+    pid: int
+    told: str
+    seconds: float
+    waits: tuple[Wait, ...]
+
+
 class SpooledGroup(Record):
     """A finished group in the spool. `version` is that of its oldest token."""
 

@@ -160,7 +160,9 @@ class Servers:
             ServiceFailed: no server is left, and `launcher.restarts` are used up.
             ServerDown: it `generates`, and all servers were started again on weights that are not in force any more.
         """
-        with self.watchdog.waiting("generation or new weights", self._signs, ends=not self.external):
+        what = "generation" if generates else "an order to the servers"
+        limit = "inference.request_timeout_seconds for each request" if self.external else ""
+        with self.watchdog.waiting(what, self._signs, limit=limit):
             return self._loop.run(work, meanwhile=lambda: self._tend_if_free(generates))
 
     def call_briefly(self, work: Coroutine[Any, Any, object]) -> None:

@@ -114,7 +114,7 @@ class Engines:
         def look() -> dict[str, Sign]:
             return {"the verifiers": Sign(pool.judged, f"{pool.judged} of {samples} judged")}
 
-        return self.watchdog.waiting("verdicts", look, ends=False)  # each has reward.wall_seconds
+        return self.watchdog.waiting("verdicts", look, limit="reward.wall_seconds for each")
 
     @cached_property
     def _model_folder(self) -> Path:

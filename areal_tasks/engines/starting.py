@@ -99,5 +99,5 @@ def ready(
     def starting() -> dict[str, Sign]:
         return {name: Sign(None, f"see {log}") for name, log in supervisor.starting(names).items()}
 
-    with watchdog.waiting("its start", starting, ends=False):  # it has launcher.startup_seconds
+    with watchdog.waiting("its start", starting, limit="launcher.startup_seconds"):
         return supervisor.wait(names, weights)

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 LOOKS: Final = 4  # within the first warning interval
 LONGEST_PAUSE: Final = 15.0  # seconds between two looks
+HERE: Final = "this process"  # where something is waited for that no service is at
+STORE_LIMIT: Final = "S3: 30 s for an answer, some attempts; a disk: none"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,17 @@ class Sign:
 
     progress: object
     says: str
+
+
+@dataclass(frozen=True)
+class Waited:
+    """What the run waits for: who is at it, for how many seconds, what ends the wait, and what was said of it last."""
+
+    at: str
+    what: str
+    seconds: float
+    limit: str
+    says: str = ""
 
 
 Look = Callable[[], Mapping[str, Sign]]
@@ -45,15 +58,16 @@ class _Silence:
     progress: object
     since: float
     complain_after: float
+    says: str = ""
 
 
 @dataclass(eq=False)
 class _Wait:
-    """Something that the run waits for. `ends`: what hangs for too long is ended."""
+    """Something that the run waits for. `limit`: what ends the wait; empty: the end of a service that hangs."""
 
     what: str
     look: Look
-    ends: bool
+    limit: str
     since: float
     silences: dict[str, _Silence] = field(default_factory=dict)
 
@@ -87,17 +101,37 @@ class Watchdog:
         self._closed.set()
 
     @contextmanager
-    def waiting(self, what: str, look: Look, *, ends: bool = True) -> Iterator[None]:
+    def waiting(self, what: str, look: Look = dict, *, limit: str = "") -> Iterator[None]:
         """While inside, the run waits for `what`, which the services that `look` tells of are at.
 
-        `look` is called in a thread of its own. It leaves out services that have nothing to do.
+        `look` is called in a thread of its own. It leaves out services that have nothing to do. They are ended when
+        they hang, unless something else ends the wait: `limit` names it.
         """
-        wait = _Wait(what, look, ends, self.clock())
+        wait = _Wait(what, look, limit, self.clock())
         self._waits[id(wait)] = wait
         try:
             yield
         finally:
             del self._waits[id(wait)]
+
+    def waits(self, seconds: float) -> list[Waited]:
+        """What has been waited for at least so long, the longest first. May be called from any thread.
+
+        What this process itself is at is named only where no service and no store is waited for.
+        """
+        now, waits = self.clock(), list(self._waits.values())
+        hung = f"no progress for {self.settings.hang_seconds:g} s (launcher.hang_seconds)"
+        found = [
+            *(Waited("the store", one.what, now - one.since, STORE_LIMIT) for one in self._ledger.under_way()),
+            *(
+                Waited(name, wait.what, now - wait.since, wait.limit or hung, silence.says)
+                for wait in waits
+                for name, silence in list(wait.silences.items())
+            ),
+        ]
+        here = [Waited(HERE, wait.what, now - wait.since, wait.limit or "none") for wait in waits]
+        lasting = [w for w in found if w.seconds >= seconds] or [w for w in here if w.seconds >= seconds]
+        return sorted(lasting, key=lambda wait: -wait.seconds)
 
     def _run(self) -> None:
         while not self._closed.wait(self.pause):
@@ -130,10 +164,11 @@ class Watchdog:
             known = wait.silences[name] = _Silence(sign.progress, since, self.settings.warn_seconds)
         elif sign.progress is not None and sign.progress != known.progress:
             known.progress, known.since, known.complain_after = sign.progress, now, self.settings.warn_seconds
+        known.says = sign.says
         self._act(wait, name, sign, known, now - known.since)
 
     def _act(self, wait: _Wait, name: str, sign: Sign, known: _Silence, silent: float) -> None:
-        mortal = wait.ends and self.settings.type != "inline"
+        mortal = not wait.limit and self.settings.type != "inline"
         found = f"{wait.what}: no progress since {_clock(silent)} ({silent:.0f} s); {sign.says}"
         if mortal and silent >= self.settings.hang_seconds:
             known.since, known.complain_after = self.clock(), self.settings.warn_seconds  # of whatever comes next

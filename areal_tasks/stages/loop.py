@@ -46,7 +46,8 @@ class Job:
     inputs: Mapping[str, Built]
 
     def run(self, ids: PrefectIds) -> Built:
-        return build(self.stage, self.context, self.inputs, ids)
+        with self.context.engines.watchdog.waiting(self.label):
+            return build(self.stage, self.context, self.inputs, ids)
 
 
 @dataclass(frozen=True)

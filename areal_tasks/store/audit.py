@@ -32,6 +32,7 @@ from schemas.manifest import (
     StoredRecord,
     Tag,
     Tombstone,
+    WaitsRecord,
     WeightsManifest,
     WeightsRef,
 )
@@ -254,13 +255,14 @@ def _removed(tombstone: Tombstone) -> Removed:
 
 
 def _records(found: Findings, name: str) -> None:
-    """Owners, services, tags, references and signatures: only their seals vouch for them."""
+    """Owners, services, waits, tags, references and signatures: only their seals vouch for them."""
     found.sequence(f"{name}/owners", lambda n: paths.owner(name, n), OwnerRecord, 1)
     folders: list[tuple[str, type[StoredRecord]]] = [
         (f"{name}/references", Reference),
         (f"{name}/tags", Tag),
         (f"{name}/signatures", Signature),
         *((f"{name}/services/{owner}", ServiceRecord) for owner in found.store.children(f"{name}/services")),
+        *((f"{name}/waits/{owner}", WaitsRecord) for owner in found.store.children(f"{name}/waits")),
     ]
     for folder, model in folders:
         found.folder(folder, model)

@@ -47,6 +47,11 @@ def service(run: str, owner: int, name: str, restart: int) -> str:
     return f"{run}/services/owner={owner}/{name}-{restart}.json"
 
 
+def waits(run: str, owner: int, n: int) -> str:
+    """The n-th record, from 1, of what that start of the flow waited for."""
+    return f"{run}/waits/owner={owner}/{n}.json"
+
+
 def spool(run: str) -> str:
     """The folder of finished groups that wait, and of rejected ones."""
     return f"{run}/spool"

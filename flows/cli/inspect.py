@@ -15,12 +15,15 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.parallel import parallel
 from areal_tasks.store.query import Session, check_statement
 from areal_tasks.store.runs import Run, RunSummary, list_runs, load_run
+from areal_tasks.store.waits import standing_waits
 from flows.cli.overrides import run_and_changes
 from flows.home import logs_folder
+from flows.pages import wait_text
 from schemas.errors import UserError
-from schemas.manifest import IterationCommit
+from schemas.manifest import IterationCommit, WaitsRecord
 from schemas.recipe.load import apply_overrides, load_recipe, parse_recipe
 
 if TYPE_CHECKING:
@@ -113,15 +116,33 @@ def runs(store: StoreUrl = "", as_json: AsJson = False) -> None:
             raise UserError(f"there is no store in {place.url}: name another one")
         typer.echo(f"there is no store in {place.url} yet: `arealflow run` makes one", err=True)
     found = list_runs(place)
-    show([asdict(summary) if as_json else run_row(summary) for summary in found], as_json, "runs")
+    waits = parallel(lambda summary: _waits(place, summary), found)
+    row = run_object if as_json else run_row
+    show([row(summary, record) for summary, record in zip(found, waits, strict=True)], as_json, "runs")
 
 
-def run_row(summary: RunSummary) -> dict[str, Any]:
-    """A run as a line for people: a child with its parent, and with what it kept of it."""
+def _waits(store: Store, summary: RunSummary) -> WaitsRecord | None:
+    """What a run waits for now. One damaged record does not hide the runs."""
+    try:
+        return None if summary.problem else standing_waits(load_run(store, summary.name))
+    except UserError as error:
+        typer.echo(f"what run {summary.name} waits for is not known: {error}", err=True)
+        return None
+
+
+def run_object(summary: RunSummary, waits: WaitsRecord | None) -> dict[str, Any]:
+    """A run for programs; `waits`, with the time `told`, is what it waits for now."""
+    now = {"told": waits.told, "waits": [wait.model_dump() for wait in waits.waits]} if waits else {"waits": []}
+    return asdict(summary) | now
+
+
+def run_row(summary: RunSummary, waits: WaitsRecord | None) -> dict[str, Any]:
+    """A run as a line for people: a child with its parent, and with what it kept of it; and what it waits for now."""
     row = asdict(summary)
     forked_at, counterfactual = row.pop("forked_at"), row.pop("counterfactual")
     kept = {"kind": f"{summary.kind}, counterfactual"} if counterfactual else {}
-    return row | kept | ({"parent": f"{summary.parent}@{forked_at}"} if summary.parent else {})
+    parent = {"parent": f"{summary.parent}@{forked_at}"} if summary.parent else {}
+    return row | kept | parent | {"waits for": "; ".join(map(wait_text, waits.waits)) if waits else ""}
 
 
 def sql(

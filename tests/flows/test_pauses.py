@@ -10,7 +10,9 @@ from prefect.runtime import flow_run
 from prefect_api import ask
 from waiting import wait_until
 
+from areal_tasks.engines.watchdog import Watchdog
 from flows.pauses import Pauses
+from schemas.recipe.sections import Launcher
 
 
 def set_state(api: str, kind: str, name: str) -> None:
@@ -27,7 +29,7 @@ def test_groups_ahead_are_held_whatever_stops_the_flow_run_until_it_goes_on(api:
 
     @flow
     def stopped() -> None:
-        pauses = Pauses(logging.getLogger("run"))
+        pauses = Pauses(logging.getLogger("run"), Watchdog(Launcher(), lambda name, why: None))
         pauses.tell = told.append
         with pauses:
             set_state(api, kind, name)

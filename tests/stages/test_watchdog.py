@@ -17,7 +17,7 @@ from waiting import LIMIT
 
 from areal_tasks.engines import server, trainer_client
 from areal_tasks.engines.trainer.local import LocalBackend
-from areal_tasks.engines.watchdog import Sign, Watchdog
+from areal_tasks.engines.watchdog import HERE, Sign, Watchdog
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
 from areal_tasks.store.under_way import Ledger
@@ -45,7 +45,7 @@ def test_services_that_hang_are_named_ended_and_started_again(
         drive(tmp_path, "r", WATCHED, execute)
     assert digests(tmp_path, "r") == digests(tmp_path, "whole")
     told(caplog.messages, "trainer", r"/(health|train of version 1)")
-    told(caplog.messages, "inference-0", "generation or new weights")
+    told(caplog.messages, "inference-0", "generation")
     logs = {path.name for path in (tmp_path / "logs" / "r").iterdir()}
     assert logs == {f"{name}-1-{restart}.log" for name in ("trainer", "inference-0") for restart in range(2)}
 
@@ -119,7 +119,7 @@ def test_whoever_hangs_again_is_ended_again() -> None:
 
 def test_complaints_become_rarer(caplog: pytest.LogCaptureFixture) -> None:
     watchdog = Watched()
-    with watchdog.waiting("work", stuck, ends=False):
+    with watchdog.waiting("work", stuck, limit="something else"):
         watchdog.for_seconds(12 * WARN)
     assert len(caplog.messages) == 4 and not watchdog.ended  # after 1, 2, 4 and 8 times as long
     assert "is started again" not in caplog.text
@@ -159,6 +159,26 @@ def test_what_the_store_does_not_answer_is_named(caplog: pytest.LogCaptureFixtur
         r"waiting for the store, read s3://bucket/run/x\.json: no answer since [\d:]{8} \(10 s\)", caplog.text
     )
     assert not watchdog.ended and watchdog.ledger.under_way() == [] and watchdog.ledger.ended == 1
+
+
+def test_what_is_waited_for_is_told_with_who_is_at_it_since_when_and_what_ends_it() -> None:
+    watchdog = Watched()
+
+    def told(seconds: float = 20.0) -> list[tuple[str, str, float, str]]:
+        return [(wait.at, wait.what, wait.seconds, wait.says) for wait in watchdog.waits(seconds)]
+
+    with watchdog.waiting("a stage"):
+        watchdog.for_seconds(25.0)
+        assert told() == [(HERE, "a stage", 25.0, "")] and not told(30.0)
+        with watchdog.waiting("work", stuck), watchdog.ledger.entry("read", "x.json"):
+            watchdog.for_seconds(20.0)
+            assert told() == [("the store", "read x.json", 20.0, ""), ("stuck", "work", 20.0, "at 7")]
+            assert "launcher.hang_seconds" in watchdog.waits(20.0)[1].limit
+        with watchdog.waiting("verdicts", stuck, limit="reward.wall_seconds"):
+            watchdog.for_seconds(20.0)
+            assert watchdog.waits(20.0)[0].limit == "reward.wall_seconds"
+        assert [what for _, what, _, _ in told()] == ["a stage"]
+    assert not told(0.0)
 
 
 def test_it_looks_by_itself() -> None:

@@ -1,0 +1,59 @@
+"""What a run waits for, as its flow tells other processes: a record in the run whenever that changes.
+
+Only waits that last are told of, so that a run whose stages take seconds writes none.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+import psutil
+
+from areal_tasks.store import paths
+from areal_tasks.store.backend import Exists
+from areal_tasks.store.commit import read_record
+from areal_tasks.store.provenance import now
+from areal_tasks.store.runs import Run
+from areal_tasks.store.search import last_present
+from schemas.manifest import Wait, WaitsRecord
+
+#: For which a record may be late: the store is slow, or another machine's clock is wrong.
+LATE_SECONDS: Final = 60.0
+
+
+def waits_record(waits: Sequence[Wait], seconds: float) -> WaitsRecord:
+    """What this process waits for now. `seconds`: the next record follows by then."""
+    return WaitsRecord(host=socket.gethostname(), pid=os.getpid(), told=now(), seconds=seconds, waits=tuple(waits))
+
+
+def tell_waits(run: Run, n: int, record: WaitsRecord) -> None:
+    """Store the n-th record of this start of the flow. Raises StoreError."""
+    with suppress(Exists):  # it was stored before, and the answer was lost
+        run.store.create(paths.waits(run.name, run.owner, n), record.encode())
+
+
+def standing_waits(run: Run) -> WaitsRecord | None:
+    """What the run waits for now; None if for nothing that lasts, or if the process that waited is gone."""
+    store, name = run.store, run.name
+    owner = last_present(lambda n: store.exists(paths.owner(name, n)), 1)
+    n = last_present(lambda n: store.exists(paths.waits(name, owner, n)), 1)
+    record = read_record(store, paths.waits(name, owner, n), WaitsRecord) if n else None
+    return record if record and record.waits and holds(record, datetime.now(UTC)) else None
+
+
+def holds(record: WaitsRecord, time: datetime) -> bool:
+    """Whether the process that has told so may still wait. On another machine, only its next record's delay tells."""
+    due = datetime.fromisoformat(record.told) + timedelta(seconds=record.seconds + LATE_SECONDS)
+    return time <= due and (record.host != socket.gethostname() or _runs(record.pid))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

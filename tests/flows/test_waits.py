@@ -1,0 +1,87 @@
+"""What a run waits for, on its page and in `arealflow runs`: while it lasts, when it has ended, and after kill -9."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect_api import ask
+from stage_driver import left_over, start_marked, store_in, tiny
+from waiting import wait_until
+
+from areal_tasks.store.runs import load_run
+from areal_tasks.store.waits import standing_waits
+from flows import waits as shown
+from flows.cli.main import main
+from flows.rlhf import rlhf
+from schemas.recipe.recipe import Recipe
+
+
+def recipe(folder: Path) -> Recipe:
+    return tiny(
+        reward={"verifier": "gated_reward:gated", "timeout_seconds": 3600},
+        schedule={"iterations": 1, "artifact_every": 100},
+        launcher={"warn_seconds": 0.4},
+        store={"url": store_in(folder).url},
+    )
+
+
+def flow_process(folder: Path, name: str) -> None:
+    """The flow in a process of its own, which shows at once what it waits for."""
+    shown.SHOWN_SECONDS, shown.LOOK_SECONDS = 0.5, 0.1  # type: ignore[misc]
+    rlhf(recipe(folder), run=name)
+
+
+def page(api: str, name: str) -> str:
+    query = {"artifacts": {"key": {"any_": [f"{name}-waits"]}}}
+    found = ask("POST", f"{api}/artifacts/latest/filter", query).raise_for_status().json()
+    return str(found[0]["data"]) if found else ""
+
+
+@pytest.fixture
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    tests = Path(__file__).parent
+    monkeypatch.setenv("GATE", str(tmp_path / "gate"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tests), str(tests.parent)]))
+    (tmp_path / "gate").touch()
+    return tmp_path / "gate"
+
+
+def test_what_a_run_waits_for_is_shown_until_it_ends_or_its_process_does(
+    api: str, tmp_path: Path, gate: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, store = "shows-its-waits", store_in(tmp_path)
+    capsys.readouterr()
+
+    def runs(*options: str) -> str:
+        monkeypatch.setattr("sys.argv", ["arealflow", "runs", "--store", store.url, *options])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+        return capsys.readouterr().out
+
+    def waits() -> list[dict[str, Any]]:
+        [row] = json.loads(runs("--json"))
+        found: list[dict[str, Any]] = row["waits"]
+        return found
+
+    def verifiers() -> list[dict[str, Any]]:
+        return [wait for wait in waits() if wait["at"] == "the verifiers"] if store.exists(f"{name}/run.json") else []
+
+    killed = start_marked(tmp_path, flow_process, tmp_path, name)
+    [wait] = wait_until(verifiers, "the wait for verdicts")
+    assert (wait["what"], wait["limit"]) == ("verdicts", "reward.wall_seconds for each")
+    assert "the verifiers, verdicts, since" in " ".join(runs().split())
+    wait_until(lambda: "| the verifiers | verdicts |" in page(api, name), "the page")
+    killed.kill()
+    killed.join()
+    assert waits() == []
+    wait_until(lambda: not left_over(tmp_path))
+
+    gate.unlink()
+    start_marked(tmp_path, flow_process, tmp_path, name).join()
+    assert load_run(store, name).head() and standing_waits(load_run(store, name)) is None
+    assert "Nothing for longer than" in page(api, name)

@@ -1,0 +1,66 @@
+"""What a run waits for, as another process reads it: never what has ended, and nothing of a process that is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from store_builders import recipe
+
+from areal_tasks.store.audit import audit
+from areal_tasks.store.backend import Store
+from areal_tasks.store.runs import Run, open_run
+from areal_tasks.store.waits import holds, standing_waits, tell_waits, waits_record
+from schemas.manifest import Wait, WaitsRecord
+
+WAIT = Wait(at="trainer", what="/train of version 3", since="2026-01-01T10:00:00+00:00", limit="none", says="3 of 4")
+
+
+def opened(store: Store) -> Run:
+    return open_run(store, "run", "rlhf", recipe())
+
+
+def test_the_last_record_of_the_last_start_counts(store: Store) -> None:
+    run = opened(store)
+    assert standing_waits(run) is None
+    for n, waits in enumerate([(), (WAIT,), (), (WAIT, WAIT)], 1):
+        tell_waits(run, n, waits_record(waits, 30.0))
+        found = standing_waits(run)
+        assert (found.waits if found else ()) == waits
+    tell_waits(run, 4, waits_record((), 30.0))  # an answer was lost: what is stored stays
+    assert standing_waits(run) is not None
+    assert audit(store, "run").sound
+    again = opened(store)
+    assert standing_waits(run) is None and standing_waits(again) is None
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True) as started:
+        yield started
+        started.kill()
+
+
+def test_a_killed_process_waits_for_nothing_at_once(store: Store, process: subprocess.Popen[str]) -> None:
+    run = opened(store)
+    tell_waits(run, 1, waits_record([WAIT], 30.0).model_copy(update={"pid": process.pid}))
+    assert standing_waits(run) is not None
+    process.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays as a zombie
+    assert standing_waits(run) is None
+    process.wait()
+    assert standing_waits(run) is None
+
+
+@pytest.mark.parametrize("host", [socket.gethostname(), "another"])
+def test_who_does_not_renew_what_was_told_is_gone(host: str) -> None:
+    told = datetime(2026, 1, 1, 10, 0, tzinfo=UTC)
+    record = WaitsRecord(host=host, pid=os.getpid(), told=told.isoformat(), seconds=30.0, waits=(WAIT,))
+    assert holds(record, told - timedelta(hours=1)) and holds(record, told + timedelta(seconds=30))
+    assert not holds(record, told + timedelta(minutes=5))
