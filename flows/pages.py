@@ -140,19 +140,19 @@ def waits_page(run: str, record: WaitsRecord, shown_after: float) -> str:
     told = f"As of {clock_text(record.told)}."
     if not record.waits:
         return f"{title}\n\nNothing for longer than {shown_after:g} seconds. {told}"
-    rows = [f"| {' | '.join(escape_markdown(cell) for cell in _wait_cells(wait))} |" for wait in record.waits]
-    table = "\n".join(["| at | waits for | since | ends after | says |", "| --- | --- | --- | --- | --- |", *rows])
     renewed = f"This page is renewed within {record.seconds:g} seconds; if it is not, its process is gone."
-    return f"{title}\n\n{table}\n\n{told} {renewed}"
+    return "\n\n".join([title, *map(_wait_section, record.waits), f"{told} {renewed}"])
 
 
-def _wait_cells(wait: Wait) -> tuple[str, ...]:
-    return wait.at, wait.what, clock_text(wait.since), wait.limit, head(wait.says, PAGE_WIDTH)
+def _wait_section(wait: Wait) -> str:
+    """Lines, and no row of a table: the UI cuts long cells."""
+    lines = (wait_text(wait), wait.says, f"Deadline: {wait.limit}.")
+    return "\n\n".join([f"## {escape_markdown(wait.at)}", *(escape_markdown(line) for line in lines if line)])
 
 
 def wait_text(wait: Wait) -> str:
-    """`trainer, /train of version 3, since 10:04:31 UTC`."""
-    return f"{wait.at}, {wait.what}, since {clock_text(wait.since)}"
+    """`/train of version 3, since 10:04:31 UTC`."""
+    return f"{wait.what}, since {clock_text(wait.since)}"
 
 
 def clock_text(time: str) -> str:

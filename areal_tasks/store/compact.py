@@ -32,6 +32,8 @@ from schemas.tables import FLOATS, TEXTS
 
 log = logging.getLogger(__name__)
 
+#: How long the end of a run waits for its last compaction.
+CLOSE_SECONDS: Final = 600.0
 _FILE_ROWS: Final = 1 << 20
 _FILE_BYTES: Final = 512 << 20  # in memory
 _GROUP_ROWS: Final = 1 << 18
@@ -243,7 +245,9 @@ class Compactor:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.thread is not None and kind is None:  # who ends by an error or is cancelled does not wait
-            self.thread.join()
+            self.thread.join(CLOSE_SECONDS)
+            if self.thread.is_alive():
+                log.warning("run %s ends before its compaction: `arealflow compact %s` makes it", *[self.run.name] * 2)
 
     def committed(self) -> None:
         """An iteration has been committed."""

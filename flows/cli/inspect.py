@@ -142,7 +142,8 @@ def run_row(summary: RunSummary, waits: WaitsRecord | None) -> dict[str, Any]:
     forked_at, counterfactual = row.pop("forked_at"), row.pop("counterfactual")
     kept = {"kind": f"{summary.kind}, counterfactual"} if counterfactual else {}
     parent = {"parent": f"{summary.parent}@{forked_at}"} if summary.parent else {}
-    return row | kept | parent | {"waits for": "; ".join(map(wait_text, waits.waits)) if waits else ""}
+    told = [f"{wait.at}: {wait_text(wait)}" for wait in waits.waits] if waits else []
+    return row | kept | parent | {"waits for": "; ".join(told)}
 
 
 def sql(

@@ -17,16 +17,18 @@ from areal_tasks.store.waits import standing_waits
 from flows import waits as shown
 from flows.cli.main import main
 from flows.rlhf import rlhf
-from schemas.recipe.recipe import Recipe
+from schemas.recipe.recipe import RlhfRecipe
 
 
-def recipe(folder: Path) -> Recipe:
-    return tiny(
+def recipe(folder: Path) -> RlhfRecipe:
+    made = tiny(
         reward={"verifier": "gated_reward:gated", "timeout_seconds": 3600},
         schedule={"iterations": 1, "artifact_every": 100},
         launcher={"warn_seconds": 0.4},
         store={"url": store_in(folder).url},
     )
+    assert isinstance(made, RlhfRecipe)
+    return made
 
 
 def flow_process(folder: Path, name: str) -> None:
@@ -74,8 +76,8 @@ def test_what_a_run_waits_for_is_shown_until_it_ends_or_its_process_does(
     killed = start_marked(tmp_path, flow_process, tmp_path, name)
     [wait] = wait_until(verifiers, "the wait for verdicts")
     assert (wait["what"], wait["limit"]) == ("verdicts", "reward.wall_seconds for each")
-    assert "the verifiers, verdicts, since" in " ".join(runs().split())
-    wait_until(lambda: "| the verifiers | verdicts |" in page(api, name), "the page")
+    assert "the verifiers: verdicts, since" in " ".join(runs().split())
+    wait_until(lambda: "## the verifiers\n\nverdicts, since " in page(api, name), "the page")
     killed.kill()
     killed.join()
     assert waits() == []
