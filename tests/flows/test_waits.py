@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from prefect_api import ask
 from stage_driver import left_over, start_marked, store_in, tiny
 from waiting import wait_until
 
-from areal_tasks.store.runs import load_run
+from areal_tasks.engines.watchdog import Waited, Watchdog
+from areal_tasks.store.backend import Unavailable
+from areal_tasks.store.local import LocalBackend
+from areal_tasks.store.runs import load_run, open_run
 from areal_tasks.store.waits import standing_waits
 from flows import waits as shown
+from flows.artifacts import Artifacts
 from flows.cli.main import main
 from flows.rlhf import rlhf
 from schemas.recipe.recipe import RlhfRecipe
@@ -87,3 +94,54 @@ def test_what_a_run_waits_for_is_shown_until_it_ends_or_its_process_does(
     start_marked(tmp_path, flow_process, tmp_path, name).join()
     assert load_run(store, name).head() and standing_waits(load_run(store, name)) is None
     assert "Nothing for longer than" in page(api, name)
+
+
+class Pages(list[Callable[[Any], None]]):
+    """What is offered as an artifact, and the pages that come of it."""
+
+    def offer(self, what: str, make: Callable[[Any], None]) -> None:
+        self.append(make)
+
+    def last(self) -> str:
+        made: list[str] = []
+        self[-1](
+            SimpleNamespace(create=lambda kind, page, *_: made.append(page), update=lambda _, page: made.append(page))
+        )
+        return made[-1]
+
+
+WAITED = Waited("trainer", "/train of version 3", 25.0, "none", "3 of 4")
+
+
+def test_what_lasts_is_told_of_again_ever_more_rarely_but_in_time(tmp_path: Path) -> None:
+    run, pages, now = open_run(store_in(tmp_path), "r", "rlhf", recipe(tmp_path)), Pages(), 0.0
+    waits = shown.Waits(run, cast(Watchdog, None), cast(Artifacts, pages), lambda: now)
+    due = math.inf
+    for _ in range(720):
+        before = len(pages)
+        waits.tell([WAITED])
+        if len(pages) > before:
+            assert now <= due + shown.LOOK_SECONDS
+            record = standing_waits(run)
+            assert record is not None and record.waits[0].what == WAITED.what
+            due = now + record.seconds
+        now += shown.LOOK_SECONDS
+    assert len(pages) < 20 and now < due + shown.LOOK_SECONDS
+    waits.tell([])
+    waits.tell([])
+    assert standing_waits(run) is None and "Nothing" in pages.last()
+
+
+def test_the_page_tells_of_a_store_that_takes_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, pages = open_run(store_in(tmp_path), "r", "rlhf", recipe(tmp_path)), Pages()
+    waits = shown.Waits(run, cast(Watchdog, None), cast(Artifacts, pages))
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalBackend, "create", away)
+        waits.tell([WAITED])
+    assert "3 of 4" in pages.last() and standing_waits(run) is None
+    waits.tell([WAITED])
+    assert standing_waits(run) is not None
+
+
+def away(*_: object) -> None:
+    raise Unavailable("the store is away")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from stage_driver import GROUPS, drive, finished, left_over, start_driver, store
 from waiting import wait_until
 
 from areal_tasks.rollout.settled import Settled, settled_after
+from areal_tasks.stages.build import Built
 from areal_tasks.stages.generation import groups_of
+from areal_tasks.stages.loop import Job, run_directly
 from areal_tasks.store import paths
 from areal_tasks.store import spool as records
 from areal_tasks.store.audit import audit
@@ -109,6 +112,29 @@ def test_what_waited_is_trained_on_as_it_was_generated(tmp_path: Path) -> None:
     ]
     taken = [row for row in trained if row["group_id"] >= 2 * GROUPS and row["sample_id"] in rows]
     assert taken and all(row == rows[row["sample_id"]] for row in taken)
+
+
+def test_a_held_run_begins_nothing_ahead_and_its_finished_groups_are_in_the_store(tmp_path: Path) -> None:
+    """Held while it trains, as by a pause; stages that follow none the less take what they need and leave nothing."""
+    left: dict[str, int] = {}
+
+    def execute(jobs: Sequence[Job]) -> list[Built]:
+        generation, label = jobs[0].context.generation, jobs[0].label
+        if label == "train 1":
+            assert generation is not None
+            wait_until(lambda: generation.book.ready() > 0, "groups that wait")
+            generation.hold(True)
+            assert records.read_start(store_in(tmp_path), "held", 0)[1].finished
+        if generation is not None and label.startswith("train"):
+            left[label] = len(generation.book.live)
+        if label == "train 4":
+            generation.hold(False)
+            wait_until(lambda: generation.book.live, "groups ahead")
+        return run_directly(jobs)
+
+    run = drive(tmp_path, "held", ahead(rollout={"flush_seconds": 3600.0}), execute)
+    assert left["train 1"] and not left["train 4"]
+    check(run)
 
 
 def test_a_fork_has_a_spool_of_its_own(tmp_path: Path) -> None:
