@@ -146,13 +146,8 @@ def waits_page(run: str, record: WaitsRecord, shown_after: float) -> str:
 
 def _wait_section(wait: Wait) -> str:
     """Lines, and no row of a table: the UI cuts long cells."""
-    lines = (wait_text(wait), wait.says, f"Deadline: {wait.limit}.")
+    lines = (f"{wait.what}, since {clock_text(wait.since)}", wait.says, f"Deadline: {wait.limit}.")
     return "\n\n".join([f"## {escape_markdown(wait.at)}", *(escape_markdown(line) for line in lines if line)])
-
-
-def wait_text(wait: Wait) -> str:
-    """`/train of version 3, since 10:04:31 UTC`."""
-    return f"{wait.what}, since {clock_text(wait.since)}"
 
 
 def clock_text(time: str) -> str:

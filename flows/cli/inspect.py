@@ -21,9 +21,9 @@ from areal_tasks.store.runs import Run, RunSummary, list_runs, load_run
 from areal_tasks.store.waits import standing_waits
 from flows.cli.overrides import run_and_changes
 from flows.home import logs_folder
-from flows.pages import wait_text
+from flows.pages import clock_text
 from schemas.errors import UserError
-from schemas.manifest import IterationCommit, WaitsRecord
+from schemas.manifest import IterationCommit, Wait, WaitsRecord
 from schemas.recipe.load import apply_overrides, load_recipe, parse_recipe
 
 if TYPE_CHECKING:
@@ -132,8 +132,8 @@ def _waits(store: Store, summary: RunSummary) -> WaitsRecord | None:
 
 def run_object(summary: RunSummary, waits: WaitsRecord | None) -> dict[str, Any]:
     """A run for programs; `waits`, with the time `told`, is what it waits for now."""
-    now = {"told": waits.told, "waits": [wait.model_dump() for wait in waits.waits]} if waits else {"waits": []}
-    return asdict(summary) | now
+    found = [wait.model_dump() for wait in waits.waits] if waits else []
+    return asdict(summary) | {"waits": found, "told": waits.told if waits else ""}
 
 
 def run_row(summary: RunSummary, waits: WaitsRecord | None) -> dict[str, Any]:
@@ -142,8 +142,15 @@ def run_row(summary: RunSummary, waits: WaitsRecord | None) -> dict[str, Any]:
     forked_at, counterfactual = row.pop("forked_at"), row.pop("counterfactual")
     kept = {"kind": f"{summary.kind}, counterfactual"} if counterfactual else {}
     parent = {"parent": f"{summary.parent}@{forked_at}"} if summary.parent else {}
-    told = [f"{wait.at}: {wait_text(wait)}" for wait in waits.waits] if waits else []
-    return row | kept | parent | {"waits for": "; ".join(told)}
+    return row | kept | parent | {"waits for": waits_text(waits.waits if waits else ())}
+
+
+def waits_text(waits: Sequence[Wait]) -> str:
+    """`since 10:04:31 UTC (and 1 more) trainer: /train of version 3`: the longest wait. Long cells are cut."""
+    if not waits:
+        return ""
+    more = f" (and {len(waits) - 1} more)" if waits[1:] else ""
+    return f"since {clock_text(waits[0].since)}{more} {waits[0].at}: {waits[0].what}"
 
 
 def sql(

@@ -83,7 +83,7 @@ def test_what_a_run_waits_for_is_shown_until_it_ends_or_its_process_does(
     killed = start_marked(tmp_path, flow_process, tmp_path, name)
     [wait] = wait_until(verifiers, "the wait for verdicts")
     assert (wait["what"], wait["limit"]) == ("verdicts", "reward.wall_seconds for each")
-    assert "the verifiers: verdicts, since" in " ".join(runs().split())
+    assert " the verifiers: verdicts" in " ".join(runs().split())
     wait_until(lambda: "## the verifiers\n\nverdicts, since " in page(api, name), "the page")
     killed.kill()
     killed.join()
