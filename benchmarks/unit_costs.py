@@ -42,7 +42,7 @@ from schemas.recipe.recipe import RlhfRecipe
 from schemas.recipe.sections import Inference
 
 SIZE: Final = 8
-GROUPS: Final = 64
+GROUPS: Final = 16
 TIMES: Final = 50
 REQUESTS: Final = ("read", "create", "put", "put_file", "put_pieces", "fetch_file", "size", "children", "list")
 ITERATIONS: Final = 6
@@ -120,7 +120,7 @@ def group_cost(store: Store, address: str, tokens: int) -> Cost:
         table = samples_to_table([sample for group in groups for sample in group])
         write_table(store, f"units/{uuid.uuid4().hex}", "rollout", table)
 
-    whole = cost(iteration, times=5)
+    whole = cost(iteration, times=4)
     return Cost(whole.cpu / GROUPS, whole.seconds / GROUPS)
 
 
