@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -56,8 +57,8 @@ class Measured:
     seconds: float
     stages: Mapping[str, float]
     lags: Mapping[int, float]
-    step: float
-    simulated: float
+    step: float = math.nan
+    simulated: float = math.nan
 
 
 def main() -> None:
