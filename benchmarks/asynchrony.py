@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -27,7 +28,8 @@ from areal_tasks.store.backend import open_store
 from areal_tasks.store.query import run_sql
 from benchmarks.bare_loop import machine
 from benchmarks.on_cores import physical_cores
-from benchmarks.overhead import per_iteration, run_loop
+from benchmarks.overhead import run_loop
+from benchmarks.simulate_run import compare, step_of, times_of
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe
 
@@ -45,12 +47,18 @@ PINNED: Final = "pinned, η = "
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds per iteration; mean seconds of the stages rollout and train; shares of tokens by their sample's lag."""
+    """Seconds per iteration; mean seconds of the stages rollout and train; shares of tokens by their sample's lag.
+
+    `step` are the seconds of a decoding step, by this run if it is synchronous, else by the one before; `simulated`
+    are the seconds per iteration that `simulate_run` gives with it.
+    """
 
     name: str
     seconds: float
     stages: Mapping[str, float]
     lags: Mapping[int, float]
+    step: float = math.nan
+    simulated: float = math.nan
 
 
 def main() -> None:
@@ -66,15 +74,15 @@ def main() -> None:
     overrides = [*options.overrides, f"schedule.iterations={options.iterations}"]
     found: list[Measured] = []
     for eta, pinned in configurations * options.rounds:
-        found.append(measure(eta, pinned, overrides))
+        found.append(measure(eta, pinned, overrides, found[-1].step if found else 0.0))
         if options.rows:
             with options.rows.open("a") as file:
                 file.write(json.dumps(asdict(found[-1])) + "\n")
     print_table(found)
 
 
-def measure(eta: int, pinned: bool, overrides: Sequence[str]) -> Measured:
-    """One run, in a store of its own."""
+def measure(eta: int, pinned: bool, overrides: Sequence[str], step: float) -> Measured:
+    """One run, in a store of its own; `step`: of a synchronous run before."""
     threads = 1 if pinned else 2
     own = [f"rollout.max_head_offpolicyness={eta}", f"inference.threads={threads}", f"trainer.threads={threads}"]
     recipe = cast(RlhfRecipe, load_recipe("quickstart", [*RECIPE, *overrides, *own]))
@@ -85,7 +93,9 @@ def measure(eta: int, pinned: bool, overrides: Sequence[str]) -> Measured:
         lags = {row["lag"]: row["tokens"] for row in run_sql(store, "run", LAGS).to_pylist()}
         shares = {lag: tokens / sum(lags.values()) for lag, tokens in lags.items()}
         name = f"{PINNED}{eta}" if pinned else UNPINNED
-        return Measured(name, per_iteration(store, "run") / 1000, stages, shares)
+        step = step if eta else step_of(store, "run")
+        compared = compare(store, "run", times_of(store, "run", step))
+        return Measured(name, compared.measured, stages, shares, step, compared.simulated)
 
 
 @contextmanager
@@ -118,12 +128,15 @@ def print_table(found: Sequence[Measured]) -> None:
     names = list(dict.fromkeys(one.name for one in found))
     seconds = {name: statistics.median(one.seconds for one in found if one.name == name) for name in names}
     base = seconds.get(f"{PINNED}0", float("nan"))
-    print("| configuration | seconds per iteration | speed-up over pinned, η = 0 | rollout | train | tokens by lag |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| configuration | s an iteration | over pinned, η = 0 | rollout | train | simulated ÷ real | tokens by lag |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for name, last in {one.name: one for one in found}.items():
         lags = " ".join(f"{lag}:{share:.0%}" for lag, share in last.lags.items())
+        ratio = last.simulated / last.seconds
         stages = " | ".join(f"{last.stages[stage]:.3f}" for stage in ("rollout", "train"))
-        print(f"| {name} | {seconds[name]:.3f} | {base / seconds[name]:.2f} | {stages} | {lags} |")
+        print(f"| {name} | {seconds[name]:.3f} | {base / seconds[name]:.2f} | {stages} | {ratio:.2f} | {lags} |")
 
 
 if __name__ == "__main__":

@@ -59,10 +59,11 @@ def serve(listener: socket.socket, made: Sequence[list[dict[str, Any]]]) -> None
         Route("/generate", generate, methods=["POST"]),
         Route("/update_weights_from_disk", update, methods=["POST"]),
         Route("/model_info", info),
+        Route("/health_generate", info),
     ]
-    uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="error", access_log=False)).run(
-        sockets=[listener]
-    )
+    uvicorn.Server(
+        uvicorn.Config(Starlette(routes=routes), log_level="error", access_log=False, timeout_keep_alive=600)
+    ).run(sockets=[listener])
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.staleness import Rule, Staleness
@@ -35,6 +36,7 @@ class Times:
     train_rate: float = 53_000.0  # tokens a second and GPU
     train_fixed: float = 0.15  # of an iteration, whatever its tokens: commit, pure stages
     publish: float = 0.2
+    publish_waits: bool = False  # the trainer, for the end of a publication
     pause: float = 0.005  # in place: what the servers stand still
     abort: float = 1.0  # until an abort is answered
 
@@ -58,6 +60,20 @@ class Load:
             min(self.longest, max(1, round(draw.lognormvariate(math.log(self.median), self.sigma))))
             for _ in range(self.group_size)
         ]
+
+
+class Work(Protocol):
+    """A load as the simulation sees it: `lengths` of the samples of a group, in generated tokens."""
+
+    @property
+    def groups(self) -> int: ...
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def prompt(self) -> float: ...
+    @property
+    def iterations(self) -> int: ...
+    def lengths(self, index: int) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True)
@@ -111,7 +127,7 @@ class Server:
         """The server decodes nothing for so long."""
         self.clock += seconds
 
-    def held_tokens(self, prompt: int) -> float:
+    def held_tokens(self, prompt: float) -> float:
         """Tokens whose cache is lost if it is flushed now, roughly: half of what a sample will have, and its prompt."""
         return sum((end - self.progress) / 2 + prompt for end, _ in self.running)
 
@@ -126,17 +142,21 @@ class Server:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Seconds of a run, the share in which the trainer had nothing to do, and the lag of each group consumed."""
+    """Seconds of a run, the share in which the trainer had nothing to do, and the lag of each group consumed.
+
+    `ends` is when each iteration's weights were there.
+    """
 
     seconds: float
     trainer_idle: float
     lags: dict[int, int]
+    ends: Sequence[float]
 
 
 class Simulation:
     """One run."""
 
-    def __init__(self, load: Load, layout: Layout, times: Times) -> None:
+    def __init__(self, load: Work, layout: Layout, times: Times) -> None:
         self.load, self.layout, self.times = load, layout, times
         rule = Staleness(layout.eta, load.iterations - 1, lambda j: load.groups, layout.rule)
         self.book = Book(rule, 0, pace=layout.pace)
@@ -147,6 +167,7 @@ class Simulation:
         self.clock, self.trained, self.trained_seconds = 0.0, 0, 0.0
         self.ready: deque[int] = deque()  # tokens of the batches that wait for the trainer
         self.training_ends = math.inf
+        self.ends: list[float] = []
         self.arrivals: list[tuple[float, int]] = []  # when servers get a version
 
     def run(self) -> Outcome:
@@ -155,7 +176,7 @@ class Simulation:
             self._take()
             self._train()
             self._step()
-        return Outcome(self.clock, 1 - self.trained_seconds / self.clock, dict(sorted(self.lags.items())))
+        return Outcome(self.clock, 1 - self.trained_seconds / self.clock, dict(sorted(self.lags.items())), self.ends)
 
     def _begin_groups(self) -> None:
         while self.book.next < self.load.iterations:
@@ -181,7 +202,8 @@ class Simulation:
             self.book.consume(group.index for group in chosen)
 
     def _train(self) -> None:
-        if self.ready and self.training_ends == math.inf:
+        waits = self.times.publish_waits and bool(self.arrivals)
+        if self.ready and self.training_ends == math.inf and not waits:
             tokens = self.ready.popleft() + self.load.prompt * self.load.groups * self.load.group_size
             seconds = tokens / (self.times.train_rate * self.layout.training)
             self.trained_seconds += seconds
@@ -203,6 +225,7 @@ class Simulation:
                     self.book.finish(group, self.book.live[group].version)
         if now >= self.training_ends:
             self.trained, self.training_ends = self.trained + 1, math.inf
+            self.ends.append(now)
             self.arrivals.append((now + self.times.publish, self.trained))
         for when, version in [pair for pair in self.arrivals if pair[0] <= now]:
             self.arrivals.remove((when, version))
