@@ -16,7 +16,7 @@ from functools import partial
 from areal_tasks.engines.recovery import Replayed, replay_stage, restore, worst
 from areal_tasks.engines.starting import ready
 from areal_tasks.engines.trainer.commands import Keep
-from areal_tasks.engines.trainer_client import TrainerClient
+from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
 from areal_tasks.engines.watchdog import Watchdog
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
 from areal_tasks.store.backend import Unavailable
@@ -79,9 +79,16 @@ class ResidentTrainer:
             return client if version in (health.kept, health.version) else self._after(client, train)
 
     def keep(self, train: StageManifest) -> None:
-        """Have the trainer keep a copy of what a train stage made, so that it may train on while that is published."""
-        with self._alone() as client:
-            self._after(client, train).keep(Keep(owner=self.run.owner, version=train.iteration + 1))
+        """Have the trainer keep a copy of what a train stage made, so that it may train on while that is published.
+
+        Where it ends meanwhile, `keeping` makes that again.
+        """
+        version = train.iteration + 1
+        try:
+            with self._alone() as client:
+                self._after(client, train).keep(Keep(owner=self.run.owner, version=version))
+        except TrainerDown as error:
+            log.warning("version %d is made again to be published: %s", version, error)
 
     def restored(self, version: int) -> Replayed | None:
         """Bring the trainer to `version` now; how what was re-trained for it compares, none if nothing was."""
