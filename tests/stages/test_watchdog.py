@@ -182,7 +182,7 @@ def test_each_pass_through_the_model_is_a_sign_of_progress(tmp_path: Path, monke
 
     def execute(jobs: Sequence[Job]) -> list[Built]:
         if jobs[0].label == "train 0":
-            client = jobs[0].context.engines.trainer_at(0)
+            client = jobs[0].context.engines.actor.at(0)
 
             def noted(*arguments: Any) -> Any:
                 signs.append(client.sign().progress)
