@@ -44,7 +44,7 @@ SILENT_AT_0 = (
 class StageTasks:
     """Runs jobs as tasks of their stages. Prefect sees labels and manifest paths, never data.
 
-    `before` is called before a job begins, or several side by side.
+    `before` is called before a job begins, or several side by side. Several threads may have jobs run.
     """
 
     def __init__(self, before: Callable[[], None]) -> None:
@@ -57,14 +57,18 @@ class StageTasks:
     def __call__(self, jobs: Sequence[Job]) -> list[Built]:
         """What the jobs built, run side by side if there are several. Raises what a job raised."""
         self._before()
-        self._jobs = {job.label: job for job in jobs}  # only these: a job holds its iteration's manifests
-        if len(jobs) == 1:
-            run_task_sync(self._task(jobs[0]), parameters={"label": jobs[0].label, "inputs": _paths(jobs[0])})
-        else:
-            futures = [self._task(job).submit(job.label, _paths(job)) for job in jobs]
-            wait(futures)
-            for future in futures:
-                future.result()
+        self._jobs |= {job.label: job for job in jobs}
+        try:
+            if len(jobs) == 1:
+                run_task_sync(self._task(jobs[0]), parameters={"label": jobs[0].label, "inputs": _paths(jobs[0])})
+            else:
+                futures = [self._task(job).submit(job.label, _paths(job)) for job in jobs]
+                wait(futures)
+                for future in futures:
+                    future.result()
+        finally:
+            for job in jobs:  # it holds its iteration's manifests
+                del self._jobs[job.label]
         return [self._built.pop(job.label) for job in jobs]
 
     def _task(self, job: Job) -> Task[..., Any]:

@@ -192,7 +192,16 @@ class IterationCommit(StoredRecord):
     restored: WeightsRef | None = Field(
         default=None, description="weights of version K published anew by a restored trainer, which this one began with"
     )
+    published: WeightsRef | None = Field(
+        default=None, description="weights of version K, written when the commit before this one was there already"
+    )
     provenance: Provenance
+
+    @property
+    def stored(self) -> tuple[WeightsRef, ...]:
+        """All weights and checkpoints in the store that this commit names."""
+        named = (self.weights, self.restored, self.published, self.checkpoint)
+        return tuple(ref for ref in named if ref is not None and ref.written)
 
 
 class RunRecord(StoredRecord):

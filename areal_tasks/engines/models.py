@@ -14,6 +14,7 @@ from areal_tasks.store.fork import find_reference, leave_reference
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.tombstones import check_kept, check_run_kept
+from areal_tasks.store.written import weights_made
 from schemas.errors import UserError
 from schemas.manifest import FileRef, IterationCommit, WeightsRef
 from schemas.recipe.sections import Model
@@ -64,20 +65,20 @@ def run_weights(store: Store, path: str, reader: str = "") -> tuple[FileRef, ...
     commit = _commit_of(run, int(version) if version else left.iteration if left else _versions(run))
     if reader:
         leave_reference(store, name, reader, commit.iteration + 1, "weights")
-    ref = _written(path, commit)
+    ref = _written(path, weights_made(run, commit))
     for run_needed in {name, ref.path.split("/")[0]}:  # their files may be those of the run that it was forked from
         check_run_kept(store, run_needed)
     check_kept(store, ref)
     return read_weights(store, ref).files
 
 
-def _written(path: str, commit: IterationCommit) -> WeightsRef:
-    if not commit.weights.written:
+def _written(path: str, ref: WeightsRef) -> WeightsRef:
+    if not ref.written:
         raise UserError(
-            f"model.path: '{path}' is version {commit.weights.version}, which was handed to the servers and not "
+            f"model.path: '{path}' is version {ref.version}, which was handed to the servers and not "
             "written; name one that trainer.weights_every divides, or the last of a run that is complete"
         )
-    return commit.weights
+    return ref
 
 
 def _commit_of(run: Run, version: int) -> IterationCommit:

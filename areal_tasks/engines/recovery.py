@@ -18,6 +18,7 @@ from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.keys import combine_digests
 from areal_tasks.store.runs import Run
+from areal_tasks.store.written import weights_made
 from schemas.manifest import InputRef, IterationCommit, StageManifest, WeightsRef
 
 log = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ def _apart(one: float, other: float | None) -> float:
 
 def weights_difference(run: Run, trainer: TrainerClient, version: int) -> float | None:
     """How far the trainer's policy is from the weights committed for `version`; none where the store has none."""
-    ref = run.commit(version - 1).weights
+    ref = weights_made(run, run.commit(version - 1))
     if not ref.written:
         return None
     return trainer.compare(Compare(owner=run.owner, version=version, weights=ref)).difference

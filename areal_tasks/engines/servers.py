@@ -105,19 +105,26 @@ class Servers:
         """Whether there are servers that get new weights through the store, and not otherwise."""
         return self.transport == "store" and self.count > 0
 
-    def inference(self) -> InferenceClient:
+    def inference(self, waits: bool = True) -> InferenceClient:
         """A client of the servers that generate with the weights in force; those that had ended are started again.
+
+        One that does not wait may get servers with older weights, to which another thread is about to give others.
 
         Raises:
             UserError: the weights in force are damaged, as often as this is called.
         """
-        with self._feeding:
+        if not self._feeding.acquire(blocking=waits or self._client is None):
+            assert self._client is not None
+            return self._client
+        try:
             client, ref = self._tended(), self._serving()
             if not client.wants(name_of(ref)) or client.stuck:
                 self._give(client, ref)
             if self.recipe.inference.release_memory:  # type: ignore[union-attr]
                 self.call(client.resume_memory())
-        return client
+            return client
+        finally:
+            self._feeding.release()
 
     def _tended(self) -> InferenceClient:
         """A client of the servers, whatever they hold. Waits for them at their first start only."""

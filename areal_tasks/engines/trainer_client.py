@@ -12,6 +12,8 @@ from areal_tasks.engines.trainer.commands import (
     Compare,
     Compared,
     Health,
+    Keep,
+    Kept,
     Load,
     Loaded,
     Logprobs,
@@ -79,6 +81,9 @@ class TrainerClient:
 
     def logprobs(self, command: Logprobs) -> Tables:
         return self._ask("POST", "/logprobs", Tables, command)
+
+    def keep(self, command: Keep) -> Kept:
+        return self._ask("POST", "/keep", Kept, command)
 
     def publish(self, command: Write) -> Written:
         return self._ask("POST", "/publish", Written, command)

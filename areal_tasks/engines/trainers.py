@@ -15,7 +15,8 @@ from functools import partial
 
 from areal_tasks.engines.recovery import Replayed, replay_stage, restore, worst
 from areal_tasks.engines.starting import ready
-from areal_tasks.engines.trainer_client import TrainerClient
+from areal_tasks.engines.trainer.commands import Keep
+from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
 from areal_tasks.engines.watchdog import Watchdog
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
 from areal_tasks.store.backend import Unavailable
@@ -69,10 +70,25 @@ class ResidentTrainer:
     def after(self, train: StageManifest) -> TrainerClient:
         """The trainer, holding the policy that a train stage made, whose iteration need not be committed yet."""
         with self._alone() as client:
-            if client.health().version != train.iteration + 1:
-                self._holding(client, train.iteration, train.iteration)
-                self._note(replay_stage(self.run, client, train))
-            return client
+            return self._after(client, train)
+
+    def keeping(self, train: StageManifest) -> TrainerClient:
+        """The trainer, with the weights that a train stage made: in its policy, or kept since."""
+        with self._alone() as client:
+            health, version = client.health(), train.iteration + 1
+            return client if version in (health.kept, health.version) else self._after(client, train)
+
+    def keep(self, train: StageManifest) -> None:
+        """Have the trainer keep a copy of what a train stage made, so that it may train on while that is published.
+
+        Where it ends meanwhile, `keeping` makes that again.
+        """
+        version = train.iteration + 1
+        try:
+            with self._alone() as client:
+                self._after(client, train).keep(Keep(owner=self.run.owner, version=version))
+        except TrainerDown as error:
+            log.warning("version %d is made again to be published: %s", version, error)
 
     def restored(self, version: int) -> Replayed | None:
         """Bring the trainer to `version` now; how what was re-trained for it compares, none if nothing was."""
@@ -118,6 +134,12 @@ class ResidentTrainer:
             now = "nothing" if held is None else f"version {held}"
             log.info("the trainer holds %s; loading version %d", now, version)
             self._note(restore(self.run, client, self._initial(), version))
+        return client
+
+    def _after(self, client: TrainerClient, train: StageManifest) -> TrainerClient:
+        if client.health().version != train.iteration + 1:
+            self._holding(client, train.iteration, train.iteration)
+            self._note(replay_stage(self.run, client, train))
         return client
 
     def _note(self, replayed: Replayed | None) -> None:

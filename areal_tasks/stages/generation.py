@@ -78,8 +78,8 @@ class Generation:
             UserError: the servers hold other weights than those the iteration begins with, too many verdicts are no
                 judgement, or see `Rollouts.take`.
         """
-        client = context.engines.servers.inference()
-        check_versions(client, context.weights.version)
+        eta = self.book.rule.eta
+        check_versions(context.engines.servers.inference(waits=eta == 0), context.weights.version, eta)
         rollouts = self._following(context, inputs)
         wanted, size = self.book.rule.batch(context.iteration), rollouts.context.group_size
 
@@ -265,7 +265,7 @@ def workflow_context(context: Context, sampling: Rollout | Evaluation, group_siz
     )
 
 
-def check_versions(client: InferenceClient, expected: int) -> None:
-    """Raises UserError if the servers hold other weights than those this iteration is about."""
-    if client.version not in (None, expected):
+def check_versions(client: InferenceClient, expected: int, lag: int = 0) -> None:
+    """Raises UserError if the servers hold other weights than those this iteration is about, or `lag` older ones."""
+    if client.version is not None and not expected - lag <= client.version <= expected:
         raise UserError(f"the servers hold version {client.version} of the weights, not {expected}")

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from areal_tasks.engines.session import Engines
+from areal_tasks.stages.beside import Beside
 from areal_tasks.stages.build import Built, PrefectIds, build, carried, find_built
 from areal_tasks.stages.checkpoint import next_checkpoint
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.generation import Generation
 from areal_tasks.stages.graphs import evaluates_at_end, iteration_plan, iterations
 from areal_tasks.stages.planner import Plan
-from areal_tasks.stages.publish import published_weights
+from areal_tasks.stages.publish import published_weights, unwritten
 from areal_tasks.stages.restored import restored_weights
 from areal_tasks.stages.stage import Stage
 from areal_tasks.store.commit import new_attempt
@@ -28,7 +29,7 @@ from areal_tasks.store.compact import Compactor
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run
 from areal_tasks.store.written import newest_written
-from schemas.manifest import IterationCommit, WeightsRef
+from schemas.manifest import IterationCommit, StageRef, WeightsRef
 from schemas.recipe.recipe import Recipe, RlhfRecipe
 
 UNTRACKED = ("scalars",)  # part of the commit: a task run would cost more than the stage does
@@ -83,6 +84,7 @@ class Loop:
         self.head = self.run.head()
         self.restored: WeightsRef | None = None  # in place of the head's weights
         self.generation: Generation | None = None
+        self.beside = Beside()
 
     @property
     def first(self) -> int:
@@ -112,6 +114,8 @@ class Loop:
         if self.first >= last:
             return
         once = self._begin()
+        late = self._publish_late()
+        self._go_beside(self.first, once, lambda: late)
         with self._generating(), Compactor(self.run, self.recipe.store.compact_every) as compactor, rare_collections():
             for k in range(self.first, last):
                 started = time.monotonic()
@@ -172,15 +176,72 @@ class Loop:
 
     def _iteration(self, k: int, once: Mapping[str, Built]) -> dict[str, Built]:
         started, built = now(), dict(once)
-        plan, context = self.plan(k), self._context(k)
+        plan, context, beside = self.plan(k), self._context(k), self._stages_beside(k)
         for level in plan.levels():
-            built |= (new := self._level([s for s in level if s.name not in built], plan, context, built))
+            if any(stage.name == "publish" for stage in level):  # servers hold what is evaluated until then
+                built |= self.beside.take()
+            wanted = [s for s in level if s.name not in built and s.name not in beside]
+            built |= (new := self._level(wanted, plan, context, built))
             if self.generation is not None and "rollout" in new:
                 self.generation.consume(context, new["rollout"])
         if self.evaluates_at_end(k):
             built |= self._last_evaluation(context, built)
+        if "publish" in beside:
+            self.engines.actor.keep(built["train"].manifest)  # before another step changes it
         self._commit(context, built, started)
+        if "publish" in beside:
+            publication = self._job("publish", plan, context, built)
+            self._go_beside(k + 1, once, lambda: self._late(publication))
         return built
+
+    def _overlaps(self, k: int) -> bool:
+        """Whether what iteration `k` trains is published, and version `k` evaluated, beside other stages."""
+        recipe = self.recipe_at(k)
+        return isinstance(recipe, RlhfRecipe) and recipe.rollout.max_head_offpolicyness > 0
+
+    def _stages_beside(self, k: int) -> frozenset[str]:
+        """The stages of iteration `k` that its others do not wait for. The end of the run waits for all."""
+        if not self._overlaps(k):
+            return frozenset()
+        return frozenset({"evaluate"} if k == self.last - 1 else {"evaluate", "publish"})
+
+    def _go_beside(self, k: int, once: Mapping[str, Built], before: Callable[[], dict[str, Built]]) -> None:
+        """Begin `before`, and then the evaluation that iteration `k` asks for: its commit names both."""
+        plan, context = self.plan(k), self._context(k)
+        due = self._overlaps(k) and any(stage.name == "evaluate" for stage in plan.stages)
+        evaluation = self._job("evaluate", plan, context, once) if due else None
+
+        def work() -> dict[str, Built]:
+            done = before()
+            return done if evaluation is None else done | {"evaluate": self.execute([evaluation])[0]}
+
+        self.beside.begin(work)
+
+    def _late(self, publication: Job) -> dict[str, Built]:
+        """The publication of an iteration that is committed, under a name that no stage of another has."""
+        return {publication.label: self.execute([publication])[0]}
+
+    def _publish_late(self) -> dict[str, Built]:
+        """Publish what the last commit's iteration has trained, if it was killed before that was done."""
+        if (train := self._unpublished()) is None or self.head is None or self.restored is not None:
+            return {}
+        k, plan = self.head.iteration, self.plan(self.head.iteration)
+        context = self._context_after(self.run.commit(k - 1) if k else None, k)
+        built = Built(self.run.read_stage(train), train, reused=True)
+        return self._late(self._job("publish", plan, context, {"train": built}))
+
+    def _unpublished(self) -> StageRef | None:
+        """The train stage of the last commit, if no commit names a publication of what it made."""
+        if self.head is None:
+            return None
+        stages = {ref.stage: ref for ref in self.head.stages if ref.stage in ("train", "publish")}
+        if "train" not in stages or "publish" not in stages:
+            return stages.get("train")
+        return stages["train"] if self.run.read_stage(stages["publish"]).iteration < self.head.iteration else None
+
+    def _job(self, name: str, plan: Plan, context: Context, built: Mapping[str, Built]) -> Job:
+        stage = next(stage for stage in plan.stages if stage.name == name)
+        return Job(_label(stage, context), stage, context, {name: built[name] for name in plan.inputs(stage)})
 
     def _level(
         self, stages: Sequence[Stage], plan: Plan, context: Context, built: Mapping[str, Built]
@@ -189,7 +250,7 @@ class Loop:
         found: dict[str, Built] = {}
         jobs: list[Job] = []
         for stage in stages:
-            job = Job(_label(stage, context), stage, context, {name: built[name] for name in plan.inputs(stage)})
+            job = self._job(stage.name, plan, context, built)
             if (known := carried(stage, context, job.inputs)) is not None:
                 found[stage.name] = known
             elif stage.name in UNTRACKED:
@@ -202,9 +263,8 @@ class Loop:
     def _last_evaluation(self, context: Context, built: Mapping[str, Built]) -> dict[str, Built]:
         """Evaluate what the last iteration published: no iteration follows that would."""
         plan = iteration_plan(context.recipe, 0)  # every run with an evaluation has one in iteration 0
-        stage = next(s for s in plan.stages if s.name == "evaluate")
         after = replace(context, weights_held=self._new_weights(context, built))
-        job = Job(_label(stage, after), stage, after, {name: built[name] for name in plan.inputs(stage)})
+        job = self._job("evaluate", plan, after, built)
         return {job.label: self.execute([job])[0]}
 
     def _commit(self, context: Context, built: Mapping[str, Built], started: str) -> None:
@@ -223,6 +283,7 @@ class Loop:
             checkpoint=checkpoint,
             state=context.state_after() | {"train_seconds_since_checkpoint": seconds} | self._replayed(),
             restored=self.restored,
+            published=self._published_late(context, built),
             provenance=make_provenance(self.run.owner, started, prefect_flow_run_id=self.ids.flow_run),
         )
         self.head, self.restored = self.run.commit_iteration(commit), None
@@ -236,20 +297,31 @@ class Loop:
         """The newest checkpoint after an iteration, and the seconds of training since."""
         return next_checkpoint(context, built)
 
+    def _published_late(self, context: Context, built: Mapping[str, Built]) -> WeightsRef | None:
+        """The weights that a publication of the iteration before has written."""
+        late = [b for b in built.values() if b.manifest.stage == "publish" and b.manifest.iteration < context.iteration]
+        refs = [published_weights(self.run.store, one.manifest, "publish") for one in late]
+        return next((ref for ref in refs if ref.written), None)
+
     def _new_weights(self, context: Context, built: Mapping[str, Built]) -> WeightsRef:
-        """The weights after an iteration: the published ones; the initial ones where nothing is trained."""
+        """The weights after an iteration: published by now, or later; the initial ones where nothing is trained."""
+        if "train" in built and "publish" not in built:
+            return unwritten(built["train"].manifest)
         source, table = ("publish", "publish") if "publish" in built else ("initialise", "initial_weights")
         return published_weights(self.run.store, built[source].manifest, table)
 
     def _context(self, k: int) -> Context:
+        return self._context_after(self.head, k)
+
+    def _context_after(self, head: IterationCommit | None, k: int) -> Context:
         return Context(
             run=self.run,
             recipe=self.recipe_at(k),
             engines=self.engines,
             iteration=k,
-            weights_held=self.restored or (self.head.weights if self.head else self.engines.initial),
-            previous=self.head,
-            previous_digest=self.run.digest_of(self.head),
+            weights_held=self.restored or (head.weights if head else self.engines.initial),
+            previous=head,
+            previous_digest=self.run.digest_of(head),
             generation=self.generation,
         )
 

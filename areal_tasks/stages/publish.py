@@ -37,12 +37,12 @@ def publish(recipe: RlhfRecipe | SftRecipe) -> Stage:
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     """The servers get the weights first where the trainer can hand them over; else they read what is always written."""
     train, servers, actor = inputs.manifests["train"], context.engines.servers, context.engines.actor
-    started, trainer, ref = time.monotonic(), actor.after(train), unwritten(train)
+    started, trainer, ref = time.monotonic(), actor.keeping(train), unwritten(train)
     row = _row(ref, servers.transport)
     direct = servers.transport != "store"
     loads = servers.serve(ref, trainer) if direct else []
     if servers.store_only or is_written(context.recipe, ref.version):
-        done = write_weights(context.run, actor.after(train), ref.version)
+        done = write_weights(context.run, actor.keeping(train), ref.version)
         row = publish_row(context.store, done.ref, done.files, servers.transport)
         row["write_seconds"], loads = done.seconds, loads + servers.serve(done.ref, handed=direct)
     table = pa.Table.from_pylist([row | {"load_seconds": loads}], schema=PUBLISH)
@@ -91,7 +91,7 @@ def publish_row(store: Store, ref: WeightsRef, files: Sequence[FileRef], transpo
 def reload(context: Context, inputs: Inputs, manifest: StageManifest) -> None:
     """The weights are committed: let the servers have them, from the store or by way of a trainer that holds them."""
     ref = published_weights(context.store, manifest, "publish")
-    trainer = None if ref.written else context.engines.actor.after(inputs.manifests["train"])
+    trainer = None if ref.written else context.engines.actor.keeping(inputs.manifests["train"])
     context.engines.servers.serve(ref, trainer)
 
 

@@ -18,7 +18,7 @@ from areal_tasks.stages.planner import Plan, plan
 from areal_tasks.stages.stage import Kind, Stage
 from areal_tasks.store.fork import Origin, find_reference, origin_of
 from areal_tasks.store.runs import Found, Run
-from schemas.manifest import IterationCommit, WeightsRef
+from schemas.manifest import IterationCommit, StageRef, WeightsRef
 from schemas.recipe.load import parse_recipe
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe
 
@@ -135,6 +135,13 @@ class Replay(Loop):
 
     def evaluates_at_end(self, k: int) -> bool:
         return not self.origin.counterfactual and super().evaluates_at_end(k)
+
+    def _overlaps(self, k: int) -> bool:
+        return False
+
+    def _unpublished(self) -> StageRef | None:
+        """None: what the original published is the original's."""
+        return None
 
     def _begin_engines(self) -> None:
         if needs_trainer(self.plan(self.first)):

@@ -180,8 +180,7 @@ def _input(
 def _named_weights(links: Sequence[Link]) -> list[WeightsRef]:
     """All weights and checkpoints that commits name, each once."""
     commits = [link.commit for link in links if link.commit]
-    refs = [ref for commit in commits for ref in (commit.weights, commit.restored, commit.checkpoint)]
-    return list({ref.path: ref for ref in refs if ref is not None and ref.written}.values())
+    return list({ref.path: ref for commit in commits for ref in commit.stored}.values())
 
 
 def _initial_weights(found: Findings, manifests: dict[str, StageManifest]) -> list[WeightsRef]:

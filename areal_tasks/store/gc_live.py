@@ -18,7 +18,7 @@ from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.search import last_present
 from areal_tasks.store.shards import read_table
 from areal_tasks.store.tags import read_tags
-from schemas.manifest import IterationCommit, Reference, RunRecord, StageManifest, WeightsManifest, WeightsRef
+from schemas.manifest import IterationCommit, Reference, RunRecord, StageManifest, WeightsManifest
 
 #: A reference is left before its child begins: for so long, a child that is not there yet counts as one that is.
 REFERENCE_SECONDS: Final = 3600.0
@@ -126,13 +126,8 @@ def read_run(store: Store, name: str, now: float) -> RunFiles:
 
 def selected(runs: Sequence[RunFiles]) -> set[str]:
     """The manifests of weights and checkpoints that any commit, or any stage `initialise`, names."""
-    refs = [ref for run in runs for commit in run.commits for ref in _refs(commit)]
+    refs = [ref for run in runs for commit in run.commits for ref in commit.stored]
     return {ref.path for ref in refs} | {path for run in runs for path in run.initial}
-
-
-def _refs(commit: IterationCommit) -> list[WeightsRef]:
-    named = (commit.weights, commit.restored, commit.checkpoint)
-    return [ref for ref in named if ref is not None and ref.written]
 
 
 def needed(run: RunFiles, runs: Sequence[RunFiles]) -> set[str]:
@@ -157,9 +152,9 @@ def _folder(manifest: str) -> str:
 
 def _restart(commits: Sequence[IterationCommit]) -> set[str]:
     """What a start after the last of `commits` loads: its checkpoint, and the newest weights that were written."""
-    written = [commit.weights.path for commit in commits if commit.weights.written]
-    last = [ref.path for commit in commits[-1:] for ref in _refs(commit)]
-    return {*written[-1:], *last}
+    made = [ref for commit in commits for ref in (commit.published, commit.weights) if ref is not None and ref.written]
+    last = [ref for commit in commits[-1:] for ref in commit.stored]
+    return {ref.path for ref in (*made[-1:], *last)}
 
 
 def _referred(run: RunFiles, reference: Reference) -> set[str]:
@@ -168,8 +163,9 @@ def _referred(run: RunFiles, reference: Reference) -> set[str]:
     if reference.kind == "fork":
         return _restart(shared)
     if reference.kind == "weights":
-        return {commit.weights.path for commit in shared[-1:]}
-    return {ref.path for commit in shared for ref in _refs(commit)}
+        around = run.commits[reference.iteration - 1 : reference.iteration + 1]  # the latter may name it late
+        return {ref.path for commit in around for ref in commit.stored if ref.version == reference.iteration}
+    return {ref.path for commit in shared for ref in commit.stored}
 
 
 def _borrowed(run: RunFiles, runs: Sequence[RunFiles]) -> set[str]:

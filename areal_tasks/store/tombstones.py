@@ -66,5 +66,5 @@ def check_history_kept(store: Store, run: str, commit: IterationCommit | None) -
     """UserError unless what a child needs of its parent, of which `commit` is the last that it shares, is there."""
     check_run_kept(store, run)
     if commit is not None:
-        for ref in (commit.weights, commit.restored, commit.checkpoint):
+        for ref in commit.stored:
             check_kept(store, ref)

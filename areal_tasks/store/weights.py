@@ -90,7 +90,12 @@ def _refs(run: Run) -> list[tuple[WeightsRef, str]]:
     """Each version's reference, and when it was committed."""
     head = run.head()
     commits = parallel(run.commit, range(head.iteration + 1)) if head else []
-    made = [(c.weights, c.provenance.committed) for c in commits if c.weights.version == c.iteration + 1]
+    late = {ref.version: ref for commit in commits if (ref := commit.published) is not None}
+    made = [
+        (c.weights if c.weights.written else late.get(c.weights.version, c.weights), c.provenance.committed)
+        for c in commits
+        if c.weights.version == c.iteration + 1
+    ]
     initial = next((ref for c in commits[:1] for ref in c.stages if ref.stage == "initialise"), None)
     if initial is None:
         return made

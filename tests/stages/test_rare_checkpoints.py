@@ -84,7 +84,7 @@ def test_weights_that_re_training_does_not_repeat_are_published_before_anything_
 
     def execute(jobs: Sequence[Job]) -> list[Built]:
         if jobs[0].label == "rollout 3":
-            generated.append(jobs[0].context.engines.inference().version or 0)
+            generated.append(jobs[0].context.engines.servers.inference().version or 0)
         return run_directly(jobs)
 
     run = drive(tmp_path, "r", recipe(5, {"head_chunk_tokens": 16}, **engines), execute)

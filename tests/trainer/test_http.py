@@ -131,7 +131,8 @@ def _check_owners(world: World, two: Service) -> None:
         assert refusal.status_code == 403
         assert "owner 1 was superseded by owner 2" in refusal.json()["error"]
     health = _good(Health, two.http.get("/health")).model_dump(exclude={"stored"})
-    assert health == {"version": 0, "step": 0, "owner": 2, "busy": False, "done": 0, "of": 0, "storing": ""}
+    fresh = {"version": 0, "step": 0, "owner": 2, "busy": False, "kept": None, "done": 0, "of": 0, "storing": ""}
+    assert health == fresh
 
 
 _PARENT = """

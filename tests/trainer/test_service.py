@@ -16,7 +16,7 @@ from trainer_builders import World, advantage, demonstrations, rlhf_recipe, roll
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_tasks.engines.trainer.backend import Progress
-from areal_tasks.engines.trainer.commands import Load, Logprobs, Train, Trained, Write
+from areal_tasks.engines.trainer.commands import Keep, Load, Logprobs, Train, Trained, Write
 from areal_tasks.engines.trainer.fencing import Refused
 from areal_tasks.engines.trainer.learner import TrainingFailed
 from areal_tasks.engines.trainer.service import Trainer
@@ -74,7 +74,8 @@ def test_training_makes_the_next_version_and_writes_its_tables(rlhf: World) -> N
     assert samples.num_rows == 12
     assert answer.metrics["loss"] == pytest.approx(sum(steps["loss"].to_pylist()) / 2)
     health = trainer.health(False).model_dump(exclude={"stored"})
-    assert health == {"version": 1, "step": 2, "owner": 1, "busy": False, "done": 12, "of": 12, "storing": ""}
+    expected = {"version": 1, "step": 2, "owner": 1, "busy": False, "kept": None, "done": 12, "of": 12, "storing": ""}
+    assert health == expected
 
 
 def test_a_repeat_gets_the_recorded_result_and_steps_once(rlhf: World) -> None:
@@ -246,6 +247,18 @@ def test_published_weights_are_a_model_with_its_tokenizer(rlhf: World, tiny: Pat
     assert (
         AutoTokenizer.from_pretrained(local)("3+5=").input_ids == AutoTokenizer.from_pretrained(tiny)("3+5=").input_ids
     )
+
+
+def test_kept_weights_are_published_as_they_were_whatever_is_trained_since(rlhf: World) -> None:
+    trainer = rlhf.trainer()
+    before = trainer.publish(Write(owner=1, version=0, prefix=rlhf.folder("weights", 0, "before"))).files
+    trainer.keep(Keep(owner=1, version=0))
+    trainer.train(_grpo(rlhf, 0))
+    assert (trainer.health(False).kept, trainer.health(False).version) == (0, 1)
+    after = trainer.publish(Write(owner=1, version=0, prefix=rlhf.folder("weights", 0, "after"))).files
+    assert [file.sha256 for file in after] == [file.sha256 for file in before]
+    trainer.load(Load(owner=1, version=0, weights=rlhf.initial))
+    assert trainer.health(False).kept is None, "a policy that was restored need not be the same to the bit"
 
 
 def test_reference_is_version_0_for_good_and_policy_is_not(rlhf: World) -> None:

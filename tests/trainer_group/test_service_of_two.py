@@ -12,7 +12,7 @@ from listeners import beyond_loopback, listening
 from trainer_builders import World, advantage, rollout
 from waiting import LIMIT, wait_until
 
-from areal_tasks.engines.trainer.commands import Load, Train, Write
+from areal_tasks.engines.trainer.commands import Keep, Load, Train, Write
 from areal_tasks.engines.trainer_client import OutOfOrder, TrainerClient, TrainerDown
 from areal_tasks.launchers.local import LocalHandle
 from areal_tasks.launchers.supervisor import Supervisor
@@ -59,8 +59,7 @@ def _train(world: World, version: int, **changes: Any) -> Train:
     return world.train_command(version, {"rollout": table, "advantage": advantage(table)}, **changes)
 
 
-def _published(world: World, client: TrainerClient, attempt: str) -> list[str]:
-    version = client.health().version or 0
+def _published(world: World, client: TrainerClient, attempt: str, version: int = 1) -> list[str]:
     prefix = world.folder("weights", version, attempt)
     return [f.sha256 for f in client.publish(Write(owner=1, version=version, prefix=prefix)).files]
 
@@ -81,6 +80,11 @@ def test_commands_over_http(world: World, supervisor: Supervisor) -> None:
     assert _published(world, client, "two") == weights
     assert client.train(_train(world, 1)).version == 2
     assert client.health().step == 2
+    assert _published(world, client, "three") == weights, "they are kept, by the first rank"
+    assert client.keep(Keep(owner=1, version=2)).version == client.health().kept == 2
+    with pytest.raises(OutOfOrder, match="version 1 was expected"):
+        _published(world, client, "four")
+    assert _published(world, client, "five", 2) != weights
     client.close()
 
 

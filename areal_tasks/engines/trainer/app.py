@@ -1,7 +1,8 @@
-"""The trainer's HTTP face, on rank 0: /health, /load, /train, /logprobs, /publish, /checkpoint and /compare.
+"""The trainer's HTTP face, on rank 0: /health and the commands (`COMMANDS`).
 
 One worker thread runs the commands in the order they came, so a repeat waits for the original; /health is answered at
-once. Errors are JSON: {"error": "..."}.
+once. What is about weights that the trainer keeps, rank 0 does beside them, in another thread. Errors are JSON:
+{"error": "..."}.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.trainer.commands import Command, Compare, Load, Logprobs, Message, Send, Train, Write
+from areal_tasks.engines.trainer.commands import Command, Compare, Keep, Load, Logprobs, Message, Send, Train, Write
 from areal_tasks.engines.trainer.fencing import Fence, Refused, Superseded
 from areal_tasks.engines.trainer.group import Group, GroupBroken, text_of
 from areal_tasks.engines.trainer.ranks import cpu_threads, end_group
@@ -38,11 +39,15 @@ COMMANDS: Final[Mapping[str, type[Command]]] = {
     "load": Load,
     "train": Train,
     "logprobs": Logprobs,
+    "keep": Keep,
     "publish": Write,
     "send": Send,
     "checkpoint": Write,
     "compare": Compare,
 }
+
+#: Those that rank 0 obeys by itself, beside the others, where the trainer keeps the weights that they are about.
+KEPT: Final = frozenset({"publish", "send"})
 
 
 def make_app(spec: ServiceSpec, group: Group | None = None) -> Starlette:
@@ -90,6 +95,7 @@ class _Desk:
         self.group = trainer.group
         self.gate: Fence[None] = Fence()
         self.gate.admit(trainer.fence.owner)
+        self.beside = ThreadPoolExecutor(1, "kept")
         self.thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (cpu_threads(trainer.settings.trainer),))
         self.waiting = 0
 
@@ -97,8 +103,10 @@ class _Desk:
         """The answer to `command`. Raises Superseded at once for a superseded owner, also while others wait."""
         self.gate.admit(command.owner)
         self.waiting += 1
+        alone = name in KEPT and self.trainer.snapshot.version == command.version
+        thread, obey = (self.beside, self._obey_alone) if alone else (self.thread, self._obey)
         try:
-            work = asyncio.get_running_loop().run_in_executor(self.thread, self._obey, name, command)
+            work = asyncio.get_running_loop().run_in_executor(thread, obey, name, command)
             broken = asyncio.wrap_future(self.group.broken)
             both: set[asyncio.Future[Any]] = {work, broken}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -118,6 +126,14 @@ class _Desk:
             raise
         finally:
             self.trainer.clear()  # here all ranks have ended the command
+
+    def _obey_alone(self, name: str, command: Command) -> Message:
+        """On this rank only, whose copy of the weights stays as it is: nothing that others hold is asked for."""
+        self.gate.admit(command.owner)
+        with self.trainer.snapshot.lock:
+            if self.trainer.snapshot.version != command.version:
+                raise Refused(f"version {command.version} is not kept any more")
+            return _method(self.trainer, name)(command)
 
 
 def _endpoint(desk: _Desk, name: str) -> Endpoint:

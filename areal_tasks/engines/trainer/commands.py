@@ -61,6 +61,16 @@ class Write(Command):
     prefix: str
 
 
+class Keep(Command):
+    """Copy the weights of that version, so that /publish and /send have them while the trainer trains on."""
+
+
+class Kept(Message):
+    """Answer to /keep: the version that is kept."""
+
+    version: int
+
+
 class Compare(Command):
     """Compare the policy, as it would be published, with weights of that version in the store."""
 
@@ -128,7 +138,7 @@ class Compared(Message):
 
 
 class Health(Message):
-    """Answer to /health. `version` is none before the first /load and after a failed step.
+    """Answer to /health. `version` is none before the first /load and after a failed step. `kept`: see /keep.
 
     `done` of `of` samples have been through the command that is running, or that ran last. `stored` counts what the
     store has answered, and `storing` says what it has not.
@@ -138,6 +148,7 @@ class Health(Message):
     step: int
     owner: int
     busy: bool
+    kept: int | None = None
     done: int = 0
     of: int = 0
     stored: int = 0

@@ -28,6 +28,8 @@ from areal_tasks.engines.trainer.commands import (
     Compare,
     Compared,
     Health,
+    Keep,
+    Kept,
     Load,
     Loaded,
     Logprobs,
@@ -146,7 +148,7 @@ class Trainer:
         weights = self._fetch(command.weights)
         state = self._fetch(command.checkpoint) if command.checkpoint else None
         self.fence.restart(None)
-        self.snapshot.version = None
+        self.snapshot.forget()
         self.backend.load(weights, self.settings.seed)
         fresh = Progress(step=command.version * self.settings.minibatches)
         self.progress = self.backend.load_checkpoint(state) if state else fresh
@@ -190,20 +192,27 @@ class Trainer:
         return Tables(tables={name: write_table(self.store, command.prefix, name, scored)})
 
     @names_memory_knobs
+    def keep(self, command: Keep) -> Kept:
+        """Copy the weights, to be published or sent while later commands are obeyed."""
+        self.fence.admit(command.owner)
+        self._keep(command.version)
+        return Kept(version=command.version)
+
+    @names_memory_knobs
     def publish(self, command: Write) -> Written:
-        """Write the policy as a Hugging Face folder, with the tokenizer it was loaded with."""
-        started = self._begun(command)
-        snapshot = self._snapshot()
-        return Written(files=self._published(snapshot, command), seconds=time.perf_counter() - started)
+        """Write the weights as a Hugging Face folder, with the tokenizer they were loaded with."""
+        started = time.perf_counter()
+        with self._kept(command) as snapshot:
+            files = self._published(snapshot, command)
+        return Written(files=files, seconds=time.perf_counter() - started)
 
     @names_memory_knobs
     def send(self, command: Send) -> Sent:
-        """Hand the policy to inference servers directly; returns when all of them hold it, but those that failed."""
-        self.fence.admit(command.owner)
-        self.fence.expect(command.version)
+        """Hand the weights to inference servers directly; returns when all of them hold it, but those that failed."""
         started = time.perf_counter()
-        snapshot, gathered = self._snapshot(), time.perf_counter()
-        gone = self.sender.send(snapshot.tensors, command) if self.backend.rank == 0 else {}
+        with self._kept(command) as snapshot:
+            gathered = time.perf_counter()
+            gone = self.sender.send(snapshot.tensors, command) if self.backend.rank == 0 else {}
         ended = time.perf_counter()
         log.info(
             "weights %d: gathered in %.3f s, sent in %.3f s", command.version, gathered - started, ended - gathered
@@ -226,8 +235,9 @@ class Trainer:
         """How far the policy, as it would be published, is from weights of that version in the store."""
         self.fence.admit(command.owner)
         self.fence.expect(command.version)
-        folder, snapshot = self._fetch(command.weights), self._snapshot()
-        apart = largest_difference(snapshot.host(), folder) if self.group.rank == 0 else 0.0
+        folder = self._fetch(command.weights)
+        with self._kept(command) as snapshot:
+            apart = largest_difference(snapshot.host(), folder) if self.group.rank == 0 else 0.0
         return Compared(difference=apart)
 
     def clear(self) -> None:
@@ -259,6 +269,7 @@ class Trainer:
             step=self.progress.step,
             owner=self.fence.owner,
             busy=busy,
+            kept=self.snapshot.version,
             done=self.work.done,
             of=self.work.of,
             stored=LEDGER.ended,
@@ -353,20 +364,28 @@ class Trainer:
         """The snapshot's files, sorted by name, written by rank 0 from memory; what describes the model goes beside."""
         if self.backend.rank > 0 or self.weights is None:
             return ()
-        with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+        with tempfile.TemporaryDirectory(prefix="areal-published-") as folder:  # `clear` does not know of it
             with self._usable(command.prefix):
                 hand_on(self.weights, Path(folder), snapshot.dtype)
             with beside(lambda: upload(self.store, command.prefix, Path(folder))) as described:
                 files = snapshot.save(self.store, command.prefix)
         return tuple(sorted([*files, *described.result()], key=lambda file: file.path))
 
-    def _snapshot(self) -> Snapshot:
-        """The policy's full weights as they are published, gathered once a version; every rank takes part."""
-        version, keep = self.fence.version, self.backend.rank == 0
-        if version is not None and self.snapshot.version != version:
-            held = self.backend.named_weights()
-            self.snapshot.take(version, self.backend.names().to_checkpoint(held) if keep else held, keep)
-        return self.snapshot
+    def _keep(self, version: int) -> None:
+        """Gather the policy's full weights as they are published, once a version; every rank takes part."""
+        if self.snapshot.version == version:
+            return
+        self.fence.expect(version)
+        held, keep = self.backend.named_weights(), self.backend.rank == 0
+        self.snapshot.take(version, self.backend.names().to_checkpoint(held) if keep else held, keep)
+
+    @contextmanager
+    def _kept(self, command: Command) -> Iterator[Snapshot]:
+        """The weights of the command's version, as they stay while inside."""
+        self.fence.admit(command.owner)
+        self._keep(command.version)
+        with self.snapshot.lock:
+            yield self.snapshot
 
     def _fetch(self, ref: WeightsRef) -> Path:
         """The files of `ref` in one local folder, fetched by rank 0 for all."""

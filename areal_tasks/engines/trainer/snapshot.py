@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -49,6 +50,7 @@ class Snapshot:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.version: int | None = None
+        self.lock = threading.RLock()  # held by who reads it beside the trainer's commands, and by who changes it
         self.tensors: dict[str, Tensor] = {}
         self.mirror: dict[str, Tensor] = {}
 
@@ -57,15 +59,21 @@ class Snapshot:
 
         A rank that does not `keep` them only takes part in gathering.
         """
-        self.version = None
-        came = set()
-        for name, tensor in named:
-            if keep:
-                _copy_into(self.tensors, name, tensor, tensor.device)
-                came.add(name)
-        for name in self.tensors.keys() - came:  # of a policy that was loaded from other names
-            del self.tensors[name]
-        self.version = version
+        with self.lock:
+            self.version = None
+            came = set()
+            for name, tensor in named:
+                if keep:
+                    _copy_into(self.tensors, name, tensor, tensor.device)
+                    came.add(name)
+            for name in self.tensors.keys() - came:  # of a policy that was loaded from other names
+                del self.tensors[name]
+            self.version = version
+
+    def forget(self) -> None:
+        """The version that it holds is not the policy's any more, whatever the policy's number."""
+        with self.lock:
+            self.version = None
 
     def save(self, store: Store, prefix: str) -> list[FileRef]:
         """Write the tensors as safetensors under `prefix`: one file, or several of about SHARD_BYTES and their index.
