@@ -2,10 +2,12 @@
 
     python -m benchmarks.gpu.fixed_load collect STORE RUN LOGS RESULT.json
     python -m benchmarks.gpu.fixed_load table RESULT.json …
+    python -m benchmarks.gpu.fixed_load simulate RESULT.json ITERATIONS
 
 `benchmarks/gpu/fixed_load.sh` makes the runs. An iteration's seconds are those between two commits, without the first
 η + 1 iterations, where services warm up and the pipeline fills, and without the last η, for which nothing is generated
-any more. All runs have the same groups in the same order but for those that a bound lets overtake others.
+any more. `simulate` runs benchmarks/simulate.py with the times of a run's own steps and transfers, decoding by a line
+through what SGLang's log says, compares each iteration, and tells what the same times give for other layouts.
 """
 
 from __future__ import annotations
@@ -15,11 +17,16 @@ import json
 import re
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 from areal_tasks.store.backend import Store, open_store
 from benchmarks.gpu.product import rows, write_json
+from benchmarks.simulate import HEAD as SIMULATED
+from benchmarks.simulate import Layout, Load, Simulation, Times
+from benchmarks.simulate import row as simulated_row
 
 Result = dict[str, Any]
 
@@ -112,6 +119,53 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join([HEAD, *(row(r, base.get("-equal" in r["run"], float("nan"))) for r in usable)])
 
 
+def times_of(result: Result) -> Times:
+    """The times of a run for the simulation, without its first iteration. The fixed part is what no stage says."""
+    samples, steps = zip(*result["decoding"], strict=True)
+    per_sample, step = statistics.linear_regression(samples, steps)
+    trained = [row for row in result["train"] if row["iteration"] > 0]
+    busy, count = sum(row["seconds"] for row in trained), len(trained)
+    waits, publish = stage_seconds(result, "rollout"), stage_seconds(result, "publish")
+    return Times(
+        step=step,
+        step_per_sample=per_sample,
+        train_rate=sum(int(row["tokens"]) for row in trained) / busy,
+        train_fixed=(sum(intervals(result)) - waits - publish - busy) / count,
+        publish=publish / count,
+        publish_waits=True,
+    )
+
+
+def stage_seconds(result: Result, stage: str) -> float:
+    return float(sum(s["seconds"] for s in result["stages"] if s["stage"] == stage and s["iteration"] > 0))
+
+
+def intervals(result: Result) -> list[float]:
+    """Seconds of each iteration but the first."""
+    times = [float(commit["committed"]) for commit in result["commits"]]
+    return [later - earlier for earlier, later in pairwise(times)]
+
+
+def simulate(result: Result, iterations: int) -> str:
+    """The run simulated, iteration by iteration; what its times give for all layouts over long runs."""
+    times, eta = times_of(result), eta_of(result["run"])
+    load = Load(longest=8000, prompt=64, iterations=iterations)
+    ends = Simulation(load, Layout(1, 1, eta), times).run().ends
+    ours, real = [later - earlier for earlier, later in pairwise(ends)], intervals(result)
+    ours = ours[: len(real)]
+    lines = [str(times), "| iteration | " + " | ".join(str(k + 1) for k in range(len(real))) + " | all |"]
+    for name, found in (("simulated", ours), ("measured", real)):
+        lines.append(f"| {name} | {' | '.join(f'{seconds:.1f}' for seconds in found)} | {sum(found):.1f} |")
+    lines += [f"simulated ÷ measured: {sum(ours) / sum(real):.3f}", "", SIMULATED]
+    long = replace(load, iterations=60)
+    lines += [
+        simulated_row(long, Layout(1, 1, eta, mode=mode), times)
+        for mode in ("in_place", "abort")
+        for eta in (1, 2, 4, 8)
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -121,9 +175,14 @@ def main() -> None:
     for name in ("logs", "result"):
         one.add_argument(name, type=Path)
     commands.add_parser("table").add_argument("results", type=Path, nargs="+")
+    other = commands.add_parser("simulate")
+    other.add_argument("result", type=Path)
+    other.add_argument("iterations", type=int, help="that the run was to have")
     arguments = parser.parse_args()
     if arguments.command == "collect":
         write_json(arguments.result, collect(open_store(arguments.store), arguments.run, arguments.logs))
+    elif arguments.command == "simulate":
+        print(simulate(json.loads(arguments.result.read_text()), arguments.iterations))
     else:
         print(table([json.loads(file.read_text()) for file in arguments.results]))
 
