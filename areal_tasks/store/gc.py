@@ -117,6 +117,8 @@ def _unselected(run: RunFiles, groups: dict[str, list[Entry]], named: set[str], 
     """Attempts that a crash, or a faster writer, has left behind."""
     used = _used_by_stages(run, groups)
     versions = {_folder(version.path): version for version in run.versions}
+    late = any(not commit.weights.written for commit in run.commits[-1:])  # the next commit may name its weights
+    settled = len(run.commits) - late
     for folder, files in groups.items():
         if not _abandoned(run, files, rule):
             continue
@@ -127,7 +129,7 @@ def _unselected(run: RunFiles, groups: dict[str, list[Entry]], named: set[str], 
             version = versions.get(folder)
             if version is None:
                 yield _item(run, "attempt", folder, files, "it has no manifest")
-            elif version.path not in named and version.version <= len(run.commits):
+            elif version.path not in named and version.version <= settled:
                 whole = [*files, run.by_path[version.path]]
                 yield _item(run, "attempt", folder, whole, "no commit selects it")
 

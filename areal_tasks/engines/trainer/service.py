@@ -194,17 +194,15 @@ class Trainer:
     @names_memory_knobs
     def keep(self, command: Keep) -> Kept:
         """Copy the weights, to be published or sent while later commands are obeyed."""
-        self.fence.admit(command.owner)
-        self._keep(command.version)
-        return Kept(version=command.version)
+        with self._kept(command):
+            return Kept(version=command.version)
 
     @names_memory_knobs
     def publish(self, command: Write) -> Written:
         """Write the weights as a Hugging Face folder, with the tokenizer they were loaded with."""
         started = time.perf_counter()
         with self._kept(command) as snapshot:
-            files = self._published(snapshot, command)
-        return Written(files=files, seconds=time.perf_counter() - started)
+            return Written(files=self._published(snapshot, command), seconds=time.perf_counter() - started)
 
     @names_memory_knobs
     def send(self, command: Send) -> Sent:
