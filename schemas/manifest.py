@@ -295,10 +295,10 @@ class RejectedGroup(Record):
 
 
 class SpoolRecord(StoredRecord):
-    """`spool/<start>/<n>.json`: which groups a start of the flow finished or rejected, in order.
+    """`spool/<start>/<n>.json`: which groups a process has finished or rejected, in order.
 
-    The first record opens the start. A `closed` one ends it: the next start of the flow writes it, so that the next put
-    of a process that lives on fails. `tables` holds the rows of the finished groups.
+    The first record opens its start. A `closed` one ends it: whoever takes over writes it, so that the next put of a
+    process that lives on fails. `tables` holds the rows of the finished groups.
     """
 
     start: int

@@ -33,7 +33,10 @@ import session_folder
 ROOT: Final = Path(__file__).resolve().parents[1]
 SERVER: Final = Path(__file__).with_name("warm_server.py")
 #: What the local launcher need not start afresh.
-SERVICES: Final = ("areal_tasks.engines.trainer", "areal_tasks.engines.embedded", "areal_tasks.engines.sglang")
+SERVICES: Final = (
+    *("areal_tasks.engines.trainer", "areal_tasks.engines.embedded", "areal_tasks.engines.sglang"),
+    "areal_tasks.rollout.worker",
+)
 MESSAGE: Final = 1 << 18  # bytes at most
 INHERITED: Final = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", session_folder.FOLDER)
 #: Bytes of the server's own command line and environment: what it forks writes its own over them.

@@ -250,6 +250,7 @@ class InferenceClient(ServerPool):
 
     def _dispatch(self) -> None:
         """Give waiting requests, in order, to the servers that the router chooses."""
+        self.followers.changed()
         passed = []  # no server holds weights that are new enough for them
         while self._waiting and self.router.free():
             waiter = self._waiting.popleft()

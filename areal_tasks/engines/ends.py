@@ -26,6 +26,11 @@ class Detokenizer:
         if getattr(tokenizer, "clean_up_tokenization_spaces", False):
             self._backend = None
 
+    @property
+    def as_json(self) -> str:
+        """What another process can read the fast tokenizer from; empty where there is none."""
+        return "" if self._backend is None else str(self._backend.to_str())
+
     def texts(self, outputs: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
         """The text of each output."""
         if self._backend is not None:

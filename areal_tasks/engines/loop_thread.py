@@ -1,11 +1,11 @@
-"""An event loop beside the threads of a flow."""
+"""An event loop beside the other threads of a process."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
@@ -16,10 +16,14 @@ TURN_SECONDS: Final = 0.5
 class LoopThread:
     """An event loop in a thread of its own, for connections that outlast one call."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "inference-client") -> None:
         self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self._turn, name="inference-client", daemon=True)
+        self.thread = threading.Thread(target=self._turn, name=name, daemon=True)
         self.thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin `work`, and return at once."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(
         self,
@@ -31,7 +35,7 @@ class LoopThread:
 
         Raises TimeoutError after `seconds`, and what `meanwhile` raises: then the work is cancelled.
         """
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        future = self.submit(work)
         if seconds is not None:
             return future.result(seconds)
         try:

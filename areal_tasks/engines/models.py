@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from areal_tasks.store.backend import Store
-from areal_tasks.store.files import read_weights, upload
+from areal_tasks.store.files import materialise, read_weights, upload
 from areal_tasks.store.fork import find_reference, leave_reference
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import Run, load_run
@@ -178,6 +178,12 @@ def check_context(folder: Path, max_length: int) -> None:
     context = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
     if isinstance(context, int) and max_length > context:
         raise UserError(f"model.max_length: {max_length} exceeds the model's context of {context} tokens; lower it")
+
+
+def describing_files(store: Store, weights: WeightsRef, folder: Path) -> Path:
+    """Fetch the files of weights into `folder`, but for the weights themselves."""
+    small = [file for file in read_weights(store, weights).files if not file.path.endswith(".safetensors")]
+    return materialise(store, small, folder, verify=True)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -24,6 +24,7 @@ from schemas.recipe.interruption import Interruption
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Busy = Callable[[], Awaitable[Mapping[str, int]]]  # requests of other clients under way, by the server's address
 
 AFFINITIES: Final = 65536  # groups whose server is remembered, at most
 POLL_SECONDS: Final = 0.05
@@ -100,6 +101,7 @@ class Server:
     headers: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 60.0  # that a request or an order may take
     version: int | None = None  # the newest weights it is known to hold
+    elsewhere: int = 0  # requests of other clients, as last heard
     failing_since: float | None = None  # the first failure since it last answered, by the pool's clock
     failures: int = 0  # since then
     admitted: float = 0.0  # when it was let in
@@ -207,11 +209,12 @@ class Server:
             if goes_on:
                 await self.go_on()
 
-    async def drained(self) -> None:
-        """Return when no request is under way, of this client."""
-        if self.requests:
-            log.info("new weights wait for the end of %d requests (rollout.interruption: drain)", self.requests)
-        while self.requests:
+    async def drained(self, busy: Busy) -> None:
+        """Return when no request is under way, of this client or of others."""
+        waits = self.requests + (await busy()).get(self.url, 0)
+        if waits:
+            log.info("new weights wait for the end of %d requests (rollout.interruption: drain)", waits)
+        while self.requests + (await busy()).get(self.url, 0):
             await asyncio.sleep(POLL_SECONDS)
 
     async def load_weights(self, target: Target, flags: Mapping[str, bool]) -> None:
@@ -237,7 +240,7 @@ class Server:
         nobody can tell how far an order is.
         """
         info = await self.ask("GET", "/server_info", seconds=LOOK_SECONDS)
-        if self.requests and "steps" in info and not info["paused"]:
+        if (self.requests or self.elsewhere) and "steps" in info and not info["paused"]:
             return info["steps"]
         if token and not (self.paused or self.lends):
             look = asyncio.ensure_future(self.ask("GET", "/health_generate", seconds=LOOK_SECONDS))
@@ -248,7 +251,8 @@ class Server:
 
     async def sign(self, token: bool) -> Sign:
         """The same, and what it has to do, for whoever watches it."""
-        work = f"{self.requests} requests under way" if self.requests else "an order under way"
+        requests = self.requests + self.elsewhere
+        work = f"{requests} requests under way" if requests else "an order under way"
         try:
             return Sign(await self.probe(token), work)
         except (ServerDown, Refused) as error:

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 
 from areal_tasks.engines.external import PROBE, check_temperature, check_versions_told
 from areal_tasks.engines.server import POLL_SECONDS, Router, Server, ServerDown, Target, WrongVersion, making_way
+from areal_tasks.engines.sharing import Followers, NoFollowers, Serving, SharedServer
 from areal_tasks.engines.watchdog import Sign
 from schemas.errors import UserError
 from schemas.recipe.interruption import Interruption
@@ -55,6 +56,9 @@ class ServerPool(ABC):
         embedded = settings.engine == "embedded"
         self._loading, self._handing = (making_way(mode, embedded, handed) for handed in (False, True))
         self._foreign = False  # others have started the servers
+        self._doubted = False  # what servers answer to requests under way counts for nothing
+        self.followers: Followers = NoFollowers()  # clients that generate on the servers, too
+        self.report: Callable[[str, str], object] = lambda url, why: None  # tells who looks after them what fails
         self._closed = False
         self._patience = NO_SERVER_SECONDS if patience is None else patience
         self._tasks: dict[tuple[str, Server | None], asyncio.Task[None]] = {}  # at most one of a kind for each server
@@ -85,18 +89,42 @@ class ServerPool(ABC):
         What was under way on one that is gone is repeated elsewhere. A new one is let in when it is well and holds the
         weights that are wanted, as those in `current` do from their start.
         """
-        for server in [server for server in self.servers if starts.get(server.url) != server.start]:
-            self.servers.remove(server)
-            server.healthy = False
-            for key in [key for key in self._tasks if key[1] is server]:
-                self._tasks.pop(key).cancel()
-            await server.close()
+        await self._leave(starts)
         there = {server.url for server in self.servers}
         for url in [url for url in starts if url not in there]:
             server = self._server(url, starts[url], False, url in current)
             server.paused = self._foreign  # perhaps, by a run that ended before it could have them go on
             self.servers.append(server)
             self._background("admit", server, self._admit)
+        self._dispatch()
+
+    async def _leave(self, starts: Mapping[str, int]) -> None:
+        """Have none but these starts of servers."""
+        for server in [server for server in self.servers if starts.get(server.url) != server.start]:
+            self.servers.remove(server)
+            server.healthy = False
+            for key in [key for key in self._tasks if key[1] is server]:
+                self._tasks.pop(key).cancel()
+            await server.close()
+
+    @property
+    def serving(self) -> Serving:
+        """What clients have to know that generate on the same servers."""
+        servers = (
+            SharedServer(url=one.url, start=one.start, version=one.version, able=one.able) for one in self.servers
+        )
+        return Serving(servers=tuple(servers), doubted=self._doubted)
+
+    async def follow(self, serving: Serving) -> None:
+        """Have the servers that another client looks after, and send requests to those alone that it says."""
+        await self._leave({one.url: one.start for one in serving.servers})
+        known = {server.url: server for server in self.servers}
+        for one in serving.servers:
+            if (server := known.get(one.url)) is None:
+                self.servers.append(server := self._server(one.url, one.start))
+            server.current, server.version = one.able, one.version
+        if serving.doubted:
+            await self._drop_all()
         self._dispatch()
 
     async def foreign(self, urls: Iterable[str]) -> None:
@@ -147,12 +175,15 @@ class ServerPool(ABC):
 
     async def signs(self, everyone: bool = False) -> dict[str, Sign]:
         """How each server that has something to do for this client (`everyone`: any server) gets on, by its address."""
-        busy = [s for s in self.servers if s.healthy and (s.asks or everyone)]  # an evicted one is given up already
+        others = self.followers.under_way()
+        for server in self.servers:
+            server.elsewhere = others.get(server.url, 0)
+        busy = [s for s in self.servers if s.healthy and (s.asks or s.elsewhere or everyone)]  # others are given up
         signs = await asyncio.gather(*map(self._sign, busy))
         return dict(zip([server.url for server in busy], signs, strict=True))
 
     async def _sign(self, server: Server) -> Sign:
-        return await server.sign(token=self.target is not None and server.requests > 0)
+        return await server.sign(token=self.target is not None and server.requests + server.elsewhere > 0)
 
     async def evict(self, failed: Mapping[str, str]) -> None:
         """Give nothing more to servers of which somebody else has seen that they failed: why, by their address."""
@@ -168,6 +199,7 @@ class ServerPool(ABC):
             server.failing_since = None  # it has been well since it last failed
         server.healthy = False
         self._note(server, error)
+        self.report(server.url, str(error))
         self._background("admit", server, self._admit)
         self._dispatch()
 
@@ -239,8 +271,10 @@ class ServerPool(ABC):
         """From now on these weights are wanted. No server generates before it has confirmed that it holds them."""
         self.target = target
         self.router.affinity.clear()  # caches are flushed for new weights
+        self._doubted = False
         for server in self.servers:
             server.current = False
+        self._dispatch()
 
     async def holding(self, version: int, key: str, uri: str | None) -> None:
         """These are wanted. Servers with those of this version that were wanted hold them; the others load them."""
@@ -252,10 +286,17 @@ class ServerPool(ABC):
             if server.healthy and not server.current and uri is not None:
                 server.healthy = False
                 self._background("admit", server, self._admit)
+        self._dispatch()
 
     async def doubt(self) -> None:
         """The servers' weights may be damaged or not whole: none generates, and no answer counts, until given some."""
         self._doubt()
+        self._doubted = True
+        await self.followers.told()
+        await self._drop_all()
+
+    async def _drop_all(self) -> None:
+        """Let go of the requests under way: they are repeated."""
         for server in [server for server in self.servers if server.requests]:
             await server.drop()
 
@@ -272,6 +313,7 @@ class ServerPool(ABC):
         if not self.healthy():
             await self._looked_at()
         self._aim(Target(version, key or uri, uri))
+        await self.followers.told()
         seconds = await self.each(self._load)
         if not seconds:
             await self._until(lambda: any(server.able for server in self.servers))
@@ -305,7 +347,7 @@ class ServerPool(ABC):
         started, target, server.current = time.perf_counter(), self.target, False
         assert target is not None
         if self._loading.drains:
-            await server.drained()
+            await server.drained(self.followers.busy)
         async with self._stopped(server, self._loading.pause):
             await server.load_weights(target, self._loading.flags)
         await self._confirm(server, target)
@@ -378,8 +420,9 @@ class ServerPool(ABC):
     async def interrupt(self) -> None:
         """Return when all servers stand still, so that the trainer may send weights; `resume` follows."""
         self._doubt()
+        await self.followers.told()
         if self._handing.drains:
-            await asyncio.gather(*map(Server.drained, self.servers))
+            await asyncio.gather(*(server.drained(self.followers.busy) for server in self.servers))
         if self._handing.pause:
             await self.pause(self._handing.pause)
 

@@ -25,6 +25,7 @@ from areal_tasks.engines.starting import ready
 from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
 from areal_tasks.engines.trainers import ResidentTrainer
 from areal_tasks.engines.watchdog import Sign, Watchdog
+from areal_tasks.engines.workers import Workers
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.launchers.supervisor import Ready, ServiceFailed, Supervisor
 from areal_tasks.store.files import common_folder, read_weights
@@ -75,6 +76,7 @@ class Servers:
         self._client: InferenceClient | None = None
         self._ready: list[Ready] = []  # as the client knows them
         self._loop = LoopThread()
+        self.workers = Workers(recipe, generates, supervisor, watchdog, self._loop)
         self._proof = Proof(self.call, is_proven(recipe))
         self._unwritable: dict[str, frozenset[tuple[str, int]]] = {}  # weights, and for which starts they were tried
 
@@ -99,6 +101,16 @@ class Servers:
     def count(self) -> int:
         """How many servers there are, of this run or of somebody else."""
         return len(self.external or self.names)
+
+    @property
+    def token(self) -> str:
+        """What the inference servers ask for."""
+        return external_token() if self.external else self.supervisor.token
+
+    @property
+    def patience_seconds(self) -> float | None:
+        """How long a request waits while no server is well; None: not for long, since nobody starts one again."""
+        return None if self.external else math.inf
 
     @property
     def store_only(self) -> bool:
@@ -138,8 +150,8 @@ class Servers:
 
     def _new_client(self) -> InferenceClient:
         settings = self.recipe.inference  # type: ignore[union-attr]
+        client = InferenceClient([], self.token, settings, self.patience_seconds, self.ends, interruption(self.recipe))
         if self.external:
-            client = InferenceClient([], external_token(), settings, None, self.ends, interruption(self.recipe))
             try:
                 self._loop.run(client.foreign(self.external))
             except BaseException:
@@ -147,7 +159,6 @@ class Servers:
                 raise
             return client
         ready(self.supervisor, self.watchdog, self.names, self.written)
-        client = InferenceClient([], self.supervisor.token, settings, math.inf, self.ends, interruption(self.recipe))
         for one in self.supervisor.look(self.names)[:1]:
             if one.weights is not None:
                 self._loop.run(client.holding(*self._target(one.weights)))
@@ -169,7 +180,12 @@ class Servers:
         """
         what = "generation" if generates else "an order to the servers"
         limit = "inference.request_timeout_seconds for each request" if self.external else ""
-        with self.watchdog.waiting(what, self._signs, limit=limit):
+
+        def signs() -> dict[str, Sign]:
+            workers = self.workers.signs()  # first: it tells which servers they are at
+            return self._signs() | workers
+
+        with self.watchdog.waiting(what, signs, limit=limit):
             return self._loop.run(work, meanwhile=lambda: self._tend_if_free(generates))
 
     def call_briefly(self, work: Coroutine[Any, Any, object]) -> None:
@@ -181,6 +197,7 @@ class Servers:
             return  # another thread is at it
         try:
             self._tend()
+            self.workers.tend()
             if generates and self._ready and self._client is not None and self._client.stuck:
                 raise ServerDown("the servers have to be given the weights in force: they were started again on others")
         finally:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from areal_tasks.engines.ends import Detokenizer, Ends, end_tokens
 from areal_tasks.engines.handover import choose_transport
-from areal_tasks.engines.models import load_tokenizer
+from areal_tasks.engines.models import describing_files, load_tokenizer
 from areal_tasks.engines.servers import Servers
 from areal_tasks.engines.starting import TRAINER, Services, may_load_early, place_services
 from areal_tasks.engines.trainers import ResidentTrainer
@@ -21,7 +21,6 @@ from areal_tasks.engines.watchdog import Sign, Watchdog
 from areal_tasks.launchers.gpus import assigned
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.rewards.pool import VerifierPool
-from areal_tasks.store.files import materialise, read_weights
 from areal_tasks.store.journal import append
 from areal_tasks.store.parallel import in_background
 from areal_tasks.store.runs import Run
@@ -81,7 +80,8 @@ class Engines:
             servers.transport = choose_transport(self.recipe, placement, others)
         if servers.store_only and isinstance(self.recipe, RlhfRecipe) and self.recipe.trainer.weights_every > 1:
             log.info("servers get new weights through the store here: all are written, whatever trainer.weights_every")
-        self._services = Services(self.supervisor, self.run, self.recipe, servers.names, placement)
+        workers = servers.workers.names
+        self._services = Services(self.supervisor, self.run, self.recipe, servers.names, workers, placement)
         self._services.start_early()
         if not isinstance(self.recipe, SftRecipe):
             in_background(self.verifiers.__enter__, "verifiers")  # an error is raised at their first use
@@ -119,9 +119,7 @@ class Engines:
     @cached_property
     def _model_folder(self) -> Path:
         """A local folder with the files of the initial weights, but for the weights themselves."""
-        manifest = read_weights(self.run.store, self._initial())
-        small = [f for f in manifest.files if not f.path.endswith(".safetensors")]
-        return materialise(self.run.store, small, Path(self._scratch.name) / "model", verify=True)
+        return describing_files(self.run.store, self._initial(), Path(self._scratch.name) / "model")
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 TRAINER: Final = "trainer"
 MODULES: Final = {name: f"areal_tasks.engines.{name}" for name in ("embedded", "sglang", TRAINER)}
 
+WORKER: Final = "areal_tasks.rollout.worker"
+
 
 def place_services(recipe: Recipe, others: bool) -> Placement:
     """The GPUs of each service, among those that this process may use; writes them to the log.
@@ -36,12 +38,13 @@ def place_services(recipe: Recipe, others: bool) -> Placement:
 
 @dataclass(frozen=True)
 class Services:
-    """The services that a start of a run begins; `names` are those of its inference servers."""
+    """The services that a start of a run begins; `names` are those of its inference servers, then of its workers."""
 
     supervisor: Supervisor
     run: Run
     recipe: Recipe
     names: Sequence[str]
+    workers: Sequence[str]
     placement: Placement
 
     def start_early(self) -> None:
@@ -49,6 +52,8 @@ class Services:
         if not isinstance(self.recipe, EvaluateRecipe):
             spec = spec_of(self.run, self.recipe, TRAINER, None, self.placement.trainer)
             self.supervisor.start(MODULES[TRAINER], spec, self.recipe.trainer.threads)
+        for name in self.workers:
+            self.supervisor.start(WORKER, spec_of(self.run, self.recipe, name, None), threads=1)
         if (folder := own_folder(self.run, self.recipe)) is not None:
             self.start_servers(folder)
 

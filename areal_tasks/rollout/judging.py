@@ -37,7 +37,6 @@ class Judge:
     filters: Filters
     function: Function | None = None
     seconds: float = 3600.0  # that the function may take
-    results: list[VerifyResult] = field(default_factory=list)  # of all groups, until somebody clears it
     _waiting: list[list[Sample]] = field(default_factory=list)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -51,7 +50,6 @@ class Judge:
         """
         await self._judge(samples)
         results = verdicts_of(samples)
-        self.results += results
         reason = rejection(results, self.filters)
         if reason or self.function is None:
             return reason

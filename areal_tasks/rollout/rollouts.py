@@ -1,7 +1,7 @@
-"""Generates a run's groups as far ahead as the staleness rule allows, and gives each iteration the groups it takes.
+"""Has workers generate a run's groups as far ahead as the staleness rule allows, and gives iterations what they take.
 
-Groups are generated in the event loop of the servers' client, whatever the flow does meanwhile: with η > 0 they are
-under way while the trainer trains. With η = 0 an iteration's groups begin when it asks for them (DESIGN §9).
+The flow keeps the book: which groups begin, wait, are consumed or rejected. Its rollout workers run the workflows and
+hold what has finished; they write it when an iteration takes it, or when it has waited for long (DESIGN §9).
 """
 
 from __future__ import annotations
@@ -9,62 +9,103 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from itertools import count, groupby
+from typing import Any, Final
 
-from areal_tasks.engines.server import Refused, ServerDown
-from areal_tasks.rollout.book import Book, Lease
+from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.server import ServerDown
+from areal_tasks.engines.sharing import NoFollowers, Serving
+from areal_tasks.engines.watchdog import Sign
+from areal_tasks.rewards.pool import VerifyResult
+from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.filters import mean_reward
-from areal_tasks.rollout.judging import Judge, Unjudged, verdicts_of
+from areal_tasks.rollout.judging import Unjudged
+from areal_tasks.rollout.link import Link, Listener, Lost
+from areal_tasks.rollout.orders import (
+    Begin,
+    Broken,
+    Cause,
+    Down,
+    Event,
+    Failed,
+    Finished,
+    Generated,
+    Gone,
+    Leased,
+    Part,
+    Rejected,
+    Spooled,
+    Written,
+)  # fmt: skip
 from areal_tasks.rollout.rejections import Rejections
 from areal_tasks.rollout.settled import Settled
-from areal_tasks.rollout.spooling import Place, Spool
-from areal_tasks.store.backend import StoreError
+from areal_tasks.rollout.spooling import Place, Spool, Writer
+from areal_tasks.store.backend import StoreError, Unavailable
 from areal_tasks.store.spool import StartClosed
-from areal_tasks.workflows import Prompt, Sample, Workflow, WorkflowContext
 from schemas.errors import UserError
 from schemas.manifest import RejectedGroup
 from schemas.recipe.sections import Rollout
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS: Final = 5.0  # until groups are written that a store has not taken
+#: What an attempt that has failed for another reason than its workflow raises in the stage that takes groups.
+ERRORS: Final[Mapping[Cause, Callable[[str], Exception]]] = {
+    "servers": ServerDown, "verifiers": Unjudged, "mistake": UserError,
+}  # fmt: skip
+RETRY_SECONDS: Final = 5.0  # until groups are recorded that a store has not taken
+
+
+@dataclass(frozen=True)
+class Where:
+    """A worker that is at a group, or holds it, and the number of its lease."""
+
+    link: Link
+    number: int
 
 
 @dataclass
 class Rollouts:
-    """The groups of one start of a run. All methods belong to the event loop of the client in `context`.
+    """The groups of one start of a run. All methods belong to the event loop of `client`, which keeps the servers.
 
-    `prompt_of` gives the prompt of a group, by its number. While `held`, no group begins but those that `take` waits
-    for.
+    `order` tells what a worker is told first; `connect` gives a link to the one at an address. While
+    `held`, no group begins but those that `take` waits for.
     """
 
     book: Book
-    workflow: Workflow
-    context: WorkflowContext
-    prompt_of: Callable[[int], Prompt]
+    client: InferenceClient
+    order: Callable[[], Begin]
+    connect: Callable[[str, Listener], Link]
     limits: Rollout
     spool: Spool
-    judge: Judge | None = None  # where filters may reject groups
+    writer: Writer
+    verdicts: list[VerifyResult] = field(default_factory=list)  # on groups, until somebody clears it
     held: threading.Event = field(default_factory=threading.Event)
-    finished: dict[int, list[Sample]] = field(default_factory=dict)  # by this start, and not settled
-    _running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    _judging: set[int] = field(default_factory=set)  # those of them that no server is at any more
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
     _taking: bool = False
+    _links: dict[tuple[str, int], Link] = field(default_factory=dict)
+    _where: dict[int, Where] = field(
+        default_factory=dict
+    )  # groups that are under way, or finished and not in the store
+    _judged: set[int] = field(default_factory=set)  # groups that only verifiers are at any more
+    _numbers: Iterator[int] = field(default_factory=count)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
     _failure: BaseException | None = None  # what must end or repeat the stage that takes groups
-    _flushing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _flushes: set[asyncio.Task[None]] = field(default_factory=set)  # the event loop itself keeps none alive
+    _recording: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _serving: Serving | None = None  # as it was when the workers were last told
+    _tasks: set[asyncio.Task[object]] = field(default_factory=set)  # the event loop itself keeps none alive
 
     def __post_init__(self) -> None:
         self.rejections = Rejections(self.limits)
 
-    async def take(self) -> list[int]:
-        """The numbers of the next iteration's groups, in order, as soon as the rule gives them out.
+    # ── what iterations take ────────────────────────────────────────────────────────────────────────────────────────
 
-        The samples of those that are not in `finished` are in the spool. What filters have rejected is recorded by
-        then: it has made room for these groups, and makes it again should the flow be killed.
+    async def take(self, prefix: str) -> list[Written]:
+        """The next iteration's groups, in order, as parts of its tables below `prefix`, as soon as the rule allows it.
+
+        What filters have rejected is recorded by then: it has made room for these groups, and makes it again should the
+        flow be killed.
 
         Raises:
             ServerDown: no server is left. The groups under way begin again with the next call.
@@ -76,17 +117,67 @@ class Rollouts:
         self._taking = True
         try:
             self.begin()
-            while (taken := self.book.take()) is None:
-                if self._failure is not None:
-                    raise self._failure
-                if not self._running:
-                    raise RuntimeError(f"iteration {self.book.next} waits for groups, and none is under way")
-                self._news.clear()
-                await self._news.wait()
-            await self._record_filtered()
-            return [group.index for group in taken]
+            for attempt in count():
+                parts = self._parts(await self._chosen(), prefix, attempt)
+                await self._record(self.rejections.by_filters)
+                written = await asyncio.gather(*(self._written(link, part) for link, part in parts))
+                if all(written):
+                    return [part for part in written if part is not None]
+            raise AssertionError("count ends")
         finally:
             self._taking = False
+
+    async def _chosen(self) -> list[int]:
+        """The next iteration's groups, as soon as there are these, and a worker that can write them."""
+        while (taken := self.book.take()) is None or not self._ready():
+            if self._failure is not None:
+                raise self._failure
+            if taken is None and not self._where and 0 < len(self._links) == len(self._ready()):
+                raise RuntimeError(f"iteration {self.book.next} waits for groups, and none is under way")
+            self._news.clear()
+            await self._news.wait()
+        return [group.index for group in taken]
+
+    def _ready(self) -> list[Link]:
+        return [link for link in self._links.values() if link.ready]
+
+    def _parts(self, groups: Sequence[int], prefix: str, attempt: int) -> list[tuple[Link, Part]]:
+        """Who writes what: as few parts as there can be, each of groups that follow one another."""
+        holder, holders = self._ready()[0], list[tuple[int, Link]]()
+        for group in groups:
+            holder = self._where[group].link if group in self._where else holder
+            holders.append((group, holder))
+        runs = [(link, [group for group, _ in run]) for link, run in groupby(holders, lambda held: held[1])]
+        several = attempt or len(runs) > 1
+        labels = [f"-{attempt}-{i}" if several else "" for i in range(len(runs))]
+        return [(link, self._part(prefix, label, run)) for label, (link, run) in zip(labels, runs, strict=True)]
+
+    def _part(self, prefix: str, label: str, groups: Sequence[int]) -> Part:
+        stored = tuple(group for group in groups if group not in self._where)
+        return Part(
+            prefix=prefix,
+            label=label,
+            numbers=tuple(self._where[group].number for group in groups if group in self._where),
+            groups=stored,
+            records=tuple(self.spool.records(stored)),
+        )
+
+    async def _written(self, link: Link, part: Part) -> Written | None:
+        """A part that a worker has written; None where some of its groups begin again."""
+        try:
+            return await link.write(part)
+        except Unavailable:
+            raise
+        except Lost:
+            self.lost(link)
+        except Gone:
+            self._lose({group for group, where in self._where.items() if where.number in part.numbers})
+        except StoreError as error:
+            if not part.groups:
+                raise
+            log.warning("groups %s begin again, since the spool is damaged: %s", list(part.groups), error)
+            self._lose(part.groups)
+        return None
 
     def consume(self, indices: Sequence[int]) -> None:
         """The next iteration has committed these groups."""
@@ -94,161 +185,165 @@ class Rollouts:
         self._forget([*indices, *self.book.consume(indices)])
         self.begin()
 
-    def drop(self, indices: Sequence[int]) -> None:
-        """The rows of these groups cannot be read: they begin again."""
-        for index in indices:
-            self.book.withdraw(index)
-        self._forget(indices)
+    def _lose(self, groups: Collection[int]) -> None:
+        """These groups begin again, through no fault of their own."""
+        for group in groups:
+            self.book.withdraw(group)
+        self._forget(groups)
+        self.begin()
 
-    def _forget(self, indices: Sequence[int]) -> None:
-        self.spool.forget(indices)
-        for index in indices:
-            self.finished.pop(index, None)
-            if (task := self._running.pop(index, None)) is not None:
-                task.cancel()
+    def _forget(self, groups: Collection[int]) -> None:
+        self.spool.forget(groups)
+        for group in groups:
+            self._leave(group)
 
-    async def settled(self) -> tuple[Settled, Place]:
-        """Which groups are settled, and the first record of the spool that may speak of others.
+    def _leave(self, group: int) -> None:
+        """No worker is at the group any more, or holds it."""
+        self._judged.discard(group)
+        if (where := self._where.pop(group, None)) is not None:
+            where.link.take_back([where.number])
+
+    async def settled(self) -> tuple[Settled, list[Place]]:
+        """Which groups are settled, and where in the spool others are.
 
         Groups that have failed are recorded with the commit that counts them, just before it: if a mistake of the
         workflow ends the run, they begin again once it is corrected.
         """
-        async with self._flushing:
-            settled = self.book.settled
-            await self._write({}, self.rejections.unrecorded)
-        return settled, self.spool.place()
+        settled = self.book.settled
+        await self._record(lambda: self.rejections.unrecorded)
+        return settled, self.spool.places()
+
+    async def _record(self, rejected: Callable[[], Mapping[int, RejectedGroup]]) -> None:
+        """Record rejected groups, which are asked for when those before are recorded."""
+        async with self._recording:
+            if groups := list(rejected().values()):
+                for record in await asyncio.to_thread(self.writer.write, {}, groups):
+                    self.spool.note(record, ())
+                self.rejections.record(group.index for group in groups)
+
+    async def flush(self) -> None:
+        """Record what has finished, or was rejected by a filter, and is not in the store yet."""
+        await asyncio.gather(*(link.flush() for link in self._ready()), self._record(self.rejections.by_filters))
 
     async def close(self) -> None:
         """Give up the groups under way, and leave those that wait in the store."""
         self._failure = RuntimeError("the groups were given up")  # no other begins
-        running = list(self._running.values())
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        await self.flush()
+        self.client.followers = NoFollowers()
+        links, self._links = list(self._links.values()), {}
+        await asyncio.gather(*(link.close() for link in links), self._record(self.rejections.by_filters))
 
-    async def flush(self) -> None:
-        """Record what has finished, or was rejected by a filter, and is not in the store yet."""
-        async with self._flushing:
-            waiting = {index: samples for index, samples in self.finished.items() if index not in self.spool}
-            finished = {index: (self.book.live[index].version, samples) for index, samples in waiting.items()}
-            await self._write(finished, self.rejections.by_filters())
+    # ── the workers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _record_filtered(self) -> None:
-        async with self._flushing:
-            await self._write({}, self.rejections.by_filters())
+    async def have(self, starts: Collection[tuple[str, int]]) -> None:
+        """Have exactly these starts of workers, by their addresses, from now on."""
+        self.client.followers = self
+        for start in self._links.keys() - set(starts):
+            link = self._links.pop(start)
+            await link.drop()
+            self.lost(link)
+        for start in starts:
+            if start not in self._links:
+                self._links[start] = self.connect(start[0], self)
 
-    async def _write(
-        self, finished: Mapping[int, tuple[int, list[Sample]]], rejected: Mapping[int, RejectedGroup]
-    ) -> None:
-        """Record these groups. The caller holds `_flushing`."""
-        groups = list(rejected.values())
-        if finished or groups:
-            await asyncio.to_thread(self.spool.write, finished, groups)
-            self.spool.forget([index for index in finished if index not in self.finished])  # consumed meanwhile
-            self.rejections.record(group.index for group in groups)
+    async def signs(self) -> dict[str, Sign]:
+        """How the workers get on, by their addresses: they answer, whatever becomes of their groups."""
+        groups, links = Counter(where.link for where in self._where.values()), list(self._links.values())
+        found = await asyncio.gather(*(link.look() for link in links))
+        return {link.url: Sign(sign, f"{groups[link]} groups") for link, sign in zip(links, found, strict=True)}
 
-    def begin(self) -> None:
-        """Begin as many groups as the rule admits now."""
-        client = self.context.client
-        if client.version is None or self._failure is not None:
-            return
-        most = client.capacity - (len(self._running) - len(self._judging))
-        if self.held.is_set():
-            most = min(most, self.book.short()) if self._taking else 0
-        for lease in self.book.lease(client.version, most):
-            self._running[lease.index] = asyncio.ensure_future(self._generate(lease))
+    def begun(self, link: Link) -> None:
+        """It generates from now on."""
+        self._news.set()
+        self._spawn(self.told())
+        self.begin()
 
-    async def _generate(self, lease: Lease) -> None:
-        """Bring one group to its end, whatever that is."""
-        samples: list[Sample] = []
-        reason, failure = "", None
-        try:
-            samples = await self._attempt(lease)
-            reason = await self._judged(lease, samples)
-        except GeneratorExit:  # the event loop is gone
-            raise
-        except BaseException as error:  # a workflow may even call sys.exit
-            failure = error
-        if self._running.get(lease.index) is not asyncio.current_task():
-            return  # it was consumed, or dropped, meanwhile
-        del self._running[lease.index]
-        if reason:
-            self._reject(lease.index, reason, mean_reward(verdicts_of(samples)))
-            self._flush_after(self.limits.flush_seconds, lease.index)
-        elif failure is None:
-            self.finished[lease.index] = samples
-            self.book.finish(lease.index, oldest_version(samples, lease.floor))
-            self.rejections.keep()
-            self._flush_after(self.limits.flush_seconds, lease.index)
-        elif isinstance(failure, asyncio.CancelledError) and is_cancelled():
-            self.book.withdraw(lease.index)
-        else:
-            self._fail(lease, failure)
+    def lost(self, link: Link) -> None:
+        """What a worker was given, and did not leave in the store, begins again."""
+        link.ready = False
+        if lost := [group for group, where in self._where.items() if where.link is link]:
+            log.warning("%d groups begin again: the rollout worker at %s is gone", len(lost), link.url)
+        for group in lost:
+            self._leave(group)
+            self.book.withdraw(group)
+        if link.start is not None:
+            start, link.start = link.start, None
+            self._spawn(asyncio.to_thread(self.spool.close, start))  # whatever it still does, it records nothing
         self._news.set()
         self.begin()
 
-    async def _attempt(self, lease: Lease) -> list[Sample]:
-        try:
-            async with asyncio.timeout(self.limits.group_seconds) as limit:
-                return checked(await self.workflow.run(self.prompt_of(lease.index), self.context), lease.index)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise TimeoutError(f"not done after {self.limits.group_seconds:g} s (rollout.group_seconds)") from error
+    def failed(self, link: Link, error: Exception) -> None:
+        """A worker cannot do what it is told."""
+        self._end(error)
 
-    async def _judged(self, lease: Lease, samples: list[Sample]) -> str:
-        """Why a filter rejects the group; empty if none does. Servers are at other groups meanwhile."""
-        if self.judge is None:
-            return ""
-        self._judging.add(lease.index)
+    def heard(self, link: Link, event: Event) -> None:
+        """Something has happened at a worker."""
+        if isinstance(event, Broken):
+            self._end(UserError(event.reason))
+        elif isinstance(event, Down):
+            self._spawn(self.client.evict({event.url: event.reason}))
+        elif isinstance(event, Spooled):
+            self._spooled(link, event)
+        elif self._where.get(event.index) != Where(link, event.number):
+            link.take_back([event.number])
+        else:
+            self._came(event)
+        self._news.set()
         self.begin()
+
+    def _came(self, event: Generated | Finished | Rejected | Failed) -> None:
+        """Something has become of a group."""
+        if isinstance(event, Generated):
+            self._judged.add(event.index)
+            return
+        if isinstance(event, Failed):
+            self._fail(event)
+            return
+        self._judged.discard(event.index)
+        self.verdicts += event.verdicts
+        if isinstance(event, Finished):
+            self.book.finish(event.index, event.version)
+            self.rejections.keep()
+        else:
+            self._leave(event.index)
+            self._reject(event.index, event.reason, mean_reward(event.verdicts))
+            self._record_after(self.limits.flush_seconds, event.index)
+
+    def _record_after(self, seconds: float, index: int) -> None:
+        asyncio.get_running_loop().call_later(seconds, lambda: self._spawn(self._record_now(index)))
+
+    async def _record_now(self, index: int) -> None:
+        """Record what filters have rejected, unless the group is recorded; once more later where the store fails."""
         try:
-            return await self.judge(samples)
-        finally:
-            self._judging.discard(lease.index)
+            if index in self.rejections.by_filters():
+                await self._record(self.rejections.by_filters)
+        except StartClosed as error:
+            self._end(error)
+        except StoreError as error:
+            log.warning("rejected groups are not in the store yet: %s", error)
+            self._record_after(RETRY_SECONDS, index)
 
-    def _flush_after(self, seconds: float, index: int) -> None:
-        asyncio.get_running_loop().call_later(seconds, self._flush_now, index)
+    def _spooled(self, link: Link, event: Spooled) -> None:
+        """Groups are in the store, and no worker holds them."""
+        link.start = event.record.start
+        link.take_back(list(event.numbers))
+        groups = {group.index for group in event.record.finished}
+        mine = [g for g in groups if (w := self._where.get(g)) and w.link is link and w.number in event.numbers]
+        for group in mine:
+            del self._where[group]
+        self.spool.note(event.record, mine)
 
-    def _flush_now(self, index: int) -> None:
-        """Flush, unless the group has been consumed or recorded since; once more later where the store fails."""
-        waiting = index in self.finished and index not in self.spool
-        if not waiting and index not in self.rejections.by_filters():
-            return
-
-        async def flush() -> None:
-            try:
-                await self.flush()
-            except StartClosed as error:
-                self._failure = error
-                self._news.set()
-            except StoreError as error:
-                log.warning("finished groups are not in the store yet: %s", error)
-                self._flush_after(RETRY_SECONDS, index)
-            except Exception as error:  # such as samples that make no table: the stage that takes them says so too
-                log.exception("finished groups cannot be written to the store")
-                self._failure = error
-                self._news.set()
-
-        task = asyncio.ensure_future(flush())
-        self._flushes.add(task)
-        task.add_done_callback(self._flushes.discard)
-
-    def _fail(self, lease: Lease, error: BaseException) -> None:
+    def _fail(self, event: Failed) -> None:
         """Failed servers or verifiers, and a user's mistake, end the stage; all else costs the group an attempt."""
-        if isinstance(error, (ServerDown, Unjudged, UserError)) and not isinstance(error, Refused):
-            self.book.withdraw(lease.index)
-            self._failure = error
+        self._leave(event.index)
+        if event.cause != "workflow":
+            self.book.withdraw(event.index)
+            self._end(ERRORS[event.cause](event.reason))
             return
-        reason = f"{type(error).__name__}: {error}"
-        attempts = self.book.fail(lease.index)
-        first = self.book.failures.total() == 1  # its traceback says the most
-        level = logging.WARNING if first or attempts >= self.limits.group_attempts else logging.DEBUG
-        log.log(level, "group %d, attempt %d: %s", lease.index, attempts, reason, exc_info=error if first else None)
-        if attempts < self.limits.group_attempts:
-            return
-        self._reject(lease.index, f"failed: {reason}")
+        attempts = self.book.fail(event.index)
+        level = logging.WARNING if self.book.failures.total() == 1 or self._is_last(attempts) else logging.DEBUG
+        log.log(level, "group %d, attempt %d: %s", event.index, attempts, event.reason)
+        if self._is_last(attempts):
+            self._reject(event.index, f"failed: {event.reason}")
 
     def _reject(self, index: int, reason: str, reward: float | None = None) -> None:
         """A group will not be trained on."""
@@ -256,24 +351,56 @@ class Rollouts:
         failure = self.rejections.add(RejectedGroup(index=index, reason=reason, reward=reward))
         self._failure = self._failure or failure
 
+    def _is_last(self, attempts: int) -> bool:
+        return attempts >= self.limits.group_attempts
 
-def is_cancelled() -> bool:
-    """Whether the current task was cancelled, rather than something that it waits for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    def _end(self, error: BaseException) -> None:
+        self._failure = error
+        self._news.set()
 
+    def begin(self) -> None:
+        """Begin as many groups as the rule admits now, each worker's in a row; not before new workers are ready."""
+        links = self._ready()
+        starting = any(not link.tried for link in self._links.values())
+        if self.client.version is None or self._failure is not None or starting or not links:
+            return
+        generating = (g for g, live in self.book.live.items() if not live.finished and g not in self._judged)
+        held = Counter(self._where[group].link for group in generating)
+        most = self.client.capacity - held.total()
+        if self.held.is_set():
+            most = min(most, self.book.short()) if self._taking else 0
+        leases = self.book.lease(self.client.version, most)
+        share = -(-len(leases) // len(links))
+        for i, link in enumerate(sorted(links, key=lambda link: held[link])):
+            mine = leases[i * share : (i + 1) * share]
+            numbered = [Leased(number=next(self._numbers), index=one.index, floor=one.floor) for one in mine]
+            self._where |= {one.index: Where(link, one.number) for one in numbered}
+            if numbered:
+                link.give(numbered)
 
-def checked(samples: object, group: int) -> list[Sample]:
-    """What a workflow has returned for a group. TypeError if it is no list of the group's samples."""
-    wanted = isinstance(samples, list) and samples and all(isinstance(sample, Sample) for sample in samples)
-    if not wanted:
-        raise TypeError(f"the workflow's `run` returned {str(samples)[:100]} for a group, not its samples in a list")
-    if any(sample.prompt.group_id != group for sample in samples):  # type: ignore[attr-defined]
-        raise TypeError("the workflow's `run` returned samples of another prompt than it was given")
-    return samples  # type: ignore[return-value]
+    # ── the servers that the workers generate on, as `areal_tasks.engines.sharing.Followers` ────────────────────────
 
+    def changed(self) -> None:
+        """Workers are told at once what has changed of the servers; it is not waited for."""
+        if (serving := self.client.serving) != self._serving:
+            self._serving = serving
+            self._spawn(self.told())
 
-def oldest_version(samples: Sequence[Sample], floor: int) -> int:
-    """The weights version of a group's oldest token; `floor` if it has no token."""
-    versions = [int(sample.generated_versions.min()) for sample in samples if len(sample.generated_versions)]
-    return min(versions, default=floor)
+    async def told(self) -> None:
+        """Return when all workers know which servers may generate."""
+        serving = self.client.serving
+        await asyncio.gather(*(link.tell(serving) for link in self._links.values()))
+
+    async def busy(self) -> Mapping[str, int]:
+        """The workers' requests under way, by the server's address."""
+        found = await asyncio.gather(*(link.requests() for link in self._links.values()))
+        return sum(map(Counter, found), Counter[str]())
+
+    def under_way(self) -> Mapping[str, int]:
+        """The same, as the workers were last looked at."""
+        return sum((Counter(link.busy) for link in self._links.values()), Counter[str]())
+
+    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

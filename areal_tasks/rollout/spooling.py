@@ -1,7 +1,7 @@
 """Finished groups that wait for their iteration, in the store: they outlive the flow (DESIGN §9).
 
 A group that is taken soon is written once, with its iteration. One that has waited for `rollout.flush_seconds` is in
-the spool by then, and a later start of the flow finds it there.
+the spool by then, and the next worker, or a later start of the flow, finds it there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import count
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,8 +20,8 @@ from areal_tasks.rollout.judging import judged_table
 from areal_tasks.rollout.settled import Settled
 from areal_tasks.rollout.staleness import Finished
 from areal_tasks.store import paths, spool
+from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import read_table, write_table
 from areal_tasks.workflows import Sample, samples_to_table
 from schemas.manifest import RejectedGroup, SpooledGroup, SpoolRecord
@@ -30,83 +31,108 @@ log = logging.getLogger(__name__)
 
 #: A record: the number of its start, and its own.
 Place = tuple[int, int]
+NOTHING_SPOOLED: Final[Sequence[Place]] = [(0, 0)]
+
+
+@dataclass
+class Writer:
+    """The records of one start, which its first record opens. `made_with`: see `SpoolRecord`."""
+
+    store: Store
+    run: str
+    owner: int
+    made_with: str
+    next: Place | None = None  # where what comes next is recorded; None: nothing is yet
+
+    def write(
+        self, finished: Mapping[int, tuple[int, Sequence[Sample]]], rejected: Iterable[RejectedGroup] = ()
+    ) -> list[SpoolRecord]:
+        """Record groups, each with the version of its oldest token and its samples, and groups that were rejected.
+
+        Returns the records: an earlier one too that the store took without an answer.
+
+        Raises:
+            StartClosed: a later start has taken over.
+        """
+        if self.next is None:
+            self.next = (spool.open_start(self.store, self.run, self.owner, self.made_with), 1)
+        (start, n), attempt = self.next, new_attempt()
+        samples = [sample for _, group in finished.values() for sample in group]
+        prefix = paths.spool_attempt(self.run, start, attempt)
+        tables = {name: write_table(self.store, prefix, name, table) for name, table in tables_of(samples).items()}
+        groups = tuple(_spooled(index, version, group) for index, (version, group) in finished.items())
+        written: list[SpoolRecord] = []
+        for place in count(n):  # a put that was stored and not answered has left an earlier attempt at the same place
+            record = spool.append(
+                self.store, self.run, start, place, self.owner, attempt=attempt, finished=groups,
+                rejected=tuple(rejected), tables=tables,
+            )  # fmt: skip
+            self.next = (start, place + 1)
+            written.append(record)
+            if record.attempt == attempt:
+                return written
+        raise AssertionError("count ends")
 
 
 @dataclass
 class Spool:
-    """What one start of the flow records, and what it found of earlier ones. `made_with`: see `SpoolRecord`.
+    """What waits in the store, whichever start has recorded it, and where a later start of the flow finds it.
 
-    `first` is the first record that may speak of a group that is not settled, by the last commit.
+    `first`: the first record of each start that may speak of a group that is not settled, by the last commit. Starts
+    below the first of these have none, and starts that are not among them are read from their beginning.
     """
 
-    run: Run
+    store: Store
+    run: str
+    owner: int
     made_with: str
-    first: Place = (0, 0)
-    next: Place | None = None  # where this start records what comes next; None: it has recorded nothing
+    first: Sequence[Place] = tuple(NOTHING_SPOOLED)
     _held: dict[int, SpoolRecord] = field(default_factory=dict)  # groups whose rows are in the store
+    _ends: dict[int, int] = field(default_factory=dict)  # of each start: where its next record will be, or its last is
+    _closed: set[int] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def recover(self, settled: Settled) -> tuple[list[Finished], list[RejectedGroup]]:
         """End all earlier starts. Returns the groups that wait in their records, and those that they have rejected."""
         waiting: dict[int, Finished] = {}
         rejected: list[RejectedGroup] = []
-        starts = spool.number_of_starts(self.run.store, self.run.name)
-        for record in chain.from_iterable(map(self._records, range(self.first[0], starts))):
-            rejected += [group for group in record.rejected if group.index not in settled]
-            unsettled = [group for group in record.finished if group.index not in settled]
-            self._held |= {group.index: record for group in unsettled}
-            waiting |= {group.index: Finished(group.index, group.version) for group in unsettled}
-        self.first = (starts, 0)
+        below, places = self.first[0][0], dict(self.first)
+        self._closed.update(range(below))
+        for start in range(below, spool.number_of_starts(self.store, self.run)):
+            for record in self.close(start, places.get(start, 0)):
+                rejected += [group for group in record.rejected if group.index not in settled]
+                unsettled = {group.index: group.version for group in record.finished if group.index not in settled}
+                self.note(record, unsettled)
+                waiting |= {index: Finished(index, version) for index, version in unsettled.items()}
         return list(waiting.values()), [group for group in rejected if group.index not in waiting]
 
-    def _records(self, start: int) -> list[SpoolRecord]:
-        """What an earlier start has recorded that may not be settled; nothing if it was made with other settings."""
-        store, name = self.run.store, self.run.name
-        records = spool.close_start(store, name, start, self.run.owner, self.first[1] * (start == self.first[0]))
-        if spool.made_with(store, name, start) == self.made_with:
+    def close(self, start: int, first: int = 0) -> list[SpoolRecord]:
+        """End a start; its records from `first` on, which may be used. None if it was made with other settings."""
+        records = spool.close_start(self.store, self.run, start, self.owner, first)
+        with self._lock:
+            self._ends[start] = records[-1].n
+            self._closed.add(start)
+        if spool.made_with(self.store, self.run, start) == self.made_with:
             return records
         if groups := sum(len(record.finished) for record in records):
             log.warning("%d groups in the spool were made with other settings: they begin again", groups)
         return []
 
-    def write(
-        self, finished: Mapping[int, tuple[int, Sequence[Sample]]], rejected: Iterable[RejectedGroup] = ()
-    ) -> None:
-        """Record groups, each with the version of its oldest token and its samples, and groups that were rejected.
-
-        Raises:
-            StartClosed: a later start of the flow has taken over.
-        """
-        store, name = self.run.store, self.run.name
-        if self.next is None:
-            self.next = (spool.open_start(store, name, self.run.owner, self.made_with), 1)
-        (start, n), attempt = self.next, new_attempt()
-        samples = [sample for _, group in finished.values() for sample in group]
-        prefix = paths.spool_attempt(name, start, attempt)
-        tables = {name: write_table(store, prefix, name, table) for name, table in tables_of(samples).items()}
-        groups = tuple(_spooled(index, version, group) for index, (version, group) in finished.items())
-        for place in count(n):  # a put that was stored and not answered has left an earlier attempt at the same place
-            record = spool.append(
-                store, name, start, place, self.run.owner, attempt=attempt, finished=groups,
-                rejected=tuple(rejected), tables=tables,
-            )  # fmt: skip
-            with self._lock:
-                self._held |= {group.index: record for group in record.finished}
-                self.next = (start, place + 1)
-            if record.attempt == attempt:
-                return
+    def note(self, record: SpoolRecord, groups: Iterable[int]) -> None:
+        """These groups of a record are not settled, and nobody else holds them."""
+        with self._lock:
+            self._held |= dict.fromkeys(groups, record)
+            if record.start not in self._closed:
+                self._ends[record.start] = max(self._ends.get(record.start, 0), record.n + 1)
 
     def __contains__(self, index: int) -> bool:
         """Whether the store holds the rows of a finished group."""
         return index in self._held
 
-    def read(self, indices: Iterable[int], name: str = "rollout") -> pa.Table:
-        """The rows of these groups, which the store holds, of one of their tables."""
-        wanted = set(indices)
-        records = {(r.start, r.n): r for r in (self._held[index] for index in wanted)}
-        tables = [read_table(self.run.store, record.tables[name]) for record in records.values()]
-        rows = pa.concat_tables([TABLES[name].empty_table(), *tables])
-        return rows.filter(pc.is_in(rows["group_id"], pa.array(sorted(wanted), rows.schema.field("group_id").type)))
+    def records(self, indices: Iterable[int]) -> list[SpoolRecord]:
+        """The records that hold the rows of those of these groups that the store holds, each once."""
+        held = [self._held[index] for index in indices if index in self._held]
+        return list({(record.start, record.n): record for record in held}.values())
 
     def forget(self, indices: Iterable[int]) -> None:
         """These groups are settled."""
@@ -114,11 +140,16 @@ class Spool:
             for index in indices:
                 self._held.pop(index, None)
 
-    def place(self) -> Place:
-        """The first record that may speak of a group that is not settled."""
+    def places(self) -> list[Place]:
+        """The first record of each start that may speak of a group that is not settled; see `first`."""
         with self._lock:
-            places = [(record.start, record.n) for record in self._held.values()]
-            return min(places, default=self.next or self.first)
+            ends, closed = dict(self._ends), set(self._closed)
+            held: dict[int, int] = {}
+            for record in self._held.values():
+                held[record.start] = min(record.n, held.get(record.start, record.n))
+        after = max([*ends, *closed], default=-1) + 1
+        lowest = next(s for s in range(after + 1) if s in held or s not in closed)
+        return [(s, held.get(s, ends.get(s, 0))) for s in range(lowest, after)] or [(lowest, 0)]
 
 
 def tables_of(samples: Sequence[Sample]) -> dict[str, pa.Table]:
@@ -127,6 +158,13 @@ def tables_of(samples: Sequence[Sample]) -> dict[str, pa.Table]:
         return {}
     judged = {"judged": judged_table(samples)} if samples[0].verdict is not None else {}
     return {"rollout": samples_to_table(samples)} | judged
+
+
+def spooled_rows(store: Store, records: Iterable[SpoolRecord], groups: Iterable[int], name: str) -> pa.Table:
+    """The rows of these groups in the records, of one of their tables."""
+    tables = [read_table(store, record.tables[name]) for record in records]
+    rows = pa.concat_tables([TABLES[name].empty_table(), *tables])
+    return rows.filter(pc.is_in(rows["group_id"], pa.array(sorted(groups), rows.schema.field("group_id").type)))
 
 
 def _spooled(index: int, version: int, samples: Sequence[Sample]) -> SpooledGroup:

@@ -9,11 +9,11 @@ from itertools import chain
 import pyarrow as pa
 
 from areal_tasks.rewards.load import verifier_version
+from areal_tasks.rollout.prompts import PROMPT_COLUMNS, workflow_context
 from areal_tasks.stages.context import Context
-from areal_tasks.stages.generation import ENGINE_FIELDS, check_versions, workflow_context
+from areal_tasks.stages.generation import ENGINE_FIELDS, check_versions
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.prompts import dropped_eval_prompts
-from areal_tasks.stages.rollout import PROMPT_COLUMNS, summary
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from areal_tasks.stages.verify import check_failures, judge, mean_reward, verdict_shares, verify_table
 from areal_tasks.store.runs import Found
@@ -58,11 +58,12 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
 
 def generated_samples(context: Context, inputs: Inputs, label: str) -> pa.Table:
     """What the weights in force complete the held-out prompts with, as a `ROLLOUT` table."""
-    assert isinstance(context.recipe, (RlhfRecipe, EvaluateRecipe))
-    sampling, rows = context.recipe.evaluation, inputs.read(context, "eval_prompts").to_pylist()
+    recipe, engines = context.recipe, context.engines
+    assert isinstance(recipe, (RlhfRecipe, EvaluateRecipe))
+    sampling, rows = recipe.evaluation, inputs.read(context, "eval_prompts").to_pylist()
     prompts = [Prompt(group_id=row["prompt_id"], epoch=0, **row) for row in rows]
-    settings = workflow_context(context, sampling, sampling.samples)
-    workflow = load_workflow(context.recipe.workflow.name, context.recipe.workflow.arguments)
+    settings = workflow_context(recipe, sampling, sampling.samples, engines.servers.inference(), engines.tokenizer)
+    workflow = load_workflow(recipe.workflow.name, recipe.workflow.arguments)
     done: list[Prompt] = []
     with reported(label, "samples", lambda: (len(done) * sampling.samples, len(prompts) * sampling.samples)):
         samples = context.engines.servers.call(run_groups(workflow, prompts, settings, done.append), generates=True)
@@ -97,6 +98,18 @@ async def run_groups(
 def recorded_samples(context: Context, source: Found) -> pa.Table:
     """What was completed then, whatever was thought of it."""
     return read_table(context.store, source.manifest.tables["evaluate"], ROLLOUT.names)
+
+
+def summary(table: pa.Table) -> dict[str, float]:
+    """Samples, generated tokens, their mean, and the share that was cut off."""
+    generated = table["num_generated"].to_pylist()
+    truncated = table["truncated"].to_pylist()
+    return {
+        "samples": float(len(generated)),
+        "tokens": float(sum(generated)),
+        "mean_tokens": sum(generated) / max(len(generated), 1),
+        "truncated": sum(truncated) / max(len(truncated), 1),
+    }
 
 
 def joined(samples: pa.Table, verdicts: pa.Table, version: int) -> pa.Table:

@@ -8,35 +8,33 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-import pyarrow as pa
 import pyarrow.compute as pc
 
-from areal_tasks.data.sampler import position, row_of_group
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.session import Engines
 from areal_tasks.rewards.pool import VerifyResult
-from areal_tasks.rewards.protocol import Row
 from areal_tasks.rollout.book import Book
-from areal_tasks.rollout.filters import kind_of, load_function
-from areal_tasks.rollout.judging import Judge, judged_with
+from areal_tasks.rollout.filters import kind_of
+from areal_tasks.rollout.judging import judged_with
+from areal_tasks.rollout.link import Link
+from areal_tasks.rollout.orders import Begin, Written
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import settled_after
-from areal_tasks.rollout.spooling import Place, Spool, tables_of
+from areal_tasks.rollout.spooling import NOTHING_SPOOLED, Place, Spool, Writer
 from areal_tasks.rollout.staleness import Staleness
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Inputs, Output
 from areal_tasks.stages.verify import check_failures
-from areal_tasks.store.backend import Store, StoreError, Unavailable
+from areal_tasks.store.backend import Store
 from areal_tasks.store.keys import digest_json, recipe_values
 from areal_tasks.store.runs import Run
-from areal_tasks.store.shards import read_table
-from areal_tasks.workflows import Prompt, WorkflowContext, load_workflow
+from areal_tasks.store.shards import content_digest, read_table
 from schemas.errors import UserError
-from schemas.manifest import IterationCommit, RejectedGroup, StageManifest
-from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe
-from schemas.recipe.sections import Evaluation, Rollout
+from schemas.manifest import IterationCommit, RejectedGroup, StageManifest, TableRef
+from schemas.recipe.recipe import Recipe, RlhfRecipe
+from schemas.recipe.sections import Rollout
 
 log = logging.getLogger(__name__)
 
@@ -63,16 +61,16 @@ class Generation:
         self._last = last
         self._first = head.iteration + 1 if head else 0
         self.book = Book(self._rule(self._first), self._first, settled_after(head))
-        self._spooled = spooled_after(head) if head and head.run == run.name else (0, 0)  # a child has its own spool
+        self._spooled = spooled_after(head) if head and head.run == run.name else NOTHING_SPOOLED  # a child has its own
         self._held = threading.Event()
         self._recipe: Recipe | None = None
         self._rollouts: Rollouts | None = None
         self._engines: Engines | None = None
 
-    def take(self, context: Context, inputs: Inputs) -> Output:
+    def take(self, context: Context, inputs: Inputs, prefix: str) -> Output:
         """The samples that the iteration trains on, with their verdicts where there are filters.
 
-        The metrics count the groups that were rejected meanwhile.
+        The workers write them below `prefix`. The metrics count the groups that were rejected meanwhile, too.
 
         Raises:
             UserError: the servers hold other weights than those the iteration begins with, too many verdicts are no
@@ -81,23 +79,16 @@ class Generation:
         eta = self.book.rule.eta
         check_versions(context.engines.servers.inference(waits=eta == 0), context.weights.version, eta)
         rollouts = self._following(context, inputs)
-        wanted, size = self.book.rule.batch(context.iteration), rollouts.context.group_size
+        wanted, size = self.book.rule.batch(context.iteration), rollout_of(context.recipe).group_size
 
         def count() -> tuple[int, int]:
             return min(self.book.ready(), wanted) * size, wanted * size
 
         with reported(f"rollout {context.iteration}", "samples", count):
-            while True:
-                taken = context.engines.servers.call(rollouts.take(), generates=True)
-                check_verdicts(rollouts.judge, context.recipe)
-                try:
-                    return Output(tables_of_groups(rollouts, taken), rollouts.rejections.tell())
-                except Unavailable:
-                    raise
-                except StoreError as error:
-                    lost = [group for group in taken if group not in rollouts.finished]
-                    log.warning("groups %s begin again, since the spool is damaged: %s", lost, error)
-                    context.engines.servers.call(_in_loop(partial(rollouts.drop, lost)))
+            parts = context.engines.servers.call(rollouts.take(prefix), generates=True)
+        check_verdicts(rollouts.verdicts, context.recipe)
+        tables = {name: whole(context.store, [part.tables[name] for part in parts]) for name in parts[0].tables}
+        return Output(tables, counts(parts) | rollouts.rejections.tell())
 
     def consume(self, context: Context, rollout: Built) -> None:
         """The iteration's rollout is committed: its groups are settled, whoever generated them."""
@@ -125,17 +116,18 @@ class Generation:
         if self._rollouts is None or self._engines is None:
             return
         try:
+            self._engines.servers.workers.serve(None)
             self._engines.servers.call_briefly(self._rollouts.close())
         except Exception as error:  # the run ends for another reason, which says more
             log.warning("finished groups were lost, and begin again: %s", str(error) or type(error).__name__)
 
     def state(self) -> dict[str, Any]:
         """What a commit says of the groups after its iteration: which are settled, where in the spool others wait."""
-        settled, place = self.book.settled, self._spooled
+        settled, places = self.book.settled, self._spooled
         if self._rollouts is not None and self._engines is not None:
-            settled, place = self._engines.servers.call(self._rollouts.settled())
+            settled, places = self._engines.servers.call(self._rollouts.settled())
         beyond = {"settled": sorted(settled.beyond)} if settled.beyond else {}
-        spooled = {"spool": list(place)} if place != (0, 0) else {}
+        spooled = {"spool": [list(place) for place in places]} if places != NOTHING_SPOOLED else {}
         return {"next_group": settled.prefix} | beyond | spooled
 
     def _following(self, context: Context, inputs: Inputs) -> Rollouts:
@@ -144,31 +136,32 @@ class Generation:
             self.close()
             self._recipe, self._engines = context.recipe, context.engines
             self._rollouts = self._new(context, inputs)
+            context.engines.servers.workers.serve(self._rollouts)
         return self._rollouts
 
     def _new(self, context: Context, inputs: Inputs) -> Rollouts:
-        recipe, prompts = context.recipe, inputs.read(context, "prompts")
+        recipe, run = context.recipe, self._run
         assert isinstance(recipe, RlhfRecipe)
         self.book.live.clear()
         self.book.rule, self.book.pace = self._rule(context.iteration), recipe.rollout.pace
-        spool, rejected = self._recovered(recipe, inputs)
+        kind = made_with(recipe, inputs.ref("prompts").digest)
+        spool, rejected = self._recovered(Spool(run.store, run.name, run.owner, kind, self._spooled))
         rollouts = Rollouts(
             book=self.book,
-            workflow=load_workflow(recipe.workflow.name, recipe.workflow.arguments),
-            context=workflow_context(context, recipe.rollout, recipe.rollout.group_size),
-            prompt_of=lambda group: prompt_of_group(prompts, group, recipe.seed, self._run.record.order),
+            client=context.engines.servers.inference(waits=False),
+            order=order_of(context, recipe, inputs.ref("prompts"), kind),
+            connect=lambda url, rollouts: Link(url, context.engines.supervisor.token, rollouts),
             limits=recipe.rollout,
             spool=spool,
-            judge=judge_of(context, recipe) if recipe.rollout.filters.active else None,
+            writer=Writer(run.store, run.name, run.owner, kind),
             held=self._held,
         )
         if context.iteration == self._first:  # else an iteration may have told of them, whose rollout was reused
             rollouts.rejections.counts.update(kind_of(group.reason) for group in rejected)
         return rollouts
 
-    def _recovered(self, recipe: RlhfRecipe, inputs: Inputs) -> tuple[Spool, list[RejectedGroup]]:
+    def _recovered(self, spool: Spool) -> tuple[Spool, list[RejectedGroup]]:
         """The spool, with what earlier starts of the flow have left there in the book; and what they have rejected."""
-        spool = Spool(self._run, made_with(recipe, inputs.ref("prompts").digest), self._spooled)
         waiting, rejected = spool.recover(self.book.settled)
         for group in rejected:
             self.book.reject(group.index)
@@ -190,34 +183,59 @@ async def _in_loop(action: Callable[[], None]) -> None:
     action()
 
 
-def tables_of_groups(rollouts: Rollouts, groups: Sequence[int]) -> dict[str, pa.Table]:
-    """The tables of these groups, in order of group and sample: `rollout`, and `judged` where there are filters."""
-    held = [group for group in groups if group in rollouts.finished]
-    there = tables_of([sample for group in held for sample in rollouts.finished[group]])
-    if len(held) == len(groups):
-        return there
-    spooled, names = set(groups) - set(held), ["rollout", *(["judged"] if rollouts.judge else [])]
-    parts = {name: [*([there[name]] if held else []), rollouts.spool.read(spooled, name)] for name in names}
-    order = [("group_id", "ascending"), ("sample_index", "ascending")]
-    return {name: pa.concat_tables(tables).sort_by(order) for name, tables in parts.items()}
+def rollout_of(recipe: Recipe) -> Rollout:
+    """How the recipe samples for training."""
+    assert isinstance(recipe, RlhfRecipe)
+    return recipe.rollout
 
 
-def judge_of(context: Context, recipe: RlhfRecipe) -> Judge:
-    """What looks at finished groups for the recipe's filters."""
-    pool, filters = context.engines.verifiers, recipe.rollout.filters
+def order_of(context: Context, recipe: RlhfRecipe, prompts: TableRef, made_with: str) -> Callable[[], Begin]:
+    """What a rollout worker is told first."""
+    engines, client = context.engines, context.engines.servers.inference(waits=False)
+    detokenizer = engines.ends.detokenizer
 
-    def verify(rows: Sequence[Row]) -> list[VerifyResult]:
-        with context.engines.judging(len(rows)):
-            return pool.verify(rows)
+    def order() -> Begin:
+        assert engines.initial is not None, "there are servers"
+        return Begin(
+            recipe=recipe.model_dump(mode="json"),
+            prompts=prompts,
+            order=context.run.record.order,
+            made_with=made_with,
+            model=engines.initial,
+            end_tokens=tuple(sorted(engines.ends.tokens)),
+            tokenizer=detokenizer.as_json if detokenizer else "",
+            server_token=engines.servers.token,
+            patience_seconds=engines.servers.patience_seconds,
+            serving=client.serving,
+        )
 
-    return Judge(verify, judged_with(recipe), filters, load_function(filters), recipe.rollout.group_seconds)
+    return order
 
 
-def check_verdicts(judge: Judge | None, recipe: Recipe) -> None:
+def whole(store: Store, parts: Sequence[TableRef]) -> TableRef:
+    """The table that parts are, one after the other. What a single one holds is known to whoever wrote it."""
+    if len(parts) == 1:
+        return parts[0]
+    table = TableRef(name=parts[0].name, digest="", shards=tuple(shard for part in parts for shard in part.shards))
+    return table.model_copy(update={"digest": content_digest(read_table(store, table))})
+
+
+def check_verdicts(verdicts: list[VerifyResult], recipe: Recipe) -> None:
     """UserError if too many of the verdicts since the last iteration are no judgement, rejected groups included."""
-    if judge is not None and judge.results:
-        check_failures(judge.results, recipe.reward)  # type: ignore[union-attr]
-        judge.results.clear()
+    if verdicts:
+        check_failures(verdicts, recipe.reward)  # type: ignore[union-attr]
+        verdicts.clear()
+
+
+def counts(parts: Sequence[Written]) -> dict[str, float]:
+    """Samples, generated tokens, their mean, and the share that was cut off."""
+    samples, tokens = sum(part.samples for part in parts), sum(part.tokens for part in parts)
+    return {
+        "samples": float(samples),
+        "tokens": float(tokens),
+        "mean_tokens": tokens / max(samples, 1),
+        "truncated": sum(part.truncated for part in parts) / max(samples, 1),
+    }
 
 
 def made_with(recipe: RlhfRecipe, prompts: str) -> str:
@@ -231,38 +249,20 @@ def made_with(recipe: RlhfRecipe, prompts: str) -> str:
     return digest_json([recipe_values(recipe, GROUP_FIELDS), recipe.seed, prompts, *filtered])
 
 
-def spooled_after(head: IterationCommit) -> Place:
-    """The first record of the spool that may speak of a group that is not settled after a commit."""
-    start, n = head.state.get("spool", (0, 0))
-    return int(start), int(n)
+def spooled_after(head: IterationCommit) -> Sequence[Place]:
+    """Where in the spool groups may be that are not settled after a commit; see `Spool.first`.
+
+    Commits of programs without rollout workers name one record only: their starts followed one another.
+    """
+    places = head.state.get("spool", NOTHING_SPOOLED)
+    pairs = places if isinstance(places[0], (list, tuple)) else [places]
+    return [(int(start), int(n)) for start, n in pairs]
 
 
 def groups_of(store: Store, rollout: StageManifest) -> list[int]:
     """The numbers of the groups in a rollout's table."""
     table = read_table(store, rollout.tables["rollout"], ["group_id"])
     return sorted(pc.unique(table["group_id"]).to_pylist())
-
-
-def prompt_of_group(table: pa.Table, group: int, seed: int, order: int) -> Prompt:
-    """The prompt of a group: a pure function of the run's seed and order, and the group's number."""
-    [row] = table.slice(row_of_group(group, len(table), seed, order), 1).to_pylist()
-    return Prompt(group_id=group, epoch=position(group, len(table))[0], **row)
-
-
-def workflow_context(context: Context, sampling: Rollout | Evaluation, group_size: int) -> WorkflowContext:
-    """What the recipe's workflow is given to produce groups of `group_size` samples."""
-    recipe = context.recipe
-    assert isinstance(recipe, (RlhfRecipe, EvaluateRecipe))
-    return WorkflowContext(
-        client=context.engines.servers.inference(),
-        seed=recipe.seed,
-        group_size=group_size,
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        max_length=recipe.model.max_length,
-        stop=tuple(sampling.stop),
-        tokenizer=context.engines.tokenizer,
-    )
 
 
 def check_versions(client: InferenceClient, expected: int, lag: int = 0) -> None:

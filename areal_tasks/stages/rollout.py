@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import pyarrow as pa
-
 from areal_tasks.rewards.load import verifier_version
+from areal_tasks.rollout.prompts import PROMPT_COLUMNS
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.generation import ENGINE_FIELDS
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from schemas.recipe.recipe import RlhfRecipe
-
-PROMPT_COLUMNS = ("prompt_id", "prompt", "answer", "input_ids")
 
 
 def rollout(recipe: RlhfRecipe) -> Stage:
@@ -36,19 +31,4 @@ def rollout(recipe: RlhfRecipe) -> Stage:
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     assert context.generation is not None, "the loop makes it"
-    taken = context.generation.take(context, inputs)
-    rows = taken.tables["rollout"]
-    assert isinstance(rows, pa.Table)
-    return replace(taken, metrics=summary(rows) | dict(taken.metrics))
-
-
-def summary(table: pa.Table) -> dict[str, float]:
-    """Samples, generated tokens, their mean, and the share that was cut off."""
-    generated = table["num_generated"].to_pylist()
-    truncated = table["truncated"].to_pylist()
-    return {
-        "samples": float(len(generated)),
-        "tokens": float(sum(generated)),
-        "mean_tokens": sum(generated) / max(len(generated), 1),
-        "truncated": sum(truncated) / max(len(truncated), 1),
-    }
+    return context.generation.take(context, inputs, prefix)

@@ -29,8 +29,12 @@ _SEAL_BYTES: Final = len(_MARK) + _DIGEST_BYTES
 _TAIL_BYTES: Final = 64 << 10  # holds nearly every footer; Arrow begins with as much
 
 
-def write_table(store: Store, prefix: str, name: str, table: pa.Table, *, max_rows: int = MAX_ROWS) -> TableRef:
+def write_table(
+    store: Store, prefix: str, name: str, table: pa.Table, *, max_rows: int = MAX_ROWS, file: str = ""
+) -> TableRef:
     """Write `table` as shards below `prefix` (an attempt's folder) and return the reference to commit.
+
+    `file`: how the shards' names begin, for one of several parts of a table; else they are named like the table.
 
     Raises:
         ValueError: it is not what `schemas.tables.TABLES[name]` says: other columns or types, nulls, lists that do
@@ -39,7 +43,7 @@ def write_table(store: Store, prefix: str, name: str, table: pa.Table, *, max_ro
     _check(name, table)
     step = _rows_per_shard(table, max_rows)
     starts = range(0, max(table.num_rows, 1), step)
-    parts = [(f"{prefix}/{_file(name, i)}", table.slice(start, step)) for i, start in enumerate(starts)]
+    parts = [(f"{prefix}/{_file(file or name, i)}", table.slice(start, step)) for i, start in enumerate(starts)]
     shards = parallel(lambda part: _write_shard(store, *part), parts)
     return TableRef(name=name, digest=content_digest(table), shards=tuple(shards))
 

@@ -1,8 +1,8 @@
 """The spool: finished groups that wait for their iteration, and groups that were rejected, as records in the store.
 
-Each start of the flow that has something to record writes records of its own, numbered from 0 and created once. What a
-record says has happened; what the flow held in memory only has not. The starts are numbered without gaps too, so that
-all records of a run are found without a listing.
+Each process that has something to record, a rollout worker or the flow, opens a start: records of its own, numbered
+from 0 and created once. What a record says has happened; what a process held in memory only has not. The starts are
+numbered without gaps too, so that all records of a run are found without a listing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from schemas.manifest import RejectedGroup, SpooledGroup, SpoolRecord, TableRef
 
 
 class StartClosed(UserError):
-    """A later start of the flow has closed this one: what it has not recorded begins again there, and it must end."""
+    """Whoever takes over has closed this start: what it has not recorded begins again, and its process must end."""
 
 
 def number_of_starts(store: Store, run: str) -> int:

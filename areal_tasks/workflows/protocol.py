@@ -76,8 +76,8 @@ class WorkflowContext:
 class Workflow(Protocol):
     """Produces one group: `group_size` samples of a prompt, in order.
 
-    Groups run side by side, as tasks in the event loop of the client: a call that blocks stalls the requests, the
-    streams and the looks at health of all servers. `await asyncio.to_thread(...)` takes such a call out of the loop.
+    The groups of a rollout worker run side by side, as tasks of one event loop: a call that blocks delays the others,
+    and fails after `workflow.blocked_seconds`. `await asyncio.to_thread(...)` takes such a call out of the loop.
     """
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]: ...

@@ -86,6 +86,19 @@ class Rollout(Section):
     pace: int | None = operational(
         None, ge=0, description="Groups that may begin beyond what the next iteration takes; none: as many as η allows."
     )
+    workers: int = operational(
+        1,
+        ge=1,
+        le=256,
+        description="Rollout workers: processes that run the workflow of the groups. One keeps many servers busy; more "
+        "are for workflows that compute themselves.",
+    )
+    groups_in_memory: int = operational(
+        1024,
+        ge=0,
+        le=1_000_000,
+        description="Finished groups that wait in a worker's memory; with more, they are written to the store at once.",
+    )
     flush_seconds: float = operational(
         30.0,
         ge=0,
@@ -115,10 +128,17 @@ class Workflow(Section):
 
     name: str = semantic(
         "single_turn",
-        description="`single_turn`, or your own as `package.module:object`. It runs in the event loop of the servers' "
-        "client: one call that blocks stalls the traffic of all servers, so use `await asyncio.to_thread(...)` for it.",
+        description="`single_turn`, or your own as `package.module:object`. The groups of a rollout worker share an "
+        "event loop: a call that blocks delays the others there, so use `await asyncio.to_thread(...)` for it.",
     )
     arguments: dict[str, Any] = semantic({}, description="Keyword arguments of your own workflow.")
+    blocked_seconds: float = operational(
+        60.0,
+        gt=0,
+        le=86400,
+        description="A call that blocks the event loop of a rollout worker's groups for longer costs its group the "
+        "attempt; the other groups there begin again.",
+    )
 
 
 class Reward(Section):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from near import Here, some_store
 from test_rollouts import BATCH, Scene, at, go, rollouts, sample
 from waiting import until
 
@@ -22,7 +23,7 @@ from areal_tasks.rollout.filters import kind_of, load_function, rejection, rejec
 from areal_tasks.rollout.judging import Judge, Unjudged, judged_table, row_of
 from areal_tasks.rollout.rejections import Rejections
 from areal_tasks.rollout.settled import Settled
-from areal_tasks.rollout.spooling import Spool
+from areal_tasks.rollout.spooling import spooled_rows
 from areal_tasks.stages.generation import made_with
 from areal_tasks.stages.graphs import stages
 from areal_tasks.store.backend import Store, open_store
@@ -162,10 +163,8 @@ class Numbered(Scene):
         return samples
 
 
-def filtered(scene: Scene, spool: Spool, by: Judge, eta: int = 0, last: int = 99, **limits: Any) -> Any:
-    found = rollouts(scene, spool, eta, last, **{"groups": BATCH, "filters": by.filters, **limits})
-    found.judge = by
-    return found
+def filtered(scene: Scene, store: Store, by: Judge, eta: int = 0, last: int = 99, **limits: Any) -> Here:
+    return rollouts(scene, store, eta, last, by, **{"groups": BATCH, "filters": by.filters, **limits})
 
 
 @given(st.sets(st.integers(0, 40), max_size=30), st.integers(0, 3), st.integers(0, 2**32))
@@ -175,7 +174,7 @@ def test_each_group_is_taken_once_or_rejected_whatever_order_groups_end_in(
 ) -> None:
     async def work() -> None:
         scene, draw = Numbered(at_once=False), random.Random(seed)
-        found = filtered(scene, Nowhere(), judge(lambda group: float(group not in unwanted)), eta, 4)
+        found = filtered(scene, some_store(), judge(lambda group: float(group not in unwanted)), eta, 4)
 
         async def end_some() -> None:
             while True:
@@ -186,7 +185,7 @@ def test_each_group_is_taken_once_or_rejected_whatever_order_groups_end_in(
         ending, consumed = asyncio.ensure_future(end_some()), Counter[int]()
         for k in range(5):
             scene.version = k
-            taken = await found.take()
+            taken = await found.groups()
             assert eta or taken == [i for i in range(max(taken) + 1) if i not in unwanted and i not in consumed]
             consumed.update(taken)
             found.consume(taken)
@@ -198,21 +197,10 @@ def test_each_group_is_taken_once_or_rejected_whatever_order_groups_end_in(
     go(work())
 
 
-class Nowhere(Spool):
-    """Keeps what is recorded, and no more."""
-
-    def __init__(self) -> None:
-        super().__init__(None, "made")  # type: ignore[arg-type]
-        self.recorded: list[int] = []
-
-    def write(self, finished: Any, rejected: Any = ()) -> None:
-        self.recorded += [group.index for group in rejected]
-
-
 def test_a_rejection_is_recorded_before_the_groups_that_it_has_made_room_for_are_taken(local_store: Store) -> None:
     async def work() -> None:
-        found = filtered(Numbered(), at(local_store), judge(lambda group: float(group not in (1, 2))))
-        assert await found.take() == [0, 3, 4, 5]
+        found = filtered(Numbered(), local_store, judge(lambda group: float(group not in (1, 2))))
+        assert await found.groups() == [0, 3, 4, 5]
         waiting, rejected = at(local_store, owner=2).recover(Settled())  # killed now, the flow would know them
         assert [(group.index, group.reason, group.reward) for group in rejected] == [
             (1, "min_success: 0 of the samples are correct", 0.0),
@@ -229,14 +217,14 @@ def test_what_waits_for_long_is_recorded_with_its_verdicts(local_store: Store) -
     async def work() -> None:
         by = judge(lambda group: group / 10)
         by.filters = Filters()
-        found = filtered(Numbered(), at(local_store), by, 1, flush_seconds=0.0)
-        await found.take()
-        await until(lambda: len(found.finished) == 2 * BATCH and all(i in found.spool for i in found.finished))
+        found = filtered(Numbered(), local_store, by, 1, flush_seconds=0.0)
+        await found.groups()
+        await until(lambda: found.book.ready() == 2 * BATCH and all(i in found.spool for i in found.book.live))
 
     go(work())
     later = at(local_store, owner=2)
     waiting = [group.index for group in later.recover(Settled())[0]]
-    rows = later.read(waiting, "judged").sort_by("group_id")
+    rows = spooled_rows(local_store, later.records(waiting), waiting, "judged").sort_by("group_id")
     assert rows["group_id"].to_pylist() == sorted(waiting) == list(range(2 * BATCH))
     assert rows["reward"].to_pylist() == pytest.approx([i / 10 for i in range(2 * BATCH)])
     assert set(rows["judged_with"].to_pylist()) == {"with"}
@@ -253,10 +241,10 @@ def test_servers_are_at_other_groups_while_one_is_judged() -> None:
     async def work() -> None:
         by = Patient(lambda rows: [judgement(1.0) for _ in rows], "with", Filters(equal_rewards=True))
         scene = Numbered(capacity=1)
-        found = filtered(scene, Nowhere(), by)
-        taking = asyncio.ensure_future(found.take())
+        found = filtered(scene, some_store(), by)
+        taking = asyncio.ensure_future(found.groups())
         await until(lambda: scene.begun == [0, 1, 2, 3])  # one after the other, and none is judged yet
-        assert len(found._judging) == BATCH
+        await until(lambda: len(found._judged) == BATCH)
         by.filters = Filters()
         asked.set()
         assert await taking == [0, 1, 2, 3]
@@ -284,7 +272,7 @@ def test_groups_that_wait_are_judged_by_one_call() -> None:
         others.pop().cancel()
         go_on.set()
         assert await asyncio.gather(first, *others) == [""] * 6
-        assert len(calls) == 2 and calls[0] == 1 and len(by.results) == 6
+        assert len(calls) == 2 and calls[0] == 1
 
     go(work())
 
@@ -294,9 +282,9 @@ def test_verifiers_that_fail_end_the_stage_and_cost_no_group_an_attempt() -> Non
         raise ConnectionError("lost again and again")
 
     async def work() -> None:
-        found = filtered(Numbered(), Nowhere(), Judge(verify, "with", Filters(equal_rewards=True)))
+        found = filtered(Numbered(), some_store(), Judge(verify, "with", Filters(equal_rewards=True)))
         with pytest.raises(Unjudged, match="lost again and again"):
-            await found.take()
+            await found.groups()
         assert not found.book.failures
 
     go(work())
@@ -316,11 +304,11 @@ def test_what_the_filters_see_is_what_the_stage_verify_sees() -> None:
 def test_filters_that_fill_no_batch_end_the_run_and_say_what_was_rejected() -> None:
     async def work() -> None:
         by = judge(lambda group: float(group % 3 == 0), Filters(min_success=0.5, max_success=0.9))
-        found = filtered(Numbered(), Nowhere(), by)
-        scene = found.workflow
+        scene = Numbered()
+        found = filtered(scene, some_store(), by)
         scene.verdicts = lambda group: ValueError("boom") if group == 5 else None
         with pytest.raises(UserError) as raised:
-            await found.take()
+            await found.groups()
         for part in ("rejected 40 groups while no batch of 4", "by min_success (mean reward 0)", "by max_success"):
             assert part in str(raised.value)
 

@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -17,19 +15,22 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from near import Here, Near, some_store
 from waiting import until
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.server import Refused, ServerDown
 from areal_tasks.rollout.book import Book
+from areal_tasks.rollout.judging import Judge
+from areal_tasks.rollout.link import Link, Listener
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import Settled
-from areal_tasks.rollout.spooling import Spool
+from areal_tasks.rollout.spooling import Spool, Writer, spooled_rows
 from areal_tasks.rollout.staleness import Finished, Staleness
+from areal_tasks.rollout.worker.groups import Groups
 from areal_tasks.store import spool as records
 from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.local import LocalBackend
-from areal_tasks.store.runs import Run
 from areal_tasks.store.spool import StartClosed
 from areal_tasks.workflows import Prompt, Sample, WorkflowContext
 from schemas.errors import UserError
@@ -64,6 +65,8 @@ class Scene:
     ends: dict[int, asyncio.Future[None]] = field(default_factory=dict)
     verdicts: Callable[[int], BaseException | None] = lambda group: None
     at_once: bool = True
+    followers: Any = None
+    serving: Any = None
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
         group, version = prompt.group_id, self.version
@@ -76,12 +79,20 @@ class Scene:
         return [sample(group, version)]
 
 
-def rollouts(scene: Scene, spool: Spool, eta: int = 0, last: int = 99, **limits: Any) -> Rollouts:
+def rollouts(
+    scene: Scene, store: Store, eta: int = 0, last: int = 99, judge: Judge | None = None, **limits: Any
+) -> Here:
     client = cast(InferenceClient, scene)
     context = WorkflowContext(client=client, seed=0, group_size=1, max_new_tokens=2, temperature=1.0, max_length=8)
-    book = Book(Staleness(eta, last, lambda k: BATCH), 0)
     prompt_of: Callable[[int], Prompt] = lambda group: Prompt(group, group, 0, "p", "a", [1])  # noqa: E731
-    return Rollouts(book, scene, context, prompt_of, Rollout(**limits), spool)
+    settings = Rollout(**limits)
+
+    def near(url: str, flow: Listener) -> Link:
+        make = lambda tell: Groups(scene, context, prompt_of, settings, writer(store), tell, judge)  # noqa: E731
+        return Near(url, flow, make).link
+
+    book = Book(Staleness(eta, last, lambda k: BATCH), 0)
+    return Here(book, client, cast(Any, None), near, settings, at(store), writer(store))
 
 
 def reasons(found: Rollouts) -> dict[int, str]:
@@ -89,13 +100,13 @@ def reasons(found: Rollouts) -> dict[int, str]:
     return {index: group.reason for index, group in found.rejections.unrecorded.items()}
 
 
-def nowhere() -> Spool:
-    """A spool that is not to be used."""
-    return Spool(cast(Run, None), "made")
-
-
 def at(store: Store, owner: int = 1, made_with: str = "made") -> Spool:
-    return Spool(cast(Run, SimpleNamespace(store=store, name="run", owner=owner)), made_with)
+    """What the spool holds, for a start of the flow."""
+    return Spool(store, "run", owner, made_with)
+
+
+def writer(store: Store, owner: int = 1, made_with: str = "made") -> Writer:
+    return Writer(store, "run", owner, made_with)
 
 
 def go(work: Coroutine[Any, Any, None]) -> None:
@@ -105,12 +116,12 @@ def go(work: Coroutine[Any, Any, None]) -> None:
 def test_at_eta_0_an_iteration_has_the_next_groups_of_its_own_version() -> None:
     async def work() -> None:
         scene = Scene()
-        found = rollouts(scene, nowhere())
+        found = rollouts(scene, some_store())
         for k in range(3):
             scene.version = k
-            taken = await found.take()
+            taken = await found.groups()
             assert taken == list(range(k * BATCH, (k + 1) * BATCH)) and scene.begun == list(range((k + 1) * BATCH))
-            assert {int(s.generated_versions[0]) for i in taken for s in found.finished[i]} == {k}
+            assert set(found.rows["version_min"].to_pylist()) == {k}
             found.consume(taken)
         assert not found.finished
 
@@ -122,13 +133,13 @@ def test_groups_begin_while_nobody_waits_for_them() -> None:
 
     async def work() -> None:
         scene = Scene()
-        found = rollouts(scene, nowhere(), eta=2)
-        assert await found.take() == [0, 1, 2, 3]
+        found = rollouts(scene, some_store(), eta=2)
+        assert await found.groups() == [0, 1, 2, 3]
         await until(lambda: len(found.finished) == 3 * BATCH)
         assert sorted(scene.begun) == list(range(12))
         found.consume([0, 1, 2, 3])
         scene.version = 1
-        assert await found.take() == [4, 5, 6, 7]
+        assert await found.groups() == [4, 5, 6, 7]
         await until(lambda: len(scene.begun) == 4 * BATCH)  # a batch of version 1
 
     go(work())
@@ -141,16 +152,19 @@ def test_while_it_is_held_only_what_a_stage_waits_for_begins(eta: int, before: i
 
     async def work(store: Store) -> None:
         scene = Scene()
-        found = rollouts(scene, at(store), eta)
+        found = rollouts(scene, store, eta)
+        await found.have({("0", 0)})
+        await until(lambda: found._ready())
         for scene.version in range(before):
-            found.consume(await found.take())
+            found.consume(await found.groups())
         found.held.set()
         scene.version, begun = before, begun_by(found)
         found.begin()
-        finished = list(found.finished)
+        await until(lambda: found.book.ready() == len(found.book.live))
         await found.flush()
-        assert begun_by(found) == begun and all(index in found.spool for index in finished)
-        found.consume(await found.take())
+        await until(lambda: all(index in found.spool for index in found.book.live))
+        assert begun_by(found) == begun
+        found.consume(await found.groups())
         scene.version += 1
         found.begin()
         assert begun_by(found) == max(begun, (before + 1) * BATCH)
@@ -159,8 +173,7 @@ def test_while_it_is_held_only_what_a_stage_waits_for_begins(eta: int, before: i
         assert begun_by(found) == (before + 1 + eta + 1) * BATCH
         await found.close()
 
-    with TemporaryDirectory() as folder:
-        go(work(open_store(Path(folder).as_uri())))
+    go(work(some_store()))
 
 
 def begun_by(found: Rollouts) -> int:
@@ -171,9 +184,9 @@ def begun_by(found: Rollouts) -> int:
 def test_nothing_is_generated_that_no_iteration_is_left_to_train_on() -> None:
     async def work() -> None:
         scene = Scene()
-        found = rollouts(scene, nowhere(), eta=4, last=1)
+        found = rollouts(scene, some_store(), eta=4, last=1)
         for _ in range(2):
-            found.consume(await found.take())
+            found.consume(await found.groups())
         assert sorted(scene.begun) == list(range(2 * BATCH)) and not found.book.live
 
     go(work())
@@ -184,7 +197,7 @@ def test_nothing_is_generated_that_no_iteration_is_left_to_train_on() -> None:
 def test_whatever_order_groups_end_in_each_is_taken_once_and_none_too_late(eta: int, seed: int, last: int) -> None:
     async def work() -> None:
         scene = Scene(at_once=False)
-        found, consumed, draw = rollouts(scene, nowhere(), eta, last), Counter[int](), random.Random(seed)
+        found, consumed, draw = rollouts(scene, some_store(), eta, last), Counter[int](), random.Random(seed)
 
         async def end_some() -> None:
             while True:
@@ -196,8 +209,8 @@ def test_whatever_order_groups_end_in_each_is_taken_once_and_none_too_late(eta: 
         ending = asyncio.ensure_future(end_some())
         for k in range(last + 1):
             scene.version = k
-            taken = await found.take()
-            lags = [k - int(s.generated_versions.min()) for i in taken for s in found.finished[i]]
+            taken = await found.groups()
+            lags = [k - version for version in found.rows["version_min"].to_pylist()]
             assert len(taken) == BATCH and taken == sorted(taken) and all(0 <= lag <= eta for lag in lags)
             consumed.update(taken)
             found.consume(taken)
@@ -211,8 +224,8 @@ def test_whatever_order_groups_end_in_each_is_taken_once_and_none_too_late(eta: 
 def test_a_group_that_fails_is_tried_again_and_then_rejected(local_store: Store) -> None:
     async def work() -> None:
         scene = Scene(verdicts=lambda group: ValueError("no luck") if group in (1, 2) else None)
-        found = rollouts(scene, at(local_store), group_attempts=3)
-        assert await found.take() == [0, 3, 4, 5]  # others take their place
+        found = rollouts(scene, local_store, group_attempts=3)
+        assert await found.groups() == [0, 3, 4, 5]  # others take their place
         assert Counter(scene.begun)[1] == Counter(scene.begun)[2] == 3
         assert reasons(found) == {1: "failed: ValueError: no luck", 2: "failed: ValueError: no luck"}
         found.consume([0, 3, 4, 5])
@@ -233,10 +246,10 @@ def test_a_group_that_does_not_end_costs_itself_alone(local_store: Store) -> Non
             return await super().run(prompt, context)
 
     async def work() -> None:
-        found = rollouts(Endless(), at(local_store), group_attempts=1, group_seconds=0.01)
-        assert await found.take() == [0, 1, 3, 4]
+        found = rollouts(Endless(), local_store, group_attempts=1, group_seconds=0.01)
+        assert await found.groups() == [0, 1, 3, 4]
         assert "not done after 0.01 s (rollout.group_seconds)" in reasons(found)[2]
-        await found.flush()
+        await found.close()
 
     go(work())
 
@@ -244,10 +257,10 @@ def test_a_group_that_does_not_end_costs_itself_alone(local_store: Store) -> Non
 def test_too_many_failed_groups_end_the_run_with_the_reason(local_store: Store) -> None:
     async def work() -> None:
         scene = Scene(verdicts=lambda group: KeyError("answer"))
-        found = rollouts(scene, at(local_store), group_attempts=2, max_failed_groups=5)
+        found = rollouts(scene, local_store, group_attempts=2, max_failed_groups=5)
         with pytest.raises(UserError, match=r"6 of the groups.* 2 attempts.*max_failed_groups.*KeyError: 'answer'"):
-            await found.take()
-        await found.flush()
+            await found.groups()
+        await found.close()
 
     go(work())
 
@@ -257,10 +270,10 @@ def test_what_a_server_refuses_costs_the_group_and_what_the_workflow_calls_a_mis
 ) -> None:
     async def work() -> None:
         scene = Scene(verdicts=lambda group: Refused("too long") if group == 0 else None)
-        assert await rollouts(scene, at(local_store), group_attempts=1).take() == [1, 2, 3, 4]
+        assert await rollouts(scene, local_store, group_attempts=1).groups() == [1, 2, 3, 4]
         scene = Scene(verdicts=lambda group: UserError("no such tool") if group == 0 else None)
         with pytest.raises(UserError, match="no such tool"):
-            await rollouts(scene, nowhere()).take()
+            await rollouts(scene, some_store()).groups()
 
     go(work())
 
@@ -269,11 +282,11 @@ def test_without_a_server_the_stage_fails_and_its_groups_begin_again_when_it_is_
     async def work() -> None:
         down = [True]
         scene = Scene(verdicts=lambda group: ServerDown("gone") if down[0] and group == 3 else None)
-        found = rollouts(scene, nowhere())
+        found = rollouts(scene, some_store())
         with pytest.raises(ServerDown):
-            await found.take()
+            await found.groups()
         down[0] = False
-        assert await found.take() == [0, 1, 2, 3]
+        assert await found.groups() == [0, 1, 2, 3]
         assert Counter(scene.begun) == {0: 1, 1: 1, 2: 1, 3: 2} and not found.book.failures
 
     go(work())
@@ -282,7 +295,7 @@ def test_without_a_server_the_stage_fails_and_its_groups_begin_again_when_it_is_
 def test_a_workflow_that_leaves_the_program_does_not_end_it(local_store: Store) -> None:
     async def work() -> None:
         scene = Scene(verdicts=lambda group: SystemExit(3) if group == 0 else None)
-        assert await rollouts(scene, at(local_store), group_attempts=1).take() == [1, 2, 3, 4]
+        assert await rollouts(scene, local_store, group_attempts=1).groups() == [1, 2, 3, 4]
 
     go(work())
 
@@ -294,8 +307,8 @@ def test_what_is_no_list_of_samples_costs_the_group_and_is_named(local_store: St
             return cast(list[Sample], answer) if prompt.group_id == 1 else await super().run(prompt, context)
 
     async def work() -> None:
-        found = rollouts(Wrong(), at(local_store), group_attempts=1)
-        assert await found.take() == [0, 2, 3, 4]
+        found = rollouts(Wrong(), local_store, group_attempts=1)
+        assert await found.groups() == [0, 2, 3, 4]
         assert "not its samples in a list" in reasons(found)[1]
 
     go(work())
@@ -304,11 +317,11 @@ def test_what_is_no_list_of_samples_costs_the_group_and_is_named(local_store: St
 def test_a_failure_between_two_iterations_ends_the_second(local_store: Store) -> None:
     async def work() -> None:
         scene = Scene(verdicts=lambda group: KeyError("x") if group >= BATCH else None)
-        found = rollouts(scene, at(local_store), eta=1, group_attempts=1, max_failed_groups=0)
-        found.consume(await found.take())
+        found = rollouts(scene, local_store, eta=1, group_attempts=1, max_failed_groups=0)
+        found.consume(await found.groups())
         await until(lambda: found.rejections.failed > 0)
         with pytest.raises(UserError, match="max_failed_groups"):
-            await found.take()
+            await found.groups()
 
     go(work())
 
@@ -318,8 +331,8 @@ def test_a_rollout_of_another_start_settles_its_own_groups() -> None:
 
     async def work() -> None:
         scene = Scene(at_once=False)
-        found = rollouts(scene, nowhere(), eta=1)
-        taking = asyncio.ensure_future(found.take())
+        found = rollouts(scene, some_store(), eta=1)
+        taking = asyncio.ensure_future(found.groups())
         await until(lambda: len(scene.ends) == 2 * BATCH)
         for group in range(4, 8):
             scene.ends[group].set_result(None)
@@ -329,9 +342,9 @@ def test_a_rollout_of_another_start_settles_its_own_groups() -> None:
         scene.at_once, scene.version = True, 1
         for future in scene.ends.values():
             future.done() or future.set_result(None)
-        taken = await found.take()
+        taken = await found.groups()
         assert len(taken) == BATCH and not {0, 1, 2, 9} & set(taken)
-        await until(lambda: not found._running)
+        await until(lambda: not found.near().groups._running)
         assert not {0, 1, 2, 9} & set(found.book.live)
 
     go(work())
@@ -340,7 +353,7 @@ def test_a_rollout_of_another_start_settles_its_own_groups() -> None:
 def test_a_workflow_that_cancels_itself_has_failed(local_store: Store) -> None:
     async def work() -> None:
         scene = Scene(verdicts=lambda group: asyncio.CancelledError() if group == 0 else None)
-        assert await rollouts(scene, at(local_store), group_attempts=1).take() == [1, 2, 3, 4]
+        assert await rollouts(scene, local_store, group_attempts=1).groups() == [1, 2, 3, 4]
 
     go(work())
 
@@ -348,7 +361,7 @@ def test_a_workflow_that_cancels_itself_has_failed(local_store: Store) -> None:
 def test_no_more_groups_are_under_way_than_the_servers_can_be_at() -> None:
     async def work() -> None:
         scene = Scene(at_once=False, capacity=3)
-        taking = asyncio.ensure_future(rollouts(scene, nowhere(), eta=2).take())
+        taking = asyncio.ensure_future(rollouts(scene, some_store(), eta=2).groups())
         for group in range(BATCH):
             await until(lambda: group in scene.ends)  # noqa: B023
             assert len([future for future in scene.ends.values() if not future.done()]) <= 3
@@ -374,14 +387,14 @@ def test_the_weaker_rule_keeps_what_is_late() -> None:
 
 def spooled(store: Store, eta: int, flush_seconds: float) -> list[int]:
     """What a start of the flow took, which is over after its first batch."""
-    found = rollouts(Scene(), at(store), eta, flush_seconds=flush_seconds)
+    found = rollouts(Scene(), store, eta, flush_seconds=flush_seconds)
     taken: list[int] = []
 
     async def work() -> None:
-        taken.extend(await found.take())
-        await until(lambda: len(found.finished) == (eta + 1) * BATCH)
+        taken.extend(await found.groups())
+        await until(lambda: found.book.ready() == (eta + 1) * BATCH)
         if not flush_seconds:
-            await until(lambda: all(index in found.spool for index in found.finished))
+            await until(lambda: all(index in found.spool for index in found.book.live))
 
     go(work())
     return taken
@@ -392,7 +405,7 @@ def test_what_waits_for_too_long_outlives_the_flow(local_store: Store) -> None:
     later = at(local_store, owner=2)
     waiting, rejected = later.recover(Settled().add(taken))
     assert sorted(group.index for group in waiting) == list(range(4, 12)) and not rejected
-    rows = later.read(range(4, 12)).sort_by("group_id")
+    rows = spooled_rows(local_store, later.records(range(4, 12)), range(4, 12), "rollout").sort_by("group_id")
     assert rows["input_ids"].to_pylist() == [[1, group, 3] for group in range(4, 12)]
     assert {group.version for group in waiting} == {0}
 
@@ -403,40 +416,59 @@ def test_what_is_taken_soon_is_not_spooled(local_store: Store) -> None:
 
 
 def test_a_start_that_lives_on_can_record_nothing_once_the_next_has_looked(local_store: Store) -> None:
-    first = at(local_store)
+    first = writer(local_store)
     first.write({0: (0, [sample(0, 0)])})
     second = at(local_store, owner=2)
     assert [group.index for group in second.recover(Settled())[0]] == [0]
     with pytest.raises(StartClosed, match="ended by owner 2"):
         first.write({1: (0, [sample(1, 0)])})
-    second.write({1: (0, [sample(1, 0)])})
+    writer(local_store, owner=2).write({1: (0, [sample(1, 0)])})
     assert sorted(group.index for group in at(local_store, owner=3).recover(Settled())[0]) == [0, 1]
 
 
 def test_groups_made_with_other_settings_begin_again(local_store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    at(local_store).write({0: (0, [sample(0, 0)])}, [RejectedGroup(index=5, reason="failed: boom")])
+    writer(local_store).write({0: (0, [sample(0, 0)])}, [RejectedGroup(index=5, reason="failed: boom")])
     assert at(local_store, owner=2, made_with="other").recover(Settled()) == ([], [])
     assert "1 groups in the spool were made with other settings" in caplog.text
     assert [g.index for g in at(local_store, owner=3).recover(Settled())[0]] == [0]  # as they were made again
 
 
 def test_a_restart_reads_no_record_whose_groups_are_all_settled(local_store: Store) -> None:
-    spool = at(local_store)
-    for group in range(3):
-        spool.write({group: (0, [sample(group, 0)])})
-    assert spool.place() == (0, 1)
-    spool.forget([0, 2])
-    assert spool.place() == (0, 2)
+    """Whoever has written them: here two workers, whose starts go on side by side."""
+    spool, first, second = at(local_store), writer(local_store), writer(local_store)
+    for group in range(6):
+        for record in (second if group % 2 else first).write({group: (0, [sample(group, 0)])}):
+            spool.note(record, [group])
+    assert spool.places() == [(0, 1), (1, 1)]
+    spool.forget([0, 2, 1])
+    assert spool.places() == [(0, 3), (1, 2)]
+    spool.forget([4])
+    assert spool.places() == [(0, 4), (1, 2)]  # the first may record more
     later = at(local_store, owner=2)
-    later.first = spool.place()
+    later.first = spool.places()
+    assert sorted(group.index for group in later.recover(Settled().add([0, 2, 1, 4]))[0]) == [3, 5]
+    assert later.places() == [(1, 2)]
+    later.forget([3])
+    assert later.places() == [(1, 3)]
+    later.forget([5])
+    assert later.places() == [(2, 0)]
+
+
+def test_a_start_that_nobody_has_spoken_of_is_read_from_its_beginning(local_store: Store) -> None:
+    """A worker has recorded a group, and the flow was killed before it heard of that."""
+    spool = at(local_store)
+    for group in (0, 1, 2):
+        [record] = writer(local_store).write({group: (0, [sample(group, 0)])})
+        if group != 1:
+            spool.note(record, [group])
+    spool.forget([0, 2])
+    later = at(local_store, owner=2)
+    later.first = spool.places()
     assert [group.index for group in later.recover(Settled().add([0, 2]))[0]] == [1]
-    assert later.place() == (0, 2)
-    later.forget([1])
-    assert later.place() == (1, 0)
 
 
 def test_a_store_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_store: Store) -> None:
-    monkeypatch.setattr("areal_tasks.rollout.rollouts.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("areal_tasks.rollout.worker.groups.RETRY_SECONDS", 0.01)
     create, failures = LocalBackend.create, [2]
 
     def flaky(self: LocalBackend, *arguments: Any) -> None:
@@ -453,8 +485,8 @@ def test_a_store_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.M
 def test_groups_under_way_are_given_up_and_finished_ones_kept_when_the_run_ends(local_store: Store) -> None:
     async def work() -> None:
         scene = Scene(at_once=False)
-        found = rollouts(scene, at(local_store), flush_seconds=3600.0)
-        taking = asyncio.ensure_future(found.take())
+        found = rollouts(scene, local_store, flush_seconds=3600.0)
+        taking = asyncio.ensure_future(found.groups())
         await until(lambda: len(scene.ends) == BATCH)
         scene.ends[2].set_result(None)
         await until(lambda: 2 in found.finished)
@@ -468,7 +500,7 @@ def test_groups_under_way_are_given_up_and_finished_ones_kept_when_the_run_ends(
 def test_a_record_that_was_stored_and_not_answered_is_its_own(
     local_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spool = at(local_store)
+    spool = writer(local_store)
     spool.write({0: (0, [sample(0, 0)])})
     create = LocalBackend.create
 
@@ -489,7 +521,7 @@ def test_a_record_that_was_stored_and_not_answered_is_its_own(
 
 
 def test_a_rejection_of_a_group_that_waits_does_not_count(local_store: Store) -> None:
-    at(local_store).write(
+    writer(local_store).write(
         {1: (0, [sample(1, 0)])}, [RejectedGroup(index=1, reason="failed: by an earlier start that lived on")]
     )
     waiting, rejected = at(local_store, owner=2).recover(Settled())
@@ -497,8 +529,10 @@ def test_a_rejection_of_a_group_that_waits_does_not_count(local_store: Store) ->
 
 
 def test_tables_of_the_spool_are_rollout_tables(local_store: Store) -> None:
-    spool = at(local_store)
+    spool = writer(local_store)
+    later = at(local_store, owner=2)
     spool.write({3: (1, [sample(3, 1)]), 1: (0, [sample(1, 0)])})
-    table = spool.read([1])
+    later.recover(Settled())
+    table = spooled_rows(local_store, later.records([1]), [1], "rollout")
     assert isinstance(table, pa.Table) and table["sample_id"].to_pylist() == ["1-0"]
     assert table["stale_kv"].to_pylist() == [[False, False, False]]

@@ -141,7 +141,7 @@ def test_a_fork_has_a_spool_of_its_own(tmp_path: Path) -> None:
     parent = drive(tmp_path, "parent", ahead(rollout={"flush_seconds": 0.0}))
     child = drive(tmp_path, "child", ahead(), origin=Origin("parent", 3))
     check(load_run(parent.store, "child"))
-    assert child.commit(3).state.get("spool", [0, 0])[0] == 0
+    assert child.commit(3).state.get("spool", [[0, 0]])[0][0] == 0
     assert not parent.store.exists(paths.spool_record("child", 0, 0)) or child.store.exists("child/run.json")
 
 

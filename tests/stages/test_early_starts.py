@@ -37,7 +37,7 @@ def test_the_trainer_starts_before_there_are_weights_and_servers_before_there_ar
         monkeypatch.setattr(engines.supervisor, "start", lambda module, spec, threads: order.append(spec.name))
         monkeypatch.setattr(engines, "load_early", lambda version: order.append(f"load {version}"))
         Loop(run, recipe, engines, execute)._begin()
-    assert order == ["trainer", "initialise", "inference-0", "load 0", "prompts"]
+    assert order == ["trainer", "rollout-0", "initialise", "inference-0", "load 0", "prompts"]
 
 
 def test_the_trainer_has_loaded_before_it_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -68,13 +68,14 @@ def test_servers_start_on_the_models_own_folder_and_once(tmp_path: Path, monkeyp
         engines.begin()
         assert [(spec.name, spec.weights, spec.gpus) for spec in specs] == [
             ("trainer", None, ("0",)),
+            ("rollout-0", None, ()),
             ("inference-0", None, ("1",)),
             ("inference-1", None, ("2",)),
         ]
-        assert specs[1].folder == specs[2].folder == ModelFolder(path=str(model), files=file_states(model))
+        assert specs[2].folder == specs[3].folder == ModelFolder(path=str(model), files=file_states(model))
         written = WeightsRef(version=0, attempt="a", path="", sha256="", digest="")
         engines.start(written, written, written)
-        assert len(specs) == 3 and engines.servers.written == written
+        assert len(specs) == 4 and engines.servers.written == written
         engines.supervisor.services.clear()
 
 

@@ -11,9 +11,8 @@ from stage_driver import drive, store_in, tiny, tiny_sft
 
 from areal_tasks.data.sampler import row_of_group
 from areal_tasks.data.tokenising import Example
+from areal_tasks.rollout.prompts import PROMPT_COLUMNS, prompt_of_group
 from areal_tasks.stages.batch import batch_table
-from areal_tasks.stages.generation import prompt_of_group
-from areal_tasks.stages.rollout import PROMPT_COLUMNS
 from areal_tasks.store import paths
 from areal_tasks.store.commit import find_record
 from areal_tasks.store.fork import Origin

@@ -11,10 +11,11 @@ import pyarrow as pa
 import pytest
 from store_builders import commit_stage, iteration_commit, manifest, recipe, table
 
-from areal_tasks.rollout.book import Book, Lease
+from areal_tasks.rollout.book import Book
+from areal_tasks.rollout.orders import Failed
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import settled_after
-from areal_tasks.rollout.spooling import Spool
+from areal_tasks.rollout.spooling import Spool, Writer
 from areal_tasks.rollout.staleness import Staleness
 from areal_tasks.stages.generation import Generation
 from areal_tasks.store import paths
@@ -211,7 +212,7 @@ def test_a_fork_begins_with_its_parents_settled_groups_and_an_empty_spool(run: R
     generation = Generation(child, head, 9, lambda k: recipe())
     assert generation.book.settled == settled_after(head) and generation.book.settled.prefix == 5
     assert generation.state() == {"next_group": 5}
-    assert Spool(child, "made").recover(generation.book.settled) == ([], [])
+    assert Spool(child.store, child.name, child.owner, "made").recover(generation.book.settled) == ([], [])
     assert run_sql(run.store, "child", "SELECT count(*) AS n FROM spool").to_pylist() == [{"n": 0}]
     commit(child, 2, (5, 6), 7)
     assert defects(run.store, "child") == {}
@@ -226,26 +227,28 @@ def test_a_rejection_is_recorded_before_a_commit_counts_it(local_store: Store) -
     run = open_run(local_store, "run", "rlhf", recipe())
     limits = recipe("rollout.group_attempts=1").rollout  # type: ignore[union-attr]
     nothing: Any = None
-    rollouts = Rollouts(Book(Staleness(0, 9, lambda k: 2), 0), nothing, nothing, nothing, limits, Spool(run, "made"))
+    rollouts = Rollouts(
+        Book(Staleness(0, 9, lambda k: 2), 0), nothing, nothing, nothing, limits,
+        Spool(run.store, run.name, run.owner, "made"), Writer(run.store, run.name, run.owner, "made"),
+    )  # fmt: skip
     generation = Generation(run, None, 9, lambda k: recipe())
     generation.book = rollouts.book
     generation._rollouts = rollouts
 
     async def reject_and_commit(loop: asyncio.AbstractEventLoop) -> dict[str, Any]:
         rollouts.book.lease(0)
-        rollouts._fail(Lease(0, 0), RuntimeError("no"))
+        rollouts._fail(Failed(number=0, index=0, reason="RuntimeError: no", cause="workflow"))
 
         def call(work: Any) -> Any:
             return asyncio.run_coroutine_threadsafe(work, loop).result()
 
-        generation._engines = SimpleNamespace(call=call)  # type: ignore[assignment]
+        generation._engines = SimpleNamespace(servers=SimpleNamespace(call=call))  # type: ignore[assignment]
         return await asyncio.to_thread(generation.state)
 
     async def main() -> dict[str, Any]:
-        rollouts._flush_after = lambda seconds, index: None  # type: ignore[method-assign]  # the store is slow
         return await reject_and_commit(asyncio.get_running_loop())
 
-    assert asyncio.run(main()) == {"next_group": 1, "spool": [0, 2]}
+    assert asyncio.run(main()) == {"next_group": 1, "spool": [[0, 2]]}
     assert [group.reason for record in read_spool(run.store, "run") for group in record.rejected] == [
         "failed: RuntimeError: no"
     ]

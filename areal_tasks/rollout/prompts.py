@@ -1,0 +1,42 @@
+"""Which prompt a group has, and what its workflow is given: the same wherever the group is generated."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import pyarrow as pa
+
+from areal_tasks.data.sampler import position, row_of_group
+from areal_tasks.engines.client import InferenceClient
+from areal_tasks.workflows import Prompt, WorkflowContext
+from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
+from schemas.recipe.sections import Evaluation, Rollout
+
+#: What a group reads of the table `prompts`.
+PROMPT_COLUMNS: Final = ("prompt_id", "prompt", "answer", "input_ids")
+
+
+def prompt_of_group(table: pa.Table, group: int, seed: int, order: int) -> Prompt:
+    """The prompt of a group: a pure function of the run's seed and order, and the group's number."""
+    [row] = table.slice(row_of_group(group, len(table), seed, order), 1).to_pylist()
+    return Prompt(group_id=group, epoch=position(group, len(table))[0], **row)
+
+
+def workflow_context(
+    recipe: RlhfRecipe | EvaluateRecipe,
+    sampling: Rollout | Evaluation,
+    group_size: int,
+    client: InferenceClient,
+    tokenizer: Any,
+) -> WorkflowContext:
+    """What the recipe's workflow is given to produce groups of `group_size` samples."""
+    return WorkflowContext(
+        client=client,
+        seed=recipe.seed,
+        group_size=group_size,
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        max_length=recipe.model.max_length,
+        stop=tuple(sampling.stop),
+        tokenizer=tokenizer,
+    )

@@ -1,0 +1,12 @@
+"""`python -m areal_tasks.rollout.worker`: a rollout worker. Without a supervisor it leaves what waits, and ends."""
+
+from areal_tasks.engines.lifeline import watch_lifeline
+from areal_tasks.importing import importing
+from areal_tasks.rollout.worker.farewell import farewell
+
+if __name__ == "__main__":
+    watch_lifeline(farewell)
+    with importing():
+        from areal_tasks.rollout.worker.process import main
+
+    main()

@@ -1,0 +1,161 @@
+"""What a rollout worker does when the flow tells it to: its state, behind the HTTP of `process`."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections import Counter
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.ends import Detokenizer, Ends
+from areal_tasks.engines.models import describing_files, load_tokenizer
+from areal_tasks.engines.service import ServiceSpec
+from areal_tasks.engines.sharing import Serving
+from areal_tasks.rewards.pool import VerifierPool
+from areal_tasks.rollout.filters import load_function
+from areal_tasks.rollout.judging import Judge, judged_with
+from areal_tasks.rollout.orders import Begin, Down, Event, Gone, News, Orders, Part, Written
+from areal_tasks.rollout.prompts import PROMPT_COLUMNS, prompt_of_group, workflow_context
+from areal_tasks.rollout.spooling import Writer
+from areal_tasks.rollout.worker.apart import Apart
+from areal_tasks.rollout.worker.groups import Groups
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.shards import read_table
+from areal_tasks.workflows import SingleTurn, load_workflow
+from schemas.manifest import WeightsRef
+from schemas.recipe.interruption import interruption
+from schemas.recipe.recipe import RlhfRecipe
+
+HEARTBEAT_SECONDS: Final = 1.0  # without news, after which the flow is told that there are none
+
+
+class Desk:
+    """The worker of one service. Use within one event loop; `close()` when done."""
+
+    def __init__(self, spec: ServiceSpec) -> None:
+        self._spec = spec
+        self._store = open_store(spec.store_url)
+        self._client: InferenceClient | None = None
+        self._groups: Groups | None = None
+        self._apart: Apart | None = None
+        self._verifiers: VerifierPool | None = None
+        self._events: list[Event] = []  # that the flow may not know
+        self._known = 0  # events that the flow knows
+        self._news = asyncio.Event()
+        self._beginning = asyncio.Lock()
+
+    async def begin(self, order: Begin) -> None:
+        """Generate groups of this kind, and forget what was before."""
+        async with self._beginning:
+            await self.close()
+            self._events, self._known = [], 0
+            recipe = RlhfRecipe.model_validate(order.recipe)
+            workflow = load_workflow(recipe.workflow.name, recipe.workflow.arguments)
+            prompts = await asyncio.to_thread(read_table, self._store, order.prompts, PROMPT_COLUMNS)
+            tokenizer = None
+            if not isinstance(workflow, SingleTurn):  # which blocks nothing, and reads no text
+                tokenizer = await asyncio.to_thread(self._tokenizer, order.model)
+                workflow = self._apart = Apart(workflow, recipe.workflow.blocked_seconds)
+            self._client = await self._new_client(order, recipe, tokenizer)
+            self._groups = Groups(
+                workflow,
+                workflow_context(recipe, recipe.rollout, recipe.rollout.group_size, self._client, tokenizer),
+                partial(prompt_of_group, prompts, seed=recipe.seed, order=order.order),
+                recipe.rollout,
+                Writer(self._store, self._spec.run, self._spec.owner, order.made_with),
+                self.tell,
+                self._judge(recipe) if recipe.rollout.filters.active else None,
+            )
+
+    async def _new_client(self, order: Begin, recipe: RlhfRecipe, tokenizer: Any) -> InferenceClient:
+        ends = Ends(frozenset(order.end_tokens), await asyncio.to_thread(self._detokenizer, order, tokenizer))
+        client = InferenceClient(
+            [], order.server_token, recipe.inference, order.patience_seconds, lambda: ends, interruption(recipe)
+        )
+        client.report = lambda url, reason: self.tell(Down(url=url, reason=reason))
+        await client.follow(order.serving)
+        return client
+
+    def _judge(self, recipe: RlhfRecipe) -> Judge:
+        """What looks at finished groups for the recipe's filters."""
+        self._verifiers = VerifierPool(recipe.reward)
+        filters = recipe.rollout.filters
+        return Judge(
+            self._verifiers.verify, judged_with(recipe), filters, load_function(filters), recipe.rollout.group_seconds
+        )
+
+    def _detokenizer(self, order: Begin, tokenizer: Any) -> Detokenizer:
+        if tokenizer is None and order.tokenizer:  # spares the import of transformers
+            from tokenizers import Tokenizer
+
+            return Detokenizer(SimpleNamespace(backend_tokenizer=Tokenizer.from_str(order.tokenizer)))
+        return Detokenizer(tokenizer or self._tokenizer(order.model))
+
+    def _tokenizer(self, model: WeightsRef) -> Any:
+        with tempfile.TemporaryDirectory(prefix="arealflow-worker-") as folder:
+            return load_tokenizer(describing_files(self._store, model, Path(folder) / "model"))
+
+    def tell(self, event: Event) -> None:
+        """Have the flow know this."""
+        self._events.append(event)
+        self._news.set()
+
+    async def news(self, known: int) -> News:
+        """What has happened since the first `known` events; waits for it for a moment."""
+        self._begun()
+        del self._events[: known - self._known]
+        self._known = known
+        self._news.clear()
+        if not self._events:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), HEARTBEAT_SECONDS)
+        return News(events=tuple(self._events))
+
+    def obey(self, orders: Orders) -> None:
+        """Begin groups, and let go of leases."""
+        self._begun().obey(orders)
+
+    async def follow(self, serving: Serving) -> dict[str, int]:
+        """From here on generate on these servers only. The requests under way on each."""
+        self._begun()
+        assert self._client is not None
+        await self._client.follow(serving)
+        return self.busy()
+
+    def busy(self) -> dict[str, int]:
+        """Requests under way, by the server's address."""
+        servers = self._client.servers if self._client is not None else []
+        return dict(Counter({server.url: server.requests for server in servers if server.requests}))
+
+    async def write(self, part: Part) -> Written:
+        """Write a part of an iteration."""
+        return await self._begun().write(part)
+
+    async def flush(self) -> None:
+        """Leave what waits in the store."""
+        await self._begun().flush()
+
+    async def close(self) -> None:
+        """Give up what is under way, leave what waits in the store, and let go of the servers."""
+        if self._groups is not None:
+            await self._groups.close()
+            self._groups = None
+        if self._apart is not None:
+            self._apart.close()
+            self._apart = None
+        if self._verifiers is not None:
+            await asyncio.to_thread(self._verifiers.close)
+            self._verifiers = None
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+    def _begun(self) -> Groups:
+        if self._groups is None:
+            raise Gone("this worker was told nothing yet")
+        return self._groups

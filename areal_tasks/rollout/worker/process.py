@@ -1,0 +1,106 @@
+"""The rollout worker as a process: its HTTP face, /begin, /orders, /serving, /busy, /news, /write, /flush and /close.
+
+Errors are JSON, {"error": "..."}; their status says what they mean (`STATUSES`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from areal_tasks.engines.service import ServiceSpec, read_spec, serve, store_may_be_away
+from areal_tasks.engines.sharing import Serving
+from areal_tasks.rollout.orders import Begin, Gone, Orders, Part
+from areal_tasks.rollout.worker.desk import Desk
+from areal_tasks.rollout.worker.farewell import DUTIES
+from areal_tasks.store.backend import StoreError, Unavailable
+from schemas.errors import UserError
+
+log = logging.getLogger(__name__)
+
+#: What the status of an answer says of the error (`areal_tasks.rollout.link` reads it); all else is 500.
+STATUSES: Final = ((Gone, 410), (Unavailable, 503), (StoreError, 424), (UserError, 400))
+FAREWELL_SECONDS: Final = 60.0  # to write what waits, when the flow is gone
+
+Answer = Callable[[Request], Awaitable[Any]]
+
+
+def make_app(spec: ServiceSpec) -> Starlette:
+    """A worker that was told nothing yet."""
+    desk = Desk(spec)
+
+    async def begin(request: Request) -> None:
+        await desk.begin(Begin.model_validate_json(await request.body()))
+
+    async def orders(request: Request) -> None:
+        desk.obey(Orders.model_validate_json(await request.body()))
+
+    async def serving(request: Request) -> dict[str, int]:
+        return await desk.follow(Serving.model_validate_json(await request.body()))
+
+    async def busy(request: Request) -> dict[str, int]:
+        return desk.busy()
+
+    async def news(request: Request) -> BaseModel:
+        return await desk.news(int(request.query_params["known"]))
+
+    async def write(request: Request) -> BaseModel:
+        return await desk.write(Part.model_validate_json(await request.body()))
+
+    async def flush(request: Request) -> None:
+        await desk.flush()
+
+    async def close(request: Request) -> None:
+        await desk.close()
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        duty = lambda: asyncio.run_coroutine_threadsafe(desk.close(), loop).result(FAREWELL_SECONDS)  # noqa: E731
+        DUTIES.append(duty)
+        try:
+            yield
+        finally:
+            DUTIES.remove(duty)
+            await desk.close()
+
+    answers: tuple[Answer, ...] = (begin, orders, serving, busy, news, write, flush, close)
+    routes = [Route(f"/{answer.__name__}", _endpoint(answer), methods=["POST"]) for answer in answers]
+    return Starlette(routes=routes, lifespan=lifespan)
+
+
+def _endpoint(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        try:
+            found = await answer(request)
+        except Exception as error:
+            return _failure(error)
+        if isinstance(found, BaseModel):
+            return Response(found.model_dump_json(), media_type="application/json")
+        return JSONResponse(found)
+
+    return endpoint
+
+
+def _failure(error: Exception) -> Response:
+    status = next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
+    if status == 500:
+        log.error("an order failed", exc_info=error)
+    return JSONResponse({"error": str(error) or type(error).__name__}, status)
+
+
+def main() -> None:
+    """Serve until told to end."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with store_may_be_away():
+        spec = read_spec()
+        serve(make_app(spec), spec)

@@ -1,0 +1,109 @@
+"""A rollout worker in the event loop of the flow's book: all that it does, but for HTTP and processes."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from areal_tasks.rollout.link import Link, Listener, Lost
+from areal_tasks.rollout.orders import Event, Leased, Orders, Part, Written
+from areal_tasks.rollout.rollouts import Rollouts
+from areal_tasks.rollout.worker.groups import Groups
+from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.commit import new_attempt
+from areal_tasks.store.shards import read_table
+from areal_tasks.workflows import Sample
+
+_FOLDER = tempfile.TemporaryDirectory(prefix="rollouts-")
+
+
+def some_store() -> Store:
+    """A store of its own for a test that does not look into it."""
+    return open_store(Path(_FOLDER.name, new_attempt()).as_uri())
+
+
+class Near:
+    """What a `Link` is to the flow. `lose` is what it sees when the process is killed."""
+
+    def __init__(self, url: str, listener: Listener, make: Callable[[Callable[[Event], None]], Groups]) -> None:
+        self.url, self.busy, self.start = url, dict[str, int](), None
+        self._listener, self._loop = listener, asyncio.get_running_loop()
+        self.groups = make(lambda event: self._soon(self._tell, event))
+        self.gone, self.ready, self.tried = False, False, False
+        self._soon(self._begin)
+
+    @property
+    def link(self) -> Link:
+        return cast(Link, self)
+
+    def _begin(self) -> None:
+        self.ready = self.tried = True
+        self._listener.begun(self.link)
+
+    def lose(self) -> None:
+        self.gone = True
+        self._listener.lost(self.link)
+
+    def give(self, leases: list[Leased]) -> None:
+        self._soon(self.groups.obey, Orders(begin=tuple(leases)))
+
+    def take_back(self, numbers: list[int]) -> None:
+        self._soon(self.groups.obey, Orders(forget=tuple(numbers)))
+
+    async def tell(self, serving: Any) -> None:
+        """The scene's servers need no telling."""
+
+    async def requests(self) -> dict[str, int]:
+        return {}
+
+    async def write(self, part: Part) -> Written:
+        if self.gone:
+            raise Lost("killed")
+        return await self.groups.write(part)
+
+    async def flush(self) -> None:
+        await self.groups.flush()
+
+    async def close(self) -> None:
+        await self.groups.close()
+
+    async def drop(self) -> None:
+        self.gone = True
+
+    def _soon(self, call: Callable[..., object], *arguments: object) -> None:
+        self._loop.call_soon(lambda: None if self.gone else call(*arguments))
+
+    def _tell(self, event: Event) -> None:
+        self._listener.heard(self.link, event)
+
+
+class Here(Rollouts):
+    """Rollouts with near workers, `"0"` and so on by their addresses."""
+
+    rows: pa.Table  # of the last iteration
+
+    def near(self, url: str = "0") -> Near:
+        return cast(Near, next(link for link in self._links.values() if link.url == url))
+
+    @property
+    def finished(self) -> dict[int, list[Sample]]:
+        """In the memory of workers, and the flow knows it."""
+        held = [held for link in self._links.values() for held in cast(Near, link).groups.finished.values()]
+        known = {index for index, live in self.book.live.items() if live.finished}
+        return {one.index: one.samples for one in held if one.index in known}
+
+    async def groups(self, workers: int = 1) -> list[int]:
+        """The groups that the next iteration takes."""
+        if not self._links:
+            await self.have({(str(n), 0) for n in range(workers)})
+        parts = await self.take(f"run/iteration/attempt={new_attempt()}")
+        self.rows = pa.concat_tables([read_table(self.spool.store, part.tables["rollout"]) for part in parts])
+        assert self.rows["group_id"].to_pylist() == sorted(self.rows["group_id"].to_pylist())
+        assert sum(part.samples for part in parts) == len(self.rows)
+        return cast(list[int], pc.unique(self.rows["group_id"]).to_pylist())

@@ -1,0 +1,145 @@
+"""Several rollout workers, and what becomes of groups when one of them is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from near import some_store
+from test_rollouts import BATCH, Scene, at, go, rollouts
+from waiting import until
+
+from areal_tasks.rollout.orders import Finished, Gone, Leased, Orders, Part
+from areal_tasks.rollout.settled import Settled
+from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.spool import StartClosed, read_start
+
+
+@pytest.fixture
+def local_store(tmp_path: Path) -> Store:
+    return open_store(tmp_path.as_uri())
+
+
+@given(st.integers(0, 3), st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 3), st.sampled_from([0.0, 3600.0]))
+@settings(max_examples=40, deadline=None)
+def test_whatever_workers_are_killed_each_group_is_taken_once_and_none_too_late(
+    eta: int, seed: int, last: int, workers: int, flush_seconds: float
+) -> None:
+    async def work() -> None:
+        scene, draw, store = Scene(at_once=False), random.Random(seed), some_store()
+        found = rollouts(scene, store, eta, last, flush_seconds=flush_seconds, group_attempts=1)
+        starts = {str(n): 0 for n in range(workers)}
+
+        async def happen() -> None:
+            while True:
+                await asyncio.sleep(0)  # a turn of the event loop
+                waiting = [future for future in scene.ends.values() if not future.done()]
+                if waiting:
+                    draw.choice(waiting).set_result(None)
+                if draw.random() < 0.02:
+                    url = draw.choice(list(starts))
+                    found.near(url).lose()
+                    starts[url] += 1
+                    await found.have(set(starts.items()))
+
+        happening, consumed = None, Counter[int]()
+        for k in range(last + 1):
+            scene.version = k
+            taking = asyncio.ensure_future(found.groups(workers))
+            happening = happening or asyncio.ensure_future(happen())
+            taken = await taking
+            lags = [k - version for version in found.rows["version_min"].to_pylist()]
+            assert len(taken) == BATCH and all(0 <= lag <= eta for lag in lags)
+            consumed.update(taken)
+            found.consume(taken)
+        assert happening is not None and happening.cancel()
+        assert set(consumed.values()) == {1} and not found.book.live and not found.book.failures
+        assert sorted(consumed) == list(range((last + 1) * BATCH))
+        await found.close()
+        left, rejected = at(store, owner=2).recover(found.book.settled)
+        assert not left and not rejected
+
+    go(work())
+
+
+def test_workers_share_the_groups_and_the_table_is_in_order() -> None:
+    async def work() -> None:
+        scene = Scene()
+        found = rollouts(scene, some_store(), eta=1)
+        assert await found.groups(workers=2) == [0, 1, 2, 3]
+        shares = Counter(where.link.url for where in found._where.values())
+        assert shares == {"0": BATCH, "1": BATCH}
+        found.consume([0, 1, 2, 3])
+        scene.version = 1
+        assert await found.groups() == [4, 5, 6, 7]
+
+    go(work())
+
+
+def test_groups_that_a_killed_worker_has_spooled_are_not_lost(local_store: Store) -> None:
+    async def work() -> None:
+        scene = Scene()
+        found = rollouts(scene, local_store, eta=2, flush_seconds=0.0)
+        found.consume(await found.groups())
+        await until(lambda: len(found.spool.records(found.book.live)) > 0 and all(g in found.spool for g in (4, 11)))
+        found.near().lose()
+        await found.have({("0", 1)})
+        scene.version = 1
+        assert await found.groups() == [4, 5, 6, 7]
+        assert Counter(scene.begun)[4] == 1
+
+    go(work())
+
+
+def test_a_killed_worker_that_lives_on_records_nothing(local_store: Store) -> None:
+    """Its start is closed as soon as the flow knows that it is gone."""
+
+    async def work() -> None:
+        found = rollouts(Scene(), local_store, eta=2, flush_seconds=0.0)
+        await found.groups()
+        await until(lambda: found.near().start is not None)
+        zombie = found.near()
+        zombie.lose()
+        await until(lambda: read_start(local_store, "run", 0)[-1].kind == "closed")
+        zombie.groups.obey(_lease(99))
+        await until(lambda: zombie.groups.finished)
+        with pytest.raises(StartClosed):
+            await zombie.groups.flush()
+
+    go(work())
+
+
+def _lease(index: int) -> Orders:
+    return Orders(begin=(Leased(number=10_000 + index, index=index, floor=0),))
+
+
+def test_a_worker_keeps_no_more_finished_groups_in_memory_than_it_may(local_store: Store) -> None:
+    async def work() -> None:
+        found = rollouts(Scene(), local_store, eta=3, flush_seconds=3600.0, groups_in_memory=2)
+        await found.groups()
+        await until(lambda: len(found.near().groups.finished) <= 2 and found.book.ready() == 4 * BATCH)
+
+    go(work())
+    assert len(at(local_store, owner=2).recover(Settled())[0]) >= 4 * BATCH - 2
+
+
+def test_what_is_said_of_a_lease_that_is_over_is_not_believed() -> None:
+    async def work() -> None:
+        scene = Scene(at_once=False)
+        found = rollouts(scene, some_store())
+        taking = asyncio.ensure_future(found.groups())
+        await until(lambda: len(scene.ends) == BATCH)
+        found.heard(found.near().link, Finished(number=77, index=2, version=0))
+        assert not found.book.live[2].finished
+        for future in scene.ends.values():
+            future.set_result(None)
+        assert await taking == [0, 1, 2, 3]
+        with pytest.raises(Gone):
+            await found.near().groups.write(Part(prefix="p", label="", numbers=(77,)))
+
+    go(work())

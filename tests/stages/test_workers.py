@@ -1,0 +1,98 @@
+"""Whole runs whose rollout workers are killed, hang, or lose their flow."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from stage_driver import digests, drive, finished, left_over, start_driver, store_in, tiny
+from test_asynchronous_runs import ITERATIONS, ahead, check, groups_by_iteration
+from waiting import wait_until
+
+from areal_tasks.stages.build import Built
+from areal_tasks.stages.loop import Job, run_directly
+from areal_tasks.store import spool as records
+from areal_tasks.store.query import run_sql
+from areal_tasks.store.runs import load_run
+
+
+def workers() -> list[psutil.Process]:
+    """The rollout workers below this process."""
+    return [p for p in psutil.Process().children(recursive=True) if _is_worker(p)]
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    try:
+        alive = process.status() != psutil.STATUS_ZOMBIE
+        return alive and "areal_tasks.rollout.worker" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_at_eta_0_it_makes_no_difference_how_many_workers_there_are(tmp_path: Path, count: int) -> None:
+    finished(tmp_path, "one", tiny())
+    drive(tmp_path, "more", tiny(rollout={"workers": count, "flush_seconds": 0.0}))
+    assert [dict(k) for k in digests(tmp_path, "more")] == [dict(k) for k in digests(tmp_path, "one")]
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+@pytest.mark.parametrize("how", ["leave", "stop", "block"])
+def test_user_code_that_ends_or_blocks_its_worker_costs_no_group(tmp_path: Path, how: str, eta: int) -> None:
+    workflow = {
+        "name": "working:Misbehaving",
+        "arguments": {"how": how, "group": 9, "folder": str(tmp_path)},
+        "blocked_seconds": 2.0,
+    }
+    recipe = ahead(
+        workflow=workflow,
+        rollout={"max_head_offpolicyness": eta, "workers": 2, "group_attempts": 2},
+        launcher={"type": "local", "hang_seconds": 8.0, "warn_seconds": 4.0},
+    )
+    drive(tmp_path, "run", recipe)
+    run = load_run(store_in(tmp_path), "run")
+    check(run, eta)
+    assert (tmp_path / how).exists() and not run_sql(run.store, "run", "FROM spool WHERE state = 'rejected'").num_rows
+
+
+def test_a_killed_worker_costs_its_groups_in_flight_and_the_run_goes_on(tmp_path: Path) -> None:
+    """SIGKILL at some instant of each iteration; what it has spooled is trained on."""
+
+    def execute(jobs: Sequence[Job]) -> list[Built]:
+        if jobs[0].label in ("verify 1", "train 2", "publish 3"):
+            for process in workers():
+                process.send_signal(signal.SIGKILL)
+        return run_directly(jobs)
+
+    recipe = ahead(
+        launcher={"type": "local", "restarts": 5}, rollout={"max_head_offpolicyness": 2, "flush_seconds": 0.0}
+    )
+    drive(tmp_path, "killed", recipe, execute)
+    check(load_run(store_in(tmp_path), "killed"))
+
+
+def test_a_worker_that_loses_its_flow_leaves_what_waits_and_ends(tmp_path: Path) -> None:
+    recipe = ahead(launcher={"type": "local"}, rollout={"max_head_offpolicyness": 2, "flush_seconds": 3600.0})
+    start_driver(tmp_path, "lost", recipe, "publish 1").wait()
+    wait_until(lambda: not left_over(tmp_path), "the services' end")
+    store = store_in(tmp_path)
+    [start] = range(records.number_of_starts(store, "lost"))
+    waiting = {group.index for record in records.read_start(store, "lost", start) for group in record.finished}
+    assert waiting
+    run = drive(tmp_path, "lost", recipe)
+    check(load_run(run.store, "lost"))
+    assert waiting <= {group for groups in groups_by_iteration(run)[:ITERATIONS] for group in groups}
+
+
+@pytest.mark.parametrize("mode", ["in_place", "abort", "drain"])
+def test_new_weights_interrupt_the_requests_of_workers(tmp_path: Path, mode: str) -> None:
+    changes: dict[str, Any] = {"interruption": mode, "max_head_offpolicyness": 2, "workers": 2}
+    drive(tmp_path, mode, ahead(rollout=changes))
+    run = load_run(store_in(tmp_path), mode)
+    check(run)
+    mixed = run_sql(run.store, mode, "SELECT count(*) AS n FROM samples WHERE version_max > version_min").to_pylist()
+    assert mode != "drain" or mixed == [{"n": 0}]

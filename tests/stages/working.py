@@ -1,0 +1,39 @@
+"""Workflows that do to their rollout worker what a user's might."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext
+
+
+class Misbehaving:
+    """A single turn, but for what happens `how` in the first attempt at `group`, as a file in `folder` tells."""
+
+    def __init__(self, how: str, group: int, folder: str) -> None:
+        self.how, self.group, self.folder = how, group, Path(folder)
+
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
+        if prompt.group_id == self.group and self._first():
+            self._misbehave()
+        return await SingleTurn().run(prompt, context)
+
+    def _first(self) -> bool:
+        try:
+            (self.folder / self.how).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def _misbehave(self) -> Any:
+        if self.how == "leave":
+            os._exit(3)
+        if self.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        threading.Event().wait()  # for ever
