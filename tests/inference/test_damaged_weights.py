@@ -88,12 +88,13 @@ class Awaited:
     def __init__(self) -> None:
         self.lock, self.event = threading.RLock(), threading.Event()
 
-    def __enter__(self) -> None:
-        if not self.lock.acquire(blocking=False):
-            self.event.set()
-            self.lock.acquire()
+    def acquire(self, blocking: bool = True) -> bool:
+        if self.lock.acquire(blocking=False):
+            return True
+        self.event.set()
+        return self.lock.acquire(blocking=blocking)
 
-    def __exit__(self, *_: object) -> None:
+    def release(self) -> None:
         self.lock.release()
 
 

@@ -19,7 +19,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from s3_server import BUCKET, S3Server
 from stage_driver import tiny
 
-from areal_tasks.engines import servers
+from areal_tasks.engines import session
 from areal_tasks.engines.ports import loopback_port
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.store import s3_environment
@@ -72,7 +72,7 @@ def watched(api: str, s3: S3Server) -> Iterator[Watched]:
     recipe = tiny(launcher={"type": "local"}, schedule={"iterations": 1}, store={"url": found.store.url})
     with pytest.MonkeyPatch.context() as patch:
         forget_keys(patch)
-        patch.setattr(servers, "Supervisor", Recorded)
+        patch.setattr(session, "Supervisor", Recorded)
         assert rlhf(recipe, run="kept")["iterations"] == 1
     yield found
     assert arealflow("s3-keys", "--remove") == 0
