@@ -80,7 +80,7 @@ def test_each_placement_that_the_guide_names_has_a_way_for_every_version(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
     with Engines(run, recipe, tmp_path / "logs") as engines:
-        monkeypatch.setattr(engines.supervisor, "start", lambda *_: None)
+        monkeypatch.setattr(engines.supervisor, "start", lambda *_, **__: None)
         nothing = WeightsRef(version=0, attempt="", path="", sha256="", digest="")
         engines.begin()
         engines.start(nothing, nothing, nothing)

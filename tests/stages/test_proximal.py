@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,15 @@ from areal_tasks.data.batching import make_layout
 from areal_tasks.engines.recovery import replay_command, stage_of
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.rows import read_sequences
-from areal_tasks.stages import rollout
+from areal_tasks.rollout import spooling
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.graphs import iteration_plan
 from areal_tasks.stages.loop import Job, run_directly
-from areal_tasks.stages.stage import Output
 from areal_tasks.store.files import materialise, read_weights
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.shards import read_table
+from areal_tasks.workflows import Sample
 from schemas.errors import UserError
 from schemas.recipe.recipe import Recipe, RlhfRecipe
 
@@ -149,22 +148,19 @@ def test_a_run_whose_engines_disagree_stops_before_it_trains(
     tmp_path: Path, made: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The servers say that every token of iteration 1 was half as likely again as it was."""
-    honest = rollout.run
+    honest = spooling.samples_to_table
 
-    def shifted(context: Any, inputs: Any, prefix: str) -> Output:
-        output = honest(context, inputs, prefix)
-        rows = output.tables["rollout"]
-        if context.iteration != 1 or not isinstance(rows, pa.Table):
-            return output
+    def shifted(samples: Sequence[Sample]) -> pa.Table:
+        rows = honest(samples)
+        later = [group >= made.rollout.groups for group in rows["group_id"].to_pylist()]  # type: ignore[union-attr]
         lists = [
-            [x + 0.4 * m for x, m in zip(*pair, strict=True)]
-            for pair in zip(rows["logprobs"].to_pylist(), rows["loss_mask"].to_pylist(), strict=True)
+            [x + 0.4 * m * after for x, m in zip(*pair, strict=True)]
+            for after, *pair in zip(later, rows["logprobs"].to_pylist(), rows["loss_mask"].to_pylist(), strict=True)
         ]
         at = rows.schema.get_field_index("logprobs")
-        column = pa.array(lists, rows.schema.field(at).type)
-        return replace(output, tables={"rollout": rows.set_column(at, rows.schema.field(at), column)})
+        return rows.set_column(at, rows.schema.field(at), pa.array(lists, rows.schema.field(at).type))
 
-    monkeypatch.setattr(rollout, "run", shifted)
+    monkeypatch.setattr(spooling, "samples_to_table", shifted)
     message = r"differ by 0\.4 nats on average and 0\.4.* at most, and 100\.0% .*max_logprob_gap allows 0\.1"
     for _ in range(2):
         with pytest.raises(UserError, match=message):
