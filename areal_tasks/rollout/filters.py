@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from areal_tasks.importing import find_object
 from areal_tasks.rewards.pool import VerifyResult
+from areal_tasks.user_code import find_object
 from areal_tasks.workflows import Sample
 from schemas.errors import UserError
 from schemas.recipe.filters import Filters

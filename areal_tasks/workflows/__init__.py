@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, cast
 
-from areal_tasks.importing import find_object
+from areal_tasks.user_code import find_object
 from areal_tasks.workflows.protocol import Prompt, Sample, Workflow, WorkflowContext, samples_to_table
 from areal_tasks.workflows.single_turn import SingleTurn
 from schemas.errors import UserError

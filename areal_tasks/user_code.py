@@ -1,0 +1,21 @@
+"""The user's own code, by the names that a recipe has for it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from schemas.errors import UserError
+
+
+def find_object(name: str, field: str) -> Any:
+    """What a field of a recipe names as `package.module:object`. UserError if it is not there."""
+    module, separator, attribute = name.partition(":")
+    if not separator:
+        raise UserError(f"{field}: {name} is no `package.module:object`")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise UserError(f"{field}: {module} cannot be imported ({error}); is it on PYTHONPATH?") from error
+    except AttributeError as error:
+        raise UserError(f"{field}: {module} has no {attribute}") from error
