@@ -238,7 +238,7 @@ def test_a_rejection_is_recorded_before_a_commit_counts_it(local_store: Store) -
         def call(work: Any) -> Any:
             return asyncio.run_coroutine_threadsafe(work, loop).result()
 
-        generation._engines = SimpleNamespace(call=call)  # type: ignore[assignment]
+        generation._engines = SimpleNamespace(servers=SimpleNamespace(call=call))  # type: ignore[assignment]
         return await asyncio.to_thread(generation.state)
 
     async def main() -> dict[str, Any]:
