@@ -42,6 +42,8 @@ def _command(world: World, trainer: Trainer, name: str) -> Any:
         return Write(**owned, prefix=world.folder("checkpoint", 0, "b"))
     if name == "send":
         return Send(**owned, transport="tensor", receivers=(Receiver(url="http://127.0.0.1:9", ranks=1),), token="t")
+    if name == "keep":
+        return COMMANDS[name].model_validate(owned)
     extra = {"which": "policy", "prefix": world.prefix(), "table": world.write("rollout", rollout([9]))}
     return COMMANDS[name].model_validate({**owned, **(extra if name == "logprobs" else {"weights": world.initial})})
 
