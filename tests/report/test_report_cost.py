@@ -156,7 +156,7 @@ def test_engines_record_their_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     recipe = tiny()
     run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
     with Engines(run, recipe, tmp_path / "logs") as engines:
-        monkeypatch.setattr(engines.supervisor, "start", lambda *_: None)
+        monkeypatch.setattr(engines.supervisor, "start", lambda *_, **__: None)
         engines.begin()
     [line] = read_log(run.store, "r")
     assert (line.action, line.details) == ("placed", {"owner": 1, "trainer": "5"})
@@ -167,6 +167,6 @@ def test_without_gpus_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.Mo
     recipe = tiny()
     run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
     with Engines(run, recipe, tmp_path / "logs") as engines:
-        monkeypatch.setattr(engines.supervisor, "start", lambda *_: None)
+        monkeypatch.setattr(engines.supervisor, "start", lambda *_, **__: None)
         engines.begin()
     assert read_log(run.store, "r") == []

@@ -142,6 +142,7 @@ class Desk:
 
     async def close(self) -> None:
         """Give up what is under way, leave what waits in the store, and let go of the servers."""
+        self._news.set()  # who waits for news holds the process up, which cannot end before
         if self._groups is not None:
             await self._groups.close()
             self._groups = None
