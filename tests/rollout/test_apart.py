@@ -79,17 +79,17 @@ def test_requests_are_made_in_the_loop_of_the_client() -> None:
 
 def test_a_group_that_blocks_costs_itself_and_the_others_begin_again() -> None:
     """The one to blame is found also where a task of its own blocks."""
-    for_ever, turns = threading.Event(), Counter[int]()
+    for_ever, blocked = threading.Event(), list[threading.Thread]()
 
     async def block() -> None:
         for_ever.wait()
 
     async def what(group: int, client: Any) -> None:
-        turns[group] += 1
         if group == 1:
+            blocked.append(threading.current_thread())
             await asyncio.gather(block())
-        elif turns[1] and turns[group] == 1:
-            await asyncio.Event().wait()  # until it begins again
+        elif threading.current_thread() in blocked:
+            await asyncio.Event().wait()  # until it begins again, in another thread
 
     workflow = Does(what)
     found = run(workflow, 4, blocked_seconds=1.0)
