@@ -208,7 +208,7 @@ def _step(
     max_norm: float,
 ) -> None:
     adamw.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     adamw.step()
     schedule.step()

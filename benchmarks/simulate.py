@@ -182,13 +182,13 @@ class Simulation:
         while self.book.next < self.load.iterations:
             server = min(self.servers, key=lambda s: len(s.running) + len(s.waiting))
             room = self.layout.slots * 2 - len(server.running) - len(server.waiting)
-            leases = self.book.lease(server.version) if room > 0 else []
-            for lease in leases:
-                lengths = self.load.lengths(lease.index)
-                self.left[lease.index], self.tokens[lease.index] = len(lengths), sum(lengths)
+            begun = self.book.lease(server.version) if room > 0 else []
+            for index in begun:
+                lengths = self.load.lengths(index)
+                self.left[index], self.tokens[index] = len(lengths), sum(lengths)
                 target = min(self.servers, key=lambda s: len(s.running) + len(s.waiting))
-                target.waiting.extend((length, lease.index) for length in lengths)
-            if not leases:
+                target.waiting.extend((length, index) for length in lengths)
+            if not begun:
                 return
 
     def _take(self) -> None:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.unit_costs [--store URL] [--tokens 1000] [FILE]
 
-Processor seconds of the flow's process and seconds by the clock, as JSON, which `simulate --units FILE` reads. A group
-has eight samples of `--tokens` tokens. `requests` and `tasks` count what the flow asks of the store and of Prefect in
-an iteration of the quickstart; trainers and servers ask for themselves.
+Processor seconds of the flow's process and seconds by the clock, as JSON, which `benchmarks.simulate_scale FILE` reads.
+A group has eight samples of `--tokens` tokens. `requests` and `tasks` count what the flow asks of the store and of
+Prefect in an iteration of the quickstart; trainers and servers ask for themselves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from prefect import flow, task
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from areal_tasks.engines.client import InferenceClient
-from areal_tasks.rollout.spooling import Spool
+from areal_tasks.rollout.spooling import Writer
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import open_run
@@ -88,11 +88,12 @@ def measure(store: Store, folder: Path, tokens: int) -> Units:
     with instant_server([[answer(tokens)] * SIZE]) as address:
         samples = asyncio.run(group_samples(address, tokens, 1))[0]
         group = group_cost(store, address, tokens)
-    spool = Spool(open_run(store, f"units-{uuid.uuid4().hex[:8]}", "rlhf", load_recipe("quickstart-async")), "units")
+    run = open_run(store, f"units-{uuid.uuid4().hex[:8]}", "rlhf", load_recipe("quickstart-async"))
+    writer = Writer(store, run.name, run.owner, "units")
     content = b"x" * 2000
     return Units(
         group=group,
-        spool_record=cost(lambda n: spool.write({n: (0, samples)}, {})),
+        spool_record=cost(lambda n: writer.write({n: (0, samples)})),
         request=cost(lambda n: store.create(f"units/{uuid.uuid4().hex}.json", content)),
         task=task_cost(folder),
         requests=requests,
@@ -146,7 +147,7 @@ def task_cost(folder: Path) -> Cost:
         return cost(lambda n: nothing())
 
     with prefect_server(folder) as address, temporary_settings({PREFECT_API_URL: address}):
-        return cast(Cost, tasks())
+        return tasks()
 
 
 def per_iteration(folder: Path) -> tuple[float, float]:

@@ -19,6 +19,7 @@ VERIFIER_FAILURES: Final = "verifier-failures"
 ENGINES_DISAGREE: Final = "engines-disagree"
 FEW_EFFECTIVE_SAMPLES: Final = "few-effective-samples"
 BEHAVIOUR_CLIPPED: Final = "behaviour-clipped"
+OLD_SAMPLES: Final = "old-samples"
 #: A fall within this many standard deviations of single iterations is noise.
 NOISE_DEVIATIONS: Final = 3.0
 #: Standard deviation over mean distance of two successive draws, of a normal distribution.
@@ -38,11 +39,13 @@ class Alert:
 class Watch:
     """Told of each iteration's metrics, gives the warnings that were not in force in the one before.
 
-    The best reward is that of this start of the flow: a resumed run begins anew.
+    `eta` is `rollout.max_head_offpolicyness`. The best reward is that of this start of the flow: a resumed run begins
+    anew.
     """
 
-    def __init__(self, settings: Alerts) -> None:
+    def __init__(self, settings: Alerts, eta: int = 0) -> None:
         self.settings = settings
+        self.eta = eta
         self.last: deque[float] = deque()
         self.earlier = Earlier(settings.window)
         self.active: set[str] = set()
@@ -64,6 +67,7 @@ class Watch:
             engines_disagree(train, self.settings.max_logprob_gap),
             few_effective_samples(train, self.settings.min_effective_sample_size),
             behaviour_clipped(train, self.settings.max_behaviour_clipped),
+            old_samples(train, self.settings.max_lag_beyond, self.eta),
         )
         yield from (alert for alert in checks if alert is not None)
 
@@ -162,3 +166,12 @@ def behaviour_clipped(train: Mapping[str, float], limit: float) -> Alert | None:
         return None
     message = f"{share:.1%} of the behaviour weights are capped or masked (alerts.max_behaviour_clipped {limit:g})"
     return Alert(BEHAVIOUR_CLIPPED, message, share, limit)
+
+
+def old_samples(train: Mapping[str, float], limit: float, eta: int) -> Alert | None:
+    """With `rollout.bound: admission` slow groups are older than η allows; these are much older."""
+    beyond = train.get("lag_max", 0.0) - eta
+    if not limit or beyond <= limit:
+        return None
+    message = f"a token lags {beyond:g} versions more than η, {eta} (alerts.max_lag_beyond {limit:g})"
+    return Alert(OLD_SAMPLES, message, beyond, limit)

@@ -52,7 +52,9 @@ class Observer:
         self.once = {stage.name for stage in iteration_plan(recipe, 0).stages if stage.once}
         self.progress: UUID | None = None
         self.events = Events(run)
-        self.watch = Watch(recipe.alerts) if isinstance(recipe, RlhfRecipe) and not run.record.counterfactual else None
+        self.watch: Watch | None = None
+        if isinstance(recipe, RlhfRecipe) and not run.record.counterfactual:
+            self.watch = Watch(recipe.alerts, recipe.rollout.max_head_offpolicyness)
         self.artifacts = Artifacts(self.log)
         self.handler = _Relay(self.log)
         self.level = LIBRARY.level
@@ -138,10 +140,11 @@ class Observer:
         samples = judged_samples(self.run.store, closed.built, label)
         what = subject(label, closed)
         title, key = f"{what} · run {self.run.label}", artifact_key(self.run.name, label.split()[0])
-        rows = rollout_rows(samples, SAMPLED, closed.iteration if label == "rollout" else None)
+        trained = closed.iteration if label == "rollout" else None
+        rows = rollout_rows(samples, SAMPLED, trained)
         about = f"{len(rows)} of {len(samples)} samples: {title}"
         artifacts.create("table", json.dumps(rows), f"{key}-table", about)
-        artifacts.create("markdown", rollout_page(samples, what), f"{key}-page", f"In full: {title}")
+        artifacts.create("markdown", rollout_page(samples, what, trained), f"{key}-page", f"In full: {title}")
 
 
 class _Relay(logging.Handler):

@@ -10,6 +10,7 @@ import math
 import re
 import shlex
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ from schemas.manifest import StageManifest, Wait, WaitsRecord
 
 # What fits beside the numbers in a table of the UI, which neither wraps its cells nor a page's code blocks.
 PROMPT_CUT, COMPLETION_CUT, ANSWER_CUT, NUMBERS_CUT, PAGE_WIDTH = 60, 40, 16, 52, 88
+BAR_WIDTH = 50
 _MARKUP = re.compile(r"([\\`*_{}\[\]()#+\-.!|~>$:])")
 
 
@@ -156,11 +158,24 @@ def clock_text(time: str) -> str:
     return f"{moment:%H:%M:%S} UTC" if moment.date() == datetime.now(UTC).date() else f"{moment:%Y-%m-%d %H:%M:%S} UTC"
 
 
-def rollout_page(samples: pa.Table, title: str) -> str:
-    """Whole rollouts worth reading: the best, the worst, the longest, and one of each kind that has no answer."""
+def rollout_page(samples: pa.Table, title: str, trained: int | None = None) -> str:
+    """Whole rollouts worth reading: the best, the worst, the longest, and one of each kind that has no answer.
+
+    Before them how old the samples are, if some are older than version `trained`, which trains on them.
+    """
     rows = samples.to_pylist()
     sections = [_section(heading, row) for heading, row in _worth_reading(rows)]
-    return "\n\n".join([f"# {escape_markdown(title)}", *sections])
+    return "\n\n".join([f"# {escape_markdown(title)}", *_ages(rows, trained), *sections])
+
+
+def _ages(rows: Sequence[dict[str, Any]], trained: int | None) -> list[str]:
+    """A histogram of the samples' lag, as text; nothing where all are of the weights that train on them."""
+    lags = Counter(trained - row["version_min"] for row in rows if trained is not None and row["num_generated"])
+    if not any(lags):
+        return []
+    most = max(lags.values())
+    bars = (f"    lag {lag:2}  {n:6,}  {'█' * math.ceil(BAR_WIDTH * n / most)}" for lag, n in sorted(lags.items()))
+    return ["\n".join(["## Samples by the lag of their oldest token", "", *bars])]
 
 
 def _worth_reading(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import session_folder
 import warm_processes
-from waiting import LIMIT, PAUSE
+from waiting import LIMIT, PAUSE, alive
 
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.session import Engines
@@ -197,7 +197,7 @@ def left_over(folder: Path) -> list[psutil.Process]:
 
 def _marked(process: psutil.Process, mark: str) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark
+        return alive(process) and process.environ().get(MARK) == mark
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeVar
 
+import psutil
+
 T = TypeVar("T")
 
 #: Seconds. Nothing that a test waits for takes a tenth of it on an idle machine.
@@ -23,6 +25,16 @@ def wait_until(condition: Callable[[], T], what: object = "the condition", limit
         assert time.monotonic() < end, f"{what}: not within {limit:g} s"
         time.sleep(PAUSE)
     return found
+
+
+def alive(process: psutil.Process | int) -> bool:
+    """Whether a process, or one of that number, runs: not once it has ended, even if nobody has asked for its exit
+    status, or while we look."""
+    try:
+        process = psutil.Process(process) if isinstance(process, int) else process
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def meet(folder: Path, name: str, parties: int = 2) -> None:

@@ -12,7 +12,6 @@ that were begun before keep theirs: a run's record says which of the two it has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Final
 
@@ -96,15 +95,3 @@ def row_of_group(group: int, n: int, seed: int, order: int) -> int:
     """The row that group number `group` of a run reads, in the run's `order` (see `permutation`)."""
     epoch, offset = position(group, n)
     return permutation(offset, n, seed, epoch, order)
-
-
-def rank_positions(n: int, rank: int, ranks: int) -> range:
-    """The offsets of an epoch of `n` rows that rank `rank` of `ranks` reads: the ranks partition the epoch exactly."""
-    if not 0 <= rank < ranks:
-        raise IndexError(f"rank {rank} is outside of [0, {ranks})")
-    return range(rank, n, ranks)
-
-
-def rank_rows(n: int, seed: int, epoch: int, rank: int, ranks: int, order: int) -> Iterator[int]:
-    """The rows that rank `rank` of `ranks` reads in `epoch`, in its order."""
-    return (permutation(offset, n, seed, epoch, order) for offset in rank_positions(n, rank, ranks))

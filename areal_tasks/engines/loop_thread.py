@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
@@ -50,12 +51,16 @@ class LoopThread:
         """Until `stop`. asyncio leaves its loop when a task calls `sys.exit`, also one of somebody's own workflow:
         whoever waits for that task gets it, and all others would wait for ever."""
         while True:
-            try:
-                return self.loop.run_forever()
-            except (SystemExit, KeyboardInterrupt):
-                continue
+            with suppress(SystemExit, KeyboardInterrupt):
+                self.loop.run_forever()
+                break
+        self.loop.close()
+
+    def end(self) -> None:
+        """Have the thread end once what blocks it is over; it is not waited for."""
+        self.loop.call_soon_threadsafe(self.loop.call_soon, self.loop.stop)  # cancelled tasks have a last turn
 
     def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        """End the thread."""
+        self.end()
         self.thread.join(5)
-        self.loop.close()

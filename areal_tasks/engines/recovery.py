@@ -1,6 +1,6 @@
 """Restores a trainer: the newest checkpoint, then the committed iterations after it, from the tables they read.
 
-No generation is repeated. What each replayed iteration says of itself is compared with what was committed, and the
+No generation is repeated. What each retrained iteration says of itself is compared with what was committed, and the
 weights that come of it with those that were published: nothing differs where training is bit-reproducible.
 """
 
@@ -27,7 +27,7 @@ _TIMES: Final = "_seconds"  # what a metric that tells of time ends with: it nee
 
 
 @dataclass(frozen=True)
-class Replayed:
+class Retrained:
     """How `iterations` committed iterations from `first` on came out when they were trained again.
 
     `difference` is the largest of a metric (see `difference`), `metric` and `iteration` say which; `weights` is the
@@ -45,7 +45,7 @@ class Replayed:
 
     @property
     def same(self) -> bool:
-        """Whether nothing tells the replay from the original."""
+        """Whether nothing tells what was retrained from the original."""
         return self.difference == 0 and not self.weights
 
     def record(self) -> dict[str, Any]:
@@ -53,16 +53,16 @@ class Replayed:
         return asdict(self)
 
 
-def restore(run: Run, trainer: TrainerClient, initial: WeightsRef, version: int) -> Replayed | None:
+def restore(run: Run, trainer: TrainerClient, initial: WeightsRef, version: int) -> Retrained | None:
     """Bring the trainer to the policy of `version`, all of whose iterations are committed.
 
-    Returns how what was replayed compares with what was committed; none if nothing was.
+    Returns how what was retrained compares with what was committed; none if nothing was.
     """
     checkpoint = newest_checkpoint(run, version)
     loaded = trainer.load(
         Load(owner=run.owner, version=checkpoint.version if checkpoint else 0, weights=initial, checkpoint=checkpoint)
     )
-    drift = [replay(run, trainer, k) for k in range(loaded.version, version)]
+    drift = [retrain(run, trainer, k) for k in range(loaded.version, version)]
     if not drift:
         return None
     weights = weights_difference(run, trainer, version)
@@ -71,7 +71,7 @@ def restore(run: Run, trainer: TrainerClient, initial: WeightsRef, version: int)
     return found
 
 
-def describe(found: Replayed) -> str:
+def describe(found: Retrained) -> str:
     """A line for the log."""
     line = f"re-trained {found.iterations} committed iterations; largest difference in a metric: {found.difference:.3g}"
     where = (
@@ -81,8 +81,8 @@ def describe(found: Replayed) -> str:
     return line + where + weights
 
 
-def worst(several: Iterable[Replayed]) -> Replayed:
-    """Several replays as one, with the largest differences of any; the one that lasted longest says from where."""
+def worst(several: Iterable[Retrained]) -> Retrained:
+    """Several as one, with the largest differences of any; the one that lasted longest says from where."""
     parts = list(several)
     largest = max(parts, key=lambda part: part.difference)
     longest = max(parts, key=lambda part: part.iterations)
@@ -96,11 +96,11 @@ def newest_checkpoint(run: Run, version: int) -> WeightsRef | None:
     return None if version == 0 else run.commit(version - 1).checkpoint
 
 
-def replay(run: Run, trainer: TrainerClient, iteration: int) -> Replayed:
+def retrain(run: Run, trainer: TrainerClient, iteration: int) -> Retrained:
     """Re-train one committed iteration by its recorded plan, and compare what it says of itself."""
     run = trained(run)
     commit = run.commit(iteration)
-    return replay_stage(run, trainer, stage_of(run, commit, "train"), commit)
+    return retrain_stage(run, trainer, stage_of(run, commit, "train"), commit)
 
 
 def trained(run: Run) -> Run:
@@ -110,14 +110,14 @@ def trained(run: Run) -> Run:
     return run
 
 
-def replay_stage(
+def retrain_stage(
     run: Run, trainer: TrainerClient, manifest: StageManifest, commit: IterationCommit | None = None
-) -> Replayed:
-    """As `replay`, of a train stage whose iteration need not be closed (then without a `commit`)."""
-    done = trainer.train(replay_command(run, manifest, commit))
+) -> Retrained:
+    """As `retrain`, of a train stage whose iteration need not be closed (then without a `commit`)."""
+    done = trainer.train(retrain_command(run, manifest, commit))
     apart, name = difference(manifest.metrics, done.metrics)
     loss = _apart(manifest.metrics.get("loss", 0.0), done.metrics.get("loss", 0.0))
-    return Replayed(manifest.iteration, 1, apart, name, manifest.iteration, loss=loss)
+    return Retrained(manifest.iteration, 1, apart, name, manifest.iteration, loss=loss)
 
 
 def difference(committed: Mapping[str, float], again: Mapping[str, float]) -> tuple[float, str]:
@@ -148,7 +148,7 @@ def weights_difference(run: Run, trainer: TrainerClient, version: int) -> float 
     return trainer.compare(Compare(owner=run.owner, version=version, weights=ref)).difference
 
 
-def replay_command(run: Run, manifest: StageManifest, commit: IterationCommit | None = None) -> Train:
+def retrain_command(run: Run, manifest: StageManifest, commit: IterationCommit | None = None) -> Train:
     """The command that makes the steps of a committed train stage again, writing nothing."""
     written = {n: t for ref in manifest.inputs for n, t in read_input(run, ref, commit).tables.items()}
     tables = {name: table for name, table in written.items() if name in COLUMNS}

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from areal_tasks.engines.client import InferenceClient
@@ -179,13 +180,12 @@ class Servers:
             ServerDown: it `generates`, and all servers were started again on weights that are not in force any more.
         """
         what = "generation" if generates else "an order to the servers"
-        limit = "inference.request_timeout_seconds for each request" if self.external else ""
 
         def signs() -> dict[str, Sign]:
             workers = self.workers.signs()  # first: it tells which servers they are at
             return self._signs() | workers
 
-        with self.watchdog.waiting(what, signs, limit=limit):
+        with self.watchdog.waiting(what, signs):
             return self._loop.run(work, meanwhile=lambda: self._tend_if_free(generates))
 
     def call_briefly(self, work: Coroutine[Any, Any, object]) -> None:
@@ -243,7 +243,8 @@ class Servers:
         if self._client is None:
             return {}
         found = self._loop.run(self._client.signs(everyone), SIGN_SECONDS)
-        return {self.supervisor.name_at(url): sign for url, sign in found.items()}
+        limit = "inference.request_timeout_seconds for each request" if self.external else ""
+        return {self.supervisor.name_at(url): replace(sign, limit=limit) for url, sign in found.items()}
 
     def serve(self, ref: WeightsRef, trainer: TrainerClient | None = None, handed: bool = False) -> list[float]:
         """Make every server generate with `ref`; seconds for each. Nothing to do without servers, or if they hold it.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from areal_tasks.engines.recovery import Replayed, replay_stage, restore, worst
+from areal_tasks.engines.recovery import Retrained, restore, retrain_stage, worst
 from areal_tasks.engines.starting import ready
 from areal_tasks.engines.trainer.commands import Keep
 from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
@@ -50,7 +50,7 @@ class ResidentTrainer:
         self._make_room = make_room
         self._address = ""
         self._lock = threading.RLock()
-        self._replayed: list[Replayed] = []
+        self._retrained: list[Retrained] = []
 
     def close(self) -> None:
         """Close the connection."""
@@ -90,17 +90,17 @@ class ResidentTrainer:
         except TrainerDown as error:
             log.warning("version %d is made again to be published: %s", version, error)
 
-    def restored(self, version: int) -> Replayed | None:
+    def restored(self, version: int) -> Retrained | None:
         """Bring the trainer to `version` now; how what was re-trained for it compares, none if nothing was."""
         with self._alone() as client:
-            before = len(self._replayed)
+            before = len(self._retrained)
             self._holding(client, version, version)
-            return worst(self._replayed[before:]) if self._replayed[before:] else None
+            return worst(self._retrained[before:]) if self._retrained[before:] else None
 
-    def take_replayed(self) -> Replayed | None:
+    def take_retrained(self) -> Retrained | None:
         """The largest differences of all that was re-trained since this was last asked; none if nothing was."""
         with self._lock:
-            found, self._replayed = self._replayed, []
+            found, self._retrained = self._retrained, []
         return worst(found) if found else None
 
     def drop(self) -> None:
@@ -139,9 +139,9 @@ class ResidentTrainer:
     def _after(self, client: TrainerClient, train: StageManifest) -> TrainerClient:
         if client.health().version != train.iteration + 1:
             self._holding(client, train.iteration, train.iteration)
-            self._note(replay_stage(self.run, client, train))
+            self._note(retrain_stage(self.run, client, train))
         return client
 
-    def _note(self, replayed: Replayed | None) -> None:
-        if replayed is not None:
-            self._replayed.append(replayed)
+    def _note(self, found: Retrained | None) -> None:
+        if found is not None:
+            self._retrained.append(found)

@@ -31,10 +31,14 @@ STORE_LIMIT: Final = "S3: 30 s for an answer, some attempts; a disk: none"
 
 @dataclass(frozen=True)
 class Sign:
-    """What a look at a service found: a value that changes as it gets on (None: it gave none), and its own words."""
+    """What a look at a service found: a value that changes as it gets on (None: it gave none), and its own words.
+
+    `limit`: what ends the wait for it; empty: its end, should it hang.
+    """
 
     progress: object
     says: str
+    limit: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,15 @@ Look = Callable[[], Mapping[str, Sign]]
 
 @dataclass
 class _Silence:
-    """A service that is waited for: its last new sign, since when, and after how many seconds to complain."""
+    """A service that is waited for: its last new sign, since when, and after how many seconds to complain.
+
+    `limit` is as in `Sign`.
+    """
 
     progress: object
     since: float
     complain_after: float
+    limit: str
     says: str = ""
 
 
@@ -105,7 +113,7 @@ class Watchdog:
         """While inside, the run waits for `what`, which the services that `look` tells of are at.
 
         `look` is called in a thread of its own. It leaves out services that have nothing to do. They are ended when
-        they hang, unless something else ends the wait: `limit` names it.
+        they hang, unless something else ends the wait: `limit` names it, here or in their signs.
         """
         wait = _Wait(what, look, limit, self.clock())
         self._waits[id(wait)] = wait
@@ -124,7 +132,7 @@ class Watchdog:
         found = [
             *(Waited("the store", one.what, now - one.since, STORE_LIMIT) for one in self._ledger.under_way()),
             *(
-                Waited(name, wait.what, now - wait.since, wait.limit or hung, silence.says)
+                Waited(name, wait.what, now - wait.since, silence.limit or hung, silence.says)
                 for wait in waits
                 for name, silence in list(wait.silences.items())
             ),
@@ -161,14 +169,15 @@ class Watchdog:
         now, known = self.clock(), wait.silences.get(name)
         if known is None:  # one that gives no sign may have given none since the wait began
             since = wait.since if sign.progress is None else now
-            known = wait.silences[name] = _Silence(sign.progress, since, self.settings.warn_seconds)
+            limit = sign.limit or wait.limit
+            known = wait.silences[name] = _Silence(sign.progress, since, self.settings.warn_seconds, limit)
         elif sign.progress is not None and sign.progress != known.progress:
             known.progress, known.since, known.complain_after = sign.progress, now, self.settings.warn_seconds
         known.says = sign.says
         self._act(wait, name, sign, known, now - known.since)
 
     def _act(self, wait: _Wait, name: str, sign: Sign, known: _Silence, silent: float) -> None:
-        mortal = not wait.limit and self.settings.type != "inline"
+        mortal = not known.limit and self.settings.type != "inline"
         found = f"{wait.what}: no progress since {_clock(silent)} ({silent:.0f} s); {sign.says}"
         if mortal and silent >= self.settings.hang_seconds:
             known.since, known.complain_after = self.clock(), self.settings.warn_seconds  # of whatever comes next

@@ -17,14 +17,6 @@ from areal_tasks.rollout.staleness import Finished, Staleness
 
 
 @dataclass(frozen=True)
-class Lease:
-    """A group to generate. The servers that may generate hold version `floor` by now, or a later one."""
-
-    index: int
-    floor: int
-
-
-@dataclass(frozen=True)
 class Live:
     """A group that has begun and is not settled. `version` is that of its oldest token, or its floor."""
 
@@ -43,14 +35,14 @@ class Book:
     live: dict[int, Live] = field(default_factory=dict)
     failures: Counter[int] = field(default_factory=Counter)  # attempts of a group that failed
 
-    def lease(self, version: int, most: float = math.inf) -> list[Lease]:
+    def lease(self, version: int, most: float = math.inf) -> list[int]:
         """Groups that begin now, on servers that hold at least `version`; those that are admitted, lowest first."""
         room = min(self.rule.room(self.next, self._versions(), version), most)
         if self.pace is not None:
             room = min(room, self.short() + self.pace)
         missing = (index for index in self.settled.missing() if index not in self.live)
-        begun = [Lease(index, version) for index in islice(missing, max(int(room), 0))]
-        self.live |= {lease.index: Live(version) for lease in begun}
+        begun = list(islice(missing, max(int(room), 0)))
+        self.live |= dict.fromkeys(begun, Live(version))
         return begun
 
     def short(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rewards.protocol import Row
 from areal_tasks.rollout.filters import Function, rejection, rejection_by
 from areal_tasks.store.keys import digest_json, recipe_values
+from areal_tasks.store.parallel import in_background
 from areal_tasks.workflows import Sample
 from schemas.recipe.filters import Filters
 from schemas.recipe.recipe import RlhfRecipe
@@ -54,7 +56,8 @@ class Judge:
         if reason or self.function is None:
             return reason
         async with asyncio.timeout(self.seconds):
-            return await asyncio.to_thread(rejection_by, self.function, samples, results)
+            asked = in_background(partial(rejection_by, self.function, samples, results), "filter")
+            return await asyncio.wrap_future(asked)  # in a thread of its own, which it keeps if it never returns
 
     async def _judge(self, samples: list[Sample]) -> None:
         self._waiting.append(samples)
@@ -92,7 +95,7 @@ def judged_table(samples: Sequence[Sample]) -> pa.Table:
     """The verdicts that accompany the samples, as a `JUDGED` table."""
     rows = [
         {
-            "sample_id": f"{sample.prompt.group_id}-{sample.sample_index}",
+            "sample_id": sample.sample_id,
             "group_id": sample.prompt.group_id,
             "sample_index": sample.sample_index,
             "judged_with": sample.judged_with,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
@@ -12,8 +11,8 @@ import aiohttp
 from pydantic import BaseModel
 
 from areal_tasks.engines.sharing import Serving
-from areal_tasks.rollout.orders import Begin, Event, Gone, Leased, News, Orders, Part, Written
-from areal_tasks.store.backend import StoreError, Unavailable
+from areal_tasks.rollout.orders import STATUSES, Begin, Event, Gone, Lease, News, Orders, Part, Written
+from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ class Link:
         self._listener = listener
         self._told: Serving | None = None
         self._telling = asyncio.Lock()
-        self._begin: list[Leased] = []
+        self._begin: list[Lease] = []
         self._forget: list[int] = []
         self._ordered = asyncio.Event()
         timeout = aiohttp.ClientTimeout(None, sock_connect=CONNECT_SECONDS)  # the watchdog ends what hangs
@@ -72,7 +71,7 @@ class Link:
         )
         self._life = asyncio.ensure_future(self._live())
 
-    def give(self, leases: list[Leased]) -> None:
+    def give(self, leases: list[Lease]) -> None:
         """Have it generate these groups."""
         self._begin += leases
         self._ordered.set()
@@ -174,7 +173,7 @@ class Link:
             await self._ask("orders", orders)
 
     async def _ask(self, what: str, body: BaseModel | None = None) -> Any:
-        """One HTTP exchange. Raises Lost, and the errors of `areal_tasks.rollout.worker.process`."""
+        """One HTTP exchange. Raises Lost, and the errors of `STATUSES`."""
         try:
             data = None if body is None else body.model_dump_json()
             async with self._session.post(f"/{what}", data=data) as response:
@@ -183,12 +182,5 @@ class Link:
                     return found
         except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: the session is closed
             raise Lost(str(error) or type(error).__name__) from error
-        raise error_of(response.status, found["error"])
-
-
-def error_of(status: int, reason: str) -> Exception:
-    """What a worker's answer of 400 or more means."""
-    kinds: dict[int, Callable[[str], Exception]] = {
-        400: UserError, 410: Gone, 424: StoreError, 503: Unavailable,
-    }  # fmt: skip
-    return kinds.get(status, RuntimeError)(reason)
+        kinds: dict[int, type[Exception]] = {status: kind for kind, status in STATUSES}
+        raise kinds.get(response.status, RuntimeError)(found["error"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from areal_tasks.engines.sharing import Serving
 from areal_tasks.rewards.pool import VerifyResult
+from areal_tasks.store.backend import StoreError, Unavailable
+from schemas.errors import UserError
 from schemas.manifest import SpoolRecord, TableRef, WeightsRef
 
 Cause = Literal["workflow", "mistake", "servers", "verifiers"]
@@ -15,6 +17,10 @@ Cause = Literal["workflow", "mistake", "servers", "verifiers"]
 
 class Gone(Exception):
     """A lease is asked for that is over."""
+
+
+#: What the status of a worker's answer says of an error; all else is 500.
+STATUSES: Final = ((Gone, 410), (Unavailable, 503), (StoreError, 424), (UserError, 400))
 
 
 class Message(BaseModel):
@@ -27,6 +33,7 @@ class Begin(Message):
     """Generate groups of this kind, and forget all that was before."""
 
     recipe: dict[str, Any]
+    folder: str = Field(description="in which the flow works, and users' code with it")
     prompts: TableRef
     order: int = Field(description="of the prompts; see `RunRecord.order`")
     made_with: str = Field(description="see `SpoolRecord.made_with`")
@@ -40,7 +47,7 @@ class Begin(Message):
     serving: Serving
 
 
-class Leased(Message):
+class Lease(Message):
     """A group to generate on servers that hold version `floor`, or a later one. Each lease has a number of its own."""
 
     number: int
@@ -51,7 +58,7 @@ class Leased(Message):
 class Orders(Message):
     """Groups to begin; and leases that are over, whatever has become of their groups."""
 
-    begin: tuple[Leased, ...] = ()
+    begin: tuple[Lease, ...] = ()
     forget: tuple[int, ...] = ()
 
 

@@ -10,16 +10,17 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby
-from typing import Any, Final
+from typing import Final
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.sharing import NoFollowers, Serving
 from areal_tasks.engines.watchdog import Sign
 from areal_tasks.rewards.pool import VerifyResult
+from areal_tasks.rollout.background import Background
 from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.filters import mean_reward
 from areal_tasks.rollout.judging import Unjudged
@@ -34,7 +35,7 @@ from areal_tasks.rollout.orders import (
     Finished,
     Generated,
     Gone,
-    Leased,
+    Lease,
     Part,
     Rejected,
     Spooled,
@@ -44,7 +45,6 @@ from areal_tasks.rollout.rejections import Rejections
 from areal_tasks.rollout.settled import Settled
 from areal_tasks.rollout.spooling import Place, Spool, Writer
 from areal_tasks.store.backend import StoreError, Unavailable
-from areal_tasks.store.spool import StartClosed
 from schemas.errors import UserError
 from schemas.manifest import RejectedGroup
 from schemas.recipe.sections import Rollout
@@ -55,7 +55,6 @@ log = logging.getLogger(__name__)
 ERRORS: Final[Mapping[Cause, Callable[[str], Exception]]] = {
     "servers": ServerDown, "verifiers": Unjudged, "mistake": UserError,
 }  # fmt: skip
-RETRY_SECONDS: Final = 5.0  # until groups are recorded that a store has not taken
 
 
 @dataclass(frozen=True)
@@ -85,16 +84,14 @@ class Rollouts:
     held: threading.Event = field(default_factory=threading.Event)
     _taking: bool = False
     _links: dict[tuple[str, int], Link] = field(default_factory=dict)
-    _where: dict[int, Where] = field(
-        default_factory=dict
-    )  # groups that are under way, or finished and not in the store
+    _where: dict[int, Where] = field(default_factory=dict)  # groups under way, or finished and not in the store
     _judged: set[int] = field(default_factory=set)  # groups that only verifiers are at any more
     _numbers: Iterator[int] = field(default_factory=count)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _failure: BaseException | None = None  # what must end or repeat the stage that takes groups
     _recording: asyncio.Lock = field(default_factory=asyncio.Lock)
     _serving: Serving | None = None  # as it was when the workers were last told
-    _tasks: set[asyncio.Task[object]] = field(default_factory=set)  # the event loop itself keeps none alive
+    _background: Background = field(default_factory=Background)
 
     def __post_init__(self) -> None:
         self.rejections = Rejections(self.limits)
@@ -254,7 +251,7 @@ class Rollouts:
     def begun(self, link: Link) -> None:
         """It generates from now on."""
         self._news.set()
-        self._spawn(self.told())
+        self._background.do(self.told())
         self.begin()
 
     def lost(self, link: Link) -> None:
@@ -267,9 +264,13 @@ class Rollouts:
             self.book.withdraw(group)
         if link.start is not None:
             start, link.start = link.start, None
-            self._spawn(asyncio.to_thread(self.spool.close, start))  # whatever it still does, it records nothing
+            self._background.store(0.0, lambda: True, lambda: self._close(start), self._end)
         self._news.set()
         self.begin()
+
+    async def _close(self, start: int) -> None:
+        """Whatever the process still does that has opened this start of the spool, it records nothing more."""
+        await asyncio.to_thread(self.spool.close, start)
 
     def failed(self, link: Link, error: Exception) -> None:
         """A worker cannot do what it is told."""
@@ -280,7 +281,7 @@ class Rollouts:
         if isinstance(event, Broken):
             self._end(UserError(event.reason))
         elif isinstance(event, Down):
-            self._spawn(self.client.evict({event.url: event.reason}))
+            self._background.do(self.client.evict({event.url: event.reason}))
         elif isinstance(event, Spooled):
             self._spooled(link, event)
         elif self._where.get(event.index) != Where(link, event.number):
@@ -306,21 +307,12 @@ class Rollouts:
         else:
             self._leave(event.index)
             self._reject(event.index, event.reason, mean_reward(event.verdicts))
-            self._record_after(self.limits.flush_seconds, event.index)
-
-    def _record_after(self, seconds: float, index: int) -> None:
-        asyncio.get_running_loop().call_later(seconds, lambda: self._spawn(self._record_now(index)))
-
-    async def _record_now(self, index: int) -> None:
-        """Record what filters have rejected, unless the group is recorded; once more later where the store fails."""
-        try:
-            if index in self.rejections.by_filters():
-                await self._record(self.rejections.by_filters)
-        except StartClosed as error:
-            self._end(error)
-        except StoreError as error:
-            log.warning("rejected groups are not in the store yet: %s", error)
-            self._record_after(RETRY_SECONDS, index)
+            self._background.store(
+                self.limits.flush_seconds,
+                lambda: event.index in self.rejections.by_filters(),
+                lambda: self._record(self.rejections.by_filters),
+                self._end,
+            )
 
     def _spooled(self, link: Link, event: Spooled) -> None:
         """Groups are in the store, and no worker holds them."""
@@ -362,21 +354,21 @@ class Rollouts:
         """Begin as many groups as the rule admits now, each worker's in a row; not before new workers are ready."""
         links = self._ready()
         starting = any(not link.tried for link in self._links.values())
-        if self.client.version is None or self._failure is not None or starting or not links:
+        if (version := self.client.version) is None or self._failure is not None or starting or not links:
             return
         generating = (g for g, live in self.book.live.items() if not live.finished and g not in self._judged)
         held = Counter(self._where[group].link for group in generating)
         most = self.client.capacity - held.total()
         if self.held.is_set():
             most = min(most, self.book.short()) if self._taking else 0
-        leases = self.book.lease(self.client.version, most)
-        share = -(-len(leases) // len(links))
+        begun = self.book.lease(version, most)
+        share = -(-len(begun) // len(links))
         for i, link in enumerate(sorted(links, key=lambda link: held[link])):
-            mine = leases[i * share : (i + 1) * share]
-            numbered = [Leased(number=next(self._numbers), index=one.index, floor=one.floor) for one in mine]
-            self._where |= {one.index: Where(link, one.number) for one in numbered}
-            if numbered:
-                link.give(numbered)
+            mine = begun[i * share : (i + 1) * share]
+            leases = [Lease(number=next(self._numbers), index=index, floor=version) for index in mine]
+            self._where |= {lease.index: Where(link, lease.number) for lease in leases}
+            if leases:
+                link.give(leases)
 
     # ── the servers that the workers generate on, as `areal_tasks.engines.sharing.Followers` ────────────────────────
 
@@ -384,7 +376,7 @@ class Rollouts:
         """Workers are told at once what has changed of the servers; it is not waited for."""
         if (serving := self.client.serving) != self._serving:
             self._serving = serving
-            self._spawn(self.told())
+            self._background.do(self.told())
 
     async def told(self) -> None:
         """Return when all workers know which servers may generate."""
@@ -399,8 +391,3 @@ class Rollouts:
     def under_way(self) -> Mapping[str, int]:
         """The same, as the workers were last looked at."""
         return sum((Counter(link.busy) for link in self._links.values()), Counter[str]())
-
-    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -125,10 +125,6 @@ class Spool:
             if record.start not in self._closed:
                 self._ends[record.start] = max(self._ends.get(record.start, 0), record.n + 1)
 
-    def __contains__(self, index: int) -> bool:
-        """Whether the store holds the rows of a finished group."""
-        return index in self._held
-
     def records(self, indices: Iterable[int]) -> list[SpoolRecord]:
         """The records that hold the rows of those of these groups that the store holds, each once."""
         held = [self._held[index] for index in indices if index in self._held]

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS, workflow_context
+from areal_tasks.rollout.worker.apart import Apart, in_time
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.generation import ENGINE_FIELDS, check_versions
 from areal_tasks.stages.progress import reported
@@ -18,7 +19,7 @@ from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from areal_tasks.stages.verify import check_failures, judge, mean_reward, verdict_shares, verify_table
 from areal_tasks.store.runs import Found
 from areal_tasks.store.shards import read_table
-from areal_tasks.workflows import Prompt, Sample, Workflow, WorkflowContext, load_workflow, samples_to_table
+from areal_tasks.workflows import Prompt, Sample, WorkflowContext, load_workflow, samples_to_table
 from schemas.manifest import InputRef
 from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
 from schemas.tables import EVALUATE, ROLLOUT
@@ -63,36 +64,43 @@ def generated_samples(context: Context, inputs: Inputs, label: str) -> pa.Table:
     sampling, rows = recipe.evaluation, inputs.read(context, "eval_prompts").to_pylist()
     prompts = [Prompt(group_id=row["prompt_id"], epoch=0, **row) for row in rows]
     settings = workflow_context(recipe, sampling, sampling.samples, engines.servers.inference(), engines.tokenizer)
-    workflow = load_workflow(recipe.workflow.name, recipe.workflow.arguments)
+    apart = Apart(load_workflow(recipe.workflow.name, recipe.workflow.arguments), recipe.workflow.blocked_seconds)
     done: list[Prompt] = []
     with reported(label, "samples", lambda: (len(done) * sampling.samples, len(prompts) * sampling.samples)):
-        samples = context.engines.servers.call(run_groups(workflow, prompts, settings, done.append), generates=True)
+        groups = run_groups(apart, prompts, settings, sampling.group_seconds, done.append)
+        samples = engines.servers.call(groups, generates=True)
     check_versions(settings.client, context.weights.version)
     return samples_to_table(samples)
 
 
 async def run_groups(
-    workflow: Workflow,
+    apart: Apart,
     prompts: Sequence[Prompt],
     context: WorkflowContext,
+    seconds: float,
     tell: Callable[[Prompt], object] = lambda prompt: None,
 ) -> list[Sample]:
     """The samples of all groups, in the order of the prompts; `tell` hears of each group that is done.
 
-    A group that fails ends the others.
+    A group that fails or blocks ends the others, and so does it if none is done for so many seconds. (Groups wait for
+    room on the servers, however long.)
     """
 
     async def group(prompt: Prompt) -> list[Sample]:
-        samples = await workflow.run(prompt, context)
+        samples = await apart.run(prompt, context)
         tell(prompt)
         return samples
 
     groups = [asyncio.ensure_future(group(prompt)) for prompt in prompts]
     try:
-        return list(chain.from_iterable(await asyncio.gather(*groups)))
+        for done in asyncio.as_completed(groups):
+            await in_time(done, seconds, "evaluation.group_seconds")
+        return list(chain.from_iterable(task.result() for task in groups))
     finally:
         for task in groups:
             task.cancel()
+        await asyncio.gather(*groups, return_exceptions=True)  # the thread hears of it before it ends
+        apart.close()
 
 
 def recorded_samples(context: Context, source: Found) -> pa.Table:

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import pyarrow.compute as pc
@@ -34,7 +35,6 @@ from areal_tasks.store.shards import content_digest, read_table
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, RejectedGroup, StageManifest, TableRef
 from schemas.recipe.recipe import Recipe, RlhfRecipe
-from schemas.recipe.sections import Rollout
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Generation:
         eta = self.book.rule.eta
         check_versions(context.engines.servers.inference(waits=eta == 0), context.weights.version, eta)
         rollouts = self._following(context, inputs)
-        wanted, size = self.book.rule.batch(context.iteration), rollout_of(context.recipe).group_size
+        wanted, size = self.book.rule.batch(context.iteration), rollouts.limits.group_size
 
         def count() -> tuple[int, int]:
             return min(self.book.ready(), wanted) * size, wanted * size
@@ -145,7 +145,8 @@ class Generation:
         self.book.live.clear()
         self.book.rule, self.book.pace = self._rule(context.iteration), recipe.rollout.pace
         kind = made_with(recipe, inputs.ref("prompts").digest)
-        spool, rejected = self._recovered(Spool(run.store, run.name, run.owner, kind, self._spooled))
+        spool = Spool(run.store, run.name, run.owner, kind, self._spooled)
+        rejected = self._recover(spool)
         rollouts = Rollouts(
             book=self.book,
             client=context.engines.servers.inference(waits=False),
@@ -160,8 +161,8 @@ class Generation:
             rollouts.rejections.counts.update(kind_of(group.reason) for group in rejected)
         return rollouts
 
-    def _recovered(self, spool: Spool) -> tuple[Spool, list[RejectedGroup]]:
-        """The spool, with what earlier starts of the flow have left there in the book; and what they have rejected."""
+    def _recover(self, spool: Spool) -> list[RejectedGroup]:
+        """Enter what earlier starts of the flow have left in the spool into the book; what they have rejected."""
         waiting, rejected = spool.recover(self.book.settled)
         for group in rejected:
             self.book.reject(group.index)
@@ -169,7 +170,7 @@ class Generation:
         spool.forget({group.index for group in waiting} - {group.index for group in kept})
         if waiting:
             log.info("%d groups that had finished are in the store; %d of them can be used", len(waiting), len(kept))
-        return spool, rejected
+        return rejected
 
     def _rule(self, k: int) -> Staleness:
         rollout = self._recipe_at(k).rollout  # type: ignore[union-attr]
@@ -183,12 +184,6 @@ async def _in_loop(action: Callable[[], None]) -> None:
     action()
 
 
-def rollout_of(recipe: Recipe) -> Rollout:
-    """How the recipe samples for training."""
-    assert isinstance(recipe, RlhfRecipe)
-    return recipe.rollout
-
-
 def order_of(context: Context, recipe: RlhfRecipe, prompts: TableRef, made_with: str) -> Callable[[], Begin]:
     """What a rollout worker is told first."""
     engines, client = context.engines, context.engines.servers.inference(waits=False)
@@ -198,6 +193,7 @@ def order_of(context: Context, recipe: RlhfRecipe, prompts: TableRef, made_with:
         assert engines.initial is not None, "there are servers"
         return Begin(
             recipe=recipe.model_dump(mode="json"),
+            folder=str(Path.cwd()),
             prompts=prompts,
             order=context.run.record.order,
             made_with=made_with,

@@ -281,16 +281,16 @@ class Loop:
             stages=tuple(result.ref for result in built.values()),
             weights=weights,
             checkpoint=checkpoint,
-            state=context.state_after() | {"train_seconds_since_checkpoint": seconds} | self._replayed(),
+            state=context.state_after() | {"train_seconds_since_checkpoint": seconds} | self._retrained(),
             restored=self.restored,
             published=self._published_late(context, built),
             provenance=make_provenance(self.run.owner, started, prefect_flow_run_id=self.ids.flow_run),
         )
         self.head, self.restored = self.run.commit_iteration(commit), None
 
-    def _replayed(self) -> dict[str, Any]:
+    def _retrained(self) -> dict[str, Any]:
         """How what was re-trained during the iteration compares with what was committed."""
-        found = self.engines.actor.take_replayed()
+        found = self.engines.actor.take_retrained()
         return {} if found is None else {"replayed": found.record()}
 
     def _checkpoint(self, context: Context, built: Mapping[str, Built]) -> tuple[WeightsRef | None, float]:

@@ -25,7 +25,6 @@ def reference(recipe: RlhfRecipe) -> Stage:
         reads=columns("rollout", *COLUMNS["rollout"]),
         writes=("reference",),
         fields=("rollout.temperature", "model", "trainer.layout", "trainer.micro_batch_tokens", "trainer.backend"),
-        carries=("initial weights",),
         after=("evaluate",) if recipe.inference.release_memory else (),  # one at a time on the GPU
     )
 

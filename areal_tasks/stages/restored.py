@@ -36,8 +36,8 @@ def restored_weights(context: Context) -> WeightsRef | None:
 
 def _restored(context: Context, head: IterationCommit) -> WeightsRef | None:
     version = head.weights.version
-    replayed = context.engines.actor.restored(version)
-    if replayed is None or replayed.same:
+    retrained = context.engines.actor.restored(version)
+    if retrained is None or retrained.same:
         return None
     trainer = context.engines.actor.after(stage_of(context.run, head, "train"))
     ref = write_weights(context.run, trainer, version).ref

@@ -32,7 +32,7 @@ def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
         after=("evaluate",)
         if isinstance(recipe, RlhfRecipe) and recipe.inference.release_memory
         else (),  # one at a time on the GPU
-        on_reuse=replay,
+        on_reuse=restore_policy,
     )
 
 
@@ -57,7 +57,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     return Output(done.tables, done.metrics)
 
 
-def replay(context: Context, inputs: Inputs, manifest: StageManifest) -> None:
+def restore_policy(context: Context, inputs: Inputs, manifest: StageManifest) -> None:
     """The steps are committed, but the engine that made them is gone: bring the policy to the version they made."""
     context.engines.actor.after(manifest)
 

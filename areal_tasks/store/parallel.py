@@ -23,6 +23,7 @@ def parallel(work: Callable[[A], B], items: Sequence[A], threads: int = 16) -> l
 def in_background(work: Callable[[], B], name: str) -> Future[B]:
     """`work` in a thread that the end of the process does not wait for; what it raises is raised by `result`."""
     found: Future[B] = Future()
+    found.set_running_or_notify_cancel()  # nothing takes it back
 
     def run() -> None:
         try:

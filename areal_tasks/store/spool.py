@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Literal
 
 from areal_tasks.store import paths
-from areal_tasks.store.backend import Missing, Store
-from areal_tasks.store.commit import commit_once, new_attempt, read_record
+from areal_tasks.store.backend import Store
+from areal_tasks.store.commit import commit_once, find_record, new_attempt, read_record
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.search import last_present
@@ -72,7 +72,7 @@ def append(
 def read_start(store: Store, run: str, start: int, first: int = 0) -> list[SpoolRecord]:
     """The records of a start from number `first` on."""
     found: list[SpoolRecord] = []
-    while (record := _find(store, run, start, first + len(found))) is not None:
+    while (record := find_record(store, paths.spool_record(run, start, first + len(found)), SpoolRecord)) is not None:
         found.append(record)
     return found
 
@@ -101,13 +101,6 @@ def attempts_of(run: str, record: SpoolRecord) -> set[str]:
     """The folders that hold a record's shards."""
     shards = [shard.path for table in record.tables.values() for shard in table.shards]
     return {paths.spool_attempt(run, record.start, record.attempt), *(path.rsplit("/", 1)[0] for path in shards)}
-
-
-def _find(store: Store, run: str, start: int, n: int) -> SpoolRecord | None:
-    try:
-        return read_record(store, paths.spool_record(run, start, n), SpoolRecord)
-    except Missing:
-        return None
 
 
 def _record(

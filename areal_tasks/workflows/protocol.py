@@ -53,6 +53,11 @@ class Sample:
     judged_with: str = ""  # digest of what the verdict depends on besides the sample
 
     @property
+    def sample_id(self) -> str:
+        """Its name in all tables of an iteration."""
+        return f"{self.prompt.group_id}-{self.sample_index}"
+
+    @property
     def generated_versions(self) -> Flat:
         """The versions of the tokens the model generated."""
         return np.asarray(self.versions, np.int32)[np.asarray(self.loss_mask, np.bool_)]
@@ -87,7 +92,7 @@ def _scalars(sample: Sample) -> dict[str, Any]:
     versions = sample.generated_versions
     prompt = sample.prompt
     return {
-        "sample_id": f"{prompt.group_id}-{sample.sample_index}",
+        "sample_id": sample.sample_id,
         "group_id": prompt.group_id,
         "sample_index": sample.sample_index,
         "prompt_id": prompt.prompt_id,
@@ -119,17 +124,22 @@ def _lists(samples: Sequence[Sample], name: str) -> pa.ListArray:
     kind = ROLLOUT.field(name).type
     dtype = kind.value_type.to_pandas_dtype()
     parts = [np.asarray(_values(sample, name), dtype) for sample in samples]
+    for sample, part in zip(samples, parts, strict=True):
+        if len(part) != len(sample.input_ids):
+            tokens = len(sample.input_ids)
+            raise TypeError(
+                f"sample {sample.sample_id} has {tokens} `input_ids`, and not as many `{name}`: {len(part)}"
+            )
     sizes = np.array([len(part) for part in parts], dtype=np.int64)
     return ragged(np.concatenate([np.zeros(0, dtype), *parts]), sizes, kind)
 
 
 def samples_to_table(samples: Sequence[Sample]) -> pa.Table:
-    """The samples as a `ROLLOUT` table, in the order given."""
+    """The samples as a `ROLLOUT` table, in the order given. TypeError if one has a list not as long as its tokens."""
+    lists = {field.name: _lists(samples, field.name) for field in ROLLOUT if pa.types.is_list(field.type)}
     rows = [_scalars(sample) for sample in samples]
     columns = [
-        _lists(samples, field.name)
-        if pa.types.is_list(field.type)
-        else pa.array([row[field.name] for row in rows], field.type)
+        lists[field.name] if field.name in lists else pa.array([row[field.name] for row in rows], field.type)
         for field in ROLLOUT
     ]
     return pa.Table.from_arrays(columns, schema=ROLLOUT)

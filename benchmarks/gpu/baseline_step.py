@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ class Step:
         """Clip, step and clear."""
         if self.master is not None:
             for master, weight in zip(self.master, self.weights, strict=True):
+                assert weight.grad is not None
                 master.grad = weight.grad.float()
                 weight.grad = None
         trained = self.master or self.weights
@@ -159,7 +161,7 @@ def measured(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
     times = seconds_of(lambda: step(ids, micro), repeats, device)
     rate = arguments.rows * length / statistics.median(times)
     if arguments.profile:
-        profile(lambda: [step(ids, micro) for _ in range(2)], arguments)
+        profile(partial(step, ids, micro), arguments)
     return {
         "shape": arguments.shape,
         "variant": arguments.variant + ("+master" if arguments.master else ""),
@@ -175,9 +177,14 @@ def measured(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
     }
 
 
-def profile(work: Callable[[], Any], arguments: argparse.Namespace) -> None:
+def profile(step: Callable[[], None], arguments: argparse.Namespace) -> None:
     """Print and write what two steps spend their time in."""
-    found, _ = profiled(work)
+
+    def both() -> None:
+        step()
+        step()
+
+    found, _ = profiled(both)
     arguments.profile.mkdir(parents=True, exist_ok=True)
     (arguments.profile / f"{arguments.shape}-plain.txt").write_text(found.describe(45) + "\n")
     print(f"── profile of 2 steps, {arguments.shape} plain: {found.describe()}", flush=True)

@@ -47,10 +47,9 @@ QUERIES: Final = {
 
 def collect(store: Store, run: str, logs: Path) -> Result:
     """What the tables of a run say, and how fast its servers decoded."""
-    eta = rows(store, run, "SELECT max(lag) AS lag FROM samples")[0]["lag"]
     found: Result = {
         "run": run,
-        "greatest_lag": eta,
+        "greatest_lag": rows(store, run, "SELECT max(lag) AS lag FROM samples")[0]["lag"],
         "decoding": decoding(sorted(logs.glob(f"{run}/**/inference-*.log"))),
     }
     return found | {name: rows(store, run, query) for name, query in QUERIES.items()}

@@ -38,7 +38,9 @@ def varlen_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if query.dtype == torch.float32:  # autocast leaves rotary positions in float32
         q, k, v = (x.bfloat16() for x in (q, k, v))
+    assert cu_seq_lens_q is not None
     out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **_FLAGS)
+    assert isinstance(out, Tensor)
     return out[None], None
 
 

@@ -74,7 +74,8 @@ def profiled(work: Callable[[], Any]) -> tuple[Profile, torch.profiler.profile]:
 
 def read(events: Sequence[Any], seconds: float, on_gpu: bool) -> Profile:
     """A `Profile` of the profiler's events."""
-    wanted = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    kinds = torch.autograd.DeviceType  # type: ignore[attr-defined]
+    wanted = kinds.CUDA if on_gpu else kinds.CPU
     spans = [
         Span(e.name, e.time_range.start, e.time_range.end)
         for e in events

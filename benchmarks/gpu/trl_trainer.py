@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 Rollouts = tuple[list[list[int]], list[list[int]]]  # prompt and completion ids of each sample
 
 
-class StepTimer(TrainerCallback):  # type: ignore[misc]
+class StepTimer(TrainerCallback):
     """Wall seconds of each optimizer step, the device idle at both ends; generation included."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         self.seconds.append(time.perf_counter() - self._began)
 
 
-class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
+class TimedTrainer(GRPOTrainer):
     """GRPOTrainer that keeps how long each round of rollouts took: generation, rewards and advantages."""
 
     given: Rollouts | None = None

@@ -70,7 +70,10 @@ IDLE: Final = (
     Idle("data.train_split", splits, f"with a file whose name has no {SPLIT}"),
     Idle("data.eval_split", lambda r: r.flow == "evaluate" or evaluates(r), "where nothing is evaluated"),
     Idle("data.eval_split", splits, f"with a file whose name has no {SPLIT}"),
-    Idle("workflow.arguments", lambda r: r.workflow.name != "single_turn", "with workflow.name single_turn"),
+    *(
+        Idle(f"workflow.{name}", lambda r: r.workflow.name != "single_turn", "with workflow.name single_turn")
+        for name in ("arguments", "blocked_seconds")
+    ),
     Idle(
         "reward.unverified_reward",
         lambda r: r.reward.on_unverified == "reward",
@@ -109,6 +112,11 @@ IDLE: Final = (
         for name in ("min_effective_sample_size", "max_behaviour_clipped")
     ),
     Idle(
+        "alerts.max_lag_beyond",
+        lambda r: _asynchronous(r) and r.rollout.bound == "admission",
+        "unless rollout.bound is admission and rollout.max_head_offpolicyness above 0: no lag exceeds η",
+    ),
+    Idle(
         "trainer.head_chunk_tokens",
         lambda r: r.trainer.head_chunk_tokens < r.trainer.micro_batch_tokens,
         "unless it is below trainer.micro_batch_tokens: all tokens of a pass are one chunk then",
@@ -141,7 +149,7 @@ IDLE: Final = (
             evaluates,
             "with evaluation.every 0: nothing is evaluated (evaluation={} clears the section)",
         )
-        for name in ("limit", "samples", "temperature", "max_new_tokens", "stop")
+        for name in ("limit", "samples", "temperature", "max_new_tokens", "stop", "group_seconds")
     ),
 )
 

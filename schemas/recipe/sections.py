@@ -378,6 +378,9 @@ class Evaluation(Section):
     temperature: float = semantic(0.0, ge=0, le=10, description="0 is greedy.")
     max_new_tokens: int = semantic(256, ge=1, le=131072, description="Longest completion, in tokens.")
     stop: list[str] = semantic([], description="Strings that end a completion.")
+    group_seconds: float = operational(
+        3600.0, gt=0, le=864_000, description="An evaluation fails when none of its prompts is done for so long."
+    )
 
 
 class StoreSettings(Section):
@@ -457,4 +460,10 @@ class Alerts(Section):
     )
     max_behaviour_clipped: float = operational(
         0.1, ge=0, le=1, description="Share of tokens whose behaviour weight is capped or masked with η > 0: too large."
+    )
+    max_lag_beyond: float = operational(
+        4.0,
+        ge=0,
+        le=1e6,
+        description="Versions by which a token's lag exceeds η with `rollout.bound: admission`: too many.",
     )

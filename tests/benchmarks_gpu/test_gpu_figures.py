@@ -7,12 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from waiting import LIMIT, wait_until
+from waiting import LIMIT, alive, wait_until
 
 from benchmarks.gpu.baseline_step import fitted, full_logits_loss, make_step, micro_seconds, targets
 from benchmarks.gpu.mcnemar import compare, exact_p
@@ -112,12 +111,8 @@ def test_what_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> No
     pid = tmp_path / "pid"
     script = f"sleep 3600 & echo $! > {pid}; wait"
     wait_until(lambda: run_limited(["bash", "-c", script], 0.3) == 124 and pid.exists() and pid.read_text())
-    wait_until(lambda: not running(int(pid.read_text())), "the end of what it started")
+    wait_until(lambda: not alive(int(pid.read_text())), "the end of what it started")
     assert run_limited(["true"], LIMIT) == 0
-
-
-def running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 # ── where an iteration's time goes ──────────────────────────────────────────────────────────────────────────────────

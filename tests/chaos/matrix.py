@@ -1,6 +1,6 @@
 """The kill matrix: SIGKILL of every process of a run, at random instants and around every kind of commit.
 
-    python tests/chaos/matrix.py [--only flow,trainer] [--rounds 20] [--commits 1] [--eta 0] [--seed N] [--table FILE]
+    python tests/chaos/matrix.py [--only flow,trainer] [--rounds 20] [--commits 1] [--eta 0] [--s3] [--seed N]
 
 Each victim gets runs of the quickstart of its own, which nobody touches but by killing the victim. A round waits until
 the run is at work, kills, and measures the seconds until two more iterations are committed: the second of them was
@@ -248,8 +248,8 @@ def main() -> None:
     say(f"seed {seed}; {kills} each for {', '.join(victims)}")
     chance, began, tallies = random.Random(seed), time.monotonic(), list[Tally]()
     with tempfile.TemporaryDirectory(prefix="arealflow-chaos-") as folder:
-        for on_s3, some in ((False, [v for v in victims if v != "s3"]), (True, [v for v in victims if v == "s3"])):
-            if some:
+        for on_s3 in (False, True):
+            if some := [v for v in victims if (options.s3 or v == "s3") == on_s3]:
                 tallies += play(Path(folder) / ("s3" if on_s3 else "file"), on_s3, some, options, chance)
     report(tallies, seed, time.monotonic() - began, options.table)
     sys.exit(any(tally.failures for tally in tallies))
@@ -289,6 +289,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, default=20, help="kills at random instants for each victim")
     made.add_argument("--commits", type=int, default=1, help="kills before, and after, each kind of commit")
     made.add_argument("--eta", type=int, default=0, help="rollout.max_head_offpolicyness of the runs")
+    made.add_argument("--s3", action="store_true", help="all runs on an S3 server, not that victim's alone")
     made.add_argument("--seed", type=int, help="of all chance; the first line says which it was")
     made.add_argument("--iterations", type=int, default=60, help="length of each run")
     made.add_argument("--table", default="", help="file for the summary")

@@ -27,8 +27,13 @@ from flows.cli.upkeep import FLOW_RUN, flow_processes
 INJECT = Path(__file__).parent / "inject"
 ROOT = Path(__file__).parents[2]
 LOOK_SECONDS = 0.1
-SERVICES = {"trainer": "areal_tasks.engines.trainer", "inference": "areal_tasks.engines.embedded"}
-VICTIMS = ("flow", "worker", "trainer", "inference", "server", "s3")
+SERVICES = {
+    "trainer": "areal_tasks.engines.trainer",
+    "inference": "areal_tasks.engines.embedded",
+    "rollout": "areal_tasks.rollout.worker",
+}
+#: `worker` is Prefect's, `rollout` the run's own.
+VICTIMS = ("flow", "worker", "trainer", "inference", "rollout", "server", "s3")
 
 
 class Failed(Exception):

@@ -18,8 +18,6 @@ from areal_tasks.data.sampler import (
     derive,
     permutation,
     position,
-    rank_positions,
-    rank_rows,
     row_of_group,
     sampling_seed,
 )
@@ -34,14 +32,6 @@ ORDERS = st.integers(1, PROMPT_ORDER)
 @given(n=st.integers(1, 700), seed=SEEDS, epoch=EPOCHS, order=ORDERS)
 def test_an_epoch_visits_every_row_once(n: int, seed: int, epoch: int, order: int) -> None:
     assert sorted(permutation(i, n, seed, epoch, order) for i in range(n)) == list(range(n))
-
-
-@settings(max_examples=60, deadline=None)
-@given(n=st.integers(1, 400), ranks=st.integers(1, 17), seed=SEEDS, epoch=EPOCHS)
-def test_ranks_partition_an_epoch_exactly(n: int, ranks: int, seed: int, epoch: int) -> None:
-    slices = [list(rank_rows(n, seed, epoch, rank, ranks, PROMPT_ORDER)) for rank in range(ranks)]
-    assert sorted(row for rows in slices for row in rows) == list(range(n))
-    assert max(map(len, slices)) - min(map(len, slices)) <= 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -152,5 +142,3 @@ def test_parts_outside_the_domain_are_refused() -> None:
         derive(-1)
     with pytest.raises(IndexError, match="outside"):
         permutation(5, 5, 1, 0, PROMPT_ORDER)
-    with pytest.raises(IndexError, match="rank 3"):
-        rank_positions(10, 3, 3)

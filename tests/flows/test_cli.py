@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 from stage_driver import finished, store_in, tiny
-from waiting import wait_until
+from waiting import alive, wait_until
 
 from areal_tasks.store.backend import open_store
 from flows import demo
@@ -457,7 +457,7 @@ def test_what_we_started_is_stopped_with_what_it_started() -> None:
     wait_until(process.children, "its child")
     family = [process, *process.children()]
     machine.stop(machine.started(process.pid), grace_seconds=0.5)
-    assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not any(map(alive, family))
 
 
 def test_another_process_of_the_same_id_is_left_alone() -> None:

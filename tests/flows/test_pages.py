@@ -78,6 +78,16 @@ def test_versions_are_shown_where_a_sample_is_older_than_what_it_trains() -> Non
     assert "versions" not in rollout_rows(table(empty), 1, 4)[0]
 
 
+def test_the_page_begins_with_how_old_the_samples_are_where_some_are_older() -> None:
+    rows = [*(sample(i, version_min=4) for i in range(1, 4)), sample(4, version_min=2), sample(0, version_min=-1)]
+    bars = (
+        sections(rollout_page(table(*rows), "it", 4))["Samples by the lag of their oldest token"].strip().splitlines()
+    )
+    assert [line.split()[:3] for line in bars] == [["lag", "0", "3"], ["lag", "2", "1"]]
+    assert [line.count("█") for line in bars] == [50, 17]
+    assert all("lag" not in rollout_page(table(sample(1, version_min=4)), "it", trained) for trained in (4, None))
+
+
 def sections(page: str) -> dict[str, str]:
     """What stands under each heading of a page."""
     parts = [part.partition("\n") for part in page.split("\n## ")[1:]]

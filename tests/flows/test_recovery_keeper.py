@@ -18,7 +18,7 @@ import psutil
 import pytest
 from prefect.exceptions import TerminationSignal
 from prefect_api import ask
-from waiting import LIMIT, wait_until
+from waiting import LIMIT, alive, wait_until
 
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.store.backend import Unavailable
@@ -76,7 +76,7 @@ def test_the_flow_processes_of_a_dead_worker_end_with_it(
     os.kill(sleepers.machine.worker.pid, signal.SIGKILL)
     wait_until(lambda: not machine.alive(sleepers.machine.worker))
     sleepers.look()
-    wait_until(lambda: not any(process.is_running() and process.status() != "zombie" for process in marked))
+    wait_until(lambda: not any(map(alive, marked)))
     assert other.poll() is None
     other.kill()
 

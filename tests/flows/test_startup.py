@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from stage_driver import store_in, tiny
+from waiting import alive
 
 from areal_tasks.stages.loop import Closed
 from areal_tasks.store.backend import StoreError
@@ -118,6 +119,7 @@ def test_when_this_process_began() -> None:
     assert process_began() < time.time()
 
 
+@pytest.mark.slow("a Prefect server of its own; what it does is tested beside the server of all tests")
 def test_the_command_with_a_server_of_its_own(tmp_path: Path) -> None:
     recipe = tmp_path / "small.json"
     recipe.write_text(tiny(schedule={"iterations": 1}, reward={"verifier": "exact"}).model_dump_json())  # JSON is YAML
@@ -143,6 +145,6 @@ def test_the_command_with_a_server_of_its_own(tmp_path: Path) -> None:
 
 def environment_of(process: psutil.Process) -> list[str]:
     try:
-        return [] if process.status() == psutil.STATUS_ZOMBIE else list(process.environ().values())
+        return list(process.environ().values()) if alive(process) else []
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return []

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
-from waiting import LIMIT, wait_until
+from waiting import LIMIT, alive, wait_until
 
 from flows import server
 from flows.cli import temporary
@@ -63,14 +62,7 @@ def test_it_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
     environment = os.environ | {"AREALFLOW_HOME": str(tmp_path)}
     killed = subprocess.run([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
     assert killed.returncode == -signal.SIGKILL
-    wait_until(lambda: not runs(int(killed.stdout)), "its end")
-
-
-def runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    wait_until(lambda: not alive(int(killed.stdout)), "its end")
 
 
 def test_one_that_does_not_start_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,7 @@ def installed(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[In
     yield Installed({**kept, **own}, work)
 
 
+@pytest.mark.slow("pip installs the package, and a flow run takes 20 s of CPU")
 def test_a_users_recipe_runs_by_deployment_where_pip_has_installed_arealflow(api: str, installed: Installed) -> None:
     where = installed("-P", "-c", "import flows; print(flows.__file__)").stdout.strip()
     assert where.startswith(installed.environment["PYTHONPATH"])

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 from small_service import make_app
-from waiting import LIMIT
+from waiting import LIMIT, alive
 
 from areal_tasks.engines.service import STORE_AWAY, TOKEN, ServiceSpec, make_server, register
 from areal_tasks.launchers.inline import InlineLauncher
@@ -317,8 +317,8 @@ def test_leaving_stops_services_and_what_they_started(begin: Begin) -> None:
     family = [psutil.Process(one.process.pid), *psutil.Process(one.process.pid).children(recursive=True)]
     assert len(family) == 2
     supervisor.services["parent"].handle.stop()
-    _, alive = psutil.wait_procs(family, LIMIT)
-    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    _, left = psutil.wait_procs(family, LIMIT)
+    assert not any(map(alive, left))
     assert not one.scratch.exists()
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, cast
 
 import psutil
 import pytest
-from waiting import LIMIT, wait_until
+from waiting import LIMIT, alive, wait_until
 
 from areal_tasks.rewards.job import Job
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult
@@ -63,10 +63,6 @@ def descendants(pid: int) -> list[psutil.Process]:
 def processes_left() -> bool:
     """Whether a process that a verifier of this session started still runs."""
     return any(NAP in (p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
-
-
-def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 MISDEEDS = {
@@ -210,7 +206,7 @@ def test_close_leaves_no_process_and_is_for_good() -> None:
     assert len(started) >= 3
     pool.close()
     pool.close()
-    assert not alive(started)
+    assert not any(map(alive, started))
     with pytest.raises(RuntimeError, match="closed"):
         judge(pool, "xx")
     with pytest.raises(RuntimeError, match="closed"):
@@ -255,7 +251,7 @@ def test_losing_the_forkserver_in_a_call_costs_no_verdict(tmp_path: Path, monkey
         results = caller.submit(judge, pool, *["xx"] * 40, "gate", *["xx"] * 40)
         wait_until((tmp_path / "reached").exists)
         os.kill(forkserver.pid, signal.SIGKILL)
-        wait_until(lambda: not alive(started))
+        wait_until(lambda: not any(map(alive, started)))
         (tmp_path / "open").touch()
         assert {r.verdict for r in results.result()} == {"correct"}
     pool.close()
@@ -337,9 +333,9 @@ def test_nothing_outlives_a_killed_parent(verifier: str, completion: str, proces
         wait_until(lambda: sum(used(process) > LOOPING for process in started) >= looping, "them in the loop")
         parent.kill()
     try:
-        wait_until(lambda: not alive(started), started)
+        wait_until(lambda: not any(map(alive, started)), started)
     finally:
-        for process in alive(started):
+        for process in filter(alive, started):
             process.kill()
 
 
@@ -390,6 +386,6 @@ def test_a_forkserver_that_hangs_is_replaced_in_the_same_call() -> None:
     for worker in workers:
         worker.kill()
     results = judge(pool, "correct", "correct")
-    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+    assert not alive(server)
     assert results[1].verdict == "correct"  # the first may have been given to the process that was killed
     pool.close()

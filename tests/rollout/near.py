@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_tasks.rollout.link import Link, Listener, Lost
-from areal_tasks.rollout.orders import Event, Leased, Orders, Part, Written
+from areal_tasks.rollout.orders import Event, Lease, Orders, Part, Written
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.worker.groups import Groups
 from areal_tasks.store.backend import Store, open_store
@@ -50,7 +50,7 @@ class Near:
         self.gone = True
         self._listener.lost(self.link)
 
-    def give(self, leases: list[Leased]) -> None:
+    def give(self, leases: list[Lease]) -> None:
         self._soon(self.groups.obey, Orders(begin=tuple(leases)))
 
     def take_back(self, numbers: list[int]) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from near import Here, some_store
 from test_rollouts import BATCH, Scene, at, go, rollouts, sample
-from waiting import until
+from waiting import LIMIT, until
 
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rewards.protocol import Row
@@ -28,7 +28,7 @@ from areal_tasks.stages.generation import made_with
 from areal_tasks.stages.graphs import stages
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.keys import recipe_values
-from areal_tasks.workflows import samples_to_table
+from areal_tasks.workflows import Sample, samples_to_table
 from schemas.errors import UserError
 from schemas.manifest import RejectedGroup
 from schemas.recipe.filters import Filters
@@ -219,7 +219,7 @@ def test_what_waits_for_long_is_recorded_with_its_verdicts(local_store: Store) -
         by.filters = Filters()
         found = filtered(Numbered(), local_store, by, 1, flush_seconds=0.0)
         await found.groups()
-        await until(lambda: found.book.ready() == 2 * BATCH and all(i in found.spool for i in found.book.live))
+        await until(lambda: found.book.ready() == 2 * BATCH and all(found.spool.records([i]) for i in found.book.live))
 
     go(work())
     later = at(local_store, owner=2)
@@ -275,6 +275,27 @@ def test_groups_that_wait_are_judged_by_one_call() -> None:
         assert len(calls) == 2 and calls[0] == 1
 
     go(work())
+
+
+def test_functions_that_never_return_keep_no_thread_from_others() -> None:
+    hang = threading.Event()
+
+    def function(samples: Sequence[Sample], rewards: Sequence[float]) -> str:
+        if samples[0].prompt.group_id > 0:
+            hang.wait()
+        return "said"
+
+    async def work() -> None:
+        by = Judge(lambda rows: [judgement(1.0) for _ in rows], "with", Filters(), function, seconds=0.01)
+        asked = [by([sample(group, 0)]) for group in range(1, 41)]
+        assert {type(end) for end in await asyncio.gather(*asked, return_exceptions=True)} == {TimeoutError}
+        by.seconds = LIMIT
+        assert await by([sample(0, 0)]) == "function: said"
+
+    try:
+        go(work())
+    finally:
+        hang.set()
 
 
 def test_verifiers_that_fail_end_the_stage_and_cost_no_group_an_attempt() -> None:

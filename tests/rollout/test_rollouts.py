@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -162,7 +162,7 @@ def test_while_it_is_held_only_what_a_stage_waits_for_begins(eta: int, before: i
         found.begin()
         await until(lambda: found.book.ready() == len(found.book.live))
         await found.flush()
-        await until(lambda: all(index in found.spool for index in found.book.live))
+        await until(lambda: all(found.spool.records([index]) for index in found.book.live))
         assert begun_by(found) == begun
         found.consume(await found.groups())
         scene.version += 1
@@ -314,6 +314,38 @@ def test_what_is_no_list_of_samples_costs_the_group_and_is_named(local_store: St
     go(work())
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"versions": [-1, 0]}, "not as many `versions`"),
+        ({"logprobs": []}, "not as many `logprobs`"),
+        ({"loss_mask": [True] * 4}, "not as many `loss_mask`"),
+        ({"stale_kv": [True]}, "not as many `stale_kv`"),
+        ({"completion": 7}, "Error: "),
+        ({"versions": [-1, None, 0]}, "TypeError"),
+        ({"versions": [-1, -1, 0]}, "a token of weights version -1; its group was given no version before 0"),
+        ({"sample_index": 1}, "not in the order of `sample_index`"),
+    ],
+)
+def test_a_sample_that_is_not_sound_costs_its_group_and_is_named(
+    local_store: Store, change: dict[str, Any], says: str
+) -> None:
+    """It neither stays under way for ever, nor is it committed for the trainer to refuse."""
+
+    class Wrong(Scene):
+        async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
+            [found] = await super().run(prompt, context)
+            wrong = replace(found, **change) if prompt.group_id == 1 else found
+            return [wrong, replace(found, sample_index=1)]
+
+    async def work() -> None:
+        found = rollouts(Wrong(), local_store, group_attempts=1)
+        assert await found.groups() == [0, 2, 3, 4]
+        assert says in reasons(found)[1]
+
+    go(work())
+
+
 def test_a_failure_between_two_iterations_ends_the_second(local_store: Store) -> None:
     async def work() -> None:
         scene = Scene(verdicts=lambda group: KeyError("x") if group >= BATCH else None)
@@ -394,7 +426,7 @@ def spooled(store: Store, eta: int, flush_seconds: float) -> list[int]:
         taken.extend(await found.groups())
         await until(lambda: found.book.ready() == (eta + 1) * BATCH)
         if not flush_seconds:
-            await until(lambda: all(index in found.spool for index in found.book.live))
+            await until(lambda: all(found.spool.records([index]) for index in found.book.live))
 
     go(work())
     return taken
@@ -468,7 +500,7 @@ def test_a_start_that_nobody_has_spoken_of_is_read_from_its_beginning(local_stor
 
 
 def test_a_store_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_store: Store) -> None:
-    monkeypatch.setattr("areal_tasks.rollout.worker.groups.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("areal_tasks.rollout.background.RETRY_SECONDS", 0.01)
     create, failures = LocalBackend.create, [2]
 
     def flaky(self: LocalBackend, *arguments: Any) -> None:

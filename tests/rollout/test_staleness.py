@@ -108,8 +108,8 @@ class Run(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 2))
     def lease(self, pick: int) -> None:
         if not self.over:
-            for lease in self.book.lease(self.servers[pick % len(self.servers)]):
-                assert lease.index not in self.consumed and lease.index not in self.rejected
+            for index in self.book.lease(self.servers[pick % len(self.servers)]):
+                assert index not in self.consumed and index not in self.rejected
 
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
@@ -214,7 +214,7 @@ def test_lengths_trained_on_are_the_lengths_generated(eta: int) -> None:
     book, clock, ends, order = Book(staleness(eta, batches), 0), 0.0, {}, []
     version = 0
     while book.next < len(batches):
-        ends |= {lease.index: clock + lengths[lease.index] for lease in book.lease(version)}
+        ends |= {index: clock + lengths[index] for index in book.lease(version)}
         if (chosen := book.take()) is not None:
             book.consume(group.index for group in chosen)
             order += [group.index for group in chosen]

@@ -17,7 +17,7 @@ from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
 from areal_tasks.engines.external import PROBE, check_temperature
-from areal_tasks.engines.server import Refused, each_token, version_runs
+from areal_tasks.engines.server import Refused, each_token, stale_runs, version_runs
 from schemas.errors import UserError
 from tests.inference.held import logprobs_of_runs
 from tests.sglang.contract_target import Json, Target, model_of, reference, scores_of, tokenizer_of
@@ -366,7 +366,7 @@ def tokens_over_an_older_cache_say_so_and_have_the_logprobs_of_the_mixture(t: Ta
         answers, late = _continued_in_place(t, version, 120)
         for i, answer in enumerate([*answers, late]):
             versions = [int(v) for v in each_token(version_runs(answer["meta_info"]))]
-            stale = each_token(answer["meta_info"].get("stale_kv", [(False, len(versions))]))
+            stale = each_token(stale_runs(answer["meta_info"]))
             assert stale == [v > versions[0] for v in versions] and versions == sorted(versions)
             prompt = t.prompt(120 + i % len(answers))
             t.assert_close(

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from waiting import LIMIT
+from waiting import LIMIT, alive
 
 from areal_tasks.engines.models import file_states
 from areal_tasks.engines.service import ModelFolder, ServiceSpec
@@ -91,8 +91,8 @@ def family(supervisor: Supervisor) -> list[psutil.Process]:
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, LIMIT)
-    assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    _, left = psutil.wait_procs(processes, LIMIT)
+    assert not any(map(alive, left))
 
 
 def test_it_serves_behind_the_token_with_the_recipes_flags(begin: Begin, tmp_path: Path) -> None:

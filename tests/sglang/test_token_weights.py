@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_tasks.engines.sglang.child import abort_quickly
 from areal_tasks.engines.sglang.token_weights import (
     KEY,
     UPDATES,
     Changes,
-    abort_quickly,
     note_weights,
     segments,
     tell_weights,

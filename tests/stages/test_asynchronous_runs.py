@@ -28,6 +28,8 @@ from schemas.recipe.recipe import Recipe
 
 ETA, ITERATIONS = 2, 6
 
+OTHERS = pytest.mark.slow("another instant of the same kill: two whole runs")
+
 
 def ahead(**changes: Any) -> Recipe:
     """A run whose groups may be two versions old."""
@@ -82,7 +84,9 @@ def test_forks_may_become_asynchronous_and_synchronous_again(tmp_path: Path) -> 
     assert [oldest[k] for k in (0, 1, 4, 5)] == [0, 1, 4, 5]
 
 
-@pytest.mark.parametrize("die_at", ["rollout 3", "train 2", "publish 2", 40, 55, 70])
+@pytest.mark.parametrize(
+    "die_at", ["rollout 3", 55, *(pytest.param(at, marks=OTHERS) for at in ("train 2", "publish 2", 40, 70))]
+)
 def test_a_killed_flow_goes_on_with_what_waits_in_the_store(tmp_path: Path, die_at: int | str) -> None:
     recipe = ahead(rollout={"flush_seconds": 0.0})
     start_driver(tmp_path, "killed", recipe, die_at).wait()

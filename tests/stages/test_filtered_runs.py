@@ -23,6 +23,8 @@ from schemas.recipe.recipe import Recipe
 
 ITERATIONS = 4
 
+OTHERS = pytest.mark.slow("another instant of the same kill: three whole runs")
+
 
 def filtered(eta: int = 0, filters: dict[str, Any] | None = None, **changes: Any) -> Recipe:
     """A run that rejects groups whose samples all earn the same."""
@@ -89,7 +91,7 @@ def test_at_eta_0_each_rejection_admits_one_group_and_no_more_are_generated(tmp_
     assert not settled.beyond and settled.prefix == ITERATIONS * GROUPS + len(rejected)
 
 
-@pytest.mark.parametrize("die_at", ["verify 1", 21, 34])
+@pytest.mark.parametrize("die_at", ["verify 1", pytest.param(21, marks=OTHERS), pytest.param(34, marks=OTHERS)])
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path, die_at: int | str) -> None:
     finished(tmp_path, "filtered", filtered())
     start_driver(tmp_path, "killed", filtered(), die_at).wait()
@@ -102,7 +104,7 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path, die_at: int | str
     assert before.keys() <= set(named) and len(set(named)) == len(named)  # what was recorded did not begin again
 
 
-@pytest.mark.parametrize("die_at", ["rollout 2", 40])
+@pytest.mark.parametrize("die_at", [pytest.param("rollout 2", marks=OTHERS), 40])
 def test_a_killed_run_that_ran_ahead_rejects_no_group_twice(tmp_path: Path, die_at: int | str) -> None:
     recipe = filtered(2, rollout={"flush_seconds": 0.0})
     start_driver(tmp_path, "killed", recipe, die_at).wait()

@@ -145,7 +145,9 @@ def test_a_run_whose_servers_have_only_the_store_writes_every_version(tmp_path: 
     assert written(drive(tmp_path, "r", rarely)) == [True, True, True]
 
 
-@pytest.mark.parametrize("label", ["rollout 1", "train 1"])
+@pytest.mark.parametrize(
+    "label", [pytest.param("rollout 1", marks=pytest.mark.slow("the other instant shows more")), "train 1"]
+)
 def test_a_run_goes_on_with_another_transport_from_a_version_that_is_not_written(
     label: str, tmp_path: Path, rarely: Recipe, by_hand: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from stage_driver import digests, drive, finished, left_over, start_driver, store_in, tiny
 from test_asynchronous_runs import ITERATIONS, ahead, check, groups_by_iteration
-from waiting import wait_until
+from waiting import alive, wait_until
 
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
@@ -27,8 +27,7 @@ def workers() -> list[psutil.Process]:
 
 def _is_worker(process: psutil.Process) -> bool:
     try:
-        alive = process.status() != psutil.STATUS_ZOMBIE
-        return alive and "areal_tasks.rollout.worker" in " ".join(process.cmdline())
+        return alive(process) and "areal_tasks.rollout.worker" in " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return False
 
@@ -40,7 +39,7 @@ def test_at_eta_0_it_makes_no_difference_how_many_workers_there_are(tmp_path: Pa
     assert [dict(k) for k in digests(tmp_path, "more")] == [dict(k) for k in digests(tmp_path, "one")]
 
 
-@pytest.mark.parametrize("eta", [0, 2])
+@pytest.mark.parametrize("eta", [pytest.param(0, marks=pytest.mark.slow("the same with less under way")), 2])
 @pytest.mark.parametrize("how", ["leave", "stop", "block"])
 def test_user_code_that_ends_or_blocks_its_worker_costs_no_group(tmp_path: Path, how: str, eta: int) -> None:
     workflow = {
@@ -56,7 +55,8 @@ def test_user_code_that_ends_or_blocks_its_worker_costs_no_group(tmp_path: Path,
     drive(tmp_path, "run", recipe)
     run = load_run(store_in(tmp_path), "run")
     check(run, eta)
-    assert (tmp_path / how).exists() and not run_sql(run.store, "run", "FROM spool WHERE state = 'rejected'").num_rows
+    assert (tmp_path / how).read_text() == str(Path.cwd())
+    assert not run_sql(run.store, "run", "FROM spool WHERE state = 'rejected'").num_rows
 
 
 def test_a_killed_worker_costs_its_groups_in_flight_and_the_run_goes_on(tmp_path: Path) -> None:

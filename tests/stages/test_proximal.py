@@ -13,7 +13,7 @@ import torch
 from stage_driver import ITERATIONS, digests, drive, start_driver, store_in, tiny
 
 from areal_tasks.data.batching import make_layout
-from areal_tasks.engines.recovery import replay_command, stage_of
+from areal_tasks.engines.recovery import retrain_command, stage_of
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.rows import read_sequences
 from areal_tasks.rollout import spooling
@@ -139,7 +139,7 @@ def test_a_resumed_iteration_reuses_the_proximal_table_and_its_past_is_replayed_
     assert {name for name, again in reused.items() if again} >= {"rollout", "reference", "proximal", "advantage"}
     assert not reused["train"]
     assert digests(tmp_path, "r")[:2] == before
-    command = replay_command(run, stage_of(run, run.commit(1), "train"))
+    command = retrain_command(run, stage_of(run, run.commit(1), "train"))
     assert set(command.tables) == {"rollout", "advantage", "reference", "proximal"}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from stage_driver import digests, drive, start_driver, store_in, tiny
 
-from areal_tasks.engines.recovery import Replayed, difference, stage_of, worst
+from areal_tasks.engines.recovery import Retrained, difference, stage_of, worst
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
 from areal_tasks.store.backend import StoreError
@@ -131,10 +131,10 @@ def test_how_far_two_summaries_are_apart(committed: dict[str, float], again: dic
 
 
 def test_the_worst_of_several_replays() -> None:
-    first = Replayed(first=2, iterations=3, difference=0.1, metric="kl", iteration=4, weights=0.5, loss=0.03)
-    second = Replayed(first=5, iterations=1, difference=0.2, metric="entropy", iteration=5, loss=0.02)
-    assert worst([first, second]) == Replayed(2, 3, 0.2, "entropy", 5, 0.5, 0.03)
-    assert not second.same and Replayed(0, 2, 0.0, "loss", 0, 0.0).same and Replayed(0, 2, 0.0, "", 0).same
+    first = Retrained(first=2, iterations=3, difference=0.1, metric="kl", iteration=4, weights=0.5, loss=0.03)
+    second = Retrained(first=5, iterations=1, difference=0.2, metric="entropy", iteration=5, loss=0.02)
+    assert worst([first, second]) == Retrained(2, 3, 0.2, "entropy", 5, 0.5, 0.03)
+    assert not second.same and Retrained(0, 2, 0.0, "loss", 0, 0.0).same and Retrained(0, 2, 0.0, "", 0).same
 
 
 def test_what_is_replayed_is_what_was_committed(tmp_path: Path) -> None:

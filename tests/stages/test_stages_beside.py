@@ -25,6 +25,8 @@ from schemas.errors import UserError
 
 RECIPE = ahead(rollout={"flush_seconds": 0.0}, evaluation={"every": 2, "limit": 8, "max_new_tokens": 3})
 
+OTHERS = pytest.mark.slow("another instant of the same kill: two whole runs")
+
 
 def stages_of(run: Run, k: int) -> list[tuple[str, int]]:
     """Stage and iteration of the manifests that a commit names, those that are made once left out."""
@@ -161,7 +163,9 @@ def unnamed() -> Execute:
     return killed_between(publishes=True)
 
 
-@pytest.mark.parametrize("made", [unpublished, unnamed, killed_before_commit])
+@pytest.mark.parametrize(
+    "made", [unpublished, *(pytest.param(made, marks=OTHERS) for made in (unnamed, killed_before_commit))]
+)
 def test_a_start_after_a_kill_publishes_what_was_not(tmp_path: Path, made: Callable[[], Execute]) -> None:
     process = start_marked(tmp_path, main, tmp_path, made)
     process.join()

@@ -127,6 +127,14 @@ def test_complaints_become_rarer(caplog: pytest.LogCaptureFixture) -> None:
     assert "is started again" not in caplog.text
 
 
+def test_of_two_that_are_at_one_thing_that_whose_sign_names_another_end_is_left_alone() -> None:
+    watchdog = Watched()
+    with watchdog.waiting("work", lambda: stuck() | {"foreign": Sign(7, "at 7", "its own limit")}):
+        watchdog.for_seconds(1.5 * HANG)
+        assert {wait.at: wait.limit for wait in watchdog.waits(0.0)}["foreign"] == "its own limit"
+    assert [line.split()[0] for line in watchdog.ended] == ["stuck"]
+
+
 def test_threads_of_this_process_are_named_and_cannot_be_ended(caplog: pytest.LogCaptureFixture) -> None:
     watchdog = Watched(kind="inline")
     with watchdog.waiting("work", stuck):

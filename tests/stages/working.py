@@ -12,7 +12,7 @@ from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext
 
 
 class Misbehaving:
-    """A single turn, but for what happens `how` in the first attempt at `group`, as a file in `folder` tells."""
+    """A single turn, but for what happens `how` in the first attempt at `group`, which a file in `folder` tells of."""
 
     def __init__(self, how: str, group: int, folder: str) -> None:
         self.how, self.group, self.folder = how, group, Path(folder)
@@ -24,7 +24,8 @@ class Misbehaving:
 
     def _first(self) -> bool:
         try:
-            (self.folder / self.how).touch(exist_ok=False)
+            with (self.folder / self.how).open("x") as file:
+                file.write(str(Path.cwd()))
         except FileExistsError:
             return False
         return True

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 from trainer_builders import World, advantage, rlhf_recipe, rollout
-from waiting import LIMIT, wait_until
+from waiting import LIMIT, alive, wait_until
 from warm_processes import Popen
 
 from areal_tasks.engines.lifeline import LIFELINE
@@ -155,4 +155,4 @@ def test_the_service_dies_with_a_parent_that_is_killed(world: World, tmp_path: P
         wait_until(lambda: world.store.exists(service("r", 1, "trainer", 7)), "the service")
         assert child.is_running()
         parent.send_signal(signal.SIGKILL)
-    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "its end")
+    wait_until(lambda: not alive(child), "its end")

@@ -11,7 +11,7 @@ from recorded_runs import unpack
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, load
 
-from areal_tasks.engines.recovery import replay_command, stage_of
+from areal_tasks.engines.recovery import retrain_command, stage_of
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer.commands import Compare, Load
 from areal_tasks.engines.trainer.local import LocalBackend
@@ -79,7 +79,7 @@ def trained_again(run: Run, **changes: Any) -> float:
     spec = ServiceSpec(name="trainer", restart=0, store_url=run.store.url, run=run.name, owner=run.owner, recipe=recipe)
     trainer = Service(spec)
     trainer.load(Load(owner=run.owner, version=0, weights=initial))
-    command = replay_command(run, stage_of(run, commit, "train"), commit)
+    command = retrain_command(run, stage_of(run, commit, "train"), commit)
     trainer.train(command.model_copy(update={"recipe": recipe}))
     return trainer.compare(Compare(owner=run.owner, version=1, weights=commit.weights)).difference
 

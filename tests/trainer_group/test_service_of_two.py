@@ -10,7 +10,7 @@ import pytest
 from conftest import recipe
 from listeners import beyond_loopback, listening
 from trainer_builders import World, advantage, rollout
-from waiting import LIMIT, wait_until
+from waiting import LIMIT, alive, wait_until
 
 from areal_tasks.engines.trainer.commands import Keep, Load, Train, Write
 from areal_tasks.engines.trainer_client import OutOfOrder, TrainerClient, TrainerDown
@@ -48,10 +48,6 @@ def _process_id(supervisor: Supervisor, name: str) -> int:
     handle = supervisor.services[name].handle
     assert isinstance(handle, LocalHandle)
     return handle.process.pid
-
-
-def _gone(processes: list[psutil.Process]) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
 def _train(world: World, version: int, **changes: Any) -> Train:
@@ -123,7 +119,7 @@ def test_a_trainer_that_loses_a_rank_ends_and_starts_again(world: World, supervi
     ranks = _ranks(supervisor)
     assert len(ranks) == 2
     ranks[1].kill()
-    wait_until(lambda: _gone(ranks), "the end of all ranks")
+    wait_until(lambda: not any(map(alive, ranks)), "the end of all ranks")
     with pytest.raises(TrainerDown):
         client.health()
     client.close()
@@ -140,7 +136,7 @@ def test_no_rank_outlives_rank_0(supervisor: Supervisor) -> None:
     ranks = _ranks(supervisor)
     assert len(ranks) == 2
     ranks[0].kill()
-    wait_until(lambda: _gone(ranks), "the end of all ranks")
+    wait_until(lambda: not any(map(alive, ranks)), "the end of all ranks")
 
 
 def _exit_code(supervisor: Supervisor) -> int | None:

@@ -15,6 +15,7 @@ from flows.alerts import (
     engines_disagree,
     few_effective_samples,
     kl_explosion,
+    old_samples,
     reward_collapse,
     verifier_failures,
 )
@@ -109,11 +110,18 @@ def test_clipped_behaviour_weights(share: float, wrong: bool) -> None:
     assert alert is None or "(alerts.max_behaviour_clipped 0.1)" in alert.message
 
 
-OLD = {"effective_sample_size": 0.1, "behaviour_clipped": 0.9}
+@pytest.mark.parametrize(("lag", "wrong"), [(7.0, True), (6.0, False), (2.0, False)])
+def test_samples_far_older_than_the_bound(lag: float, wrong: bool) -> None:
+    alert = old_samples({"lag_max": lag}, 4.0, 2)
+    assert (alert is not None) == wrong and old_samples({}, 4.0, 2) is None
+    assert alert is None or "(alerts.max_lag_beyond 4)" in alert.message
+
+
+OLD = {"lag_max": 9.0, "effective_sample_size": 0.1, "behaviour_clipped": 0.9}
 
 
 def test_0_turns_a_warning_off() -> None:
-    ages = {"min_effective_sample_size": 0, "max_behaviour_clipped": 0}
+    ages = {"min_effective_sample_size": 0, "max_behaviour_clipped": 0, "max_lag_beyond": 0}
     off = Watch(Alerts(reward_drop=0, max_kl=0, max_unverified=0, max_logprob_gap=0, window=1, **ages))
     wrong = {"verify": {"reward": 1.0, "error": 1.0}, "train": {"kl": 99.0, "logprob_gap_mean": 9.0, **OLD}}
     assert not off(wrong) and not off({**wrong, "verify": {"reward": 0.0, "error": 1.0}})
@@ -122,5 +130,5 @@ def test_0_turns_a_warning_off() -> None:
 def test_several_causes_at_once() -> None:
     wrong = {"verify": {"reward": 1.0, "error": 1.0}, "train": {"kl": 9.0, "logprob_gap_mean": 1.0, **OLD}}
     found: list[Alert] = Watch(Alerts())(wrong)
-    expected = ["kl-explosion", "verifier-failures", "engines-disagree", "few-effective-samples", "behaviour-clipped"]
-    assert [alert.cause for alert in found] == expected
+    old = ["few-effective-samples", "behaviour-clipped", "old-samples"]
+    assert [alert.cause for alert in found] == ["kl-explosion", "verifier-failures", "engines-disagree", *old]

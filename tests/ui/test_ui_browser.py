@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, TimeoutError, expect
 from servers import Up
 from waiting import LIMIT, wait_until
 
@@ -30,6 +31,14 @@ def field(page: Page, label: str) -> Locator:
     )
 
 
+def submitted(page: Page) -> bool:
+    """Click once more: the form takes no click while it checks what was filled in."""
+    page.get_by_role("button", name="Submit").click()
+    with suppress(TimeoutError):
+        page.wait_for_url(lambda url: not url.endswith("/run"), timeout=20_000)  # then it is clicked again
+    return not page.url.endswith("/run")
+
+
 @pytest.fixture(scope="module")
 def flow_run(up: Up, page: Page) -> dict[str, Any]:
     """Filled in, submitted, and run to its end by the worker."""
@@ -40,8 +49,7 @@ def flow_run(up: Up, page: Page) -> dict[str, Any]:
         field(page, label).fill(value)
     field(page, "run").fill("formed")
     field(page, "overrides").fill("launcher.type=inline seed=7")
-    page.get_by_role("button", name="Submit").click()
-    page.wait_for_url(lambda url: not url.endswith("/run"))  # the server has taken the form
+    wait_until(lambda: submitted(page), "the server to take the form")
 
     def ended() -> dict[str, Any] | None:
         runs = up.post("flow_runs/filter", deployments={"id": {"any_": [deployment]}})

@@ -8,6 +8,7 @@ when they start, so it imports nothing heavy at the top.)
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from functools import wraps
@@ -33,7 +34,7 @@ def main() -> None:
         TokenizerManager,
     )
 
-    from areal_tasks.engines.sglang.token_weights import abort_quickly, run_scheduler, tell_weights
+    from areal_tasks.engines.sglang.token_weights import run_scheduler, tell_weights
 
     refuse_unknown_tokens(TokenizerManager)
     tell_weights(TokenizerManager)
@@ -59,6 +60,23 @@ def refuse_unknown_tokens(manager: Any) -> None:
         validate(self, request, input_ids)
 
     manager._validate_one_request = checked
+
+
+def abort_quickly(manager: Any, seconds: float = 0.02) -> None:
+    """Have the class TokenizerManager look more often whether what it aborts has ended: SGLang looks once a second."""
+    pause = manager.pause_generation
+
+    @wraps(pause)
+    async def paused(self: Any, order: Any) -> None:
+        if order.mode == "abort":
+            self.is_pause = True  # new requests wait
+            self.abort_request(abort_all=True)
+            while await self.model_update_lock.is_locked():
+                await asyncio.sleep(seconds)
+                self.abort_request(abort_all=True)
+        await pause(self, order)  # finds nothing under way then
+
+    manager.pause_generation = paused
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ that is sampled with newer weights than the name is marked as stale.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import wraps
 from typing import Any, Final
@@ -127,20 +126,3 @@ def segments(changes: Sequence[tuple[int, int, bool]], tokens: int) -> dict[str,
         "weight_versions": [(version, count) for (_, version, _), count in zip(changes, counts, strict=True)],
         "stale_kv": [(stale, count) for (_, _, stale), count in zip(changes, counts, strict=True)],
     }
-
-
-def abort_quickly(manager: Any, seconds: float = 0.02) -> None:
-    """Have the class TokenizerManager look more often whether what it aborts has ended: SGLang looks once a second."""
-    pause = manager.pause_generation
-
-    @wraps(pause)
-    async def paused(self: Any, order: Any) -> None:
-        if order.mode == "abort":
-            self.is_pause = True  # new requests wait
-            self.abort_request(abort_all=True)
-            while await self.model_update_lock.is_locked():
-                await asyncio.sleep(seconds)
-                self.abort_request(abort_all=True)
-        await pause(self, order)  # finds nothing under way then
-
-    manager.pause_generation = paused

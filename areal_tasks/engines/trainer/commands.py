@@ -44,7 +44,7 @@ class Train(Command):
     )
     tables: dict[str, TableRef] = Field(description="grpo: rollout, advantage and perhaps reference; sft: batch")
     plan: TableRef | None = Field(None, description="train_samples of the committed iteration, to repeat its batches")
-    prefix: str | None = Field(None, description="where the tables go; none: a replay, nothing is written")
+    prefix: str | None = Field(None, description="where the tables go; none: it is retrained, and nothing is written")
 
 
 class Logprobs(Command):

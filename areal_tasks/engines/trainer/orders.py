@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from traceback import clear_frames
 from typing import Any, Final
 
 import httpx
@@ -106,6 +107,7 @@ def _beside(calls: Calls, mine: Callable[[], None], over: Watch | None) -> Excep
     try:
         mine()
     except Exception as error:
+        clear_frames(error.__traceback__)  # lets go of a group that is given up
         return error
     finally:
         ended.set()

@@ -160,7 +160,7 @@ class Trainer:
     @names_memory_knobs
     @_beside_the_device
     def train(self, command: Train) -> Trained:
-        """Make the next version, or recall that it was made; write the tables unless this is a replay."""
+        """Make the next version, or recall that it was made; write the tables unless it is retrained."""
         self.fence.admit(command.owner)
         done = self.fence.recall(command.version, command.digest)
         if done is None:

@@ -62,10 +62,10 @@ class Sender:
             gone = self._meet(command)
             if gone:
                 return gone | self._broadcast_without(gone, tensors, command)
-        group = self.group
-        assert group is not None
 
         def broadcast_all() -> None:
+            group = self.group
+            assert group is not None
             for work in [group.broadcast(t, root=0) for t in tensors.values()]:
                 work.wait()
 
@@ -117,7 +117,10 @@ class Sender:
             log.warning("the group %s was not left everywhere: %s", self.name, "; ".join(reasons))
 
     def _drop(self) -> None:
-        """Give the group up without waiting for anybody: its members no longer agree on what comes next."""
+        """Give the group up without waiting for anybody: its members no longer agree on what comes next.
+
+        NCCL ends its connections at once; gloo does when nothing holds the group any more.
+        """
         group, self.group = self.group, None
         if group is not None:
             group.abort()

@@ -28,6 +28,17 @@ LOOKS: Final = 4  # at a thread, within the time that a call may block
 _GROUP: ContextVar[int] = ContextVar("group")
 
 
+async def in_time(work: Awaitable[T], seconds: float, setting: str) -> T:
+    """Await user code. TimeoutError, which names the setting, if it is not done after so many seconds."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await work
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise TimeoutError(f"not done after {seconds:g} s ({setting})") from error
+
+
 class Blocked(Exception):
     """The workflow has blocked its event loop for too long."""
 
@@ -115,6 +126,7 @@ class Apart:
         log.error("a workflow blocks its event loop (groups %s), at\n%s", sorted(culprits), place.stack())
         self._place = None
         place.left.set_result(culprits)
+        place.thread.end()
 
     async def _is_blocked(self, place: Place) -> bool:
         """Whether the thread takes no turn for too long, though there are groups in it."""
@@ -128,7 +140,7 @@ class Apart:
         if self._watch is not None:
             self._watch.cancel()
         if self._place is not None:
-            self._place.thread.loop.call_soon_threadsafe(self._place.thread.loop.stop)
+            self._place.thread.end()
 
 
 async def _nothing() -> None:

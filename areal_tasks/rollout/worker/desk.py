@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections import Counter
 from contextlib import suppress
@@ -55,6 +56,7 @@ class Desk:
             await self.close()
             self._events, self._known = [], 0
             recipe = RlhfRecipe.model_validate(order.recipe)
+            os.chdir(order.folder)
             workflow = load_workflow(recipe.workflow.name, recipe.workflow.arguments)
             prompts = await asyncio.to_thread(read_table, self._store, order.prompts, PROMPT_COLUMNS)
             tokenizer = None
@@ -120,12 +122,11 @@ class Desk:
         """Begin groups, and let go of leases."""
         self._begun().obey(orders)
 
-    async def follow(self, serving: Serving) -> dict[str, int]:
-        """From here on generate on these servers only. The requests under way on each."""
+    async def follow(self, serving: Serving) -> None:
+        """From here on generate on these servers only."""
         self._begun()
         assert self._client is not None
         await self._client.follow(serving)
-        return self.busy()
 
     def busy(self) -> dict[str, int]:
         """Requests under way, by the server's address."""

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Final, cast
 
 import pyarrow as pa
@@ -17,6 +18,7 @@ import pyarrow.compute as pc
 
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient, Piece
 from areal_tasks.engines.server import Refused, ServerDown
+from areal_tasks.rollout.background import Background
 from areal_tasks.rollout.judging import Judge, Unjudged, verdicts_of
 from areal_tasks.rollout.orders import (
     Broken,
@@ -26,7 +28,7 @@ from areal_tasks.rollout.orders import (
     Finished,
     Generated,
     Gone,
-    Leased,
+    Lease,
     Orders,
     Part,
     Rejected,
@@ -34,10 +36,9 @@ from areal_tasks.rollout.orders import (
     Written,
 )  # fmt: skip
 from areal_tasks.rollout.spooling import Writer, spooled_rows, tables_of
-from areal_tasks.store.backend import StoreError
+from areal_tasks.rollout.worker.apart import in_time
 from areal_tasks.store.shards import write_table
-from areal_tasks.store.spool import StartClosed
-from areal_tasks.workflows import Prompt, Sample, Workflow, WorkflowContext
+from areal_tasks.workflows import Prompt, Sample, Workflow, WorkflowContext, samples_to_table
 from schemas.errors import UserError
 from schemas.manifest import SpoolRecord
 from schemas.recipe.sections import Rollout
@@ -50,7 +51,6 @@ CAUSES: Final[tuple[tuple[type[BaseException], Cause], ...]] = (
 )  # fmt: skip
 #: Of the rows of any table.
 ORDER: Final = [("group_id", "ascending"), ("sample_index", "ascending")]
-RETRY_SECONDS: Final = 5.0  # until groups are written that a store has not taken
 
 
 class AtLeast:
@@ -96,7 +96,7 @@ class Groups:
     _spooled: dict[int, tuple[int, SpoolRecord]] = field(default_factory=dict)  # group and record, until the flow knows
     _running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _flushing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _flushes: set[asyncio.Task[None]] = field(default_factory=set)  # the event loop itself keeps none alive
+    _background: Background = field(default_factory=Background)
 
     def obey(self, orders: Orders) -> None:
         """Begin groups, and let go of leases that are over."""
@@ -170,7 +170,7 @@ class Groups:
             truncated=pc.sum(rows["truncated"]).as_py(),
         )
 
-    async def _generate(self, lease: Leased) -> None:
+    async def _generate(self, lease: Lease) -> None:
         """Bring one group to its end, whatever that is."""
         samples: list[Sample] = []
         reason, failure = "", None
@@ -199,56 +199,43 @@ class Groups:
         full = len(self.finished) > self.limits.groups_in_memory
         self._flush_after(0.0 if full else self.limits.flush_seconds, lease.number)
 
-    async def _attempt(self, lease: Leased) -> list[Sample]:
-        try:
-            async with asyncio.timeout(self.limits.group_seconds) as limit:
-                client = cast(InferenceClient, AtLeast(self.context.client, lease.floor))
-                context = replace(self.context, client=client)
-                return checked(await self.workflow.run(self.prompt_of(lease.index), context), lease.index)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise TimeoutError(f"not done after {self.limits.group_seconds:g} s (rollout.group_seconds)") from error
+    async def _attempt(self, lease: Lease) -> list[Sample]:
+        client = cast(InferenceClient, AtLeast(self.context.client, lease.floor))
+        work = self.workflow.run(self.prompt_of(lease.index), replace(self.context, client=client))
+        return checked(await in_time(work, self.limits.group_seconds, "rollout.group_seconds"), lease)
 
-    def _fail(self, lease: Leased, error: BaseException) -> None:
+    def _fail(self, lease: Lease, error: BaseException) -> None:
         log.warning("group %d has failed", lease.index, exc_info=error)
         cause = next((cause for kind, cause in CAUSES if isinstance(error, kind)), "workflow")
         reason = f"{type(error).__name__}: {error}" if cause == "workflow" else str(error)
         self.tell(Failed(number=lease.number, index=lease.index, reason=reason, cause=cause))
 
     def _flush_after(self, seconds: float, number: int) -> None:
-        asyncio.get_running_loop().call_later(seconds, self._flush_now, number)
+        """Flush by then, unless the group is in the store, or not needed any more."""
 
-    def _flush_now(self, number: int) -> None:
-        """Flush, unless the group is in the store or not needed any more; once more later where the store fails."""
-        if number not in self.finished:
-            return
+        def failed(error: Exception) -> None:
+            self.tell(Broken(reason=f"finished groups cannot be written to the store: {error}"))
 
-        async def flush() -> None:
-            try:
-                await self.flush()
-            except StartClosed as error:
-                self.tell(Broken(reason=str(error)))
-            except StoreError as error:
-                log.warning("finished groups are not in the store yet: %s", error)
-                self._flush_after(RETRY_SECONDS, number)
-            except Exception as error:  # such as samples that make no table
-                log.exception("finished groups cannot be written to the store")
-                self.tell(Broken(reason=f"finished groups cannot be written to the store: {error}"))
-
-        task = asyncio.ensure_future(flush())
-        self._flushes.add(task)
-        task.add_done_callback(self._flushes.discard)
+        self._background.store(seconds, lambda: number in self.finished, self.flush, failed)
 
 
-def checked(samples: object, group: int) -> list[Sample]:
-    """What a workflow has returned for a group. TypeError if it is no list of the group's samples."""
+def checked(samples: object, lease: Lease) -> list[Sample]:
+    """What a workflow has returned for a group. TypeError if that is not the group's samples, each of them sound."""
     wanted = isinstance(samples, list) and samples and all(isinstance(sample, Sample) for sample in samples)
     if not wanted:
         raise TypeError(f"the workflow's `run` returned {str(samples)[:100]} for a group, not its samples in a list")
-    if any(sample.prompt.group_id != group for sample in samples):  # type: ignore[attr-defined]
+    found = cast(list[Sample], samples)
+    if any(sample.prompt.group_id != lease.index for sample in found):
         raise TypeError("the workflow's `run` returned samples of another prompt than it was given")
-    return samples  # type: ignore[return-value]
+    if any(later.sample_index <= sample.sample_index for sample, later in pairwise(found)):
+        raise TypeError("the workflow's `run` returned samples that are not in the order of `sample_index`")
+    samples_to_table(found)  # raises what no column can hold
+    if (oldest := oldest_version(found, lease.floor)) < lease.floor:
+        raise TypeError(
+            f"a sample that the workflow returned has a token of weights version {oldest}; its group was given no "
+            f"version before {lease.floor}: take `versions` from the client's answers"
+        )
+    return found
 
 
 def oldest_version(samples: Sequence[Sample], floor: int) -> int:

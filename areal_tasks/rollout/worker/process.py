@@ -1,6 +1,6 @@
 """The rollout worker as a process: its HTTP face, /begin, /orders, /serving, /busy, /news, /write, /flush and /close.
 
-Errors are JSON, {"error": "..."}; their status says what they mean (`STATUSES`).
+Errors are JSON, {"error": "..."}; their status says what they mean (`areal_tasks.rollout.orders.STATUSES`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 
 from pydantic import BaseModel
@@ -19,16 +20,12 @@ from starlette.routing import Route
 
 from areal_tasks.engines.service import ServiceSpec, read_spec, serve, store_may_be_away
 from areal_tasks.engines.sharing import Serving
-from areal_tasks.rollout.orders import Begin, Gone, Orders, Part
+from areal_tasks.rollout.orders import STATUSES, Begin, Orders, Part
 from areal_tasks.rollout.worker.desk import Desk
 from areal_tasks.rollout.worker.farewell import DUTIES
-from areal_tasks.store.backend import StoreError, Unavailable
-from schemas.errors import UserError
 
 log = logging.getLogger(__name__)
 
-#: What the status of an answer says of the error (`areal_tasks.rollout.link` reads it); all else is 500.
-STATUSES: Final = ((Gone, 410), (Unavailable, 503), (StoreError, 424), (UserError, 400))
 FAREWELL_SECONDS: Final = 60.0  # to write what waits, when the flow is gone
 
 Answer = Callable[[Request], Awaitable[Any]]
@@ -44,8 +41,8 @@ def make_app(spec: ServiceSpec) -> Starlette:
     async def orders(request: Request) -> None:
         desk.obey(Orders.model_validate_json(await request.body()))
 
-    async def serving(request: Request) -> dict[str, int]:
-        return await desk.follow(Serving.model_validate_json(await request.body()))
+    async def serving(request: Request) -> None:
+        await desk.follow(Serving.model_validate_json(await request.body()))
 
     async def busy(request: Request) -> dict[str, int]:
         return desk.busy()
@@ -101,6 +98,8 @@ def _failure(error: Exception) -> Response:
 def main() -> None:
     """Serve until told to end."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with suppress(OSError):  # where memory runs out, Linux ends users' code rather than a trainer or the flow
+        Path("/proc/self/oom_score_adj").write_text("500")
     with store_may_be_away():
         spec = read_spec()
         serve(make_app(spec), spec)
