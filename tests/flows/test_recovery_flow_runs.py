@@ -67,7 +67,7 @@ class Scene:
         return [pid for pid, owner in upkeep.flow_processes().items() if owner == self.flow_run]
 
     def flow_process(self) -> int:
-        return next(pid for pid in self.processes() if "prefect.engine" in psutil.Process(pid).cmdline())
+        return next(pid for pid in self.processes() if "prefect.engine" in command_of(pid))
 
     def services(self) -> list[int]:
         """The trainer and the inference server."""
@@ -181,6 +181,7 @@ def test_a_killed_flow_process_is_started_again_by_itself(scene: Scene) -> None:
 
 def test_a_suspended_flow_run_leaves_no_process_and_is_resumed(scene: Scene) -> None:
     scene.set("PAUSED", "Suspended", pause_reschedule=True)
+    wait_until(Path(f"{scene.gate}.suspended").exists, "the flow to hear of it")
     scene.gate.unlink()
     wait_until(lambda: not scene.processes(), "the end of the processes")
     assert scene.state()["name"] == "Suspended"

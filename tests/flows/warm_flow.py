@@ -1,7 +1,15 @@
-"""The flow `rlhf` as a worker runs it; its services are forked, and it has time to find out why it ends."""
+"""The flow `rlhf` as a worker runs it; its services are forked, and it has time to find out why it ends.
+
+A file tells that it has heard of its suspension.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
 
 import httpx
 import warm_processes
+from prefect._flow_run_suspension import FlowRunSuspensionRequest
 from waiting import LIMIT
 
 from flows import execute
@@ -11,3 +19,12 @@ __all__ = ["rlhf"]
 
 warm_processes.install()
 execute.ASK_TIMEOUT = httpx.Timeout(LIMIT)  # type: ignore[misc]
+mark = FlowRunSuspensionRequest.mark_requested
+
+
+def mark_and_tell(self: FlowRunSuspensionRequest, state: Any) -> None:
+    mark(self, state)
+    Path(f"{os.environ['GATE']}.suspended").touch()
+
+
+FlowRunSuspensionRequest.mark_requested = mark_and_tell  # type: ignore[method-assign]
