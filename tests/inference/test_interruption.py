@@ -37,6 +37,8 @@ from tests.inference.helpers import MAX_LENGTH, VOCABULARY, make_engine, submit
 EngineOf = Callable[..., Engine]
 PROMPT = [3, 10, 17, 5, 8]
 TOKENS = 40
+#: What is asked for together comes in one HTTP request, so that all of it begins before the engine stands still.
+TOGETHER = Inference(groups_per_request=4)
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +200,7 @@ async def served(engine: Engine, tmp_path: Path, mode: Interruption | None) -> A
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    client = InferenceClient([url], "", Inference(), interruption=mode)
+    client = InferenceClient([url], "", TOGETHER, interruption=mode)
     try:
         yield client
     finally:
@@ -264,7 +266,7 @@ def test_requests_of_another_client_continue(
 
     async def test() -> None:
         async with served(engine, tmp_path, mode) as leader:
-            client = InferenceClient([server.url for server in leader.servers], "", Inference())
+            client = InferenceClient([server.url for server in leader.servers], "", TOGETHER)
             early = asyncio.ensure_future(client.generate([request(i) for i in range(3)]))
             await asyncio.to_thread(held.wait, 0)
             late = asyncio.ensure_future(client.generate([request(9, floor=1)]))

@@ -17,6 +17,7 @@ def thread() -> Iterator[LoopThread]:
     found = LoopThread()
     yield found
     found.stop()
+    found.thread.join(LIMIT)
     assert not found.thread.is_alive()
 
 

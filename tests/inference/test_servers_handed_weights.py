@@ -39,6 +39,8 @@ class Trainer:
         self.sent.append(urls)
         for url in set(urls) - self.lost:
             self.servers[url].version = command.version
+        for url in set(urls) & self.lost:
+            self.servers[url].broken_health = True  # else it is let in again
         return Sent(seconds=0.1, gone={url: "no answer" for url in urls if url in self.lost})
 
     def publish(self, command: Write) -> Written:
