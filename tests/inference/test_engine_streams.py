@@ -14,6 +14,7 @@ from areal_tasks.engines.embedded.engine import Engine
 from areal_tasks.engines.embedded.runner import read_weights_folder
 from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, make_sequences
 from areal_tasks.engines.embedded.streaming import stream
+from tests.inference.held import Held
 from tests.inference.helpers import EOS, MAX_LENGTH, Running
 
 EngineOf = Callable[..., Engine]
@@ -87,7 +88,13 @@ def test_an_unfinished_text_holds_whole_characters_only(engine_of: EngineOf) -> 
     engine = engine_of()
     assert engine.detokenizer is not None
     texts = engine.detokenizer.texts
-    engine.detokenizer.texts = lambda *args: [text + "\ufffd" for text in texts(*args)]  # type: ignore[method-assign]
+    held = Held(engine, 5)  # until the first event is made
+
+    def cut(*args: Any) -> list[str]:
+        held.go_on()
+        return [text + "\ufffd" for text in texts(*args)]
+
+    engine.detokenizer.texts = cut  # type: ignore[method-assign]
     *parts, last, _ = events(engine, sampling_params={"max_new_tokens": 20, "ignore_eos": True})
     assert parts and all("\ufffd" not in orjson.loads(part.removeprefix(b"data: "))["text"] for part in parts)
     assert orjson.loads(last.removeprefix(b"data: "))["text"].endswith("\ufffd")
