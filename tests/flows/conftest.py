@@ -1,4 +1,4 @@
-"""A Prefect server on a busy machine takes longer than a flow that is about to be killed would wait."""
+"""A Prefect server on a busy machine takes longer than flows and the keeper would wait."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import httpx
 import pytest
 from waiting import LIMIT
 
-from flows import execute
+from flows import artifacts, execute, observe
+from flows.cli import upkeep
 
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execute, "ASK_TIMEOUT", httpx.Timeout(LIMIT))
+    monkeypatch.setattr(upkeep, "TIMEOUT_SECONDS", LIMIT)
+    monkeypatch.setattr(artifacts, "REQUEST_SECONDS", LIMIT)
+    monkeypatch.setattr(observe, "CLOSE_SECONDS", LIMIT)

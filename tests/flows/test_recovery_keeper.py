@@ -230,6 +230,7 @@ def test_a_flow_run_without_a_process_is_found_out(server: Server, monkeypatch: 
         server.set(run, "RUNNING")
     server.set(cancelled, "CANCELLING")
     monkeypatch.setattr(upkeep, "flow_processes", lambda: {1: lively})
+    monkeypatch.setattr(upkeep, "GONE_SECONDS", dict.fromkeys(upkeep.GONE_SECONDS, 1800.0))
     look = upkeep.Upkeep(server.api)
     look()
     look()
@@ -305,7 +306,7 @@ def test_a_flow_run_that_its_worker_does_not_end_is_cancelled(
         server.set(run, kind)
     flow, other = (psutil.Popen(SLEEPER, env=os.environ | {upkeep.FLOW_RUN: name}) for name in (run, "other"))
     wait_until(lambda: len(upkeep.flow_processes()) == 2)
-    upkeep.end_cancelling(server.api, "Its worker died.", after_seconds=60.0)
+    upkeep.end_cancelling(server.api, "Its worker died.", after_seconds=3600.0)
     assert flow.poll() is None and server.state(run)[0] == "Cancelling"
     monkeypatch.setattr(upkeep, "STUCK_SECONDS", 0.0)  # as after some time
     upkeep.Upkeep(server.api)()

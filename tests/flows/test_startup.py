@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from stage_driver import store_in, tiny
-from waiting import alive
+from waiting import alive, wait_until
 
 from areal_tasks.stages.loop import Closed
 from areal_tasks.store.backend import StoreError
@@ -139,8 +139,10 @@ def test_the_command_with_a_server_of_its_own(tmp_path: Path) -> None:
         assert states.fetchall() == [("COMPLETED",)]
         [(last,)] = database.execute("SELECT message FROM log ORDER BY timestamp DESC LIMIT 1")
         assert last == "Finished in state Completed()", "what was logged last reached the server before it ended"
-    left = [process for process in psutil.process_iter() if str(tmp_path) in " ".join(environment_of(process))]
-    assert left == []
+    wait_until(
+        lambda: not any(str(tmp_path) in " ".join(environment_of(process)) for process in psutil.process_iter()),
+        "the end of all that it started",
+    )
 
 
 def environment_of(process: psutil.Process) -> list[str]:

@@ -36,7 +36,8 @@ def sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_down_ends_the_server_of_an_up_that_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-c", "from flows.cli.main import main; main()", "up", "--port", "47200"]
+    held = "import time; from flows.cli import machine; machine.start_worker = lambda *_: time.sleep(3600)"
+    command = [sys.executable, "-c", f"{held}; from flows.cli.main import main; main()", "up", "--port", "47200"]
     up = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
         wait_until(lambda: "server" in parts().values())
@@ -53,6 +54,7 @@ def test_down_ends_the_server_of_an_up_that_was_killed(tmp_path: Path, capsys: p
 
 def test_up_ends_what_an_up_that_was_killed_has_left(sleeping: None) -> None:
     left = machine._spawn("server", SLEEPER, URL), machine._spawn("worker", SLEEPER, URL)
+    wait_until(lambda: sorted(parts().values()) == ["server", "worker"])  # not before their environments are there
     begun = machine._start(47300)
     assert not any(machine.alive(one) for one in left)
     assert machine.alive(begun.server) and machine.alive(begun.worker)
@@ -62,6 +64,7 @@ def test_a_keeper_that_nobody_has_written_down_is_replaced(sleeping: None, monke
     server, worker = machine._spawn("server", SLEEPER, URL), machine._spawn("worker", SLEEPER, URL)
     machine.write(machine.Machine(URL, server, worker))
     left = machine._spawn("keeper", SLEEPER, URL)
+    wait_until(lambda: "keeper" in parts().values())
     machine._start(47300)
     assert not machine.alive(left) and machine.alive(server) and machine.alive(worker)
 
