@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 import psutil
+from warm_processes import SERVER
 
 
 def listening(roots: Iterable[psutil.Process]) -> dict[str, list[str]]:
     """The addresses on which each of `roots` and its descendants listens, by the process's number and command."""
-    family = {process for root in roots for process in (root, *root.children(recursive=True))}
-    return {f"{process.pid} {' '.join(process.cmdline())}": _addresses(process) for process in family}
+    found = {}
+    for process in {process for root in roots for process in _family(root)}:
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            found[f"{process.pid} {' '.join(process.cmdline())}"] = _addresses(process)
+    return found
+
+
+def _family(process: psutil.Process, is_root: bool = True) -> Iterator[psutil.Process]:
+    """A process and its descendants, but not the server that forks for all tests, nor what it has forked."""
+    with suppress(psutil.NoSuchProcess):
+        if is_root or str(SERVER) not in process.cmdline():
+            yield process
+            for child in process.children():
+                yield from _family(child, is_root=False)
 
 
 def beyond_loopback(roots: Iterable[psutil.Process]) -> dict[str, list[str]]:

@@ -85,7 +85,7 @@ def test_every_server_holds_every_version_it_is_sent(urls: list[str]) -> None:
 
 
 def test_the_group_listens_on_loopback_alone(urls: list[str]) -> None:
-    sender = Sender("gloo", 5.0)
+    sender = Sender("gloo", LIMIT)
     sender.send(weights(0.5), sending(urls, 1))
     members = [psutil.Process(), *(psutil.Process(PROCESSES[url]) for url in urls)]
     assert sum(map(len, listening(members).values())) >= 3 + 2, "each member's socket, and the servers'"
