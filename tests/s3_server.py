@@ -71,7 +71,13 @@ class S3Process(S3Server):
 def s3_server(folder: Path) -> Iterator[S3Process]:
     """Serve the bucket `arealflow` from `folder` on free loopback ports; stopped at the end."""
     keys = f"areal{secrets.token_hex(6)}", secrets.token_hex(20)
-    server = start_server(folder, keys, dict(zip(PORTS, free_ports(len(PORTS)), strict=True)))
+    for tries_left in (2, 1, 0):
+        try:
+            server = start_server(folder, keys, dict(zip(PORTS, free_ports(len(PORTS)), strict=True)))
+            break
+        except RuntimeError:  # somebody may have taken a port meanwhile
+            if not tries_left:
+                raise
     try:
         yield server
     finally:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -21,6 +22,7 @@ from waiting import LIMIT, wait_until
 from areal_tasks.engines.ports import loopback_port
 from flows.cli import machine
 from flows.home import home
+from schemas.errors import UserError
 
 T = TypeVar("T")
 
@@ -45,20 +47,32 @@ def prefect_server(home_folder: Path) -> Iterator[str]:
     """The address of a server's API. Its home, and settings for it, are in force meanwhile."""
     from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings  # not for tests that need no server
 
-    url = f"http://127.0.0.1:{loopback_port()}/api"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AREALFLOW_HOME", str(home_folder))
         patch.setattr(machine, "START_SECONDS", LIMIT)
         (home() / "prefect").mkdir()
-        server = machine.start_server(url)
+        url, server = _prefect_server()
         try:
-            machine._wait_for(url, server)
             patch.setenv("PREFECT_API_URL", url)
             patch.setenv("PREFECT_HOME", str(home() / "prefect"))
             with temporary_settings({PREFECT_API_URL: url, PREFECT_HOME: home() / "prefect"}):
                 yield url
         finally:
             machine.stop(server)
+
+
+def _prefect_server(tries: int = 3) -> tuple[str, machine.Started]:
+    """Its API's address, once it answers. Somebody else may take its port while it starts: then it gets another."""
+    url = f"http://127.0.0.1:{loopback_port()}/api"
+    server = machine.start_server(url)
+    try:
+        machine._wait_for(url, server)
+    except BaseException as error:
+        machine.stop(server)
+        if isinstance(error, UserError) and tries > 1:
+            return _prefect_server(tries - 1)
+        raise
+    return url, server
 
 
 @dataclass(frozen=True)
@@ -99,6 +113,8 @@ def arealflow_up(home_folder: Path) -> Iterator[Up]:
     started = found.arealflow("up", "--port", str(port))
     try:
         assert started.returncode == 0, started.stdout + started.stderr
+        api_url = json.loads((home_folder / "up.json").read_text())["api_url"]  # if another port was taken
+        found = replace(found, url=api_url.removesuffix("/api"))
         assert found.url in started.stdout
         yield found
     finally:
