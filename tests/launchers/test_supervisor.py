@@ -146,7 +146,7 @@ def test_nothing_waits_for_a_service_that_is_started_again(begin: Begin) -> None
     handle(supervisor, "ready").process.wait()
     assert supervisor.ended(["ready"]) and not supervisor.ended(["other"])
     assert supervisor.look(["ready", "other"], WEIGHTS) == [Ready(urls[1])], "the other is there at once"
-    assert supervisor.look(["ready"]) == []
+    assert supervisor.look(["ready"], WEIGHTS) == []
     supervisor.wait(["ready"], WEIGHTS)
     [there] = supervisor.look(["ready"])
     assert (there.restart, there.weights) == (1, WEIGHTS) and not supervisor.ended(["ready"])

@@ -132,9 +132,10 @@ def test_what_a_workflow_raises_is_its_own(error: BaseException) -> None:
 
 
 def test_a_group_that_is_given_up_is_cancelled_in_its_thread() -> None:
-    cancelled = threading.Event()
+    begun, cancelled = threading.Event(), threading.Event()
 
     async def what(group: int, client: Any) -> None:
+        begun.set()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -144,8 +145,9 @@ def test_a_group_that_is_given_up_is_cancelled_in_its_thread() -> None:
     async def work() -> None:
         apart = Apart(Does(what), LIMIT)
         context = WorkflowContext(cast(Any, Client()), 0, 1, 2, 1.0, 8)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(apart.run(Prompt(0, 0, 0, "p", "a", [1]), context), 0.05)  # it never ends by itself
+        group = asyncio.ensure_future(apart.run(Prompt(0, 0, 0, "p", "a", [1]), context))
+        assert await asyncio.to_thread(begun.wait, LIMIT)
+        group.cancel()
         assert await asyncio.to_thread(cancelled.wait, LIMIT)
 
     asyncio.run(work())

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 from trainer_builders import World, advantage, rlhf_recipe, rollout
+from waiting import LIMIT
 
 from areal_tasks.data.batching import Layout, lay_out
 from areal_tasks.engines.trainer import ahead, service
@@ -26,7 +27,6 @@ from schemas.recipe.sections import Trainer as TrainerSettings
 
 CPU = torch.device("cpu")
 LENGTHS = [9, 4, 13, 6, 11, 3, 8, 2, 10, 7, 12, 5]
-SECONDS = 30.0  # to wait for what must happen
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_thread_makes_an_item_while_the_one_before_is_used() -> None:
         items = Ahead(source(), thread)
         number, name, threads = next(items)
         assert (number, threads) == (0, 1) and name != threading.current_thread().name
-        assert made[1].wait(SECONDS)
+        assert made[1].wait(LIMIT)
         assert not made[2].is_set()  # one ahead, not more: items take memory
         assert [number for number, *_ in items] == [1, 2]
 
