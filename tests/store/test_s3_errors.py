@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 
 import pytest
-from s3_server import BUCKET, S3Server, free_ports
+from s3_server import BUCKET, S3Server
 
 from areal_tasks.store import s3 as s3_module
 from areal_tasks.store.backend import Store, StoreError, open_store
@@ -63,9 +63,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nobody_listens(
     s3: S3Server, impatient: None, monkeypatch: pytest.MonkeyPatch, use: Callable[[Store], object]
 ) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_ports(1)[0]}")
-    with pytest.raises(StoreError, match=r"cannot be reached .*check AWS_ENDPOINT_URL"):
-        use(open_store(f"s3://{BUCKET}/x"))
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{mute.getsockname()[1]}")
+        with pytest.raises(StoreError, match=r"cannot be reached .*check AWS_ENDPOINT_URL"):
+            use(open_store(f"s3://{BUCKET}/x"))
 
 
 def test_nobody_answers(s3: S3Server, impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
