@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stage_driver import GROUPS, drive, finished, left_over, start_driver, store_in, tiny
+from stage_driver import GROUPS, drive, finished, left_over, start_driver, start_marked, store_in, tiny
 from waiting import wait_until
 
 from areal_tasks.rollout.settled import Settled, settled_after
@@ -66,10 +68,16 @@ def check(run: Run, eta: int = ETA) -> None:
 
 
 def test_samples_are_older_than_the_policy_by_no_more_than_eta(tmp_path: Path) -> None:
-    run = finished(tmp_path, "ahead", ahead())
+    def execute(jobs: Sequence[Job]) -> list[Built]:
+        generation = jobs[0].context.generation
+        if generation is not None and jobs[0].label == "train 0":
+            wait_until(lambda: generation.book.ready() == ETA * GROUPS, "all that may begin with these weights")
+        return run_directly(jobs)
+
+    run = drive(tmp_path, "ahead", ahead(), execute)
     check(run)
     lags = run_sql(run.store, "ahead", "SELECT DISTINCT iteration - version_min AS lag FROM samples").to_pydict()["lag"]
-    assert max(lags) == ETA  # this model generates faster than it trains
+    assert max(lags) == ETA
 
 
 def test_forks_may_become_asynchronous_and_synchronous_again(tmp_path: Path) -> None:
@@ -96,10 +104,24 @@ def test_a_killed_flow_goes_on_with_what_waits_in_the_store(tmp_path: Path, die_
     check(load_run(store, "killed"))
 
 
+def die_ahead(folder: Path, name: str, recipe: Recipe, label: str) -> None:
+    """`drive`, killed before the job of that label once a group waits that no iteration has taken by then."""
+
+    def execute(jobs: Sequence[Job]) -> list[Built]:
+        generation = jobs[0].context.generation
+        if generation is not None and jobs[0].label == label:
+            live = generation.book.live
+            wait_until(lambda: any(i >= 2 * GROUPS and group.finished for i, group in list(live.items())))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run_directly(jobs)
+
+    drive(folder, name, recipe, execute)
+
+
 def test_what_waited_is_trained_on_as_it_was_generated(tmp_path: Path) -> None:
     """Rows of the spool are found again in the tables of iterations, to the bit: they were not generated twice."""
     recipe = ahead(rollout={"flush_seconds": 0.0})
-    start_driver(tmp_path, "killed", recipe, "train 1").wait()
+    start_marked(tmp_path, die_ahead, tmp_path, "killed", recipe, "train 1").wait()
     wait_until(lambda: not left_over(tmp_path))
     store = store_in(tmp_path)
     waiting = [
@@ -128,7 +150,8 @@ def test_a_held_run_begins_nothing_ahead_and_its_finished_groups_are_in_the_stor
             assert generation is not None
             wait_until(lambda: generation.book.ready() > 0, "groups that wait")
             generation.hold(True)
-            assert records.read_start(store_in(tmp_path), "held", 0)[1].finished
+            store = store_in(tmp_path)
+            wait_until(lambda: any(record.finished for record in records.read_start(store, "held", 0)), "the store")
         if generation is not None and label.startswith("train"):
             left[label] = len(generation.book.live)
         if label == "train 4":
