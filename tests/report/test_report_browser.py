@@ -99,6 +99,7 @@ def show(browser: Browser, store: Store, folder: Path) -> Iterator[Any]:
         context.set_default_timeout(1000 * LIMIT)
         contexts.append((context, seen := Opened(context.new_page())))
         seen.page.goto(target.as_uri())
+        expect(seen.page.locator(".plot:empty")).to_have_count(0)  # charts are drawn with the first frame
         return seen
 
     yield opened

@@ -206,12 +206,12 @@ def test_close_leaves_no_process_and_is_for_good() -> None:
     assert len(started) >= 3
     pool.close()
     pool.close()
-    assert not any(map(alive, started))
+    wait_until(lambda: not any(map(alive, started)), "their end")
     with pytest.raises(RuntimeError, match="closed"):
         judge(pool, "xx")
     with pytest.raises(RuntimeError, match="closed"):
         pool.__enter__()  # as a thread does that was to load it early, and comes too late
-    assert psutil.Process().children() == before
+    assert set(psutil.Process().children()) <= set(before)
 
 
 def test_close_does_not_wait_for_a_verifier_that_is_being_imported(
@@ -230,7 +230,7 @@ def test_close_does_not_wait_for_a_verifier_that_is_being_imported(
         pool.close()
         with pytest.raises(RuntimeError, match="closed"):
             loading.result()
-    wait_until(lambda: psutil.Process().children() == before, "the end of what was loading")
+    wait_until(lambda: set(psutil.Process().children()) <= set(before), "the end of what was loading")
 
 
 def forkserver_of(pool: VerifierPool) -> psutil.Process:

@@ -85,7 +85,7 @@ def test_every_server_holds_every_version_it_is_sent(urls: list[str]) -> None:
 
 
 def test_the_group_listens_on_loopback_alone(urls: list[str]) -> None:
-    sender = Sender("gloo", LIMIT)
+    sender = Sender("gloo", LIMIT, LIMIT)
     sender.send(weights(0.5), sending(urls, 1))
     members = [psutil.Process(), *(psutil.Process(PROCESSES[url]) for url in urls)]
     assert sum(map(len, listening(members).values())) >= 3 + 2, "each member's socket, and the servers'"
@@ -252,7 +252,7 @@ def test_an_end_that_ends_is_left_alone(failing: list[str]) -> None:
     told: list[Exception] = []
     before = set(threading.enumerate())
     orders = Orders(sending(failing[:1], 1), "/update_weights_from_distributed", [{}])
-    assert together(orders, lambda: None, over=Watch(told.append, 0.0)).keys() == {failing[0]}
+    assert together(orders, lambda: None, over=Watch(told.append, LIMIT)).keys() == {failing[0]}
     wait_until(lambda: set(threading.enumerate()) <= before, "the end of the watch")
     assert not told
 
