@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +34,7 @@ def group_by_server(items: list[pytest.Item]) -> None:
         USED.update({item.path: used[0]} if used else {})
     items.sort(key=lambda item: (item.path not in USED, item.path.parent.name not in LONG))
     names = {item.nodeid.partition("::")[0]: USED[item.path] for item in items if item.path in USED}
-    partial = session_folder.folder() / f"{GROUPS}.{id(items)}"
+    partial = session_folder.folder() / f"{GROUPS}.{os.getpid()}"
     partial.write_text(json.dumps(names))
     partial.rename(session_folder.folder() / GROUPS)
 

@@ -42,13 +42,14 @@ class Faults:
     checksums: bool = True  # whether spoiled answers keep the server's, by which a client finds them out
     held: threading.Event | None = None  # until it is set, no spoiled request is answered
     seen: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, method: str, path: str) -> bool:
-        self.seen.append(method)
-        if self.left > 0 and self.spoils(method, path):
-            self.left -= 1
-            return True
-        return False
+        with self.lock:
+            self.seen.append(method)
+            spoiled = self.left > 0 and self.spoils(method, path)
+            self.left -= spoiled
+            return spoiled
 
 
 @contextmanager
