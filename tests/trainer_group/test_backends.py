@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from two_ranks import STEPS, Player, go_on, play, publish_twice
 from warm_processes import Popen
 
 from areal_tasks.data.scratch import make_scratch
-from areal_tasks.engines.ports import loopback_port
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.ranks import environment
 from areal_tasks.store.shards import read_table
@@ -168,9 +168,11 @@ def answers(
     asked = {"backends": ranked, "local_checkpoints": checkpoints, "experts": experts, "peaks": peaks}
     text = json.dumps({**script, **asked})
     (folder / "script.json").write_text(text)
-    port = loopback_port()
-    ranks = [_start(folder, rank, port) for rank in (0, 1)]
-    ends = [process.wait() for process in ranks]
+    with socket.socket() as held:  # the first rank can listen there, and nobody else is given the port
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        ranks = [_start(folder, rank, held.getsockname()[1]) for rank in (0, 1)]
+        ends = [process.wait() for process in ranks]
     assert ends == [0, 0], "\n".join((folder / f"{rank}.log").read_text()[-3000:] for rank in (0, 1))
     found: dict[str, Any] = json.loads((folder / "answers.json").read_text())
     return found
