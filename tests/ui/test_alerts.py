@@ -69,7 +69,7 @@ def wrong(up: Up, alerts: Webhook, tmp_path_factory: pytest.TempPathFactory) -> 
     for cause in CAUSES:
         wait_until(lambda cause=cause: alerts.of(f"arealflow-{cause}"), cause)  # type: ignore[misc]
     wait_until(lambda: stalls(alerts), "the stall")
-    [process] = [p for p in psutil.process_iter(["environ"]) if is_flow(p, run)]
+    [process] = [p for p in psutil.process_iter(["environ", "cmdline"]) if is_flow(p, run)]
     os.kill(process.pid, signal.SIGKILL)
     wait_until(lambda: alerts.of("arealflow-crashed"), "the crash")
     wait_until(lambda: alerts.of("arealflow-failed"), "the failure")
@@ -84,8 +84,8 @@ def stalls(alerts: Webhook) -> list[dict[str, Any]]:
 
 def is_flow(process: psutil.Process, flow_run: str) -> bool:
     """Whether it is the flow run's own process, which the worker started."""
-    environ = process.info["environ"] or {}
-    return environ.get("PREFECT__FLOW_RUN_ID") == flow_run and "areal_tasks" not in " ".join(process.cmdline())
+    environ, command = process.info["environ"] or {}, process.info["cmdline"] or ()
+    return environ.get("PREFECT__FLOW_RUN_ID") == flow_run and "areal_tasks" not in " ".join(command)
 
 
 @pytest.mark.parametrize(("alert", "said"), CAUSES.items())

@@ -44,7 +44,7 @@ def flow_run(up: Up, page: Page) -> dict[str, Any]:
     """Filled in, submitted, and run to its end by the worker."""
     deployment = up.get("deployments/name/sft/quickstart")["id"]
     page.goto(f"{up.url}/deployments/deployment/{deployment}/run")
-    assert field(page, "Iterations").input_value() == "5", "the form shows the recipe of the deployment"
+    expect(field(page, "Iterations"), "the form shows the recipe of the deployment").to_have_value("5")
     for label, value in EDITED.items():
         field(page, label).fill(value)
     field(page, "run").fill("formed")
@@ -75,13 +75,19 @@ def test_the_run_obeys_the_form(up: Up, flow_run: dict[str, Any]) -> None:
 def test_a_field_out_of_bounds_is_refused_in_the_form(up: Up, page: Page) -> None:
     deployment = up.get("deployments/name/sft/quickstart")["id"]
     page.goto(f"{up.url}/deployments/deployment/{deployment}/run")
-    before = up.post("flow_runs/count")
+    mine = {"deployments": {"id": {"any_": [deployment]}}}
+    before = up.post("flow_runs/count", **mine)
     field(page, "Iterations").fill("0")
-    page.get_by_role("button", name="Submit").click()
-    expect(
-        page.get_by_text(re.compile("greater than or equal to 1|less than the minimum|[Ii]nvalid")).first
-    ).to_be_visible()
-    assert up.post("flow_runs/count") == before
+    message = page.get_by_text(re.compile("greater than or equal to 1|less than the minimum|[Ii]nvalid")).first
+
+    def refused() -> bool:
+        page.get_by_role("button", name="Submit").click()
+        with suppress(TimeoutError):
+            message.wait_for(timeout=20_000)  # then it is clicked again
+        return message.is_visible()
+
+    wait_until(refused, "the form to refuse it")
+    assert up.post("flow_runs/count", **mine) == before
 
 
 def test_a_task_run_leads_to_its_manifest(up: Up, flow_run: dict[str, Any], page: Page) -> None:
