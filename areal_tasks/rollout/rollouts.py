@@ -391,3 +391,15 @@ class Rollouts:
     def under_way(self) -> Mapping[str, int]:
         """The same, as the workers were last looked at."""
         return sum((Counter(link.busy) for link in self._links.values()), Counter[str]())
+
+
+def recover(book: Book, spool: Spool) -> list[RejectedGroup]:
+    """Enter into the book what earlier starts of the flow have left in the spool. Returns what they have rejected."""
+    waiting, rejected = spool.recover(book.settled)
+    for group in rejected:
+        book.reject(group.index)
+    kept = book.restore(waiting)
+    spool.forget({group.index for group in waiting} - {group.index for group in kept})
+    if waiting:
+        log.info("%d groups that had finished are in the store; %d of them can be used", len(waiting), len(kept))
+    return rejected

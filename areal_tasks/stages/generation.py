@@ -19,7 +19,7 @@ from areal_tasks.rollout.filters import kind_of
 from areal_tasks.rollout.judging import judged_with
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.orders import Begin, Written
-from areal_tasks.rollout.rollouts import Rollouts
+from areal_tasks.rollout.rollouts import Rollouts, recover
 from areal_tasks.rollout.settled import settled_after
 from areal_tasks.rollout.spooling import NOTHING_SPOOLED, Place, Spool, Writer
 from areal_tasks.rollout.staleness import Staleness
@@ -33,7 +33,7 @@ from areal_tasks.store.keys import digest_json, recipe_values
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import content_digest, read_table
 from schemas.errors import UserError
-from schemas.manifest import IterationCommit, RejectedGroup, StageManifest, TableRef
+from schemas.manifest import IterationCommit, StageManifest, TableRef
 from schemas.recipe.recipe import Recipe, RlhfRecipe
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class Generation:
         self.book.rule, self.book.pace = self._rule(context.iteration), recipe.rollout.pace
         kind = made_with(recipe, inputs.ref("prompts").digest)
         spool = Spool(run.store, run.name, run.owner, kind, self._spooled)
-        rejected = self._recover(spool)
+        rejected = recover(self.book, spool)
         rollouts = Rollouts(
             book=self.book,
             client=context.engines.servers.inference(waits=False),
@@ -160,17 +160,6 @@ class Generation:
         if context.iteration == self._first:  # else an iteration may have told of them, whose rollout was reused
             rollouts.rejections.counts.update(kind_of(group.reason) for group in rejected)
         return rollouts
-
-    def _recover(self, spool: Spool) -> list[RejectedGroup]:
-        """Enter what earlier starts of the flow have left in the spool into the book; what they have rejected."""
-        waiting, rejected = spool.recover(self.book.settled)
-        for group in rejected:
-            self.book.reject(group.index)
-        kept = self.book.restore(waiting)
-        spool.forget({group.index for group in waiting} - {group.index for group in kept})
-        if waiting:
-            log.info("%d groups that had finished are in the store; %d of them can be used", len(waiting), len(kept))
-        return rejected
 
     def _rule(self, k: int) -> Staleness:
         rollout = self._recipe_at(k).rollout  # type: ignore[union-attr]

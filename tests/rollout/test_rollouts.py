@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
@@ -188,35 +187,6 @@ def test_nothing_is_generated_that_no_iteration_is_left_to_train_on() -> None:
         for _ in range(2):
             found.consume(await found.groups())
         assert sorted(scene.begun) == list(range(2 * BATCH)) and not found.book.live
-
-    go(work())
-
-
-@given(st.integers(0, 3), st.integers(0, 2**32), st.integers(1, 6))
-@settings(max_examples=60, deadline=None)
-def test_whatever_order_groups_end_in_each_is_taken_once_and_none_too_late(eta: int, seed: int, last: int) -> None:
-    async def work() -> None:
-        scene = Scene(at_once=False)
-        found, consumed, draw = rollouts(scene, some_store(), eta, last), Counter[int](), random.Random(seed)
-
-        async def end_some() -> None:
-            while True:
-                await asyncio.sleep(0)  # a turn of the event loop
-                waiting = [future for future in scene.ends.values() if not future.done()]
-                if waiting:
-                    draw.choice(waiting).set_result(None)
-
-        ending = asyncio.ensure_future(end_some())
-        for k in range(last + 1):
-            scene.version = k
-            taken = await found.groups()
-            lags = [k - version for version in found.rows["version_min"].to_pylist()]
-            assert len(taken) == BATCH and taken == sorted(taken) and all(0 <= lag <= eta for lag in lags)
-            consumed.update(taken)
-            found.consume(taken)
-        ending.cancel()
-        assert set(consumed.values()) == {1} and not found.book.live
-        assert sorted(consumed) == list(range((last + 1) * BATCH))
 
     go(work())
 

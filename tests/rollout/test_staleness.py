@@ -5,9 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.settled import Settled
@@ -83,125 +82,6 @@ def test_settled_groups_are_a_set(indices: list[int], prefix: int) -> None:
     missing = settled.missing()
     assert [next(missing) for _ in range(5)] == [i for i in range(100) if i not in expected][:5]
     assert all(b > settled.prefix for b in settled.beyond)
-
-
-class Run(RuleBasedStateMachine):
-    """A run whose flow is killed, with servers that lag, groups that are rejected, and batches that change."""
-
-    @initialize(eta=st.integers(0, 3), batches=BATCHES, servers=st.integers(1, 3), pace=st.none() | st.integers(0, 4))
-    def begin(self, eta: int, batches: list[int], servers: int, pace: int | None) -> None:
-        self.batches, self.eta = batches, eta
-        self.book = Book(staleness(eta, batches), 0, pace=pace)
-        self.servers = [0] * servers
-        self.trained = 0  # iterations trained: the newest version
-        self.consumed: dict[int, int] = {}  # group -> iteration
-        self.rejected: set[int] = set()
-        self.spooled: dict[int, int] = {}  # group -> version of its oldest token: what outlives the flow
-
-    @property
-    def over(self) -> bool:
-        return self.book.next == len(self.batches)
-
-    def running(self) -> list[int]:
-        return sorted(index for index, live in self.book.live.items() if not live.finished)
-
-    @rule(pick=st.integers(0, 2))
-    def lease(self, pick: int) -> None:
-        if not self.over:
-            for index in self.book.lease(self.servers[pick % len(self.servers)]):
-                assert index not in self.consumed and index not in self.rejected
-
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        if running := self.running():
-            index = data.draw(st.sampled_from(running))
-            floor = self.book.live[index].version
-            self.book.finish(index, data.draw(st.integers(floor, max(floor, max(self.servers)))))
-
-    @rule(data=st.data(), rejected=st.booleans())
-    def fail(self, data: st.DataObject, rejected: bool) -> None:
-        if running := self.running():
-            index = data.draw(st.sampled_from(running))
-            if rejected:
-                self.book.reject(index)
-                self.rejected.add(index)
-            else:
-                self.book.fail(index)
-
-    @rule(data=st.data())
-    def spool(self, data: st.DataObject) -> None:
-        done = sorted(i for i, live in self.book.live.items() if live.finished and i not in self.spooled)
-        if done:
-            index = data.draw(st.sampled_from(done))
-            self.spooled[index] = self.book.live[index].version
-
-    @rule(eta=st.integers(0, 3))
-    def restart(self, eta: int) -> None:
-        """The flow is killed and started again, perhaps with another η. What was not spooled begins again."""
-        if self.over:
-            return
-        settled = Settled().add(self.consumed.keys() | self.rejected)
-        before, self.eta = self.eta, eta
-        self.book = Book(staleness(eta, self.batches), self.book.next, settled, self.book.pace)
-        self.trained, waiting = self.book.next, [Finished(i, v) for i, v in self.spooled.items() if i not in settled]
-        self.servers = [self.trained] * len(self.servers)
-        kept = self.book.restore(waiting)
-        assert eta < before or kept == sorted(waiting, key=lambda group: (group.version, group.index))
-        self.spooled = {group.index: group.version for group in kept}
-
-    @rule()
-    def take(self) -> None:
-        """At most one iteration ahead of the trainer."""
-        if self.over or self.book.next > self.trained + 1:
-            return
-        if (chosen := self.book.take()) is not None:
-            k = self.book.next
-            assert len(chosen) == self.batches[k]
-            assert all(0 <= k - group.version <= self.eta for group in chosen)
-            assert not any(group.index in self.consumed for group in chosen)
-            self.consumed |= {group.index: k for group in chosen}
-            self.book.consume(group.index for group in chosen)
-
-    @precondition(lambda self: self.trained < self.book.next)
-    @rule()
-    def train(self) -> None:
-        self.trained += 1
-
-    @rule(pick=st.integers(0, 2))
-    def update(self, pick: int) -> None:
-        """A lagging server skips to the newest version."""
-        self.servers[pick % len(self.servers)] = self.trained
-
-    @invariant()
-    def the_rule_holds(self) -> None:
-        if not hasattr(self, "book"):
-            return
-        live = [live.version for live in self.book.live.values()]
-        if not self.over:
-            assert self.book.rule.holds(self.book.next, live)
-        else:
-            assert not live  # nothing is generated without an iteration left to train on it
-
-    def teardown(self) -> None:
-        """Whatever has happened, the run comes to its end when servers and groups do what they do: no deadlock."""
-        if not hasattr(self, "book"):
-            return
-        for _ in range(4 * len(self.batches) + 4):
-            self.servers = [self.trained] * len(self.servers)
-            if not self.over:
-                self.lease(0)
-            for index in self.running():
-                self.book.finish(index, self.book.live[index].version)
-            self.take()
-            if self.trained < self.book.next:
-                self.trained += 1
-        assert self.over and sum(self.batches) == len(self.consumed)
-        assert not self.rejected & set(self.consumed)
-        assert all(index in self.book.settled for index in self.consumed.keys() | self.rejected)
-
-
-Run.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
-TestRun = Run.TestCase
 
 
 @pytest.mark.parametrize("eta", [0, 1, 4])

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from near import some_store
 from test_rollouts import BATCH, Scene, at, go, rollouts
 from waiting import until
@@ -23,48 +20,6 @@ from areal_tasks.store.spool import StartClosed, read_start
 @pytest.fixture
 def local_store(tmp_path: Path) -> Store:
     return open_store(tmp_path.as_uri())
-
-
-@given(st.integers(0, 3), st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 3), st.sampled_from([0.0, 3600.0]))
-@settings(max_examples=40, deadline=None)
-def test_whatever_workers_are_killed_each_group_is_taken_once_and_none_too_late(
-    eta: int, seed: int, last: int, workers: int, flush_seconds: float
-) -> None:
-    async def work() -> None:
-        scene, draw, store = Scene(at_once=False), random.Random(seed), some_store()
-        found = rollouts(scene, store, eta, last, flush_seconds=flush_seconds, group_attempts=1)
-        starts = {str(n): 0 for n in range(workers)}
-
-        async def happen() -> None:
-            while True:
-                await asyncio.sleep(0)  # a turn of the event loop
-                waiting = [future for future in scene.ends.values() if not future.done()]
-                if waiting:
-                    draw.choice(waiting).set_result(None)
-                if draw.random() < 0.02:
-                    url = draw.choice(list(starts))
-                    found.near(url).lose()
-                    starts[url] += 1
-                    await found.have(set(starts.items()))
-
-        happening, consumed = None, Counter[int]()
-        for k in range(last + 1):
-            scene.version = k
-            taking = asyncio.ensure_future(found.groups(workers))
-            happening = happening or asyncio.ensure_future(happen())
-            taken = await taking
-            lags = [k - version for version in found.rows["version_min"].to_pylist()]
-            assert len(taken) == BATCH and all(0 <= lag <= eta for lag in lags)
-            consumed.update(taken)
-            found.consume(taken)
-        assert happening is not None and happening.cancel()
-        assert set(consumed.values()) == {1} and not found.book.live and not found.book.failures
-        assert sorted(consumed) == list(range((last + 1) * BATCH))
-        await found.close()
-        left, rejected = at(store, owner=2).recover(found.book.settled)
-        assert not left and not rejected
-
-    go(work())
 
 
 def test_workers_share_the_groups_and_the_table_is_in_order() -> None:

@@ -1,0 +1,374 @@
+"""A run's flow, workers, spool and commits as one state machine: any of them is killed between any two steps.
+
+All of it is what a run uses, but for HTTP, processes and the trainer: the book, workers and their groups, filters, the
+spool in a real store, and what a commit says of them. Threads run what they are given at once, so that every
+interleaving is one of the machine's choices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, cast
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from near import Here, Near, some_store
+from test_filters import judgement
+from test_rollouts import at, sample, writer
+
+from areal_tasks.engines.client import InferenceClient
+from areal_tasks.rewards.pool import VerifyResult
+from areal_tasks.rewards.protocol import Row
+from areal_tasks.rollout.book import Book
+from areal_tasks.rollout.judging import Judge
+from areal_tasks.rollout.link import Link, Listener
+from areal_tasks.rollout.orders import Written
+from areal_tasks.rollout.rollouts import recover
+from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.spooling import NOTHING_SPOOLED, Place
+from areal_tasks.rollout.staleness import Staleness
+from areal_tasks.rollout.worker.groups import Groups
+from areal_tasks.store.backend import Store
+from areal_tasks.store.shards import read_table
+from areal_tasks.store.spool import StartClosed, close_start, number_of_starts, read_spool
+from areal_tasks.workflows import Prompt, Sample, WorkflowContext
+from schemas.recipe.filters import Filters
+from schemas.recipe.sections import Rollout
+
+ENOUGH_TURNS = 50  # of the event loop, after which nothing happens by itself any more
+FILTERS = Filters(min_success=0.5, max_rejected=10_000)
+
+
+class AtOnce(ThreadPoolExecutor):
+    """Runs what it is given in the thread that gives it."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A group that a worker generates; `end` is set to what its workflow returns, or raises."""
+
+    group: int
+    number: int
+    floor: int
+    end: asyncio.Future[list[Sample]]
+
+
+class Servers:
+    """The client of servers that hold `version`, and the workflow that generates on them."""
+
+    def __init__(self) -> None:
+        self.version, self.capacity = 0, 20
+        self.followers: Any = None
+        self.serving: Any = None
+        self.attempts: list[Attempt] = []
+
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
+        end = asyncio.get_running_loop().create_future()
+        floor = cast(Any, context.client)._floor
+        self.attempts.append(Attempt(prompt.group_id, len(self.attempts), floor, end))
+        return await end
+
+    def open(self) -> list[Attempt]:
+        return [attempt for attempt in self.attempts if not attempt.end.done()]
+
+
+def verify(rows: Sequence[Row]) -> list[VerifyResult]:
+    return [judgement(float(row.completion)) for row in rows]
+
+
+def finished(attempt: Attempt, version: int, reward: float) -> list[Sample]:
+    """What the workflow returns; the rows say which attempt made them."""
+    one = sample(attempt.group, version)
+    return [replace(one, completion=f"{reward}", input_ids=[1, attempt.number, attempt.group])]
+
+
+@dataclass
+class Commit:
+    """What the last commit says, and the next iteration's rollout if that is committed already."""
+
+    next: int = 0
+    settled: Settled = Settled()  # noqa: RUF009 - frozen
+    places: Sequence[Place] = tuple(NOTHING_SPOOLED)
+    rollout: list[int] | None = None
+
+
+class Run(RuleBasedStateMachine):
+    """`trained`: the newest version there is. `consumed`: by group, the iteration and the attempt."""
+
+    @initialize(
+        eta=st.integers(0, 3),
+        batches=st.lists(st.integers(1, 3), min_size=1, max_size=5),
+        workers=st.integers(1, 3),
+        pace=st.none() | st.integers(0, 4),
+        flush_seconds=st.sampled_from([0.0, 3600.0]),
+    )
+    def begin(self, eta: int, batches: list[int], workers: int, pace: int | None, flush_seconds: float) -> None:
+        self.pace = pace
+        self.limits = Rollout(group_attempts=2, max_failed_groups=10_000, flush_seconds=flush_seconds)
+        self.batches, self.store, self.servers = batches, some_store(), Servers()
+        self.consumed: dict[int, tuple[int, int]] = {}
+        self.returned: dict[int, int] = {}  # version, by the number of the attempt
+        self.commit, self.trained, self.zombies, self.owners = Commit(), 0, list[Near](), count(1)
+        self.runner = asyncio.Runner()
+        self.runner.get_loop().set_default_executor(AtOnce(1))
+        self.starts = {str(worker): 0 for worker in range(workers)}
+        self.do(self.start(eta), ENOUGH_TURNS)
+
+    def do(self, work: Any, turns: int) -> None:
+        """Do this, then so many turns of the event loop; the stage at work may end meanwhile."""
+
+        async def done() -> None:
+            await work
+            await self.pass_time(turns)
+
+        self.runner.run(done())
+
+    async def pass_time(self, turns: int) -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if self.taking is not None and self.taking.done():
+            self.took(self.taking.result())
+
+    # ── the flow ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self, eta: int) -> None:
+        """A start of the flow, from what the store has, as `Generation` does it."""
+        self.eta, owner, last = eta, next(self.owners), len(self.batches) - 1
+        rule_ = Staleness(eta, last, lambda k: self.batches[min(k, last)])
+        book = Book(rule_, self.commit.next, self.commit.settled, self.pace)
+        if self.commit.rollout is not None:
+            book.consume(self.commit.rollout)
+        spool = replace(at(self.store, owner), first=self.commit.places)
+        recover(book, spool)
+        everything, _ = at(self.store, owner).recover(book.settled)
+        assert {g.index for g in everything if book.rule.deadline(g.version) >= book.next} >= book.live.keys()
+        assert {g.index for g in spool.recover(book.settled)[0]} == {g.index for g in everything}
+        client = cast(InferenceClient, self.servers)
+        self.found = Here(book, client, cast(Any, None), self.connect, self.limits, spool, writer(self.store, owner))
+        self.taking: asyncio.Task[list[Written]] | None = None
+        self.servers.version = self.trained = self.commit.next
+        await self.found.have(set(self.starts.items()))
+
+    def connect(self, url: str, flow: Listener) -> Link:
+        client = cast(InferenceClient, self.servers)
+        context = WorkflowContext(client=client, seed=0, group_size=1, max_new_tokens=2, temperature=1.0, max_length=8)
+
+        def make(tell: Any) -> Groups:
+            judge = Judge(verify, "with", FILTERS)
+            return Groups(self.servers, context, prompt, self.limits, writer(self.store), tell, judge)
+
+        return Near(url, flow, make).link
+
+    @property
+    def over(self) -> bool:
+        return self.commit.next == len(self.batches)
+
+    @rule(eta=st.integers(0, 3), turns=st.integers(0, 20))
+    def kill_flow(self, eta: int, turns: int) -> None:
+        """Its workers live on for a while, perhaps; the next start may have another η."""
+        if self.over:
+            return
+
+        async def work() -> None:
+            if self.taking is not None:
+                self.taking.cancel()
+            for url in self.starts:
+                self.leave_alone(url)
+            await self.start(eta)
+
+        self.do(work(), turns)
+
+    @precondition(lambda self: self.may_take())
+    @rule(turns=st.integers(0, 20))
+    def take(self, turns: int) -> None:
+        """The next iteration's rollout begins, on servers that lag behind by η at most."""
+
+        async def work() -> None:
+            self.taking = asyncio.ensure_future(self.found.take(f"run/rollout/{next(self.owners)}"))
+
+        self.do(work(), turns)
+
+    def may_take(self) -> bool:
+        free = not self.over and self.commit.rollout is None and self.taking is None
+        return free and self.servers.version >= self.commit.next - self.eta
+
+    def took(self, parts: list[Written]) -> None:
+        """The rollout's tables are written, and its stage is committed."""
+        k, self.taking = self.commit.next, None
+        rows = pa.concat_tables([read_table(self.store, part.tables["rollout"]) for part in parts]).to_pylist()
+        groups = [row["group_id"] for row in rows]
+        assert groups == sorted(set(groups)) and len(groups) == self.batches[k]
+        for row in rows:
+            attempt = self.servers.attempts[row["input_ids"][1]]
+            assert row["group_id"] == attempt.group == row["input_ids"][2] and attempt.group not in self.consumed
+            assert row["version_min"] == self.returned[attempt.number] and 0 <= k - row["version_min"] <= self.eta
+            self.consumed[attempt.group] = (k, attempt.number)
+        self.commit.rollout, left = groups, self.found.book.live.keys() - set(groups)
+        self.found.consume(groups)
+        assert left <= self.found.book.live.keys(), "none is given up for being slow"
+
+    @precondition(lambda self: self.commit.rollout is not None)
+    @rule(turns=st.integers(0, 20))
+    def train(self, turns: int) -> None:
+        """The iteration is trained and committed."""
+
+        async def work() -> None:
+            settled, places = await self.found.settled()
+            self.commit = Commit(self.commit.next + 1, settled, places)
+            self.trained += 1
+
+        self.do(work(), turns)
+
+    @rule(turns=st.integers(0, 20))
+    def publish(self, turns: int) -> None:
+        """The servers, which lag behind, have the newest weights."""
+
+        async def work() -> None:
+            self.servers.version = self.trained
+            self.found.begin()
+
+        self.do(work(), turns)
+
+    # ── the workers ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @rule(pick=st.integers(0), newer=st.integers(0), reward=st.sampled_from([1.0, 1.0, 0.0]), turns=st.integers(0, 20))
+    def finish(self, pick: int, newer: int, reward: float, turns: int) -> None:
+        """A group ends, a killed worker's perhaps. It is filtered out where its reward is 0."""
+        if attempts := self.servers.open():
+            attempt = attempts[pick % len(attempts)]
+            version = min(attempt.floor + newer % 3, max(self.trained, attempt.floor))
+            self.returned[attempt.number] = version
+            attempt.end.set_result(finished(attempt, version, reward))
+            self.do(self.pass_time(0), turns)
+
+    @rule(pick=st.integers(0), turns=st.integers(0, 20))
+    def fail(self, pick: int, turns: int) -> None:
+        if attempts := self.servers.open():
+            attempts[pick % len(attempts)].end.set_exception(KeyError("of the workflow"))
+            self.do(self.pass_time(0), turns)
+
+    @rule(pick=st.integers(0), turns=st.integers(0, 20))
+    def flush(self, pick: int, turns: int) -> None:
+        self.do(self.found.near(self.url(pick)).flush(), turns)
+
+    @rule(pick=st.integers(0), turns=st.integers(0, 20))
+    def kill_worker(self, pick: int, turns: int) -> None:
+        """Another process replaces it; the old one may live on, unseen."""
+        url = self.url(pick)
+
+        async def work() -> None:
+            lost = self.leave_alone(url)
+            lost.lose()
+            await self.found.have(set(self.starts.items()))
+
+        self.do(work(), turns)
+
+    @precondition(lambda self: self.zombies)
+    @rule(pick=st.integers(0), turns=st.integers(0, 20))
+    def zombie_flushes(self, pick: int, turns: int) -> None:
+        """What a process records that was replaced; it is told that its start was closed, if anybody knew of that."""
+
+        async def work() -> None:
+            with contextlib.suppress(StartClosed):
+                await self.zombies[pick % len(self.zombies)].groups.flush()
+
+        self.do(work(), turns)
+
+    def leave_alone(self, url: str) -> Near:
+        """The flow and the worker there lose sight of each other."""
+        near = self.found.near(url)
+        near.gone = True
+        self.zombies.append(near)
+        self.starts[url] += 1
+        return near
+
+    def url(self, pick: int) -> str:
+        return str(pick % len(self.starts))
+
+    # ── what holds ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @invariant()
+    def the_rule_holds(self) -> None:
+        if hasattr(self, "found") and (book := self.found.book).next < len(self.batches):
+            assert book.rule.holds(book.next, [live.version for live in book.live.values()])
+
+    def teardown(self) -> None:
+        """Whatever has happened, the run comes to its end when groups end and nobody is killed: no deadlock."""
+        if not hasattr(self, "runner"):
+            return
+        try:
+            for _ in range(20 * len(self.batches)):
+                if self.over:
+                    break
+                self.publish(ENOUGH_TURNS)
+                if self.may_take():
+                    self.take(ENOUGH_TURNS)
+                while self.servers.open():
+                    self.finish(0, 0, 1.0, ENOUGH_TURNS)
+                if self.commit.rollout is not None:
+                    self.train(ENOUGH_TURNS)
+            self.ended()
+        finally:
+            self.runner.close()
+
+    def ended(self) -> None:
+        """Each group was consumed once or rejected with a reason, and nothing is left over."""
+        assert self.over and len(self.consumed) == sum(self.batches) and not self.found.book.live
+        self.runner.run(self.found.close())
+        reasons = dict(rejections(self.store))
+        assert all(reason.startswith(("failed: KeyError", "min_success")) for reason in reasons.values())
+        settled = self.commit.settled
+        assert all(index in self.consumed or index in reasons for index in range(settled.prefix))
+        assert settled.beyond <= self.consumed.keys() | reasons.keys()
+        assert all(index in settled for index in self.consumed)
+        after = replace(at(self.store, owner=next(self.owners)), first=self.commit.places)
+        waiting, _ = after.recover(settled)
+        assert not waiting or self.zombies  # who was replaced may have recorded what is not needed any more
+        for start in range(number_of_starts(self.store, "run")):
+            close_start(self.store, "run", start, 99)  # nothing of a zombie's can come any more
+
+
+def rejections(store: Store) -> Iterator[tuple[int, str]]:
+    return ((group.index, group.reason) for record in read_spool(store, "run") for group in record.rejected)
+
+
+def prompt(group: int) -> Prompt:
+    return Prompt(group, group, 0, "p", "a", [1])
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Each failed group is worth a line in the log; here there are thousands."""
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def played(examples: int) -> Any:
+    """The machine as a test, of so many runs."""
+    case = type("Case", (Run,), {}).TestCase
+    case.settings = settings(
+        max_examples=examples, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    return pytest.mark.usefixtures("quiet")(case)
+
+
+TestSomeRuns = played(12)
+TestManyRuns = pytest.mark.slow("the same, more often")(played(150))
