@@ -35,7 +35,7 @@ SERVER: Final = Path(__file__).with_name("warm_server.py")
 #: What the local launcher need not start afresh.
 SERVICES: Final = (
     *("areal_tasks.engines.trainer", "areal_tasks.engines.embedded", "areal_tasks.engines.sglang"),
-    "areal_tasks.rollout.worker",
+    *("areal_tasks.rollout.worker", "failing_trainer"),
 )
 MESSAGE: Final = 1 << 18  # bytes at most
 INHERITED: Final = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", session_folder.FOLDER)

@@ -61,7 +61,7 @@ def alone(engine: Engine) -> object:
     return cache(lambda case: bits(Running(engine, sequences(case)).wait()))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     cases=st.lists(st.integers(0, 59), min_size=1, max_size=25),
     pauses=st.lists(st.sampled_from([0.0, 0.0, 0.001, 0.004]), min_size=25, max_size=25),

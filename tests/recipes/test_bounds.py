@@ -38,6 +38,9 @@ from schemas.recipe.load import RECIPES, apply_overrides, list_recipes, load_rec
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 
 GPUS = tuple(map(str, range(8)))
+#: Recipes whose settings are much like those of another one.
+LIKE = ("gsm8k-cpu", "gsm8k", "quickstart", "smollm2-gsm8k")
+OTHERS = pytest.mark.slow("the asynchronous recipe of that name has the same fields and more in use")
 #: What a bound may need beside it to have an effect, by field: the first that is accepted.
 COMPANIONS: dict[str, tuple[str, ...]] = {
     "model.max_length": (
@@ -269,7 +272,7 @@ def shipped(name: str) -> dict[str, Any]:
     return load_recipe(name).model_dump(mode="json", exclude_unset=True)
 
 
-@pytest.mark.parametrize("name", list_recipes())
+@pytest.mark.parametrize("name", [pytest.param(name, marks=OTHERS if name in LIKE else ()) for name in list_recipes()])
 def test_a_shipped_recipe_at_every_bound_is_refused_by_name_or_planned(name: str) -> None:
     values = shipped(name)
     for case in cases(RECIPES[values["flow"]]):

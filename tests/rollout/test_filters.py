@@ -168,7 +168,7 @@ def filtered(scene: Scene, store: Store, by: Judge, eta: int = 0, last: int = 99
 
 
 @given(st.sets(st.integers(0, 40), max_size=30), st.integers(0, 3), st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_each_group_is_taken_once_or_rejected_whatever_order_groups_end_in(
     unwanted: set[int], eta: int, seed: int
 ) -> None:
