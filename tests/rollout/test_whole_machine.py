@@ -142,7 +142,7 @@ class Run(RuleBasedStateMachine):
 
     async def pass_time(self, turns: int) -> None:
         for _ in range(turns):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # a turn of the event loop
         if self.taking is not None and self.taking.done():
             self.took(self.taking.result())
 
