@@ -23,7 +23,7 @@ from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import load_run
 from benchmarks.overhead import WARM, per_iteration
 from benchmarks.simulate import Layout, Simulation, Times
-from schemas.recipe.interruption import interruption
+from schemas.recipe.derived import interruption
 from schemas.recipe.load import parse_recipe
 from schemas.recipe.recipe import RlhfRecipe
 

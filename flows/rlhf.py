@@ -10,8 +10,8 @@ from areal_tasks.stages.preflight import check_inputs
 from flows.execute import child_recipe, execute, prepared, run_name
 from flows.patience import patiently
 from flows.sft import sft
+from schemas.recipe.load import first_name, warm_start
 from schemas.recipe.recipe import RlhfRecipe
-from schemas.recipe.warm_start import first_name, warm_start
 
 
 @flow(name="rlhf", validate_parameters=True)

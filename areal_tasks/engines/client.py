@@ -21,7 +21,7 @@ from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.server import Refused, Server, ServerDown, WrongVersion, each_token, stale_runs, version_runs
 from areal_tasks.engines.server_pool import ServerPool
 from schemas.errors import UserError
-from schemas.recipe.interruption import Interruption
+from schemas.recipe.derived import Interruption
 from schemas.recipe.sections import Inference
 
 ATTEMPTS: Final = 4  # servers a request is tried on: one that kills its server must not kill them all

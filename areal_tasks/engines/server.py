@@ -20,7 +20,7 @@ import orjson
 
 from areal_tasks.engines.watchdog import Sign
 from schemas.errors import UserError
-from schemas.recipe.interruption import Interruption
+from schemas.recipe.derived import Interruption
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from areal_tasks.engines.server import POLL_SECONDS, Router, Server, ServerDown,
 from areal_tasks.engines.sharing import Followers, NoFollowers, Serving, SharedServer
 from areal_tasks.engines.watchdog import Sign
 from schemas.errors import UserError
-from schemas.recipe.interruption import Interruption
+from schemas.recipe.derived import Interruption
 from schemas.recipe.sections import Inference
 
 log = logging.getLogger(__name__)

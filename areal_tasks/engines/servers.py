@@ -33,7 +33,7 @@ from areal_tasks.store.files import common_folder, read_weights
 from areal_tasks.store.runs import Run
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
-from schemas.recipe.interruption import interruption
+from schemas.recipe.derived import interruption
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from areal_tasks.data.ragged import Flat, flat, lengths, ragged, spread
 from areal_tasks.data.threads import one_thread
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns, tables_of
-from schemas.recipe.agreement import same_policy
+from schemas.recipe.derived import same_policy
 from schemas.recipe.recipe import RlhfRecipe
 from schemas.recipe.sections import Grpo, Reward
 from schemas.tables import ADVANTAGE

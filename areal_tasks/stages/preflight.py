@@ -18,9 +18,9 @@ from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import check_run
 from areal_tasks.store.segments import continued
 from schemas.errors import UserError
+from schemas.recipe.load import first_name, warm_start
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 from schemas.recipe.sources import source_kind
-from schemas.recipe.warm_start import first_name, warm_start
 
 
 def check_engines(recipe: Recipe) -> None:

@@ -10,7 +10,7 @@ from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.stages.context import Context
 from schemas.manifest import IterationCommit, WeightsRef
-from schemas.recipe.agreement import same_code_on_cpu
+from schemas.recipe.derived import same_code_on_cpu
 from schemas.recipe.recipe import RlhfRecipe
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from areal_tasks.stages.context import Context
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from schemas.manifest import StageManifest
-from schemas.recipe.agreement import needs_proximal
+from schemas.recipe.derived import needs_proximal
 from schemas.recipe.recipe import RlhfRecipe, SftRecipe
 
 #: What GRPO reads beyond the sections that every trainer reads.

@@ -16,8 +16,7 @@ from areal_tasks.store.runs import load_run
 from flows.cli.in_process import run_here
 from flows.cli.inspect import AsJson, StoreUrl
 from flows.cli.local import outcome
-from flows.cli.overrides import run_and_changes
-from schemas.recipe.load import apply_overrides, parse_recipe
+from schemas.recipe.load import apply_overrides, parse_recipe, run_and_changes
 
 Changes = Annotated[
     list[str] | None, typer.Argument(help="section.field=value …, in force from there on; run=NAME names the run.")

@@ -19,12 +19,11 @@ from areal_tasks.store.parallel import parallel
 from areal_tasks.store.query import Session, check_statement
 from areal_tasks.store.runs import Run, RunSummary, list_runs, load_run
 from areal_tasks.store.waits import standing_waits
-from flows.cli.overrides import run_and_changes
 from flows.home import logs_folder
 from flows.pages import clock_text
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, Wait, WaitsRecord
-from schemas.recipe.load import apply_overrides, load_recipe, parse_recipe
+from schemas.recipe.load import apply_overrides, load_recipe, parse_recipe, run_and_changes
 
 if TYPE_CHECKING:
     from areal_tasks.stages.build import Built

@@ -15,11 +15,10 @@ from areal_tasks.store.backend import open_store, store_url
 from flows.cli.deploy import is_file
 from flows.cli.in_process import run_here
 from flows.cli.machine import named_server
-from flows.cli.overrides import run_and_changes
 from flows.credentials import in_environment, may_be_kept, on_s3
 from flows.home import look_in
 from schemas.errors import UserError
-from schemas.recipe.load import load_recipe
+from schemas.recipe.load import load_recipe, run_and_changes
 from schemas.recipe.recipe import Recipe
 
 

@@ -17,7 +17,7 @@ from flows.cli.diff import show_sections
 from flows.cli.fork import child_name, parentage, told
 from flows.cli.in_process import call_flow
 from flows.cli.inspect import AsJson, StoreUrl
-from flows.cli.overrides import run_and_changes
+from schemas.recipe.load import run_and_changes
 
 
 class Start(StrEnum):

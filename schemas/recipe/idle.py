@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel
 
-from schemas.recipe.agreement import is_decoupled, same_policy
+from schemas.recipe.derived import is_decoupled, same_policy
 from schemas.recipe.fields import is_set
 from schemas.recipe.sources import SPLIT, source_kind
 

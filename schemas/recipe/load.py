@@ -1,14 +1,19 @@
-"""From a recipe's name or path, and overrides, to a checked recipe; from whatever is wrong to one readable message."""
+"""From a recipe's name or path, and overrides, to a checked recipe; from whatever is wrong to one readable message.
+
+YAML as recipes mean it: `1e-6` is a number, a key given twice is an error, and errors name line and column.
+"""
 
 from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from schemas.errors import UserError
@@ -16,13 +21,13 @@ from schemas.recipe.checks import PROBLEMS, REFUSED_KEYS
 from schemas.recipe.fields import nested_section
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 from schemas.recipe.sources import SPLIT, source_kind
-from schemas.recipe.yaml_text import parse_yaml
 
 RECIPES: Final[dict[str, type[RlhfRecipe] | type[SftRecipe] | type[EvaluateRecipe]]] = {
     "rlhf": RlhfRecipe,
     "sft": SftRecipe,
     "evaluate": EvaluateRecipe,
 }
+_FLOAT: Final = re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)$|^[-+]?(\d+\.\d*|\.\d+)$")
 
 
 def list_recipes() -> list[str]:
@@ -87,6 +92,35 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict
         value = parse_yaml(text, f"override '{override}'") if text.strip() else ""
         _set(result, key.strip().split("."), value, override)
     return result
+
+
+def first_name(name: str) -> str:
+    """The name of the SFT run whose last weights the run `name` begins with."""
+    return f"{name}-sft"
+
+
+def warm_start(recipe: RlhfRecipe, name: str) -> tuple[SftRecipe, RlhfRecipe]:
+    """The recipe of the SFT run that comes first, in the same store, and `recipe` with its last weights.
+
+    Raises:
+        UserError: there is no such recipe, or it is for another flow.
+    """
+    first = load_recipe(recipe.model.warm_start)
+    if not isinstance(first, SftRecipe):
+        raise UserError(f"model.warm_start: {recipe.model.warm_start!r} is a recipe for {first.flow}; name one for sft")
+    model = recipe.model.model_copy(update={"path": f"run://{first_name(name)}", "warm_start": ""})
+    here = {"store": recipe.store, "launcher": recipe.launcher}
+    return first.model_copy(update=here), recipe.model_copy(update={"model": model})
+
+
+def run_and_changes(words: Sequence[str] | None) -> tuple[str, list[str]]:
+    """Of a command line's `key=value` words: the name in `run=NAME` ("" without one), and those that change the recipe.
+
+    The last of a key counts.
+    """
+    settings = dict(word.partition("=")[::2] for word in words or [])
+    name = settings.pop("run", "")
+    return name, [f"{key}={value}" for key, value in settings.items()]
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
@@ -160,4 +194,28 @@ def _suggest(word: str, known: Iterable[str]) -> str:
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
-__all__ = ["RECIPES", "apply_overrides", "explain", "list_recipes", "load_recipe", "parse_recipe"]
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2's floats, refusing duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            problem = "a key should be text" if not isinstance(key, str) else f"the key '{key}' occurs twice"
+            if not isinstance(key, str) or key in seen:
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def parse_yaml(text: str, origin: str) -> Any:
+    """The value of a YAML text. UserError names `origin`, line and column."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader: builds plain values only
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UserError(f"{origin}{where}: no valid YAML: {getattr(error, 'problem', None) or error}") from None

@@ -11,12 +11,12 @@ from schemas.recipe.checks import (
     BASE_CHECKS,
     EVALUATION_CHECKS,
     GRPO_CHECKS,
+    ROLLOUT_CHECKS,
     TRAINING_CHECKS,
     refuse_problems,
 )
 from schemas.recipe.fields import Section, section, semantic
 from schemas.recipe.inference_checks import INFERENCE_CHECKS, trainer_gpus_suffice
-from schemas.recipe.rollout_checks import ROLLOUT_CHECKS
 from schemas.recipe.sections import (
     Alerts,
     Data,

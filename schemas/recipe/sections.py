@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from schemas.recipe.derived import Interruption
 from schemas.recipe.fields import Section, operational, section, semantic
 from schemas.recipe.filters import Filters
-from schemas.recipe.interruption import Interruption
 
 
 class ScratchModel(Section):

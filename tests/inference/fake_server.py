@@ -12,7 +12,7 @@ from aiohttp import web
 from waiting import until
 
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
-from schemas.recipe.interruption import Interruption
+from schemas.recipe.derived import Interruption
 from schemas.recipe.sections import Inference
 from tests.inference.virtual_time import run
 

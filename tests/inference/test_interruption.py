@@ -29,7 +29,7 @@ from areal_tasks.engines.embedded.slots import Slots
 from areal_tasks.engines.ports import listen
 from areal_tasks.engines.server import each_token
 from areal_tasks.store.backend import open_store
-from schemas.recipe.interruption import Interruption
+from schemas.recipe.derived import Interruption
 from schemas.recipe.sections import Inference
 from tests.inference.held import Held, logprobs_of_runs
 from tests.inference.helpers import MAX_LENGTH, VOCABULARY, make_engine, submit

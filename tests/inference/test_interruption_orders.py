@@ -21,7 +21,7 @@ from areal_tasks.engines.trainer.commands import Send, Sent
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.runs import open_run
 from schemas.manifest import WeightsRef
-from schemas.recipe.interruption import Interruption
+from schemas.recipe.derived import Interruption
 from schemas.recipe.load import load_recipe
 from tests.inference.fake_server import Fake, check, requests, run, serve, serving, until
 from tests.inference.fake_supervisor import FakeSupervisor, supervise

@@ -7,7 +7,7 @@ import pytest
 from areal_tasks.stages.graphs import iteration_plan
 from areal_tasks.store.keys import recipe_values
 from schemas.errors import UserError
-from schemas.recipe.agreement import is_decoupled, needs_proximal, same_code_on_cpu
+from schemas.recipe.derived import is_decoupled, needs_proximal, same_code_on_cpu
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe
 

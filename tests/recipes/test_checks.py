@@ -7,8 +7,8 @@ from pydantic import ValidationError
 
 from schemas.errors import UserError
 from schemas.recipe.checks import BASE_CHECKS, EVALUATION_CHECKS, GRPO_CHECKS, TRAINING_CHECKS
+from schemas.recipe.derived import interruption
 from schemas.recipe.idle import IDLE
-from schemas.recipe.interruption import interruption
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe
 

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 from areal_tasks.algorithms.behaviour import Bound
 from areal_tasks.algorithms.losses import LossMean
 from schemas.errors import UserError
-from schemas.recipe.agreement import is_decoupled, needs_proximal
+from schemas.recipe.derived import is_decoupled, needs_proximal
 from schemas.recipe.recipe import RlhfRecipe, SftRecipe
 from schemas.recipe.sections import Grpo, Model, Rollout, Trainer
 

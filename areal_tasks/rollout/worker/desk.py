@@ -29,7 +29,7 @@ from areal_tasks.store.backend import open_store
 from areal_tasks.store.shards import read_table
 from areal_tasks.workflows import SingleTurn, load_workflow
 from schemas.manifest import WeightsRef
-from schemas.recipe.interruption import interruption
+from schemas.recipe.derived import interruption
 from schemas.recipe.recipe import RlhfRecipe
 
 HEARTBEAT_SECONDS: Final = 1.0  # without news, after which the flow is told that there are none

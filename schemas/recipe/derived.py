@@ -1,11 +1,19 @@
-"""How near a recipe's server and trainer are to each other, and what training needs where they are not."""
+"""What follows from several fields of a recipe together.
+
+How near server and trainer are to each other, and what training needs where they are not; what new weights do to the
+requests that inference servers have under way.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from schemas.recipe.recipe import RlhfRecipe
+    from schemas.recipe.recipe import Recipe, RlhfRecipe
+
+
+#: What new weights do to the requests that inference servers have under way.
+Interruption = Literal["in_place", "abort", "drain"]
 
 
 def same_code_on_cpu(recipe: RlhfRecipe) -> bool:
@@ -45,3 +53,10 @@ def needs_proximal(recipe: RlhfRecipe) -> bool:
     """
     algorithm = recipe.algorithm
     return is_decoupled(recipe) and (algorithm.minibatches > 1 or algorithm.behaviour_level == "sequence")
+
+
+def interruption(recipe: Recipe) -> Interruption | None:
+    """What the recipe has new weights do, in place by default; none where nothing is under way: η is 0."""
+    if recipe.flow != "rlhf" or recipe.rollout.max_head_offpolicyness == 0:
+        return None
+    return recipe.rollout.interruption or "in_place"
