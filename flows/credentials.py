@@ -18,8 +18,7 @@ from typing import Any, Final
 
 import httpx
 
-from areal_tasks.store import s3_environment
-from areal_tasks.store.backend import default_url
+from areal_tasks.store.backend import default_url, s3_endpoint, s3_region
 from flows.home import home
 from schemas.errors import UserError
 
@@ -29,8 +28,8 @@ NEEDED: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 SECRETS: Final = (*NEEDED, "AWS_SESSION_TOKEN")
 #: Variables that say where the store is, and what reads them, or others in their stead, from the environment.
 PLACES: Final[Mapping[str, Callable[[], str]]] = {
-    "AWS_ENDPOINT_URL": s3_environment.endpoint,
-    "AWS_REGION": s3_environment.region,
+    "AWS_ENDPOINT_URL": s3_endpoint,
+    "AWS_REGION": s3_region,
 }
 #: How long a Prefect server that does not answer is asked again.
 AWAY_SECONDS = 60.0

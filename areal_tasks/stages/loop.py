@@ -26,9 +26,9 @@ from areal_tasks.stages.restored import restored_weights
 from areal_tasks.stages.stage import Stage
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.compact import Compactor
+from areal_tasks.store.files import newest_written
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run
-from areal_tasks.store.written import newest_written
 from schemas.manifest import IterationCommit, StageRef, WeightsRef
 from schemas.recipe.recipe import Recipe, RlhfRecipe
 

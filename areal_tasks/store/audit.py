@@ -17,9 +17,9 @@ from areal_tasks.store.files import common_folder
 from areal_tasks.store.inventory import entries
 from areal_tasks.store.keys import combine_digests
 from areal_tasks.store.parallel import parallel
-from areal_tasks.store.root import root_hash
 from areal_tasks.store.runs import load_run
 from areal_tasks.store.shards import read_table
+from areal_tasks.store.signing import root_hash
 from schemas.compaction import Compaction
 from schemas.manifest import (
     InputRef,

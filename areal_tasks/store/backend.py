@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 from urllib.parse import unquote, urlsplit
 
 from pyarrow.fs import FileSystem
@@ -21,6 +21,9 @@ from schemas.recipe.sources import holds_credentials
 
 #: The bytes of a large object, in pieces that lie somewhere in memory.
 Content = Sequence[bytes | memoryview]
+#: Each value has two names in the environment, and the first that is set counts.
+_ENDPOINT: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+_REGION: Final = ("AWS_REGION", "AWS_DEFAULT_REGION")
 
 
 class StoreError(UserError):
@@ -195,3 +198,17 @@ def open_store(named: str = "") -> Store:
 
         return Store(url, S3Backend(parts.netloc, parts.path.strip("/")))
     raise UserError(f"Store {named!r} is not supported: name a folder, file:///absolute/folder or s3://bucket/prefix.")
+
+
+def s3_endpoint() -> str:
+    """The URL of the S3 server, as the environment says; empty for AWS."""
+    return _environment(_ENDPOINT)
+
+
+def s3_region() -> str:
+    """The region; empty if the environment names none."""
+    return _environment(_REGION)
+
+
+def _environment(names: tuple[str, ...]) -> str:
+    return next((value for name in names if (value := os.environ.get(name))), "")

@@ -1,20 +1,27 @@
-"""Weights and checkpoints: folders of large files, uploaded once and named by a manifest beside them."""
+"""Weights and checkpoints: folders of large files, uploaded once and named by a manifest beside them.
+
+Weights that were handed to the servers directly need not be there: `newest_written` and `weights_made` tell.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from areal_tasks.store.backend import Store, StoreError
+from areal_tasks.store.backend import Missing, Store, StoreError
 from areal_tasks.store.commit import commit_once, decode, read_verified
 from areal_tasks.store.keys import combine_digests
 from areal_tasks.store.local import file_sha256
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.paths import checkpoint, weights
-from schemas.manifest import FileRef, Provenance, WeightsManifest, WeightsRef
+from schemas.manifest import FileRef, IterationCommit, Provenance, WeightsManifest, WeightsRef
+
+if TYPE_CHECKING:
+    from areal_tasks.store.runs import Run
 
 _NONE: Final[Mapping[str, str]] = {}
 _PATHS: Final = {"weights": weights, "checkpoint": checkpoint}
@@ -128,3 +135,23 @@ def weights_ref(store: Store, path: str) -> WeightsRef:
 def read_weights(store: Store, ref: WeightsRef) -> WeightsManifest:
     """The manifest that `ref` names, whose bytes are verified."""
     return read_verified(store, ref.path, ref.sha256, WeightsManifest)
+
+
+def newest_written(run: Run, head: IterationCommit) -> WeightsRef | None:
+    """The newest weights that the store has and `head` or a commit before it names; looks back one interval at most."""
+    commit = head
+    while (found := _newest(commit)) is None and commit.iteration:
+        commit = run.commit(commit.iteration - 1)
+    return found
+
+
+def _newest(commit: IterationCommit) -> WeightsRef | None:
+    return commit.weights if commit.weights.written else commit.published
+
+
+def weights_made(run: Run, commit: IterationCommit) -> WeightsRef:
+    """The weights that an iteration made: with η > 0 they may have been written after its commit."""
+    if not commit.weights.written:
+        with suppress(Missing):
+            return run.commit(commit.iteration + 1).published or commit.weights
+    return commit.weights

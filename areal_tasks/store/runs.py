@@ -32,10 +32,9 @@ from areal_tasks.store.fork import (
     origin_of,
     tell,
 )
-from areal_tasks.store.gaps import check_gaps
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.search import last_present
+from areal_tasks.store.search import check_gaps, last_present
 from areal_tasks.store.segments import check_same, compare, extends, read_segments
 from areal_tasks.store.tombstones import check_history_kept, check_run_kept
 from schemas.errors import UserError

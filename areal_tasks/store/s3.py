@@ -22,8 +22,7 @@ from botocore.exceptions import (
 )
 from pyarrow.fs import FileSystem, S3FileSystem
 
-from areal_tasks.store import s3_environment
-from areal_tasks.store.backend import Content, Exists, Missing, StoreError, Unavailable
+from areal_tasks.store.backend import Content, Exists, Missing, StoreError, Unavailable, s3_endpoint, s3_region
 from areal_tasks.store.s3_bulk import Bulk, bulk_options
 from schemas.errors import UserError
 
@@ -71,7 +70,7 @@ class S3Backend:
 
     def __init__(self, bucket: str, prefix: str) -> None:
         self.root = f"{bucket}/{prefix}".rstrip("/")
-        self.endpoint = s3_environment.endpoint() or None
+        self.endpoint = s3_endpoint() or None
         options = _options(self.endpoint)
         self.fs = s3fs.S3FileSystem(**options)
         self.fs.retries = 1  # botocore retries already
@@ -217,7 +216,7 @@ def _options(endpoint: str | None) -> dict[str, Any]:
         "secret": _credential("AWS_SECRET_ACCESS_KEY"),
         "token": os.environ.get("AWS_SESSION_TOKEN"),
         "endpoint_url": endpoint,
-        "client_kwargs": {"region_name": s3_environment.region() or "us-east-1"},
+        "client_kwargs": {"region_name": s3_region() or "us-east-1"},
         "config_kwargs": {
             "connect_timeout": _CONNECT_SECONDS,
             "read_timeout": _READ_SECONDS,

@@ -1,8 +1,20 @@
-"""Finding the end of a numbered sequence without listing it."""
+"""Finding the end of a numbered sequence without listing it, and records that a run must have, and has lost.
+
+Numbered records are found by asking for them one by one. So one that is missing looks like the end, and a start would
+go on from there, over the history that follows. What comes later betrays it, before a start writes it a second time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
+
+from areal_tasks.store import paths
+from areal_tasks.store.backend import Store, StoreError
+from areal_tasks.store.commit import read_record
+from schemas.manifest import IterationCommit, RunRecord
+
+_AHEAD: Final = (2, 3, 5, 9, 17, 33, 65)  # how far beyond the end is looked for what should not be there
 
 
 def last_present(present: Callable[[int], bool], first: int = 0) -> int:
@@ -18,3 +30,39 @@ def last_present(present: Callable[[int], bool], first: int = 0) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if present(middle) else (low, middle)
     return low
+
+
+def check_gaps(store: Store, name: str, record: RunRecord | None, segments: int) -> None:
+    """StoreError that names a missing record of the run, if others show that it was there. Changes nothing.
+
+    `record` is its `run.json`, none if there is none; `segments`, how many of them were found.
+    """
+    if record is None:
+        if any(store.exists(path) for path in (paths.owner(name, 1), paths.segment(name, 0))):
+            raise _missing(store, paths.run_record(name))
+        return
+    last = _end(store, lambda k: paths.iteration_commit(name, k), record.parent_iteration)
+    owner = _end(store, lambda n: paths.owner(name, n), 1)
+    if last < record.parent_iteration:
+        return
+    head = read_record(store, paths.iteration_commit(name, last), IterationCommit)
+    if head.segment >= segments:
+        raise _missing(store, paths.segment(name, segments))
+    if head.provenance.owner > owner:
+        raise _missing(store, paths.owner(name, owner + 1))
+
+
+def _end(store: Store, path: Callable[[int], str], first: int) -> int:
+    """The last number from `first` on that is there, unless there are some beyond the next."""
+    last = last_present(lambda n: store.exists(path(n)), first)
+    beyond = any(store.exists(path(last + ahead)) for ahead in _AHEAD)
+    if beyond and not store.exists(path(last + 1)):  # else another start has just written it
+        raise _missing(store, path(last + 1))
+    return last
+
+
+def _missing(store: Store, path: str) -> StoreError:
+    return StoreError(
+        f"{store.uri(path)} is missing, and what was written after it is there. Restore this file from a backup; "
+        "nothing was changed."
+    )

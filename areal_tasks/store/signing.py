@@ -1,22 +1,24 @@
-"""Signatures of a run's root hash: Ed25519 (RFC 8032), so that whoever verifies cannot sign.
+"""The root hash of a run, one value that vouches for its recipes and for every byte that its commits select; and its
+signatures: Ed25519 (RFC 8032), so that whoever verifies cannot sign.
 
 Prefect depends on `cryptography`, which is therefore there. It is imported when a key is used and not before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import commit_once, new_attempt, read_record
+from areal_tasks.store.commit import bytes_digest, commit_once, new_attempt, read_record
 from areal_tasks.store.journal import append, log_digest, log_length, read_log, user
-from areal_tasks.store.keys import digest_json
+from areal_tasks.store.keys import combine_digests, digest_json
+from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.root import root_hash
-from areal_tasks.store.runs import load_run
+from areal_tasks.store.runs import Run, load_run
 from schemas.errors import UserError
 from schemas.manifest import Signature
 
@@ -34,6 +36,27 @@ class Verified:
     signature: Signature
     problem: str = ""
     known: bool = False
+
+
+def root_hash(run: Run, iterations: int) -> str:
+    """SHA-256 over the last of the first `iterations` commits, and over `run.json` and the recipe segments until then.
+
+    A commit names the one before it and, through manifests, every file: it vouches for the whole history. What comes
+    later (more iterations, lines of the log, tags) does not change the root of what was there.
+
+    Raises:
+        StoreError: one of these files is missing.
+    """
+    named = [*([run.commit_path(iterations - 1)] if iterations else []), *_records(run, iterations)]
+    digests = parallel(lambda path: bytes_digest(run.store, path), named)
+    return combine_digests(dict(zip(named, digests, strict=True)))
+
+
+def _records(run: Run, iterations: int) -> Iterator[str]:
+    yield paths.run_record(run.name)
+    yield from (paths.segment(run.name, s.n) for s in run.segments if s.from_iteration < iterations)
+    if run.parent is not None:
+        yield from _records(run.parent, min(run.first, iterations))
 
 
 def sign(store: Store, name: str, root: str, iterations: int, key_file: Path) -> tuple[Signature, bool]:

@@ -18,9 +18,8 @@ from areal_tasks.store.backend import Store
 from areal_tasks.store.inventory import entries
 from areal_tasks.store.journal import append, log_length, read_log
 from areal_tasks.store.query import run_sql
-from areal_tasks.store.root import root_hash
 from areal_tasks.store.runs import load_run
-from areal_tasks.store.signing import sign, unsigned_lines, verify
+from areal_tasks.store.signing import root_hash, sign, unsigned_lines, verify
 from flows.cli import main
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit

@@ -23,8 +23,7 @@ from stage_driver import tiny
 
 from areal_tasks.engines import session
 from areal_tasks.launchers.supervisor import Supervisor
-from areal_tasks.store import s3_environment
-from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.backend import Store, open_store, s3_endpoint, s3_region
 from flows import credentials
 from flows.cli import s3_keys
 from flows.cli.main import main
@@ -170,7 +169,7 @@ def test_endpoint_and_region_are_kept_as_a_store_reads_them(api: str, monkeypatc
     assert arealflow("s3-keys") == 0 and kept_by_prefect() == wanted
     forget_keys(monkeypatch)
     assert take_s3_keys("s3://bucket/x") and of_environment() == wanted
-    assert (s3_environment.endpoint(), s3_environment.region()) == ("http://there:1", "there")
+    assert (s3_endpoint(), s3_region()) == ("http://there:1", "there")
 
 
 def test_a_session_token_of_other_keys_does_not_stay_beside_kept_ones(
