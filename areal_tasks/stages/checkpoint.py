@@ -1,10 +1,16 @@
-"""Checkpoints: written so rarely that re-training what follows one takes no longer than the recipe allows."""
+"""Checkpoints, written so rarely that re-training what follows one takes no longer than the recipe allows.
+
+After a restart the weights in force are the committed ones, or, where re-training does not repeat them, new ones.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 
+from areal_tasks.engines.handover import write_weights
+from areal_tasks.engines.recovery import stage_of
+from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.trainer.commands import Write
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.stages.build import Built
@@ -15,7 +21,8 @@ from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.files import commit_weights
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.manifest import IterationCommit, StageManifest, WeightsRef
-from schemas.recipe.recipe import EvaluateRecipe
+from schemas.recipe.derived import same_code_on_cpu
+from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
 
 log = logging.getLogger(__name__)
 
@@ -49,3 +56,33 @@ def write_checkpoint(context: Context, train: StageManifest) -> WeightsRef:
     files = context.engines.actor.after(train).checkpoint(command).files
     provenance = make_provenance(run.owner, started)
     return commit_weights(context.store, run.name, version, attempt, "checkpoint", files, provenance)
+
+
+def restored_weights(context: Context) -> WeightsRef | None:
+    """What the servers generate with in place of the committed weights; none where those still hold.
+
+    On a GPU, or on several ranks, training may not repeat itself bitwise. There the trainer is restored before
+    anything is generated, and what it holds is published as a new attempt of its version if it differs (DESIGN §8).
+    Elsewhere it is restored when it is first needed.
+    """
+    same = not isinstance(context.recipe, RlhfRecipe) or same_code_on_cpu(context.recipe)
+    if context.previous is None or same or not context.engines.servers.generates:
+        return None
+    for _ in range(context.recipe.launcher.restarts):
+        try:
+            return _restored(context, context.previous)
+        except (TrainerDown, ServerDown) as error:
+            log.warning("restoring version %d again: %s", context.previous.weights.version, error)
+    return _restored(context, context.previous)
+
+
+def _restored(context: Context, head: IterationCommit) -> WeightsRef | None:
+    version = head.weights.version
+    retrained = context.engines.actor.restored(version)
+    if retrained is None or retrained.same:
+        return None
+    trainer = context.engines.actor.after(stage_of(context.run, head, "train"))
+    ref = write_weights(context.run, trainer, version).ref
+    context.engines.servers.serve(ref)
+    log.warning("version %d was published anew as attempt %s: re-training did not repeat it", version, ref.attempt)
+    return ref

@@ -8,9 +8,8 @@ from areal_tasks.stages.evaluate import evaluate
 from areal_tasks.stages.initialise import initialise
 from areal_tasks.stages.planner import Plan, plan
 from areal_tasks.stages.prompts import prompts
-from areal_tasks.stages.proximal import proximal
 from areal_tasks.stages.publish import publish
-from areal_tasks.stages.reference import reference
+from areal_tasks.stages.reference import proximal, reference
 from areal_tasks.stages.rollout import rollout
 from areal_tasks.stages.scalars import scalars
 from areal_tasks.stages.stage import Stage

@@ -9,24 +9,26 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 from areal_tasks.engines.session import Engines
-from areal_tasks.stages.beside import Beside
 from areal_tasks.stages.build import Built, PrefectIds, build, carried, find_built
-from areal_tasks.stages.checkpoint import next_checkpoint
+from areal_tasks.stages.checkpoint import next_checkpoint, restored_weights
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.generation import Generation
 from areal_tasks.stages.graphs import evaluates_at_end, iteration_plan, iterations
 from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.publish import published_weights, unwritten
-from areal_tasks.stages.restored import restored_weights
 from areal_tasks.stages.stage import Stage
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.compact import Compactor
 from areal_tasks.store.files import newest_written
+from areal_tasks.store.parallel import in_background
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run
 from schemas.manifest import IterationCommit, StageRef, WeightsRef
@@ -49,6 +51,26 @@ class Job:
     def run(self, ids: PrefectIds) -> Built:
         with self.context.engines.watchdog.waiting(self.label):
             return build(self.stage, self.context, self.inputs, ids)
+
+
+class Beside:
+    """Work that goes on beside the next iteration's stages where η > 0 (DESIGN §9): publication, and evaluation.
+
+    A later commit names what it makes. At most one at a time, in a thread of its own.
+    """
+
+    def __init__(self) -> None:
+        self._work: Future[dict[str, Built]] | None = None
+
+    def begin(self, work: Callable[[], dict[str, Built]]) -> None:
+        """Begin `work`, in the caller's context. What was begun before must have been taken."""
+        assert self._work is None, "one at a time"
+        self._work = in_background(partial(copy_context().run, work), "beside")
+
+    def take(self) -> dict[str, Built]:
+        """What was built, when it is done; nothing if nothing was begun. Raises what the work has raised."""
+        work, self._work = self._work, None
+        return {} if work is None else work.result()
 
 
 @dataclass(frozen=True)

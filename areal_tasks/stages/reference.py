@@ -1,4 +1,10 @@
-"""reference: log-probabilities of the generated tokens under version 0, for a KL term."""
+"""Log-probabilities of the generated tokens, by the trainer.
+
+reference: under version 0, for a KL term.
+
+proximal: under the policy that the iteration begins with. They stand beside the server's own, with which the tokens
+were sampled: the two differ in rounding (DESIGN §5).
+"""
 
 from __future__ import annotations
 
@@ -26,6 +32,24 @@ def reference(recipe: RlhfRecipe) -> Stage:
         writes=("reference",),
         fields=("rollout.temperature", "model", "trainer.layout", "trainer.micro_batch_tokens", "trainer.backend"),
         after=("evaluate",) if recipe.inference.release_memory else (),  # one at a time on the GPU
+    )
+
+
+def proximal(recipe: RlhfRecipe) -> Stage:
+    """Per token `prox_logprobs`. Reads what a forward pass needs."""
+    return Stage(
+        name="proximal",
+        kind=Kind.INFERENCE,
+        version=1,
+        run=partial(logprobs, "policy"),
+        reads=columns("rollout", *COLUMNS["rollout"]),
+        writes=("proximal",),
+        fields=("rollout.temperature", "model", "trainer.layout", "trainer.micro_batch_tokens", "trainer.backend"),
+        carries=("policy",),
+        after=(
+            "reference",  # the same trainer: who restores it must not be disturbed
+            *(("evaluate",) if recipe.inference.release_memory else ()),  # one at a time on the GPU
+        ),
     )
 
 
