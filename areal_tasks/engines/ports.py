@@ -17,9 +17,9 @@ def loopback_interface() -> dict[str, str]:
     return {f"{library}_SOCKET_IFNAME": "lo" for library in ("GLOO", "NCCL") if "lo" in interfaces}
 
 
-def listen(host: str) -> socket.socket:
-    """A listening socket at a free port of `host`, for a server of small answers."""
-    listener = socket.create_server((host, 0), backlog=512)
+def listen() -> socket.socket:
+    """A listening socket at a free port, for a server of small answers."""
+    listener = socket.create_server((HOST, 0), backlog=512)
     # asyncio sets this only on sockets that name their protocol; without it every answer waits 40 ms for an ACK
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

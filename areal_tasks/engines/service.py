@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from areal_tasks.engines.ports import listen
+from areal_tasks.engines.ports import HOST, listen
 from areal_tasks.store.backend import Unavailable, open_store
 from areal_tasks.store.paths import service as service_path
 from areal_tasks.store.runs import Run
@@ -119,13 +119,11 @@ class BearerAuth:
         return hmac.compare_digest(given, self.expected)
 
 
-def make_server(
-    app: Starlette, spec: ServiceSpec, token: str, host: str = "127.0.0.1"
-) -> tuple[uvicorn.Server, socket.socket]:
-    """A server for `app` behind `token`, with its socket on a free port of `host`, registered in the store."""
+def make_server(app: Starlette, spec: ServiceSpec, token: str) -> tuple[uvicorn.Server, socket.socket]:
+    """A server for `app` behind `token`, with its socket on a free loopback port, registered in the store."""
     app.add_middleware(BearerAuth, token=token)
-    listener = listen(host)
-    register(spec, f"http://{host}:{listener.getsockname()[1]}")
+    listener = listen()
+    register(spec, f"http://{HOST}:{listener.getsockname()[1]}")
     config = uvicorn.Config(
         app,
         log_config=None,  # its own would first flush all of the process's: 5 s for Prefect's, which needs the same lock

@@ -174,10 +174,10 @@ class Catalog:
         compact, schema = region.compacted(table), compact_schema(table)
         if compact is None:
             return None
-        return self.trusted(region, lambda: list(self.reader.tables(compact, schema, filter)))
+        return self.trusted(lambda: list(self.reader.tables(compact, schema, filter)))
 
-    def trusted(self, region: Region, read: Callable[[], T]) -> T | None:
-        """What `read` finds in the region's compaction; None, and a warning, if the compaction is damaged."""
+    def trusted(self, read: Callable[[], T]) -> T | None:
+        """What `read` finds in a compaction; None, and a warning, if the compaction is damaged."""
         try:
             return read()
         except Unbelievable as error:

@@ -118,7 +118,7 @@ def table_dataset(catalog: Catalog, table: str) -> Lazy:
         if compact is None:
             return shards(region)
         read = catalog.reader.fragments
-        found = catalog.trusted(region, lambda: read(compact, set(columns), filter, schema))
+        found = catalog.trusted(lambda: read(compact, set(columns), filter, schema))
         return shards(region) if found is None else found
 
     def build(columns: Sequence[str], filter: ds.Expression | None) -> ds.Dataset:

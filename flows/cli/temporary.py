@@ -37,7 +37,7 @@ class TemporaryServer:
         self.log = home() / "logs" / "temporary-server.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._read_end, self._write_end = os.pipe()  # the server ends when the write end is closed
-        with listen("127.0.0.1") as listener:
+        with listen() as listener:
             self.api_url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
             self._process = self._spawn(listener)
         os.close(self._read_end)

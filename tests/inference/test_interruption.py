@@ -195,7 +195,7 @@ async def served(engine: Engine, tmp_path: Path, mode: Interruption | None) -> A
     """A client of the embedded server over this engine, whose completions end by their length."""
     limits = Limits(engine.runner.vocab_size, MAX_LENGTH, frozenset(), True)
     app = Server(engine, limits, open_store(tmp_path.as_uri()), "m").app()
-    listener = listen("127.0.0.1")
+    listener = listen()
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
