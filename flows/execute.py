@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,6 @@ from areal_tasks.store.runs import Run, load_run, open_run
 from areal_tasks.store.segments import continued
 from flows.credentials import take_s3_keys
 from flows.home import logs_folder, look_in
-from flows.messages import hide_tracebacks
 from flows.observe import Observer
 from flows.patience import Patience, patiently
 from flows.pauses import Pauses
@@ -213,6 +213,22 @@ def standing(run: Run) -> dict[str, int | str]:
     """Where a run stands: its owner, how many iterations are committed, and the digest of the last commit."""
     head = run.head()
     return {"owner": run.owner, "iterations": head.iteration + 1 if head else 0, "head": run.digest_of(head)}
+
+
+def without_traceback(record: logging.LogRecord) -> bool:
+    """A logging filter that lets every record pass, those about a `UserError` without their traceback.
+
+    What is wrong is not in the code: in logs a person's mistake is its message.
+    """
+    if record.exc_info and isinstance(record.exc_info[1], UserError):
+        record.exc_info = None
+    return True
+
+
+def hide_tracebacks() -> None:
+    """Have Prefect's own log of failed flows and tasks be so too."""
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).addFilter(without_traceback)
 
 
 mark("imports")  # this module is the last that a flow imports, and the one that takes longest

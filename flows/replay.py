@@ -18,9 +18,8 @@ from areal_tasks.store.diff_replay import compare_replay
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.runs import load_run
 from flows.credentials import take_s3_keys
-from flows.execute import execute, split_overrides
+from flows.execute import execute, hide_tracebacks, split_overrides
 from flows.home import look_in
-from flows.messages import hide_tracebacks
 from flows.observe import artifact_key
 from flows.pages import escape_markdown
 from flows.startup import flow_begins

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from areal_tasks.algorithms.kl import k1
+from areal_tasks.algorithms.log_ratios import k1
 from areal_tasks.algorithms.normalisation import RewardNorm, group_rewards, whiten
 
 AdvantageNorm = Literal["none", "group", "batch"]

@@ -5,6 +5,7 @@ Imports the standard library alone, so that a service can watch before it spends
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -14,6 +15,10 @@ from typing import Final
 
 LIFELINE: Final = "AREAL_LIFELINE_FD"
 SCRATCH: Final = "AREAL_SERVICE_SCRATCH"  # a folder that the launcher made for this service alone
+#: What a rollout worker does before it ends; each returns when it is done, or cannot be done.
+DUTIES: list[Callable[[], object]] = []
+
+log = logging.getLogger(__name__)
 
 
 def watch_lifeline(before_death: Callable[[], object] = lambda: None) -> None:
@@ -33,3 +38,12 @@ def _die_at_eof(fd: int, before_death: Callable[[], object]) -> None:
     if SCRATCH in os.environ:
         shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
+
+
+def farewell() -> None:
+    """What a rollout worker does before it ends because nobody is left to tell it anything: its duties."""
+    for duty in list(DUTIES):
+        try:
+            duty()
+        except Exception:  # the process ends whatever comes of it
+            log.exception("finished groups are lost")

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from areal_tasks.engines.trainer.remedies import TRAINER_MEMORY
-
+#: Knobs of the recipe in the order in which to try them, as a part of a sentence.
+TRAINER_MEMORY: Final = (
+    "lower trainer.micro_batch_tokens, then trainer.head_chunk_tokens; set trainer.gradient_checkpointing; set "
+    "trainer.cpu_offload (fsdp2, deepspeed); share the model between more trainer.ranks (with deepspeed at a higher "
+    "trainer.zero_stage); where a server is on the same GPU, lower inference.memory_fraction or set "
+    "inference.release_memory"
+)
 CACHE: Final = (
     "Out of memory: no room was left for the key-value cache beside the model: inference.memory_fraction is too small, "
     "or other processes took memory of the GPU while the server started. Raise inference.memory_fraction, split "

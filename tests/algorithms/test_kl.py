@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
-from areal_tasks.algorithms.kl import k1, k3
+from areal_tasks.algorithms.log_ratios import k1, k3
 
 LOGITS = st.lists(st.floats(-6, 6, width=32), min_size=4, max_size=4)
 LOGPROB = st.floats(-50, 0, width=32)

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_tasks.algorithms.behaviour import Bound, behaviour_weights
-from areal_tasks.algorithms.kl import k3
-from areal_tasks.algorithms.log_ratios import LIMIT, beyond, bounded
+from areal_tasks.algorithms.log_ratios import LIMIT, beyond, bounded, k3
 from areal_tasks.algorithms.losses import policy_terms
 
 CLIP = 0.2

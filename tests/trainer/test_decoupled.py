@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trainer_builders import World, advantage, rlhf_recipe, rollout, with_column
 
 from areal_tasks.algorithms.behaviour import Bound
-from areal_tasks.algorithms.kl import k3
+from areal_tasks.algorithms.log_ratios import k3
 from areal_tasks.algorithms.losses import policy_terms
 from areal_tasks.engines.trainer.agreement import EnginesDisagree, agreement, check_agreement, gaps, outside
 from areal_tasks.engines.trainer.backend import Progress

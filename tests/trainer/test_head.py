@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from warm_processes import output_of
 
-from areal_tasks.algorithms.kl import k3
+from areal_tasks.algorithms.log_ratios import k3
 from areal_tasks.data.batching import Layout, Sequences, lay_out, make_layout, make_sequences
 from areal_tasks.engines.trainer.attention import NAME, causal, one_by_one
 from areal_tasks.engines.trainer.forward import to_device

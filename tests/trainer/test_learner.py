@@ -12,7 +12,7 @@ import pytest
 import torch
 from trainer_builders import advantage, demonstrations, rlhf_recipe, rollout, sft_recipe, with_column
 
-from areal_tasks.algorithms.kl import k3
+from areal_tasks.algorithms.log_ratios import k3
 from areal_tasks.data.batching import LEFT_OUT, make_layout
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.learner import Learned, Learner, Plan, TrainingFailed, make_plan

@@ -12,9 +12,8 @@ from trainer_builders import World, advantage, rlhf_recipe, rollout
 
 from areal_tasks.engines.trainer.app import COMMANDS
 from areal_tasks.engines.trainer.commands import Load, Receiver, Send, Write
-from areal_tasks.engines.trainer.remedies import TRAINER_MEMORY
 from areal_tasks.engines.trainer.service import Trainer
-from areal_tasks.launchers.advice import advice
+from areal_tasks.launchers.advice import TRAINER_MEMORY, advice
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 

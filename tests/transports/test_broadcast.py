@@ -26,8 +26,8 @@ from warm_processes import Popen
 from areal_tasks.engines.ports import loopback_interface
 from areal_tasks.engines.trainer.commands import Receiver, Send
 from areal_tasks.engines.trainer.orders import HandOver, Orders, Unanswered, Watch, together
+from areal_tasks.engines.trainer.process_group import lead
 from areal_tasks.engines.trainer.transport import Sender
-from areal_tasks.engines.trainer.weights_group import lead
 
 TOKEN = "secret"
 SOON = 1.0  # seconds after which gloo gives up what cannot come to anything

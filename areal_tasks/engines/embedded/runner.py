@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from areal_tasks.engines.embedded import attention
-from areal_tasks.engines.embedded.cache import SlotCache
+from areal_tasks.engines.embedded.cache import ATTENTION, SlotCache
 from areal_tasks.engines.names import Names, stored_names
 from schemas.errors import UserError
 
@@ -158,7 +157,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
         model = AutoModelForCausalLM.from_pretrained(
             str(folder),
             dtype=dtype,
-            attn_implementation=attention.NAME,
+            attn_implementation=ATTENTION,
             use_safetensors=True,
             trust_remote_code=False,
         )

@@ -10,10 +10,23 @@ from typing import Generic, TypeVar
 
 import torch
 
-from areal_tasks.data.threads import one_thread
 from schemas.recipe.sections import Trainer
 
 T = TypeVar("T")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """While inside, torch does its work here: to wake other threads takes several times as long as the work.
+
+    The number holds for the whole process; a thread that first uses torch meanwhile keeps it.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def one_core(device: torch.device, settings: Trainer) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from typing import Final, ParamSpec, TypeVar
 
 import torch
 
-from areal_tasks.engines.trainer.remedies import TRAINER_MEMORY
+from areal_tasks.launchers.advice import TRAINER_MEMORY
 from schemas.errors import UserError
 
 P = ParamSpec("P")

@@ -11,8 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from areal_tasks.algorithms.behaviour import behaviour_weights
-from areal_tasks.algorithms.kl import k3
-from areal_tasks.algorithms.log_ratios import beyond
+from areal_tasks.algorithms.log_ratios import beyond, k3
 from areal_tasks.algorithms.losses import policy_terms, sft_terms
 from areal_tasks.engines.trainer.agreement import gaps, outside
 from areal_tasks.engines.trainer.settings import Settings

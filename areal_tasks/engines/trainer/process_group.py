@@ -1,22 +1,34 @@
-"""The process group of a trainer: gloo between CPUs; NCCL between GPUs, beside gloo for what lies on the host."""
+"""The process groups of a trainer: gloo between CPUs; NCCL between GPUs, beside gloo for what lies on the host.
+
+Weights are broadcast over another: that of the trainer's first rank, who `lead`s it, and of every rank of its
+inference servers. These are other programs, which join as SGLang's `init_custom_process_group` does. torch has no
+public call that leads such a group: `new_group` and the helper below it derive a new NCCL communicator from the
+default group's (ncclCommSplit) where that one is bound to a GPU, as the trainer's is; servers, being no part of it,
+would wait forever. So it is made here, beside the default group, over the store keys at which the others look for it.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
-from areal_tasks.engines.ports import loopback_interface
+from areal_tasks.engines.ports import HOST, loopback_interface
 from areal_tasks.engines.trainer.backend import TokenStats
 from schemas.errors import UserError
 
 #: A collective that waits longer has lost a rank that looks alive.
 TIMEOUT: Final = timedelta(minutes=30)
+
+
+#: The device under whose name torch keeps a backend's keys: the first that the backend serves.
+DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
 
 
 def rank_device(local_rank: int, world: int) -> torch.device:
@@ -91,3 +103,31 @@ def _gather_columns(mine: Tensor) -> Tensor:
     padded = [mine.new_zeros(mine.shape[0], widest) for _ in widths]
     dist.all_gather(padded, torch.nn.functional.pad(mine, (0, widest - mine.shape[1])))
     return torch.cat([part[:, : int(width)] for part, width in zip(padded, widths, strict=True)], 1)
+
+
+def lead(name: str, port: int, size: int, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Open the store at which `size` - 1 others meet this process, rank 0, in a group called `name`.
+
+    Over gloo this returns when all are there; over NCCL they meet at the first broadcast.
+    """
+    device = DEVICES[backend]
+    stay_on_loopback()
+    store = serve_store(HOST, port, size, timeout)
+    inner = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))  # init_custom_process_group's and torch's
+    made = _backend(backend, dist.PrefixStore(f"{device}/", inner), size, name, timeout)
+    group = dist.ProcessGroup(inner, 0, size)
+    kind = c10d.Backend.backend_type_map[backend]
+    group._set_default_backend(kind)
+    group._register_backend(torch.device(device), kind, made)
+    group._set_group_name(name)
+    return group
+
+
+def _backend(backend: str, store: dist.Store, size: int, name: str, timeout: timedelta) -> Any:
+    if backend == "gloo":
+        return c10d.ProcessGroupGloo(store, 0, size, timeout)
+    options = c10d.ProcessGroupNCCL.Options()  # `split_from` stays unset: see the top
+    options._timeout = timeout
+    options.group_name = name
+    options.global_ranks_in_group = []
+    return c10d.ProcessGroupNCCL(store, 0, size, options)

@@ -20,8 +20,8 @@ import torch.multiprocessing  # teaches ForkingPickler to hand over CUDA memory
 from areal_tasks.engines.ports import HOST, loopback_port
 from areal_tasks.engines.trainer.commands import Receiver, Send
 from areal_tasks.engines.trainer.orders import TIMEOUT_SECONDS, Gone, HandOver, Orders, Watch, together
+from areal_tasks.engines.trainer.process_group import lead
 from areal_tasks.engines.trainer.snapshot import Named
-from areal_tasks.engines.trainer.weights_group import lead
 
 log = logging.getLogger(__name__)
 GRACE_SECONDS: Final = 10.0  # for servers that may wait for one that is gone

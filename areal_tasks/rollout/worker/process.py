@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from areal_tasks.engines.lifeline import DUTIES
 from areal_tasks.engines.service import ServiceSpec, read_spec, serve, store_may_be_away
 from areal_tasks.engines.sharing import Serving
 from areal_tasks.rollout.orders import STATUSES, Begin, Orders, Part
 from areal_tasks.rollout.worker.desk import Desk
-from areal_tasks.rollout.worker.farewell import DUTIES
 
 log = logging.getLogger(__name__)
 
