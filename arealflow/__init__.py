@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def connect(*runs: str, store: str = "") -> duckdb.DuckDBPyConnection:
-    """A DuckDB connection with the views of `arealflow sql` (docs/sql.md), as the runs are committed now.
+    """A DuckDB connection with the views of `arealflow sql` (docs/reference/views.md), as the runs are committed now.
 
     It reads what the runs' commits select, and can open no other file. Close it, or use it as a context manager.
 

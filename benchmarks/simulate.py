@@ -267,7 +267,7 @@ HEAD = "| layout | speed-up | seconds an iteration | trainer idle | groups by la
 
 
 def tables(load: Load, times: Times) -> Iterator[str]:
-    """The tables that `docs/asynchrony.md` shows."""
+    """The tables that `docs/guides/asynchrony.md` shows."""
     etas: Sequence[int] = (1, 2, 4, 8)
     yield f"{load}\n\n{HEAD}"
     for half in (1, 2):

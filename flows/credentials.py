@@ -138,7 +138,7 @@ def _log() -> logging.Logger | logging.LoggerAdapter[Any]:
 
 def _parsed(value: object) -> dict[str, str]:
     """What the block holds: a JSON object, or the text of one, as the UI's form makes it."""
-    again = "make it again with `arealflow s3-keys` (docs/operating.md)"
+    again = "make it again with `arealflow s3-keys` (docs/operate/s3.md)"
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except ValueError:

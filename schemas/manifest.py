@@ -1,4 +1,4 @@
-"""The JSON records of the store: whatever exists under these names is a commit (DESIGN §4).
+"""The JSON records of the store: whatever exists under these names is a commit.
 
 Schema 2 adds a seal to every file, the log, references of children, tags, tombstones and signatures; schema 3 the
 order of a run's prompts; schema 4 the spool, and the groups that an iteration took. Files of earlier schemas are read

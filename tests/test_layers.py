@@ -1,4 +1,4 @@
-"""Who may import whom (DESIGN §3): flows → areal_tasks → schemas, and only flows know Prefect."""
+"""Who may import whom: flows → areal_tasks → schemas, and only flows know Prefect."""
 
 from __future__ import annotations
 

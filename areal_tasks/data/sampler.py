@@ -1,4 +1,4 @@
-"""The order of prompts and the seeds of samples, as pure integer functions of the run's seed (DESIGN §6).
+"""The order of prompts and the seeds of samples, as pure integer functions of the run's seed.
 
 The order is a counter-based permutation: a Feistel network over the smallest even number of bits that holds `n`, with
 cycle walking back into `[0, n)` (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, §4). Any

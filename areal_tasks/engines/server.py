@@ -75,7 +75,7 @@ class MakingWay:
 
 
 def making_way(mode: Interruption | None, continues: bool, handed: bool) -> MakingWay:
-    """By the recipe's `mode`, none where nothing is under way (DESIGN §9, "Interruption").
+    """By the recipe's `mode`, none where nothing is under way.
 
     Weights that are `handed` over by the trainer need servers that stand still. The order to load others ends all
     requests by itself, or stops them while a server that `continues` computes their cache again, as the embedded does.

@@ -2,7 +2,7 @@
 
 Only the store can vouch for what an engine holds. So nothing here trusts its memory: each use names the version it
 expects, and a trainer that is new, or that has lost it, is brought there from the last checkpoint by re-training the
-committed iterations after it from their tables (DESIGN §8).
+committed iterations after it from their tables.
 """
 
 from __future__ import annotations

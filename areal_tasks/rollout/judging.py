@@ -1,4 +1,4 @@
-"""Verdicts on finished groups while others generate, so that filters can reject groups at once (DESIGN §9)."""
+"""Verdicts on finished groups while others generate, so that filters can reject groups at once."""
 
 from __future__ import annotations
 

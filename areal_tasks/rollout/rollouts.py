@@ -1,7 +1,7 @@
 """Has workers generate a run's groups as far ahead as the staleness rule allows, and gives iterations what they take.
 
 The flow keeps the book: which groups begin, wait, are consumed or rejected. Its rollout workers run the workflows and
-hold what has finished; they write it when an iteration takes it, or when it has waited for long (DESIGN §9).
+hold what has finished; they write it when an iteration takes it, or when it has waited for long.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which groups of a run are settled: consumed by an iteration, or rejected for good. All others are still to come.
 
-Group i is prompt position i of the run (DESIGN §6), so that this is all there is to know about where the data stands.
+Group i is prompt position i of the run, so that this is all there is to know about where the data stands.
 """
 
 from __future__ import annotations

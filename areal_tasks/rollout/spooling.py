@@ -1,4 +1,4 @@
-"""Finished groups that wait for their iteration, in the store: they outlive the flow (DESIGN §9).
+"""Finished groups that wait for their iteration, in the store: they outlive the flow.
 
 A group that is taken soon is written once, with its iteration. One that has waited for `rollout.flush_seconds` is in
 the spool by then, and the next worker, or a later start of the flow, finds it there.

@@ -1,4 +1,4 @@
-"""The staleness rule: which groups may begin, and which of them an iteration takes (DESIGN §9).
+"""The staleness rule: which groups may begin, and which of them an iteration takes.
 
 Weights version v is what iterations 0 … v-1 have made, and iteration k trains version k. A group whose oldest token was
 sampled by version u may therefore be trained on by iterations u … u + η: u + η is its deadline. It is live from its

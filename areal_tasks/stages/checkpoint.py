@@ -62,7 +62,7 @@ def restored_weights(context: Context) -> WeightsRef | None:
     """What the servers generate with in place of the committed weights; none where those still hold.
 
     On a GPU, or on several ranks, training may not repeat itself bitwise. There the trainer is restored before
-    anything is generated, and what it holds is published as a new attempt of its version if it differs (DESIGN §8).
+    anything is generated, and what it holds is published as a new attempt of its version if it differs.
     Elsewhere it is restored when it is first needed.
     """
     same = not isinstance(context.recipe, RlhfRecipe) or same_code_on_cpu(context.recipe)

@@ -54,7 +54,7 @@ class Job:
 
 
 class Beside:
-    """Work that goes on beside the next iteration's stages where η > 0 (DESIGN §9): publication, and evaluation.
+    """Work that goes on beside the next iteration's stages where η > 0: publication, and evaluation.
 
     A later commit names what it makes. At most one at a time, in a thread of its own.
     """

@@ -3,7 +3,7 @@
 reference: under version 0, for a KL term.
 
 proximal: under the policy that the iteration begins with. They stand beside the server's own, with which the tokens
-were sampled: the two differ in rounding (DESIGN §5).
+were sampled: the two differ in rounding.
 """
 
 from __future__ import annotations

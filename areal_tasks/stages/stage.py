@@ -1,4 +1,4 @@
-"""What a stage is: a function from tables to tables, with what it reads and writes said beforehand (DESIGN §5)."""
+"""What a stage is: a function from tables to tables, with what it reads and writes said beforehand."""
 
 from __future__ import annotations
 

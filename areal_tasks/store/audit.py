@@ -1,4 +1,4 @@
-"""`arealflow audit`: from the last commit to every byte of a run, and what else lies in its folder (DESIGN §4)."""
+"""`arealflow audit`: from the last commit to every byte of a run, and what else lies in its folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The spool of a run, and which groups are settled after each of its commits, computed again (DESIGN §9)."""
+"""The spool of a run, and which groups are settled after each of its commits, computed again."""
 
 from __future__ import annotations
 

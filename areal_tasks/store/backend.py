@@ -1,4 +1,4 @@
-"""Where objects lie: a small interface over a local folder or an S3 bucket, and nothing else (DESIGN §4).
+"""Where objects lie: a small interface over a local folder or an S3 bucket, and nothing else.
 
 Only create-if-absent and reads are asked of a backend: no locks, no renames, no clocks, no complete listings.
 Paths are relative to the store's root and use `/`.

@@ -1,4 +1,4 @@
-"""Commits: small JSON records that are created at most once. Their existence is the commit (DESIGN §4)."""
+"""Commits: small JSON records that are created at most once. Their existence is the commit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Children of runs: a fork shares its parent's history up to an iteration; a replay rebuilds it from its tables.
 
 Nothing is copied. A child first leaves a reference in its parent, so that `gc` keeps what the child needs, and only
-then comes to be (DESIGN §4).
+then comes to be.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`arealflow gc`: what nobody needs, and why. Finding it changes nothing; `gc_remove` removes it (DESIGN §4)."""
+"""`arealflow gc`: what nobody needs, and why. Finding it changes nothing; `gc_remove` removes it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Everything that lies below a folder of the store, unfinished files included; large files hashed piecewise; removal.
 
-Only `audit` and `gc` need these: all other readers go through manifests and list nothing (DESIGN §4).
+Only `audit` and `gc` need these: all other readers go through manifests and list nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The log of a run: who ran, cancelled, changed, forked, replayed, removed what. Only ever appended to (DESIGN §4).
+"""The log of a run: who ran, cancelled, changed, forked, replayed, removed what. Only ever appended to.
 
 Each line names the bytes of the line before it: whoever alters or takes out one is found out by `arealflow audit`.
 """

@@ -1,4 +1,4 @@
-"""Keys: the digest of what was asked for. Equal keys are reused, other keys are other files (DESIGN §4)."""
+"""Keys: the digest of what was asked for. Equal keys are reused, other keys are other files."""
 
 from __future__ import annotations
 

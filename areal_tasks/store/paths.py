@@ -1,4 +1,4 @@
-"""Where things lie below the store's root (DESIGN §4). Nothing else in the program spells these names."""
+"""Where things lie below the store's root. Nothing else in the program spells these names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs: a name, recipe segments, owners, and the chain of iteration commits (DESIGN §4)."""
+"""Runs: a name, recipe segments, owners, and the chain of iteration commits."""
 
 from __future__ import annotations
 

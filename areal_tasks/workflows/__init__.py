@@ -29,7 +29,8 @@ def load_workflow(name: str, arguments: Mapping[str, Any]) -> Workflow:
     if next(iter(inspect.signature(workflow.run).parameters), "") == "prompts":
         raise UserError(
             f"workflow.name: the `run` of {name} takes several prompts. It makes one group now: "
-            "`async def run(self, prompt, context) -> list[Sample]`; the samples of one prompt (docs/recipe.md)"
+            "`async def run(self, prompt, context) -> list[Sample]`; the samples of one prompt "
+            "(docs/guides/workflow.md)"
         )
     return cast(Workflow, workflow)
 

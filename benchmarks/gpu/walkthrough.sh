@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The commands of docs/gpu.md on this machine, with few and short iterations: one GPU, then servers that run already.
+# The commands of docs/start.md and docs/guides/gpus.md on this machine, with few and short iterations: one GPU, then
+# servers that run already.
 #
 #   benchmarks/gpu/walkthrough.sh [one] [servers]
 #

@@ -59,7 +59,7 @@ def _package(module: str, purpose: str, remedy: str) -> dict[str, Any]:
 def same_names() -> list[dict[str, Any]]:
     """A row where packages of the current folder have the names of arealflow's."""
     found = ", ".join(f"{name}/" for name in namesakes(Path.cwd()))
-    told = f"rename {found}: arealflow has packages of the same names (docs/operating.md)"
+    told = f"rename {found}: arealflow has packages of the same names (docs/operate/processes.md)"
     return [_row("this folder", "note", told)] if found else []
 
 
@@ -99,7 +99,7 @@ def s3_keys(store: str) -> dict[str, Any]:
     except (httpx.HTTPError, RuntimeError, UserError) as error:  # Prefect's client raises a RuntimeError as well
         return _row("S3 keys", "unknown", f"not in this environment, and the Prefect server does not tell: {error}")
     if not kept:
-        return _row("S3 keys", "none", "for stores at s3://: export AWS_…, or `arealflow s3-keys` (docs/operating.md)")
+        return _row("S3 keys", "none", "for stores at s3://: export AWS_…, or `arealflow s3-keys` (docs/operate/s3.md)")
     if on_s3(store):
         use(kept)
     return _row("S3 keys", "ok", "from Prefect's Secret block, for flow runs; other commands need AWS_… exported")

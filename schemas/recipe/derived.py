@@ -48,7 +48,7 @@ def is_decoupled(recipe: RlhfRecipe) -> bool:
 def needs_proximal(recipe: RlhfRecipe) -> bool:
     """Whether the policy of the iteration's start is asked for its logprobs before training.
 
-    With one minibatch the step's own forward pass is that policy (DESIGN §5), token by token: the weight of a sequence
+    With one minibatch the step's own forward pass is that policy, token by token: the weight of a sequence
     must be known before the loss of its first token.
     """
     algorithm = recipe.algorithm

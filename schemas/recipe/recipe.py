@@ -43,7 +43,7 @@ class BaseRecipe(Section):
     CHECKS: ClassVar[tuple[Callable[[Any], str | None], ...]] = BASE_CHECKS
 
     name: str = Field(
-        description="Name of the recipe, and of its runs unless told otherwise.", pattern=r"^[a-z0-9][a-z0-9._-]*$"
+        description="Name of the recipe, and of its runs unless `run` names them.", pattern=r"^[a-z0-9][a-z0-9._-]*$"
     )
     flow: Literal["rlhf", "sft", "evaluate"] = Field(description=FLOW)
     seed: int = semantic(1, ge=0, lt=2**31, description="Seed of the run: prompt order, sampling, initial weights.")

@@ -57,8 +57,8 @@ class Data(Section):
 class Rollout(Section):
     """How completions are sampled for training: from the whole vocabulary, since a trainer can reproduce only that."""
 
-    groups: int = semantic(32, ge=1, le=65536, description="Prompts an iteration.")
-    group_size: int = semantic(8, ge=1, le=1024, description="Completions a prompt.")
+    groups: int = semantic(32, ge=1, le=65536, description="Prompts per iteration.")
+    group_size: int = semantic(8, ge=1, le=1024, description="Completions per prompt.")
     max_new_tokens: int = semantic(256, ge=1, le=131072, description="Longest completion, in tokens.")
     temperature: float = semantic(1.0, ge=1e-3, le=10, description="Softmax temperature; logprobs are taken at it too.")
     stop: list[str] = semantic([], description="Strings that end a completion (kept in it).")
@@ -260,15 +260,15 @@ class Grpo(Section):
         description="Mean distance of a token's logprobs in engine and trainer, in nats, above which the run stops.",
     )
     minibatches: int = semantic(
-        1, ge=1, le=1024, description="Optimizer steps an iteration; divides groups · group_size."
+        1, ge=1, le=1024, description="Optimizer steps per iteration; divides groups · group_size."
     )
 
 
 class Sft(Section):
     """Supervised fine-tuning on the data set's answers."""
 
-    batch_size: int = semantic(64, ge=1, le=65536, description="Demonstrations an optimizer step.")
-    steps: int = semantic(25, ge=1, le=100_000, description="Optimizer steps an iteration (between commits).")
+    batch_size: int = semantic(64, ge=1, le=65536, description="Demonstrations per optimizer step.")
+    steps: int = semantic(25, ge=1, le=100_000, description="Optimizer steps per iteration (between commits).")
 
 
 class Trainer(Section):
@@ -364,7 +364,7 @@ class Inference(Section):
         {}, description="SGLang: further flags of launch_server, without dashes: `{attention-backend: triton}`."
     )
     request_timeout_seconds: float = operational(600.0, gt=0, le=86400, description="Deadline of one request.")
-    threads: int = operational(0, ge=0, le=1024, description="CPU threads a server; 0 is all cores.")
+    threads: int = operational(0, ge=0, le=1024, description="CPU threads per server; 0 is all cores.")
 
 
 class Evaluation(Section):
@@ -374,7 +374,7 @@ class Evaluation(Section):
         0, ge=0, le=1_000_000, description="Iterations between evaluations; first and last always; 0: never."
     )
     limit: int = semantic(0, ge=0, le=10**9, description="Rows of the held-out split; 0 is all.")
-    samples: int = semantic(1, ge=1, le=1024, description="Completions a prompt; more than one needs a temperature.")
+    samples: int = semantic(1, ge=1, le=1024, description="Completions per prompt; more than one needs a temperature.")
     temperature: float = semantic(0.0, ge=0, le=10, description="0 is greedy.")
     max_new_tokens: int = semantic(256, ge=1, le=131072, description="Longest completion, in tokens.")
     stop: list[str] = semantic([], description="Strings that end a completion.")
@@ -441,7 +441,10 @@ class Alerts(Section):
     )
     window: int = operational(5, ge=1, le=10_000, description="Iterations whose rewards make such a mean.")
     max_kl: float = operational(
-        1.0, ge=0, le=1e6, description="KL a token, in nats, to version 0 or to the policy before the step: too large."
+        1.0,
+        ge=0,
+        le=1e6,
+        description="KL per token, in nats, to version 0 or to the policy before the step: too large.",
     )
     max_unverified: float = operational(
         0.05, ge=0, le=1, description="Share of `timeout` and `error` verdicts; `reward.max_unverified` stops the run."

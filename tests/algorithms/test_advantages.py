@@ -1,4 +1,4 @@
-"""GRPO's advantages: hand-computed cases, and the laws of DESIGN §5."""
+"""GRPO's advantages: hand-computed cases, and laws."""
 
 from __future__ import annotations
 

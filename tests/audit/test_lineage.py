@@ -1,4 +1,4 @@
-"""The query of docs/audit.md: everything behind one token, by one question."""
+"""The query of docs/operate/audit.md: everything behind one token, by one question."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from areal_tasks.store.backend import Store
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import load_run
 
-PAGE = Path(__file__).parents[2] / "docs" / "audit.md"
+PAGE = Path(__file__).parents[2] / "docs" / "operate" / "audit.md"
 
 
 def lineage() -> str:

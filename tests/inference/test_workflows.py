@@ -6,10 +6,13 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from example_workflow import Checked
 from waiting import LIMIT, until
 
 from areal_tasks.data.sampler import sampling_seed
@@ -21,6 +24,8 @@ from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext, l
 from areal_tasks.workflows.single_turn import sample_of
 from schemas.errors import UserError
 from schemas.tables import ROLLOUT
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "workflow.md"
 
 
 class Echo:
@@ -190,3 +195,41 @@ def test_workflows_are_found_by_name() -> None:
 def test_a_workflow_that_cannot_be_used_is_explained(name: str, arguments: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         load_workflow(name, arguments)
+
+
+class Answering(Echo):
+    """A client that ends each completion by itself."""
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        self.requests += requests
+        turn = len(self.requests[-1].input_ids)
+        return [
+            GenerateResult([turn, 6], [-0.5, -0.25], [3, 4], f"after {turn}", "stop", "s", 0.5, 1, [False, True])
+            for _ in requests
+        ]
+
+
+@pytest.mark.parametrize(("max_length", "turns"), [(32, 2), (6, 1)])
+def test_the_example_of_the_guide_asks_twice_where_there_is_room(max_length: int, turns: int) -> None:
+    client, asked = Answering(), SimpleNamespace(input_ids=[8, 9])
+    context = WorkflowContext(
+        cast(InferenceClient, client), 7, 2, 9, 0.5, max_length, tokenizer=lambda *_, **__: vars(asked)
+    )
+    samples = asyncio.run(Checked("Sure?").run(prompts()[1], context))
+    rows = samples_to_table(samples).to_pylist()
+    assert [row["sample_id"] for row in rows] == ["101-0", "101-1"] and {row["turns"] for row in rows} == {turns}
+    if turns == 1:
+        assert rows[0]["input_ids"] == [1, 2, 2, 6] and rows[0]["completion"] == "after 2"
+        return
+    assert client.requests[-1].input_ids == [1, 2, 2, 6, 8, 9] and client.requests[-1].max_new_tokens == 9
+    row = rows[0]
+    assert row["input_ids"] == [1, 2, 2, 6, 8, 9, 6, 6]
+    assert row["loss_mask"] == [False, False, True, True, False, False, True, True]
+    assert row["logprobs"] == [0, 0, -0.5, -0.25, 0, 0, -0.5, -0.25]
+    assert row["versions"] == [-1, -1, 3, 4, -1, -1, 3, 4]
+    assert row["stale_kv"] == [False, False, False, True, False, False, False, True]
+    assert (row["completion"], row["seconds"], row["num_generated"]) == ("after 6", 1.0, 4)
+
+
+def test_the_guide_quotes_the_example_verbatim() -> None:
+    assert f"```python\n{Path(__file__).with_name('example_workflow.py').read_text()}```" in PAGE.read_text()

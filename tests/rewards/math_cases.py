@@ -1,4 +1,4 @@
-"""The cases of docs/rewards.md, which are the rule of the verifier `math`, and solutions as GSM8K writes them."""
+"""The cases of docs/reference/math.md, the rule of the verifier `math`, and solutions as GSM8K writes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-DOCS = Path(__file__).parents[2] / "docs" / "rewards.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "math.md"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from schemas.errors import UserError
 from schemas.recipe.sections import Reward
 
 EXAMPLE = Path(__file__).with_name("example_reward.py")
-DOCS = Path(__file__).parents[2] / "docs" / "rewards.md"
+DOCS = Path(__file__).parents[2] / "docs" / "guides" / "reward.md"
 
 
 @pytest.mark.parametrize(

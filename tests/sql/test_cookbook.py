@@ -1,4 +1,4 @@
-"""Every question of docs/sql.md, put to a real run; most answers are compared with plain Python over the shards."""
+"""Every question of docs/reference/cookbook.md, put to a real run; most answers are compared with plain Python."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from areal_tasks.store.runs import load_run
 from areal_tasks.store.shards import read_table
 from schemas.manifest import OwnerRecord
 
-PAGE = Path(__file__).parents[2] / "docs" / "sql.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cookbook.md"
+VIEWS = PAGE.with_name("views.md")
 QUESTION = re.compile(r"\*\*(?P<title>[^*]+)\*\*(?P<text>(?:(?!\*\*|```).)*)```sql\n(?P<query>.*?)```", re.DOTALL)
 COOKBOOK = {found["title"]: found["query"] for found in QUESTION.finditer(PAGE.read_text())}
 ITERATIONS, STOPPED = 5, 3
@@ -142,12 +143,11 @@ def groups_of(samples: list[Row]) -> list[Row]:
 
 
 def test_the_page_names_every_view_and_no_column_that_is_not_there(session: Session) -> None:
-    table = [
-        line.split("|")[1:4] for line in PAGE.read_text().split("## Views")[1].splitlines() if line.startswith("| `")
-    ]
+    section = VIEWS.read_text().split("## Views")[1].split("\n## ")[0]
+    table = [line.split("|")[1:4] for line in section.splitlines() if line.startswith("| `")]
     named = {view: columns for views, _, columns in table for view in re.findall(r"`(\w+)`", views)}
     views = {str(row["name"]) for row in session.sql("SHOW TABLES").to_pylist()}
-    one_per_table = PAGE.read_text().split("| one per table |")[1].splitlines()[0]
+    one_per_table = section.split("| one per table |")[1].splitlines()[0]
     assert named.keys() <= views <= named.keys() | {*re.findall(r"`(\w+)`", one_per_table)}
     for view in ("log", "starts", "segments", "spool", "commits", "stages", "shards"):
         there = {str(row["column_name"]) for row in session.sql(f"DESCRIBE {view}").to_pylist()}

@@ -27,7 +27,7 @@ from flows.cli import main
 from schemas.errors import UserError
 
 RUN = Path(__file__).parents[1] / "fixtures" / "schema-1" / "run.tar.xz"
-PAGE = Path(__file__).parents[2] / "docs" / "sql.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "views.md"
 SHORT = {"evaluation": {"every": 0, "limit": 0, "max_new_tokens": 256}}
 NAMES = ("a", "b", "child", "tuned")
 
@@ -188,7 +188,7 @@ def test_the_command_asks_some_runs_or_all(
 def test_the_commands_of_the_page_are_answered(
     store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    section = PAGE.read_text().split("## Several runs", 1)[1].split("## Questions", 1)[0]
+    section = PAGE.read_text().split("## Several runs", 1)[1].split("\n## ", 1)[0]
     first, second = re.findall(r'^arealflow sql [^"]+".*?"$', section, re.DOTALL | re.MULTILINE)
     words = shlex.split(first.replace("mine,other", "a,b"))[2:]
     found = json.loads(asked(monkeypatch, capsys, *words, "--store", store.url, "--json"))
@@ -220,7 +220,7 @@ def test_all_runs_are_those_that_can_be_read(
 def test_the_example_of_a_notebook_works(
     store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The cells of docs/sql.md, one after the other, as a notebook runs them."""
+    """The cells of docs/reference/views.md, one after the other, as a notebook runs them."""
     monkeypatch.setenv("AREALFLOW_STORE", store.url)
     cells = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(cells) >= 2 and any("arealflow.connect" in cell for cell in cells)

@@ -52,7 +52,7 @@ def stage(run: Run, k: int, name: str) -> Any:
 
 
 def check(run: Run, eta: int = ETA) -> None:
-    """What DESIGN §9 promises of the rows, whatever has happened to the flow."""
+    """What holds of the rows of an asynchronous run, whatever has happened to the flow."""
     consumed, settled = Counter[int](), Settled()
     for k, groups in enumerate(groups_by_iteration(run)):
         rows = read_table(run.store, stage(run, k, "rollout").tables["rollout"])

@@ -83,7 +83,7 @@ def test_the_log_says_so_for_each_split_and_with_each_accuracy(seen: Seen) -> No
 
 
 def test_sql_and_the_report_say_so(seen: Seen) -> None:
-    found = QUESTION.search((Path(__file__).parents[2] / "docs" / "sql.md").read_text())
+    found = QUESTION.search((Path(__file__).parents[2] / "docs" / "reference" / "cookbook.md").read_text())
     assert found is not None
     with Session(store_in(seen.folder), "dropped") as session:
         [row] = session.sql(found[1]).to_pylist()

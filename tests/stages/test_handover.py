@@ -75,7 +75,7 @@ PLACEMENTS = [
 def test_each_placement_that_the_guide_names_has_a_way_for_every_version(
     gpus: str, changes: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows of docs/gpu.md, and one server over all GPUs, with the recipe as it is: it writes each tenth version."""
+    """The rows of docs/guides/gpus.md, and one server over all GPUs; the recipe as it is writes each tenth version."""
     recipe = load_recipe("gsm8k", changes.split())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)

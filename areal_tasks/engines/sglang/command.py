@@ -26,7 +26,7 @@ SET: Final = {
 DROPPED: Final = (
     *(SPEC, LIFELINE, "OMP_NUM_THREADS", "OMP_WAIT_POLICY"),
     "SGLANG_RUST_SERVER",  # another HTTP server, which knows no token
-    "SGLANG_RETURN_ORIGINAL_LOGPROB",  # logprobs before the temperature; DESIGN §5 wants them after it
+    "SGLANG_RETURN_ORIGINAL_LOGPROB",  # logprobs before the temperature, where the trainer compares those after it
 )
 
 

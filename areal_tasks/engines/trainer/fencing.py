@@ -1,4 +1,4 @@
-"""Fencing (DESIGN §4): who may command the trainer, and that a retried command does not act twice."""
+"""Fencing: who may command the trainer, and that a retried command does not act twice."""
 
 from __future__ import annotations
 

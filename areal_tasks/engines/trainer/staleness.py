@@ -1,4 +1,4 @@
-"""How old the tokens are that an iteration trains on, and the check that none is older than η allows (DESIGN §9)."""
+"""How old the tokens are that an iteration trains on, and the check that none is older than η allows."""
 
 from __future__ import annotations
 

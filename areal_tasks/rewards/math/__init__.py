@@ -1,5 +1,5 @@
 r"""Mathematical answers: what the completion's final answer is (`final`), what it says (`answers`), whether it is right
-(`equal`). The rule is the table of cases in docs/rewards.md."""
+(`equal`). The rule is the table of cases in docs/reference/math.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reward: how much of the answer a completion repeats. docs/rewards.md says what else a reward may do."""
+"""The reward: how much of the answer a completion repeats. docs/guides/reward.md says what else a reward may do."""
 
 from __future__ import annotations
 
