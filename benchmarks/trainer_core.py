@@ -1,6 +1,6 @@
 """The trainer's optimizer steps by themselves: GRPO over packed random samples, no pipeline, store or process around.
 
-    python -m benchmarks.trainer_core [135m 0.5b 1.5b] [--backend local fsdp2] [--json FILE] [--profile FOLDER]
+    python -m benchmarks.trainer_core [135m 0.5b 1.5b] [--backend local fsdp2] [--json FILE]
     python -m benchmarks.trainer_core --check        (kernels of this device against plain fp32, on a tiny model)
 
 Every step is what /train does with a minibatch: layouts, passes in bf16 through the backend, statistics, clipping,
@@ -35,7 +35,6 @@ from areal_tasks.engines.trainer.policy import Policy, prepare, read_policy
 from areal_tasks.engines.trainer.precision import working_copy
 from areal_tasks.engines.trainer.rows import Batch
 from areal_tasks.engines.trainer.settings import Settings
-from benchmarks.gpu.profiling import profiled
 from benchmarks.gpu.results import machine
 from benchmarks.gpu.shapes import SHAPES, Shape, mfu, random_model
 from schemas.recipe.sections import Model, Trainer
@@ -148,8 +147,6 @@ def measure(shape: str, name: str, arguments: argparse.Namespace) -> Result:
     rows = learn(backend, settings, batch)
     seconds = time.perf_counter() - begun
     tokens = sum(row["total_tokens"] for row in rows)
-    if arguments.profile:
-        profile(backend, make_settings(shape, name, arguments, 2), shape, arguments)
     length = round(tokens / len(batch.ids))
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     return Result(
@@ -166,17 +163,6 @@ def measure(shape: str, name: str, arguments: argparse.Namespace) -> Result:
         passes=sum(row["micro_batches"] for row in rows),
         tokens=tokens,
     )
-
-
-def profile(backend: Backend, settings: Settings, shape: str, arguments: argparse.Namespace) -> None:
-    """Print and write the kernels and host functions that some steps spend their time in."""
-    batch = make_batch(SHAPES[shape], arguments.rows * settings.minibatches, arguments)
-    found, raw = profiled(lambda: learn(backend, settings, batch))
-    arguments.profile.mkdir(parents=True, exist_ok=True)
-    host = raw.key_averages().table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=90)
-    name = f"{shape}-{settings.trainer.backend}"
-    (arguments.profile / f"{name}.txt").write_text(f"{found.describe(45)}\n\n{host}\n")
-    print(f"── profile of {settings.minibatches} steps, {name}: {found.describe()}", flush=True)
 
 
 def free() -> None:
@@ -273,7 +259,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--json", type=Path, help="append results to this file")
-    parser.add_argument("--profile", type=Path, help="write a table of kernels per shape into this folder")
 
 
 def main() -> int:

@@ -1,12 +1,12 @@
 """A plain transformers training step: packed sequences, full logits, cross-entropy, AdamW; no recompute.
 
-    python -m benchmarks.gpu.baseline_step SHAPE [--variant eager|layers|model] [--micro-batches 16,8]
+    python -m benchmarks.gpu.baseline_step SHAPE [--variant eager|layers] [--micro-batches 16,8]
 
-`eager` runs rows of a batch through scaled-dot-product attention; `layers` and `model` pack them into one row with
-variable-length attention and compile each layer (one compilation) or the whole model, and the loss. Weights are
-float32 under autocast to bf16, or (`--master`) bf16 with float32 masters in the optimizer: the faster one is the
-baseline. Every step trains on `--rows` sequences; the micro-batch is the fastest of up to three that fits, as far as
-`--choose-seconds` allow (a compiled model is compiled for each); the record says which were tried.
+`eager` runs rows of a batch through scaled-dot-product attention; `layers` packs them into one row with variable-length
+attention and compiles each layer (one compilation) and the loss. Weights are float32 under autocast to bf16, or
+(`--master`) bf16 with float32 masters in the optimizer: the faster one is the baseline. Every step trains on `--rows`
+sequences; the micro-batch is the fastest of up to three that fits, as far as `--choose-seconds` allow; the record says
+which were tried.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from benchmarks.gpu.packed_model import VARLEN, compile_layers, packed_inputs, random_policy
-from benchmarks.gpu.profiling import profiled
 from benchmarks.gpu.results import add_results_option, record
 from benchmarks.gpu.shapes import SHAPES, mfu
 
@@ -93,10 +90,7 @@ def make_step(shape: str, variant: str, device: str, master: bool) -> Step:
     masters = [p.detach().float() for p in model.parameters()] if master else None
     if variant == "eager":
         return Step(model, full_logits_loss, packed=False, master=masters)
-    if variant == "layers":
-        compile_layers(model)
-    else:
-        model.compile(dynamic=False)
+    compile_layers(model)
     return Step(model, torch.compile(full_logits_loss, dynamic=False), packed=True, master=masters)
 
 
@@ -160,8 +154,6 @@ def measured(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
     step(ids, micro)
     times = seconds_of(lambda: step(ids, micro), repeats, device)
     rate = arguments.rows * length / statistics.median(times)
-    if arguments.profile:
-        profile(partial(step, ids, micro), arguments)
     return {
         "shape": arguments.shape,
         "variant": arguments.variant + ("+master" if arguments.master else ""),
@@ -177,19 +169,6 @@ def measured(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
     }
 
 
-def profile(step: Callable[[], None], arguments: argparse.Namespace) -> None:
-    """Print and write what two steps spend their time in."""
-
-    def both() -> None:
-        step()
-        step()
-
-    found, _ = profiled(both)
-    arguments.profile.mkdir(parents=True, exist_ok=True)
-    (arguments.profile / f"{arguments.shape}-plain.txt").write_text(found.describe(45) + "\n")
-    print(f"── profile of 2 steps, {arguments.shape} plain: {found.describe()}", flush=True)
-
-
 def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
@@ -197,14 +176,13 @@ def numbers(text: str) -> tuple[int, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("--variant", choices=("eager", "layers", "model"), default="eager")
+    parser.add_argument("--variant", choices=("eager", "layers"), default="eager")
     parser.add_argument("--master", action="store_true", help="bf16 weights with float32 masters, no autocast")
     parser.add_argument("--micro-batches", type=numbers, default=(), help="rows at a time, to choose from")
     parser.add_argument("--choose-seconds", type=float, default=60, help="begin with no further micro-batch after that")
     parser.add_argument("--rows", type=int, default=128, help="sequences an optimizer step")
     parser.add_argument("--length", type=int, default=1024, help="tokens a sequence")
     parser.add_argument("--seconds", type=float, default=6.0, help="time the measured steps about so long")
-    parser.add_argument("--profile", type=Path, help="write what two more steps spend their time in into this folder")
     add_results_option(parser)
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -22,7 +22,6 @@ from benchmarks.gpu.shapes import SHAPES, mfu
 
 SIZES: Final = ("135m", "0.5b", "1.5b")
 USUAL: Final = (128, 1024)  # samples of an optimizer step, and their length, unless a command says otherwise
-TRL_VARIANTS: Final = ("plain", "liger", "compile")  # bf16 weights and optimizer are another precision
 BARE_LIMIT: Final = {"135m": 1.25, "1.5b": 1.10}
 #: Seconds until a server answers under new weights, by transport and by what the store lies on.
 WEIGHTS_LIMIT: Final = {
@@ -100,10 +99,9 @@ class Results:
         """The last result of that kind."""
         return next(iter(reversed(self.all(what, **wanted))), None)
 
-    def best(self, what: str, variants: Iterable[str] = (), **wanted: object) -> Record | None:
-        """The fastest, of these variants."""
-        found = [r for r in self.all(what, **wanted) if not variants or r["variant"] in variants]
-        return max(found, key=lambda r: float(r["tokens_per_second"]), default=None)
+    def best(self, what: str, **wanted: object) -> Record | None:
+        """The fastest."""
+        return max(self.all(what, **wanted), key=lambda r: float(r["tokens_per_second"]), default=None)
 
 
 def figures(rows: Sequence[Record]) -> list[Figure]:
@@ -125,30 +123,20 @@ def is_comparable(row: Record) -> bool:
 
 
 def training(results: Results, shape: str) -> Iterator[Figure]:
-    """Our trainer beside TRL's step and the plain step, and its share of the chip: of each batch that was measured."""
-    measured = results.all("trainer_core", shape=shape)
-    for varied, rows, length in dict.fromkeys((r["varied"], r["rows"], r["length"]) for r in measured):
+    """Our trainer beside the plain step, and its share of the chip: of each batch measured with equal lengths."""
+    measured = results.all("trainer_core", shape=shape, varied=False)
+    for rows, length in dict.fromkeys((r["rows"], r["length"]) for r in measured):
         batch = {"shape": shape, "rows": rows, "length": length}
-        ours = results.newest("trainer_core", varied=varied, **batch)
+        ours = results.newest("trainer_core", varied=False, **batch)
         assert ours is not None
-        rate, of = float(ours["tokens_per_second"]), _batch(varied, rows, length)
-        if trl := results.best("trl_step", TRL_VARIANTS, varied=varied, **batch):
-            ratio = rate / trl["tokens_per_second"]
-            yield figure(f"trainer ÷ TRL step{of}", ours, ratio, at_least(1.5), _rate(ours), _rate(trl))
-        if varied:
-            continue
+        rate = float(ours["tokens_per_second"])
+        of = "" if (rows, length) == USUAL else f", {rows} × {length}"
         if plain := results.best("plain_step", **batch):
             ratio = rate / plain["tokens_per_second"]
             yield figure(f"trainer ÷ plain compiled step{of}", ours, ratio, above(1), _rate(ours), _rate(plain))
         target = at_least(0.5) if shape == "1.5b" else _no_target
         share = mfu(SHAPES[shape], rate, int(length))
         yield figure(f"trainer MFU{of}", ours, share, target, _rate(ours), "989 TFLOP/s")
-
-
-def _batch(varied: bool, rows: int, length: int) -> str:
-    """What is not usual of a batch."""
-    size = "" if (rows, length) == USUAL else f", {rows} × {length}"
-    return size + (", lengths from an eighth up" if varied else "")
 
 
 def generation(results: Results, ours: Record) -> Iterator[Figure]:

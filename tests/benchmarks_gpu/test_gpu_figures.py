@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import LIMIT, alive, wait_until
 
+from benchmarks import trainer_core
 from benchmarks.gpu.baseline_step import fitted, full_logits_loss, make_step, micro_seconds, targets
 from benchmarks.gpu.mcnemar import compare, exact_p
 from benchmarks.gpu.packed_model import VARLEN, packed_inputs, random_policy
@@ -113,6 +115,15 @@ def test_what_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> No
     wait_until(lambda: run_limited(["bash", "-c", script], 0.3) == 124 and pid.exists() and pid.read_text())
     wait_until(lambda: not alive(int(pid.read_text())), "the end of what it started")
     assert run_limited(["true"], LIMIT) == 0
+
+
+def test_the_trainers_steps_are_measured_without_a_pipeline() -> None:
+    parser = argparse.ArgumentParser()
+    trainer_core.add_options(parser)
+    words = ["--rows", "6", "--length", "24", "--steps", "2", "--varied", "--eager", "--micro-batch-tokens", "64"]
+    found = trainer_core.measure("tiny", "local", parser.parse_args(words))
+    assert len(found.step_seconds) == 2 and found.tokens_per_second > 0
+    assert 12 * 24 / 8 <= found.tokens <= 12 * 24
 
 
 # ── where an iteration's time goes ──────────────────────────────────────────────────────────────────────────────────
@@ -282,15 +293,11 @@ def test_figures_take_our_newest_and_the_best_baseline() -> None:
         [
             row("trainer_core", tokens_per_second=70.0, backend="local", varied=False, **BATCH),
             row("trainer_core", tokens_per_second=60.0, backend="local", varied=False, **BATCH),
-            row("trl_step", tokens_per_second=30.0, variant="liger", varied=False, **BATCH),
-            row("trl_step", tokens_per_second=20.0, variant="plain", varied=False, **BATCH),
-            row("trl_step", tokens_per_second=100.0, variant="bf16", varied=False, **BATCH),
             row("plain_step", tokens_per_second=40.0, variant="eager", **BATCH),
             row("plain_step", tokens_per_second=50.0, variant="layers", **BATCH),
             row("plain_step", tokens_per_second=70.0, variant="layers", rows=128, length=512),
         ]
     )
-    assert found["trainer ÷ TRL step"].value == 2.0 and found["trainer ÷ TRL step"].reached
     assert found["trainer ÷ plain compiled step"].value == 1.2
     assert found["trainer MFU"].reached is False
 
@@ -303,8 +310,7 @@ def test_only_steps_of_one_batch_on_one_device_are_compared() -> None:
             row("plain_step", tokens_per_second=50.0, variant="layers", **BATCH),
             row("plain_step", tokens_per_second=50.0, variant="layers", rows=128, length=4096),
             row("plain_step", tokens_per_second=50.0, variant="layers", device="another chip", **long),
-            row("trl_step", tokens_per_second=30.0, variant="liger", varied=True, **long),
-            row("trl_step", tokens_per_second=30.0, variant="liger", varied=False, **BATCH),
+            row("trainer_core", tokens_per_second=60.0, backend="local", varied=True, **BATCH),
         ]
     )
     assert list(found) == ["trainer MFU, 32 × 4096"]
