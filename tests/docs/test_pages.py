@@ -84,7 +84,7 @@ def test_commands_are_ones_that_there_are(page: Path) -> None:
         match words:
             case ["arealflow", name, *arguments] if name[0].islower():
                 check_command(name, arguments)
-            case ["prefect", "deployment", "run", name, *arguments] if "/" in name:
+            case ["prefect", "deployment", "run", name, *arguments] if "/" in name and name.islower():
                 check_deployment(name, arguments)
             case ["python", "-m", module, *_] if module.split(".")[0] in ("benchmarks", "schemas", "flows"):
                 assert find_spec(module), f"there is no module {module}"
