@@ -139,7 +139,7 @@ class Part(Message):
     label: str = Field(description="what the names of its shards end in; empty where it is the only part")
     numbers: tuple[int, ...]
     groups: tuple[int, ...] = ()
-    records: tuple[SpoolRecord, ...] = ()
+    records: tuple[SpoolRecord, ...] = Field((), description="that hold the rows of `groups`, with these alone")
 
 
 class Written(Message):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
@@ -126,9 +126,15 @@ class Spool:
                 self._ends[record.start] = max(self._ends.get(record.start, 0), record.n + 1)
 
     def records(self, indices: Iterable[int]) -> list[SpoolRecord]:
-        """The records that hold the rows of those of these groups that the store holds, each once."""
-        held = [self._held[index] for index in indices if index in self._held]
-        return list({(record.start, record.n): record for record in held}.values())
+        """The records that hold the rows of those of these groups that the store holds; each once, with these alone.
+
+        Two records may hold one group: a worker that was given up for lost has recorded it, too.
+        """
+        places: dict[Place, list[int]] = {}
+        for index in indices:
+            if (record := self._held.get(index)) is not None:
+                places.setdefault((record.start, record.n), []).append(index)
+        return [narrowed(self._held[groups[0]], groups) for groups in places.values()]
 
     def forget(self, indices: Iterable[int]) -> None:
         """These groups are settled."""
@@ -156,11 +162,20 @@ def tables_of(samples: Sequence[Sample]) -> dict[str, pa.Table]:
     return {"rollout": samples_to_table(samples)} | judged
 
 
-def spooled_rows(store: Store, records: Iterable[SpoolRecord], groups: Iterable[int], name: str) -> pa.Table:
-    """The rows of these groups in the records, of one of their tables."""
-    tables = [read_table(store, record.tables[name]) for record in records]
-    rows = pa.concat_tables([TABLES[name].empty_table(), *tables])
-    return rows.filter(pc.is_in(rows["group_id"], pa.array(sorted(groups), rows.schema.field("group_id").type)))
+def narrowed(record: SpoolRecord, groups: Collection[int]) -> SpoolRecord:
+    """A record with these of its finished groups only."""
+    return record.model_copy(update={"finished": tuple(g for g in record.finished if g.index in groups)})
+
+
+def spooled_rows(store: Store, records: Iterable[SpoolRecord], name: str) -> pa.Table:
+    """The rows of the records' finished groups, of one of their tables."""
+    tables = [_rows_of(read_table(store, record.tables[name]), record) for record in records]
+    return pa.concat_tables([TABLES[name].empty_table(), *tables])
+
+
+def _rows_of(rows: pa.Table, record: SpoolRecord) -> pa.Table:
+    groups = pa.array([group.index for group in record.finished], rows.schema.field("group_id").type)
+    return rows.filter(pc.is_in(rows["group_id"], groups))
 
 
 def _spooled(index: int, version: int, samples: Sequence[Sample]) -> SpooledGroup:

@@ -224,7 +224,7 @@ def test_what_waits_for_long_is_recorded_with_its_verdicts(local_store: Store) -
     go(work())
     later = at(local_store, owner=2)
     waiting = [group.index for group in later.recover(Settled())[0]]
-    rows = spooled_rows(local_store, later.records(waiting), waiting, "judged").sort_by("group_id")
+    rows = spooled_rows(local_store, later.records(waiting), "judged").sort_by("group_id")
     assert rows["group_id"].to_pylist() == sorted(waiting) == list(range(2 * BATCH))
     assert rows["reward"].to_pylist() == pytest.approx([i / 10 for i in range(2 * BATCH)])
     assert set(rows["judged_with"].to_pylist()) == {"with"}

@@ -407,7 +407,7 @@ def test_what_waits_for_too_long_outlives_the_flow(local_store: Store) -> None:
     later = at(local_store, owner=2)
     waiting, rejected = later.recover(Settled().add(taken))
     assert sorted(group.index for group in waiting) == list(range(4, 12)) and not rejected
-    rows = spooled_rows(local_store, later.records(range(4, 12)), range(4, 12), "rollout").sort_by("group_id")
+    rows = spooled_rows(local_store, later.records(range(4, 12)), "rollout").sort_by("group_id")
     assert rows["input_ids"].to_pylist() == [[1, group, 3] for group in range(4, 12)]
     assert {group.version for group in waiting} == {0}
 
@@ -467,6 +467,17 @@ def test_a_start_that_nobody_has_spoken_of_is_read_from_its_beginning(local_stor
     later = at(local_store, owner=2)
     later.first = spool.places()
     assert [group.index for group in later.recover(Settled().add([0, 2]))[0]] == [1]
+
+
+def test_a_group_that_two_records_hold_is_taken_from_one(local_store: Store) -> None:
+    """A worker that was given up for lost has recorded group 0, too, beside one that another iteration needs."""
+    spool = at(local_store)
+    [lost] = writer(local_store).write({0: (0, [sample(0, 0)]), 1: (0, [sample(1, 0)])})
+    [other] = writer(local_store).write({0: (1, [sample(0, 1)]), 2: (1, [sample(2, 1)])})
+    spool.note(lost, [1])
+    spool.note(other, [0])
+    rows = spooled_rows(local_store, spool.records([0, 1]), "rollout").sort_by("group_id")
+    assert rows["group_id"].to_pylist() == [0, 1] and rows["version_min"].to_pylist() == [1, 0]
 
 
 def test_a_store_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_store: Store) -> None:
@@ -535,6 +546,6 @@ def test_tables_of_the_spool_are_rollout_tables(local_store: Store) -> None:
     later = at(local_store, owner=2)
     spool.write({3: (1, [sample(3, 1)]), 1: (0, [sample(1, 0)])})
     later.recover(Settled())
-    table = spooled_rows(local_store, later.records([1]), [1], "rollout")
+    table = spooled_rows(local_store, later.records([1]), "rollout")
     assert isinstance(table, pa.Table) and table["sample_id"].to_pylist() == ["1-0"]
     assert table["stale_kv"].to_pylist() == [[False, False, False]]

@@ -361,11 +361,13 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+class LongerRun(Run):
+    pass
+
+
 Run.TestCase.settings = settings(
-    max_examples=12,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,  # more runs than these find a group that two records of the spool hold, taken from both
-    suppress_health_check=list(HealthCheck),
+    max_examples=12, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
+LongerRun.TestCase.settings = settings(Run.TestCase.settings, max_examples=150)
 TestRun = pytest.mark.usefixtures("quiet")(Run.TestCase)
+TestLongerRun = pytest.mark.slow("the same, ten times as often")(pytest.mark.usefixtures("quiet")(LongerRun.TestCase))

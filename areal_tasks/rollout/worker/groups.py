@@ -35,7 +35,7 @@ from areal_tasks.rollout.orders import (
     Spooled,
     Written,
 )  # fmt: skip
-from areal_tasks.rollout.spooling import Writer, spooled_rows, tables_of
+from areal_tasks.rollout.spooling import Writer, narrowed, spooled_rows, tables_of
 from areal_tasks.rollout.worker.apart import in_time
 from areal_tasks.store.shards import write_table
 from areal_tasks.workflows import Prompt, Sample, Workflow, WorkflowContext, samples_to_table
@@ -138,26 +138,24 @@ class Groups:
             Gone: a lease is not here, or not any more.
             StoreError: rows in the spool cannot be read, or the store does not take the part.
         """
-        records = {(record.start, record.n): record for record in part.records}
-        groups, samples = set(part.groups), list[Sample]()
+        records, samples = {(record.start, record.n): record for record in part.records}, list[Sample]()
         for number in part.numbers:
             if (held := self.finished.get(number)) is not None:
                 samples += held.samples
             elif number in self._spooled:
                 group, record = self._spooled[number]
-                records[record.start, record.n] = record
-                groups.add(group)
+                place = (record.start, record.n)
+                others = records[place].finished if place in records else ()
+                records[place] = narrowed(record, {group, *(other.index for other in others)})
             else:
                 raise Gone(f"lease {number} is over")
-        return await asyncio.to_thread(self._write, part, samples, list(records.values()), groups)
+        return await asyncio.to_thread(self._write, part, samples, list(records.values()))
 
-    def _write(
-        self, part: Part, samples: Sequence[Sample], records: Sequence[SpoolRecord], groups: set[int]
-    ) -> Written:
+    def _write(self, part: Part, samples: Sequence[Sample], records: Sequence[SpoolRecord]) -> Written:
         store, tables = self.writer.store, tables_of(samples)
         if records:
             for name in ["rollout", *(["judged"] if self.judge is not None else [])]:
-                spooled = spooled_rows(store, records, groups, name)
+                spooled = spooled_rows(store, records, name)
                 tables[name] = pa.concat_tables([tables.get(name, spooled.slice(0, 0)), spooled]).sort_by(ORDER)
         rows = tables["rollout"]
         return Written(
