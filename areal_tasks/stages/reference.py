@@ -18,42 +18,36 @@ from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from schemas.recipe.recipe import RlhfRecipe
 
+Which = Literal["policy", "reference"]
 STAGE: Final = {"policy": "proximal", "reference": "reference"}
 
 
 def reference(recipe: RlhfRecipe) -> Stage:
-    """Per token `ref_logprobs`. Reads what a forward pass needs."""
-    return Stage(
-        name="reference",
-        kind=Kind.INFERENCE,
-        version=1,
-        run=partial(logprobs, "reference"),
-        reads=columns("rollout", *COLUMNS["rollout"]),
-        writes=("reference",),
-        fields=("rollout.temperature", "model", "trainer.layout", "trainer.micro_batch_tokens", "trainer.backend"),
-        after=("evaluate",) if recipe.inference.release_memory else (),  # one at a time on the GPU
-    )
+    """Per token `ref_logprobs`."""
+    return _stage(recipe, "reference")
 
 
 def proximal(recipe: RlhfRecipe) -> Stage:
-    """Per token `prox_logprobs`. Reads what a forward pass needs."""
+    """Per token `prox_logprobs`. Waits for `reference`: the same trainer, which may have to be restored for it."""
+    return _stage(recipe, "policy", carries=("policy",), after=("reference",))
+
+
+def _stage(recipe: RlhfRecipe, which: Which, carries: tuple[str, ...] = (), after: tuple[str, ...] = ()) -> Stage:
+    """Reads what a forward pass needs."""
     return Stage(
-        name="proximal",
+        name=STAGE[which],
         kind=Kind.INFERENCE,
         version=1,
-        run=partial(logprobs, "policy"),
+        run=partial(logprobs, which),
         reads=columns("rollout", *COLUMNS["rollout"]),
-        writes=("proximal",),
+        writes=(STAGE[which],),
         fields=("rollout.temperature", "model", "trainer.layout", "trainer.micro_batch_tokens", "trainer.backend"),
-        carries=("policy",),
-        after=(
-            "reference",  # the same trainer: who restores it must not be disturbed
-            *(("evaluate",) if recipe.inference.release_memory else ()),  # one at a time on the GPU
-        ),
+        carries=carries,
+        after=(*after, *(("evaluate",) if recipe.inference.release_memory else ())),  # one at a time on the GPU
     )
 
 
-def logprobs(which: Literal["policy", "reference"], context: Context, inputs: Inputs, prefix: str) -> Output:
+def logprobs(which: Which, context: Context, inputs: Inputs, prefix: str) -> Output:
     """Have the trainer compute the log-probabilities of the iteration's tokens under one of its two models."""
     trainer = context.engines.actor.at(context.iteration)
     command = Logprobs(
