@@ -119,6 +119,11 @@ def learn(store: Store, folder: Path, variant: str, seed: int, overrides: Sequen
     recipe = load_recipe("quickstart", [*SHARED, f"seed={seed}", *overrides, *chosen.overrides])
     with slowed(chosen.server_share, lambda: store.exists(paths.iteration_commit(run, 0))):
         run_loop(store, run, cast(RlhfRecipe, recipe), folder)
+    return learned(store, run, variant, seed)
+
+
+def learned(store: Store, run: str, variant: str, seed: int) -> Learned:
+    """What the tables of a finished run say."""
     curve = run_sql(store, run, CURVE).to_pydict()
     [last], [stale] = (run_sql(store, run, query).to_pylist() for query in (LAST, STALE))
     lag = max(curve["lag"])
