@@ -4,9 +4,10 @@
         [--iterations 100] [--folder FOLDER] [key=value …]
 
 Each is `arealflow run` of `smollm2-gsm8k` or `smollm2-gsm8k-async`, evaluated before and after (greedy, the whole test
-set). One is started when the one before has committed an iteration: while a server starts, SGLang counts what others
-take from the GPU as its own. FOLDER gets store, logs, a row of JSON for each finished run, and reward.svg. Calling it
-again goes on where the store stands. `key=value` overrides fields of both recipes.
+set). One is started when the one before has committed an iteration, and the tokens of a server's cache are bounded:
+while a server starts, SGLang counts what others free on the GPU as its own. FOLDER gets store, logs, a row of JSON for
+each finished run, and reward.svg. Calling it again goes on where the store stands. `key=value` overrides fields of both
+recipes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,13 @@ from benchmarks.gpu.product import ROOT, committed
 
 RECIPES: Final = {"eta-4": "smollm2-gsm8k-async", "eta-0": "smollm2-gsm8k"}
 SFT, SFT_ITERATIONS = "smollm2-sft-gsm8k", 9
+SIDE_BY_SIDE: Final = (
+    "launcher.type=local",
+    "inference.memory_fraction=0.12",
+    "inference.flags.max-total-tokens=450000",
+    "trainer.micro_batch_tokens=16384",
+    "reward.workers=3",
+)
 LOOK_SECONDS: Final = 2.0
 Running = dict[str, subprocess.Popen[bytes]]
 
@@ -44,13 +52,16 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
     store = open_store((options.folder.resolve() / "store").as_uri())
-    if committed(store, SFT) < SFT_ITERATIONS:
-        ended(SFT, start(options, store, SFT, SFT, [f"model.path={options.model.resolve()}"]).wait())
-    last = [f"schedule.iterations={options.iterations}", f"evaluation.every={options.iterations}", *options.overrides]
+    if committed(store, SFT) < SFT_ITERATIONS and (
+        code := start(options, store, SFT, SFT, [f"model.path={options.model.resolve()}"]).wait()
+    ):
+        raise SystemExit(f"{SFT} ended with {code}: its log says why")
+    length = [f"schedule.iterations={options.iterations}", f"evaluation.every={options.iterations}"]
+    common = [*SIDE_BY_SIDE, *length, *options.overrides]
     going: Running = {}
     for seed, variant in product(map(int, options.seeds.split(",")), RECIPES):
         if committed(store, run := f"{variant}-{seed}") < options.iterations:
-            going[run] = start(options, store, run, RECIPES[variant], [f"seed={seed}", *last])
+            going[run] = start(options, store, run, RECIPES[variant], [f"seed={seed}", *common])
             while not settled(store, run, going) or len(going) >= options.at_once:
                 collect(store, going, options.folder)
     while going:
@@ -84,15 +95,10 @@ def collect(store: Store, going: Running, folder: Path) -> None:
     for run, process in list(going.items()):
         if (code := process.poll()) is not None:
             del going[run]
-            ended(run, code)
+            print(f"{time.strftime('%H:%M:%S')} {run} ended with {code}", flush=True)
             variant, _, seed = run.rpartition("-")
-            note(learned(store, run, variant, int(seed)), folder / "learning.jsonl")
-
-
-def ended(run: str, code: int) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {run} ended with {code}", flush=True)
-    if code:
-        raise SystemExit(f"{run} failed: its log says why")
+            if code == 0:
+                note(learned(store, run, variant, int(seed)), folder / "learning.jsonl")
 
 
 def show(folder: Path) -> None:
