@@ -14,7 +14,7 @@ from typing import Any, Final
 from prefect.events import emit_event
 from prefect.runtime import flow_run
 
-from areal_tasks.stages.loop import Closed
+from areal_tasks.stages.loop import IterationResult
 from areal_tasks.store.runs import Run
 from flows.alerts import Alert, Metrics
 
@@ -49,30 +49,30 @@ class Events:
         """This start of the run is over, however it ends; a process that is killed does not say so."""
         self._emit(ENDED, {})
 
-    def committed(self, closed: Closed) -> None:
+    def committed(self, result: IterationResult) -> None:
         """An iteration is part of the run's history."""
-        where = {"iteration": closed.iteration, "of": closed.of, "seconds": round(closed.seconds, 3)}
-        self._emit(COMMITTED, {**where, "metrics": finite(metrics_of(closed))})
+        where = {"iteration": result.iteration, "of": result.of, "seconds": round(result.seconds, 3)}
+        self._emit(COMMITTED, {**where, "metrics": finite(metrics_of(result))})
         if time.monotonic() - self.advanced >= ADVANCED_SECONDS:
             self.advanced = time.monotonic()
             self._emit(ADVANCED, where)
 
-    def alert(self, closed: Closed, alert: Alert) -> None:
+    def alert(self, result: IterationResult, alert: Alert) -> None:
         """Something is wrong from this iteration on."""
         figures = {"value": number(alert.value), "threshold": number(alert.threshold)}
-        about = {"cause": alert.cause, "message": alert.message, "iteration": closed.iteration}
+        about = {"cause": alert.cause, "message": alert.message, "iteration": result.iteration}
         self._emit(f"{ALERT}.{alert.cause}", about | figures)
 
     def _emit(self, event: str, payload: dict[str, Any]) -> None:
         emit_event(event, self.resource, payload=self.about | payload)
 
 
-def metrics_of(closed: Closed) -> Metrics:
+def metrics_of(result: IterationResult) -> Metrics:
     """An iteration's metrics by stage, without those of stages that run once."""
     return {
         built.manifest.stage: built.manifest.metrics
-        for built in closed.built.values()
-        if built.manifest.iteration == closed.iteration and built.manifest.metrics
+        for built in result.built.values()
+        if built.manifest.iteration == result.iteration and built.manifest.metrics
     }
 
 

@@ -21,7 +21,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import PrefectIds
-from areal_tasks.stages.loop import Closed
+from areal_tasks.stages.loop import IterationResult
 from areal_tasks.stages.preflight import check_code, check_engines, check_inputs
 from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.backend import StoreError, open_store
@@ -132,7 +132,7 @@ def _start(
     recipe, kept = continued(store, name, recipe)
     run = open_run(store, name, recipe.flow, recipe, origin=origin, segments=segments, prefect_flow_run_id=ids.flow_run)
     log = get_run_logger()
-    log.info("run %s in %s, as owner %d", name, store.url, run.owner)
+    log.info("run %s in %s, start #%d", name, store.url, run.owner)
     if origin is not None:
         log.info("run %s is %s", name, origin)
     if kept:
@@ -140,7 +140,7 @@ def _start(
     services = Engines(run, recipe, logs_folder(), generates=not run.record.counterfactual)
     patience.progressed()
 
-    def closed(iteration: Closed) -> None:
+    def closed(iteration: IterationResult) -> None:
         patience.progressed()
         services.supervisor.progressed()
         observe(iteration)

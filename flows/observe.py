@@ -18,7 +18,7 @@ from prefect.settings import PREFECT_UI_URL
 
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.graphs import iteration_plan
-from areal_tasks.stages.loop import Closed
+from areal_tasks.stages.loop import IterationResult
 from areal_tasks.store.backend import Store
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import read_table
@@ -76,36 +76,36 @@ class Observer:
         LIBRARY.setLevel(self.level)
         LIBRARY.propagate = True
 
-    def __call__(self, closed: Closed) -> None:
-        self.log.info(summary_line(closed))
-        self.events.committed(closed)
-        self._warn(closed)
-        whole = closed.iteration % self.every == 0 or closed.iteration == closed.of - 1
-        if whole or any(made_here(built, closed) and is_long(built) for built in closed.built.values()):
-            what = f"iteration {closed.iteration}"
-            self.artifacts.offer(what, lambda artifacts: self._show(artifacts, closed, whole))
+    def __call__(self, result: IterationResult) -> None:
+        self.log.info(summary_line(result))
+        self.events.committed(result)
+        self._warn(result)
+        whole = result.iteration % self.every == 0 or result.iteration == result.of - 1
+        if whole or any(made_here(built, result) and is_long(built) for built in result.built.values()):
+            what = f"iteration {result.iteration}"
+            self.artifacts.offer(what, lambda artifacts: self._show(artifacts, result, whole))
 
-    def _warn(self, closed: Closed) -> None:
-        for alert in self.watch(metrics_of(closed)) if self.watch else ():
+    def _warn(self, result: IterationResult) -> None:
+        for alert in self.watch(metrics_of(result)) if self.watch else ():
             self.log.warning("%s: %s", alert.cause, alert.message)
-            self.events.alert(closed, alert)
+            self.events.alert(result, alert)
 
     # ── in the artifacts' thread ────────────────────────────────────────────────────────────────────────────────────
 
-    def _show(self, artifacts: Artifacts, closed: Closed, whole: bool) -> None:
+    def _show(self, artifacts: Artifacts, result: IterationResult, whole: bool) -> None:
         """What is worth a look in one iteration: all of it, or only the manifests of its long stages."""
         pages = {
-            label: self._manifest(artifacts, self._task_name(label, closed), built.manifest)
-            for label, built in closed.built.items()
-            if made_here(built, closed) and built.manifest.provenance.prefect_task_run_id and (whole or is_long(built))
+            label: self._manifest(artifacts, self._task_name(label, result), built.manifest)
+            for label, built in result.built.items()
+            if made_here(built, result) and built.manifest.provenance.prefect_task_run_id and (whole or is_long(built))
         }
         if not whole:
             return
-        self._progress(artifacts, closed)
-        self._iteration(artifacts, closed, pages)
-        for label, built in closed.built.items():
+        self._progress(artifacts, result)
+        self._iteration(artifacts, result, pages)
+        for label, built in result.built.items():
             if built.manifest.stage in ("rollout", "evaluate"):
-                self._rollouts(artifacts, label, closed)
+                self._rollouts(artifacts, label, result)
 
     def _manifest(self, artifacts: Artifacts, task: str, manifest: StageManifest) -> UUID:
         """A page of the task run that built the stage, with the whole manifest."""
@@ -113,34 +113,34 @@ class Observer:
         task_run = UUID(manifest.provenance.prefect_task_run_id)
         return artifacts.create("markdown", page, None, f"Manifest of {task}", task_run)
 
-    def _progress(self, artifacts: Artifacts, closed: Closed) -> None:
-        percent = 100.0 * (closed.iteration + 1) / closed.of
+    def _progress(self, artifacts: Artifacts, result: IterationResult) -> None:
+        percent = 100.0 * (result.iteration + 1) / result.of
         if self.progress is None:
             key, about = artifact_key(self.run.name, "progress"), f"Iterations of {self.run.label}"
             self.progress = artifacts.create("progress", percent, key, about)
         else:
             artifacts.update(self.progress, percent)
 
-    def _iteration(self, artifacts: Artifacts, closed: Closed, pages: Mapping[str, UUID]) -> None:
+    def _iteration(self, artifacts: Artifacts, result: IterationResult, pages: Mapping[str, UUID]) -> None:
         rows = [
-            stage_row(self._task_name(label, closed), built, made_here(built, closed), pages.get(label))
-            for label, built in by_stage(closed)
+            stage_row(self._task_name(label, result), built, made_here(built, result), pages.get(label))
+            for label, built in by_stage(result)
         ]
-        page = iteration_page(self.run.name, self.run.store.url, summary_line(closed), rows)
-        about = f"Iteration {closed.iteration} of {self.run.label}: its stages and where to go from here"
+        page = iteration_page(self.run.name, self.run.store.url, summary_line(result), rows)
+        about = f"Iteration {result.iteration} of {self.run.label}: its stages and where to go from here"
         artifacts.create("markdown", page, artifact_key(self.run.name, "iteration"), about)
 
-    def _task_name(self, label: str, closed: Closed) -> str:
+    def _task_name(self, label: str, result: IterationResult) -> str:
         """The name of the task run: `rollout 3`, `evaluate version 3`, `prompts`."""
         if label in self.once or " " in label:
             return label
-        return f"evaluate version {closed.iteration}" if label == "evaluate" else f"{label} {closed.iteration}"
+        return f"evaluate version {result.iteration}" if label == "evaluate" else f"{label} {result.iteration}"
 
-    def _rollouts(self, artifacts: Artifacts, label: str, closed: Closed) -> None:
-        samples = judged_samples(self.run.store, closed.built, label)
-        what = subject(label, closed)
+    def _rollouts(self, artifacts: Artifacts, label: str, result: IterationResult) -> None:
+        samples = judged_samples(self.run.store, result.built, label)
+        what = subject(label, result)
         title, key = f"{what} · run {self.run.label}", artifact_key(self.run.name, label.split()[0])
-        trained = closed.iteration if label == "rollout" else None
+        trained = result.iteration if label == "rollout" else None
         rows = rollout_rows(samples, SAMPLED, trained)
         about = f"{len(rows)} of {len(samples)} samples: {title}"
         artifacts.create("table", json.dumps(rows), f"{key}-table", about)
@@ -163,9 +163,9 @@ class _Relay(logging.Handler):
             self.handleError(record)
 
 
-def made_here(built: Built, closed: Closed) -> bool:
+def made_here(built: Built, result: IterationResult) -> bool:
     """Whether the stage was made by this start of the flow in this iteration: neither found nor carried on."""
-    return not built.reused and built.manifest.iteration == closed.iteration
+    return not built.reused and built.manifest.iteration == result.iteration
 
 
 def is_long(built: Built) -> bool:
@@ -179,11 +179,11 @@ def seconds_of(manifest: StageManifest) -> float:
     return (datetime.fromisoformat(committed) - datetime.fromisoformat(started)).total_seconds()
 
 
-def by_stage(closed: Closed) -> list[tuple[str, Built]]:
+def by_stage(result: IterationResult) -> list[tuple[str, Built]]:
     """The iteration's own stages in the order of their commits, then what was built once for the run."""
-    items = sorted(closed.built.items(), key=lambda item: item[1].manifest.provenance.committed)
-    own = [item for item in items if item[1].manifest.iteration == closed.iteration]
-    return own + [item for item in items if item[1].manifest.iteration != closed.iteration]
+    items = sorted(result.built.items(), key=lambda item: item[1].manifest.provenance.committed)
+    own = [item for item in items if item[1].manifest.iteration == result.iteration]
+    return own + [item for item in items if item[1].manifest.iteration != result.iteration]
 
 
 def stage_row(task: str, built: Built, made: bool, page: UUID | None) -> StageRow:
@@ -202,18 +202,18 @@ def stage_row(task: str, built: Built, made: bool, page: UUID | None) -> StageRo
     )
 
 
-def summary_line(closed: Closed) -> str:
+def summary_line(result: IterationResult) -> str:
     """`iteration 11 done (12 of 250): reward 0.41, loss -0.01, grad_norm 1.2, logprob_gap_mean 1e-07 · 0.38 s`."""
-    manifests = [built.manifest for built in closed.built.values()]
+    manifests = [built.manifest for built in result.built.values()]
     shown = [(name, m.metrics) for m in manifests for name in METRICS.get(m.stage, ()) if name in m.metrics]
     metrics = [f"{name} {found[name]:.4g}" for name, found in shown]
     accuracy = [
-        evaluation_line(built.manifest.metrics, evaluated_version(label, closed))
-        for label, built in closed.built.items()
+        evaluation_line(built.manifest.metrics, evaluated_version(label, result))
+        for label, built in result.built.items()
         if built.manifest.stage == "evaluate"
     ]
-    done = f"iteration {closed.iteration} done ({closed.iteration + 1} of {closed.of})"
-    return f"{done}: {', '.join(metrics + accuracy)} · {closed.seconds:.2f} s"
+    done = f"iteration {result.iteration} done ({result.iteration + 1} of {result.of})"
+    return f"{done}: {', '.join(metrics + accuracy)} · {result.seconds:.2f} s"
 
 
 def evaluation_line(metrics: Mapping[str, float], version: int) -> str:
@@ -223,16 +223,16 @@ def evaluation_line(metrics: Mapping[str, float], version: int) -> str:
     return f"accuracy {metrics['accuracy']:.4g} (version {version}{left_out})"
 
 
-def subject(label: str, closed: Closed) -> str:
+def subject(label: str, result: IterationResult) -> str:
     """What an artifact shows: `Rollouts of iteration 3`, `Evaluation of version 4`."""
     if label == "rollout":
-        return f"Rollouts of iteration {closed.iteration}"
-    return f"Evaluation of version {evaluated_version(label, closed)}"
+        return f"Rollouts of iteration {result.iteration}"
+    return f"Evaluation of version {evaluated_version(label, result)}"
 
 
-def evaluated_version(label: str, closed: Closed) -> int:
+def evaluated_version(label: str, result: IterationResult) -> int:
     """An iteration evaluates the weights it began with; the label of a second evaluation names its version."""
-    return closed.iteration if label == "evaluate" else int(label.split()[-1])
+    return result.iteration if label == "evaluate" else int(label.split()[-1])
 
 
 def judged_samples(store: Store, built: Mapping[str, Built], label: str) -> pa.Table:

@@ -22,7 +22,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 
-from areal_tasks.engines.watchdog import Sign, Watchdog
+from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 
 LOOK_SECONDS: Final = 2.0
 _AWAY: Final = (httpx.HTTPError, ObjectNotFound, RuntimeError)  # Prefect's client raises the last where nobody listens
@@ -84,8 +84,10 @@ class Pauses:
                 self._may_go.set()
 
 
-def _person() -> dict[str, Sign]:
-    return {"a person": Sign(object(), "the flow run is paused")}  # who owes no progress: the log does not complain
+def _person() -> dict[str, Heartbeat]:
+    return {
+        "a person": Heartbeat(object(), "the flow run is paused")
+    }  # who owes no progress: the log does not complain
 
 
 def is_stopping(state: State[Any] | None) -> bool:

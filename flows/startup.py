@@ -16,7 +16,7 @@ from typing import Final
 import psutil
 from prefect import get_run_logger
 
-from areal_tasks.stages.loop import Closed
+from areal_tasks.stages.loop import IterationResult
 from areal_tasks.store.backend import Store, StoreError
 from areal_tasks.store.commit import find_record
 from areal_tasks.store.journal import append
@@ -55,12 +55,12 @@ class Startup:
         self.reported = False
         _marks.clear()
 
-    def __call__(self, run: Run, closed: Closed, services: Sequence[str], flow_run_id: str = "") -> None:
+    def __call__(self, run: Run, result: IterationResult, services: Sequence[str], flow_run_id: str = "") -> None:
         """Report the first committed iteration, in the flow's log and in the run's; later ones are ignored."""
         if self.reported:
             return
         self.reported = True
-        made = [built.manifest for built in closed.built.values() if not built.reused]
+        made = [built.manifest for built in result.built.values() if not built.reused]
         found = {"seconds": time.time() - self.began} | self.before | stage_seconds(made)
         found |= {name + READY: at - self.began for name, at in ready_times(run.store, run, services).items()}
         details = {name: round(seconds, 3) for name, seconds in found.items()}

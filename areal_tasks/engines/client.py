@@ -18,7 +18,15 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from areal_tasks.engines.ends import Ends
-from areal_tasks.engines.server import Refused, Server, ServerDown, WrongVersion, each_token, stale_runs, version_runs
+from areal_tasks.engines.server import (
+    BadRequest,
+    Server,
+    ServerDown,
+    WrongVersion,
+    each_token,
+    stale_runs,
+    version_runs,
+)
 from areal_tasks.engines.server_pool import ServerPool
 from schemas.errors import UserError
 from schemas.recipe.derived import Interruption
@@ -155,7 +163,7 @@ class InferenceClient(ServerPool):
         except Exception as error:
             left = [work for work in chunk if not work.done.done()]
             groups = _chunks(left, 1)
-            if isinstance(error, Refused) and len(groups) > 1:
+            if isinstance(error, BadRequest) and len(groups) > 1:
                 await asyncio.gather(*map(self._finish, groups))
             else:
                 for work in left:
@@ -267,9 +275,9 @@ class InferenceClient(ServerPool):
         if self._closed:
             self._give_up()
         elif self._waiting and not self.healthy():
-            self._background("hope", None, self._hope)
+            self._background("hope", None, self._no_server_timer)
 
-    async def _hope(self, _: None) -> None:
+    async def _no_server_timer(self, _: None) -> None:
         """Requests wait for the first server that is well again, and are told if none is in time."""
         try:
             await self._until(lambda: any(server.healthy for server in self.servers))

@@ -67,7 +67,7 @@ def check_versions_told(where: str, answers: Sequence[dict[str, Any]]) -> None:
 
 
 def check_temperature(where: str, answers: Sequence[dict[str, Any]]) -> None:
-    """Look at a server's answer to PROBE: its logprobs must be those after the temperature was applied.
+    """Poll at a server's answer to PROBE: its logprobs must be those after the temperature was applied.
 
     SGLang does not say whether they are; near temperature 1 the tokens that are trained on do not show it either.
 

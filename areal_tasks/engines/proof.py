@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any, Final, Protocol, TypeVar
 
 from areal_tasks.engines.client import InferenceClient
-from areal_tasks.engines.server import Refused
+from areal_tasks.engines.server import BadRequest
 from schemas.errors import UserError, shown
 from schemas.recipe.recipe import Recipe, SftRecipe
 
@@ -92,7 +92,7 @@ def _refusals() -> Iterator[None]:
     """A server that refuses is too old for this, or lacks memory: the error says how to go on."""
     try:
         yield
-    except Refused as error:
+    except BadRequest as error:
         raise UserError(f"it could not be proven that new weights reach all tensors: {error}; {WITHOUT}") from error
 
 

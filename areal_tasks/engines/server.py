@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import aiohttp
 import orjson
 
-from areal_tasks.engines.watchdog import Sign
+from areal_tasks.engines.watchdog import Heartbeat
 from schemas.errors import UserError
 from schemas.recipe.derived import Interruption
 
@@ -45,7 +45,7 @@ class WrongVersion(ServerDown):
     """A server generated with, or holds, other weights than it was told to."""
 
 
-class Refused(UserError):
+class BadRequest(UserError):
     """A server refused a request as wrong (HTTP 4xx); the message holds its reason."""
 
 
@@ -90,7 +90,7 @@ def making_way(mode: Interruption | None, continues: bool, handed: bool) -> Maki
 class Server:
     """One server as one client sees it, which may not be the only one. Use within one event loop; `close()` when done.
 
-    `ask` and all that asks raise ServerDown or Refused.
+    `ask` and all that asks raise ServerDown or BadRequest.
     """
 
     url: str
@@ -222,7 +222,7 @@ class Server:
         body = {"model_path": target.uri, "weight_version": str(target.version), **flags}
         answer = await self.ask("POST", "/update_weights_from_disk", body)
         if not answer.get("success", True):
-            raise Refused(f"{self.url} did not load {target.uri}: {answer.get('message')}")
+            raise BadRequest(f"{self.url} did not load {target.uri}: {answer.get('message')}")
 
     # ── what it says of itself ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -233,7 +233,7 @@ class Server:
         return name
 
     async def probe(self, token: bool) -> object:
-        """The sign that it is well: something new whenever it has got on.
+        """The heartbeat that it is well: something new whenever it has got on.
 
         It is the count of its steps, where it tells them and has work of ours. Else, with `token`, it is that it
         generates one, unless it was told to stop. Else it is that it answers, which SGLang's scheduler does itself:
@@ -249,14 +249,14 @@ class Server:
             await look
         return object()
 
-    async def sign(self, token: bool) -> Sign:
+    async def heartbeat(self, token: bool) -> Heartbeat:
         """The same, and what it has to do, for whoever watches it."""
         requests = self.requests + self.elsewhere
         work = f"{requests} requests under way" if requests else "an order under way"
         try:
-            return Sign(await self.probe(token), work)
-        except (ServerDown, Refused) as error:
-            return Sign(None, f"{work}; {error}")
+            return Heartbeat(await self.probe(token), work)
+        except (ServerDown, BadRequest) as error:
+            return Heartbeat(None, f"{work}; {error}")
 
 
 @dataclass
@@ -302,13 +302,13 @@ class Router:
 
 
 def check_status(where: str, status: int, reason: str) -> None:
-    """Raise what a status of 400 or more means: ServerDown, Refused or Interrupted. `where`: who answered what."""
+    """Raise what a status of 400 or more means: ServerDown, BadRequest or Interrupted. `where`: who answered what."""
     if status >= 500:
         raise ServerDown(f"{where} answered {status}: {reason}")
     if status == INTERRUPTED:
         raise Interrupted
     if status >= 400:
-        raise Refused(f"{where} answered {status}: {reason}")
+        raise BadRequest(f"{where} answered {status}: {reason}")
 
 
 def reason_of(content: bytes) -> str:

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 from areal_tasks.engines.external import PROBE, check_temperature, check_versions_told
 from areal_tasks.engines.server import POLL_SECONDS, Router, Server, ServerDown, Target, WrongVersion, making_way
 from areal_tasks.engines.sharing import Followers, NoFollowers, Serving, SharedServer
-from areal_tasks.engines.watchdog import Sign
+from areal_tasks.engines.watchdog import Heartbeat
 from schemas.errors import UserError
 from schemas.recipe.derived import Interruption
 from schemas.recipe.sections import Inference
@@ -56,7 +56,7 @@ class ServerPool(ABC):
         embedded = settings.engine == "embedded"
         self._loading, self._handing = (making_way(mode, embedded, handed) for handed in (False, True))
         self._foreign = False  # others have started the servers
-        self._doubted = False  # what servers answer to requests under way counts for nothing
+        self._versions_unknown = False  # what servers answer to requests under way counts for nothing
         self.followers: Followers = NoFollowers()  # clients that generate on the servers, too
         self.report: Callable[[str, str], object] = lambda url, why: None  # tells who looks after them what fails
         self._closed = False
@@ -113,7 +113,7 @@ class ServerPool(ABC):
         servers = (
             SharedServer(url=one.url, start=one.start, version=one.version, able=one.able) for one in self.servers
         )
-        return Serving(servers=tuple(servers), doubted=self._doubted)
+        return Serving(servers=tuple(servers), versions_unknown=self._versions_unknown)
 
     async def follow(self, serving: Serving) -> None:
         """Have the servers that another client looks after, and send requests to those alone that it says."""
@@ -123,7 +123,7 @@ class ServerPool(ABC):
             if (server := known.get(one.url)) is None:
                 self.servers.append(server := self._server(one.url, one.start))
             server.current, server.version = one.able, one.version
-        if serving.doubted:
+        if serving.versions_unknown:
             await self._drop_all()
         self._dispatch()
 
@@ -173,17 +173,17 @@ class ServerPool(ABC):
         since = {s.url: s.failing_since for s in self.servers if not (s.healthy or s.asks)}
         return [url for url, failed in since.items() if failed is not None and now - failed > LOST_SECONDS]
 
-    async def signs(self, everyone: bool = False) -> dict[str, Sign]:
+    async def heartbeats(self, everyone: bool = False) -> dict[str, Heartbeat]:
         """How each server that has something to do for this client (`everyone`: any server) gets on, by its address."""
         others = self.followers.under_way()
         for server in self.servers:
             server.elsewhere = others.get(server.url, 0)
         busy = [s for s in self.servers if s.healthy and (s.asks or s.elsewhere or everyone)]  # others are given up
-        signs = await asyncio.gather(*map(self._sign, busy))
-        return dict(zip([server.url for server in busy], signs, strict=True))
+        heartbeats = await asyncio.gather(*map(self._heartbeat, busy))
+        return dict(zip([server.url for server in busy], heartbeats, strict=True))
 
-    async def _sign(self, server: Server) -> Sign:
-        return await server.sign(token=self.target is not None and server.requests + server.elsewhere > 0)
+    async def _heartbeat(self, server: Server) -> Heartbeat:
+        return await server.heartbeat(token=self.target is not None and server.requests + server.elsewhere > 0)
 
     async def evict(self, failed: Mapping[str, str]) -> None:
         """Give nothing more to servers of which somebody else has seen that they failed: why, by their address."""
@@ -220,14 +220,14 @@ class ServerPool(ABC):
 
     async def _watch(self, server: Server) -> None:
         """While requests are under way, see to it that the server gets on; drop its connections if it hangs."""
-        silent, sign = 0, Sign(None, "")
+        silent, heartbeat = 0, Heartbeat(None, "")
         while silent < WATCH_FAILURES:
             await asyncio.sleep(WATCH_SECONDS)
             if not (server.requests and server.healthy):
                 return
-            before, sign = sign.progress, await self._sign(server)
-            silent = 0 if sign.progress not in (None, before) else silent + 1
-        self._evict(server, ServerDown(f"it hangs: {sign.says}"))
+            before, heartbeat = heartbeat.progress, await self._heartbeat(server)
+            silent = 0 if heartbeat.progress not in (None, before) else silent + 1
+        self._evict(server, ServerDown(f"it hangs: {heartbeat.says}"))
         await server.drop()
 
     async def _admit(self, server: Server) -> None:
@@ -271,7 +271,7 @@ class ServerPool(ABC):
         """From now on these weights are wanted. No server generates before it has confirmed that it holds them."""
         self.target = target
         self.router.affinity.clear()  # caches are flushed for new weights
-        self._doubted = False
+        self._versions_unknown = False
         for server in self.servers:
             server.current = False
         self._dispatch()
@@ -288,10 +288,10 @@ class ServerPool(ABC):
                 self._background("admit", server, self._admit)
         self._dispatch()
 
-    async def doubt(self) -> None:
+    async def forget_versions(self) -> None:
         """The servers' weights may be damaged or not whole: none generates, and no answer counts, until given some."""
-        self._doubt()
-        self._doubted = True
+        self._forget_versions()
+        self._versions_unknown = True
         await self.followers.told()
         await self._drop_all()
 
@@ -300,7 +300,7 @@ class ServerPool(ABC):
         for server in [server for server in self.servers if server.requests]:
             await server.drop()
 
-    def _doubt(self) -> None:
+    def _forget_versions(self) -> None:
         if self.target is not None:
             self._aim(replace(self.target, key="", uri=None))
 
@@ -379,7 +379,7 @@ class ServerPool(ABC):
 
     async def overwrite_weights(self) -> None:
         """Fill the tensors of SGLang servers, which must be paused, with random numbers; weights must follow."""
-        self._doubt()
+        self._forget_versions()
         await self._check_weights("reset_tensors")
 
     async def _check_weights(self, action: str) -> dict[str, Any]:
@@ -419,7 +419,7 @@ class ServerPool(ABC):
 
     async def interrupt(self) -> None:
         """Return when all servers stand still, so that the trainer may send weights; `resume` follows."""
-        self._doubt()
+        self._forget_versions()
         await self.followers.told()
         if self._handing.drains:
             await asyncio.gather(*(server.drained(self.followers.busy) for server in self.servers))

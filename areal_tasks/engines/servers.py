@@ -25,7 +25,7 @@ from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.starting import ready
 from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
 from areal_tasks.engines.trainers import ResidentTrainer
-from areal_tasks.engines.watchdog import Sign, Watchdog
+from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.engines.workers import Workers
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.launchers.supervisor import Ready, ServiceFailed, Supervisor
@@ -39,7 +39,7 @@ from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SIGN_SECONDS: Final = 60.0  # looks at all servers, side by side
+HEARTBEAT_LIMIT_SECONDS: Final = 60.0  # looks at all servers, side by side
 BRIEF_SECONDS: Final = 2.0  # to give up what is under way: a worker kills 7 s after it has asked a flow to end
 
 
@@ -181,11 +181,11 @@ class Servers:
         """
         what = "generation" if generates else "an order to the servers"
 
-        def signs() -> dict[str, Sign]:
-            workers = self.workers.signs()  # first: it tells which servers they are at
-            return self._signs() | workers
+        def heartbeats() -> dict[str, Heartbeat]:
+            workers = self.workers.heartbeats()  # first: it tells which servers they are at
+            return self._heartbeats() | workers
 
-        with self.watchdog.waiting(what, signs):
+        with self.watchdog.waiting(what, heartbeats):
             return self._loop.run(work, meanwhile=lambda: self._tend_if_free(generates))
 
     def call_briefly(self, work: Coroutine[Any, Any, object]) -> None:
@@ -238,13 +238,13 @@ class Servers:
             self._unwritable = {name_of(ref): tried_for | ended}
         return self.written
 
-    def _signs(self, everyone: bool = False) -> dict[str, Sign]:
+    def _heartbeats(self, everyone: bool = False) -> dict[str, Heartbeat]:
         """How the servers get on that have something to do for us, by name; those of others by their address."""
         if self._client is None:
             return {}
-        found = self._loop.run(self._client.signs(everyone), SIGN_SECONDS)
+        found = self._loop.run(self._client.heartbeats(everyone), HEARTBEAT_LIMIT_SECONDS)
         limit = "inference.request_timeout_seconds for each request" if self.external else ""
-        return {self.supervisor.name_at(url): replace(sign, limit=limit) for url, sign in found.items()}
+        return {self.supervisor.name_at(url): replace(heartbeat, limit=limit) for url, heartbeat in found.items()}
 
     def serve(self, ref: WeightsRef, trainer: TrainerClient | None = None, handed: bool = False) -> list[float]:
         """Make every server generate with `ref`; seconds for each. Nothing to do without servers, or if they hold it.
@@ -280,7 +280,7 @@ class Servers:
                 return self._load(client, ref)
             return self._proof.of(client, lambda: self._hand_over(client, trainer, ref))
         except BaseException:
-            self._loop.run(client.doubt())
+            self._loop.run(client.forget_versions())
             raise
 
     def _load(self, client: InferenceClient, ref: WeightsRef) -> list[float]:
@@ -305,7 +305,7 @@ class Servers:
             ranks = self.recipe.inference.tensor_parallel  # type: ignore[union-attr]
             keeps = interruption(self.recipe) == "in_place"
             command = send_command(self.run.owner, version, self.transport, urls, ranks, self.supervisor.token, keeps)
-            with self.watchdog.waiting("weights from the trainer", lambda: self._signs(everyone=True)):
+            with self.watchdog.waiting("weights from the trainer", lambda: self._heartbeats(everyone=True)):
                 gone = trainer.send(command).gone
             self.call(client.evict(gone))
             took = self.call(client.adopt(version, name_of(ref), set(urls) - gone.keys()))

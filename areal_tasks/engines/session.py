@@ -17,7 +17,7 @@ from areal_tasks.engines.models import describing_files, load_tokenizer
 from areal_tasks.engines.servers import Servers
 from areal_tasks.engines.starting import TRAINER, Services, may_load_early, place_services
 from areal_tasks.engines.trainers import ResidentTrainer
-from areal_tasks.engines.watchdog import Sign, Watchdog
+from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.launchers.gpus import assigned
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.rewards.pool import VerifierPool
@@ -111,8 +111,8 @@ class Engines:
         """While inside, the run waits for the verifiers' verdicts on so many samples."""
         pool = self.verifiers
 
-        def look() -> dict[str, Sign]:
-            return {"the verifiers": Sign(pool.judged, f"{pool.judged} of {samples} judged")}
+        def look() -> dict[str, Heartbeat]:
+            return {"the verifiers": Heartbeat(pool.judged, f"{pool.judged} of {samples} judged")}
 
         return self.watchdog.waiting("verdicts", look, limit="reward.wall_seconds for each")
 

@@ -24,12 +24,12 @@ class SharedServer(BaseModel):
 
 
 class Serving(BaseModel):
-    """The servers of a run. `doubted`: what they answer to requests under way counts for nothing."""
+    """The servers of a run. `versions_unknown`: what they answer to requests under way counts for nothing."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     servers: tuple[SharedServer, ...]
-    doubted: bool = False
+    versions_unknown: bool = False
 
 
 class Followers(Protocol):

@@ -10,7 +10,7 @@ from typing import Final
 
 from areal_tasks.engines.models import file_states
 from areal_tasks.engines.service import ModelFolder, spec_of
-from areal_tasks.engines.watchdog import Sign, Watchdog
+from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.launchers.gpus import Placement, describe, place_recipe, visible_gpus
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.store.runs import Run
@@ -101,8 +101,8 @@ def ready(
 ) -> list[str]:
     """The addresses of these services, once they have started; one that has ended starts again, on `weights`."""
 
-    def starting() -> dict[str, Sign]:
-        return {name: Sign(None, f"see {log}") for name, log in supervisor.starting(names).items()}
+    def starting() -> dict[str, Heartbeat]:
+        return {name: Heartbeat(None, f"see {log}") for name, log in supervisor.starting(names).items()}
 
     with watchdog.waiting("its start", starting, limit="launcher.startup_seconds"):
         return supervisor.wait(names, weights)

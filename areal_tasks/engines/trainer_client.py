@@ -26,7 +26,7 @@ from areal_tasks.engines.trainer.commands import (
     Write,
     Written,
 )
-from areal_tasks.engines.watchdog import Sign, Watchdog
+from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
 
@@ -116,13 +116,13 @@ class TrainerClient:
             return False
         return health.version == version and not health.busy
 
-    def sign(self) -> Sign:
+    def heartbeat(self) -> Heartbeat:
         """Whether the trainer gets on, for a watchdog."""
         try:
             health = self._look()
         except (TrainerDown, UserError) as error:
-            return Sign(None, str(error))
-        return Sign(health.progress, health.describe())
+            return Heartbeat(None, str(error))
+        return Heartbeat(health.progress, health.describe())
 
     def _look(self) -> Health:
         """Its health now, or TrainerDown soon."""
@@ -136,7 +136,7 @@ class TrainerClient:
         if self.watchdog is None:
             return self._exchange(method, path, reply, command)
         what = path if command is None else f"{path} of version {command.version}"
-        with self.watchdog.waiting(what, lambda: {"trainer": self.sign()}):
+        with self.watchdog.waiting(what, lambda: {"trainer": self.heartbeat()}):
             return self._exchange(method, path, reply, command)
 
     def _exchange(

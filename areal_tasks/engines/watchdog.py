@@ -1,10 +1,10 @@
 """Names what a silent run waits for, since when, and ends a service that makes no progress for too long.
 
-Whoever waits for something says so, with a way to look at the services concerned. A look gives each of them a sign: a
-value that changes when it gets on with its work, be the work ever so long. A service whose sign stays the same, or that
-gives none, is named in the log after `launcher.warn_seconds`, then at intervals that double; after
-`launcher.hang_seconds` it is ended. Its caller learns of it as of any other death: the supervisor starts it again, as
-often in a row as `launcher.restarts` allows. What was started again is watched like anything else: it may hang again.
+A wait is registered with a function that polls the services concerned. A poll gives a heartbeat for each: a value that
+changes whenever the service makes progress, however long its work takes. A service whose heartbeat does not change, or
+that gives none, is named in the log after `launcher.warn_seconds`, then at intervals that double; after
+`launcher.hang_seconds` it is ended. Its caller sees that like any other exit: the supervisor restarts it, at most
+`launcher.restarts` times in a row. A restarted service is watched again: it may hang again.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ STORE_LIMIT: Final = "S3: 30 s for an answer, some attempts; a disk: none"
 
 
 @dataclass(frozen=True)
-class Sign:
-    """What a look at a service found: a value that changes as it gets on (None: it gave none), and its own words.
+class Heartbeat:
+    """What a poll of a service found: a value that changes with its progress (None: no answer), and its own words.
 
-    `limit`: what ends the wait for it; empty: its end, should it hang.
+    `limit`: what ends the wait for it; empty: if it hangs, it is ended.
     """
 
     progress: object
@@ -52,14 +52,14 @@ class Waited:
     says: str = ""
 
 
-Look = Callable[[], Mapping[str, Sign]]
+Poll = Callable[[], Mapping[str, Heartbeat]]
 
 
 @dataclass
 class _Silence:
-    """A service that is waited for: its last new sign, since when, and after how many seconds to complain.
+    """A service that is waited for: its last new heartbeat, since when, and after how many seconds to complain.
 
-    `limit` is as in `Sign`.
+    `limit` is as in `Heartbeat`.
     """
 
     progress: object
@@ -74,7 +74,7 @@ class _Wait:
     """Something that the run waits for. `limit`: what ends the wait; empty: the end of a service that hangs."""
 
     what: str
-    look: Look
+    look: Poll
     limit: str
     since: float
     silences: dict[str, _Silence] = field(default_factory=dict)
@@ -105,15 +105,15 @@ class Watchdog:
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """Look no more. Does not wait for a look that is under way."""
+        """Poll no more. Does not wait for a look that is under way."""
         self._closed.set()
 
     @contextmanager
-    def waiting(self, what: str, look: Look = dict, *, limit: str = "") -> Iterator[None]:
+    def waiting(self, what: str, look: Poll = dict, *, limit: str = "") -> Iterator[None]:
         """While inside, the run waits for `what`, which the services that `look` tells of are at.
 
         `look` is called in a thread of its own. It leaves out services that have nothing to do. They are ended when
-        they hang, unless something else ends the wait: `limit` names it, here or in their signs.
+        they hang, unless something else ends the wait: `limit` names it, here or in their heartbeats.
         """
         wait = _Wait(what, look, limit, self.clock())
         self._waits[id(wait)] = wait
@@ -146,7 +146,7 @@ class Watchdog:
             self.look()
 
     def look(self) -> None:
-        """Look at everything that is waited for, and act on what is found."""
+        """Poll at everything that is waited for, and act on what is found."""
         now = self.clock()
         self._look_at_store()
         for wait in list(self._waits.values()):
@@ -155,30 +155,30 @@ class Watchdog:
 
     def _look_at(self, wait: _Wait) -> None:
         try:
-            signs = wait.look()
+            heartbeats = wait.look()
         except Exception:  # a look must never end the watch over everything else
             if not self._closed.is_set():
                 log.exception("could not look at what is at %s", wait.what)
             return
-        for name in wait.silences.keys() - signs.keys():
+        for name in wait.silences.keys() - heartbeats.keys():
             del wait.silences[name]
-        for name, sign in signs.items():
-            self._judge(wait, name, sign)
+        for name, heartbeat in heartbeats.items():
+            self._judge(wait, name, heartbeat)
 
-    def _judge(self, wait: _Wait, name: str, sign: Sign) -> None:
+    def _judge(self, wait: _Wait, name: str, heartbeat: Heartbeat) -> None:
         now, known = self.clock(), wait.silences.get(name)
-        if known is None:  # one that gives no sign may have given none since the wait began
-            since = wait.since if sign.progress is None else now
-            limit = sign.limit or wait.limit
-            known = wait.silences[name] = _Silence(sign.progress, since, self.settings.warn_seconds, limit)
-        elif sign.progress is not None and sign.progress != known.progress:
-            known.progress, known.since, known.complain_after = sign.progress, now, self.settings.warn_seconds
-        known.says = sign.says
-        self._act(wait, name, sign, known, now - known.since)
+        if known is None:  # one that gives no heartbeat may have given none since the wait began
+            since = wait.since if heartbeat.progress is None else now
+            limit = heartbeat.limit or wait.limit
+            known = wait.silences[name] = _Silence(heartbeat.progress, since, self.settings.warn_seconds, limit)
+        elif heartbeat.progress is not None and heartbeat.progress != known.progress:
+            known.progress, known.since, known.complain_after = heartbeat.progress, now, self.settings.warn_seconds
+        known.says = heartbeat.says
+        self._act(wait, name, heartbeat, known, now - known.since)
 
-    def _act(self, wait: _Wait, name: str, sign: Sign, known: _Silence, silent: float) -> None:
+    def _act(self, wait: _Wait, name: str, heartbeat: Heartbeat, known: _Silence, silent: float) -> None:
         mortal = not known.limit and self.settings.type != "inline"
-        found = f"{wait.what}: no progress since {_clock(silent)} ({silent:.0f} s); {sign.says}"
+        found = f"{wait.what}: no progress since {_clock(silent)} ({silent:.0f} s); {heartbeat.says}"
         if mortal and silent >= self.settings.hang_seconds:
             known.since, known.complain_after = self.clock(), self.settings.warn_seconds  # of whatever comes next
             self.end(name, f"hangs at {found}")
@@ -188,7 +188,7 @@ class Watchdog:
             log.warning("waiting for %s, %s%s", name, found, threat * mortal)
 
     def _look_at_store(self) -> None:
-        """The store has no sign but its answers: each operation stands for itself."""
+        """The store has no heartbeat but its answers: each operation stands for itself."""
         asked, now = self._ledger.under_way(), self.clock()
         for number in self._complained.keys() - {one.number for one in asked}:
             del self._complained[number]

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.starting import ready
-from areal_tasks.engines.watchdog import Sign, Watchdog
+from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.launchers.supervisor import Ready, Supervisor
 from schemas.recipe.recipe import Recipe, RlhfRecipe
 
@@ -19,7 +19,7 @@ class Employer(Protocol):
         """These starts of workers are there, by their addresses."""
         ...
 
-    async def signs(self) -> Mapping[str, Sign]:
+    async def heartbeats(self) -> Mapping[str, Heartbeat]:
         """How each gets on, by its address."""
         ...
 
@@ -58,7 +58,7 @@ class Workers:
             self._ready = found
             self._loop.run(self._employer.have({(one.url, one.restart) for one in found}))
 
-    def signs(self) -> dict[str, Sign]:
+    def heartbeats(self) -> dict[str, Heartbeat]:
         """How each gets on, by its name."""
-        found = self._loop.run(self._employer.signs()) if self._employer is not None else {}
-        return {self._supervisor.name_at(url): sign for url, sign in found.items()}
+        found = self._loop.run(self._employer.heartbeats()) if self._employer is not None else {}
+        return {self._supervisor.name_at(url): heartbeat for url, heartbeat in found.items()}

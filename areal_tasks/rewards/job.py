@@ -54,7 +54,7 @@ class Job:
             for worker in workers:
                 self.selector.register(worker.channel, selectors.EVENT_READ, worker)
             while not self.done:
-                self._bury()
+                self._replace_exited()
                 self._hand_out()
                 self._collect()
                 self._expire()
@@ -120,7 +120,7 @@ class Job:
         if worker.ended and self._forget(worker):
             self._await_status(worker)
 
-    def _bury(self) -> None:
+    def _replace_exited(self) -> None:
         """Replaces workers that ended by themselves; the row each was at gets an `error`."""
         for pid, status in self.server.exits():
             for worker in [worker for worker in self.workers if worker.pid == pid]:

@@ -11,7 +11,7 @@ import aiohttp
 from pydantic import BaseModel
 
 from areal_tasks.engines.sharing import Serving
-from areal_tasks.rollout.orders import STATUSES, Begin, Event, Gone, Lease, News, Orders, Part, Written
+from areal_tasks.rollout.orders import STATUSES, Begin, Event, Lease, LeaseOver, News, Orders, Part, Written
 from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
 
@@ -22,7 +22,7 @@ LOOK_SECONDS: Final = 5.0
 AGAIN_SECONDS: Final = 0.2  # until a worker is asked again that does not answer: its process may have ended
 
 
-class Lost(Exception):
+class WorkerLost(Exception):
     """The worker does not answer any more."""
 
 
@@ -85,19 +85,19 @@ class Link:
         """Return when it knows which servers may generate, or is lost."""
         async with self._telling:
             if self.ready and serving != self._told:
-                with suppress(Lost, Gone):
+                with suppress(WorkerLost, LeaseOver):
                     await self._ask("serving", serving)
                     self._told = serving
 
     async def requests(self) -> dict[str, int]:
         """Its requests under way, by the server's address."""
-        with suppress(Lost, Gone):
+        with suppress(WorkerLost, LeaseOver):
             return dict(await self._ask("busy"))
         return {}
 
     async def look(self) -> object:
         """A sign that it is alive, which is new each time; none."""
-        with suppress(Lost, Gone, TimeoutError):
+        with suppress(WorkerLost, LeaseOver, TimeoutError):
             self.busy = dict(await asyncio.wait_for(self._ask("busy"), LOOK_SECONDS))
             return object()
         return None
@@ -106,22 +106,22 @@ class Link:
         """Have it write a part of an iteration.
 
         Raises:
-            Lost: it has not, and the groups in its memory are lost.
-            Gone: one of these leases is over.
+            WorkerLost: it has not, and the groups in its memory are lost.
+            LeaseOver: one of these leases is over.
             StoreError: rows in the spool cannot be read, or the store does not take the part.
         """
         return Written.model_validate(await self._ask("write", part))
 
     async def flush(self) -> None:
         """Have it leave in the store what waits."""
-        with suppress(Lost, Gone):
+        with suppress(WorkerLost, LeaseOver):
             await self._ask("flush")
 
     async def close(self) -> None:
         """Have it give up what is under way and leave in the store what waits; then let go of it."""
         self._life.cancel()
         if self.ready:
-            with suppress(Lost, Gone, UserError):
+            with suppress(WorkerLost, LeaseOver, UserError):
                 await self._ask("close")
         await self._session.close()
 
@@ -135,7 +135,7 @@ class Link:
         while True:
             try:
                 await self._serve()
-            except (Lost, Gone, Unavailable) as error:
+            except (WorkerLost, LeaseOver, Unavailable) as error:
                 log.debug("rollout worker at %s: %s", self.url, error)
             except Exception as error:
                 self._listener.failed(self, error)
@@ -173,7 +173,7 @@ class Link:
             await self._ask("orders", orders)
 
     async def _ask(self, what: str, body: BaseModel | None = None) -> Any:
-        """One HTTP exchange. Raises Lost, and the errors of `STATUSES`."""
+        """One HTTP exchange. Raises WorkerLost, and the errors of `STATUSES`."""
         try:
             data = None if body is None else body.model_dump_json()
             async with self._session.post(f"/{what}", data=data) as response:
@@ -181,6 +181,6 @@ class Link:
                 if response.status < 400:
                     return found
         except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: the session is closed
-            raise Lost(str(error) or type(error).__name__) from error
+            raise WorkerLost(str(error) or type(error).__name__) from error
         kinds: dict[int, type[Exception]] = {status: kind for kind, status in STATUSES}
         raise kinds.get(response.status, RuntimeError)(found["error"])

@@ -15,12 +15,12 @@ from schemas.manifest import SpoolRecord, TableRef, WeightsRef
 Cause = Literal["workflow", "mistake", "servers", "verifiers"]
 
 
-class Gone(Exception):
+class LeaseOver(Exception):
     """A lease is asked for that is over."""
 
 
 #: What the status of a worker's answer says of an error; all else is 500.
-STATUSES: Final = ((Gone, 410), (Unavailable, 503), (StoreError, 424), (UserError, 400))
+STATUSES: Final = ((LeaseOver, 410), (Unavailable, 503), (StoreError, 424), (UserError, 400))
 
 
 class Message(BaseModel):

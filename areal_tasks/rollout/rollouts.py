@@ -18,13 +18,13 @@ from typing import Final
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.sharing import NoFollowers, Serving
-from areal_tasks.engines.watchdog import Sign
+from areal_tasks.engines.watchdog import Heartbeat
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rollout.background import Background
 from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.filters import mean_reward
 from areal_tasks.rollout.judging import Unjudged
-from areal_tasks.rollout.link import Link, Listener, Lost
+from areal_tasks.rollout.link import Link, Listener, WorkerLost
 from areal_tasks.rollout.orders import (
     Begin,
     Broken,
@@ -34,8 +34,8 @@ from areal_tasks.rollout.orders import (
     Failed,
     Finished,
     Generated,
-    Gone,
     Lease,
+    LeaseOver,
     Part,
     Rejected,
     Spooled,
@@ -165,9 +165,9 @@ class Rollouts:
             return await link.write(part)
         except Unavailable:
             raise
-        except Lost:
+        except WorkerLost:
             self.lost(link)
-        except Gone:
+        except LeaseOver:
             self._lose({group for group, where in self._where.items() if where.number in part.numbers})
         except StoreError as error:
             if not part.groups:
@@ -242,11 +242,14 @@ class Rollouts:
             if start not in self._links:
                 self._links[start] = self.connect(start[0], self)
 
-    async def signs(self) -> dict[str, Sign]:
+    async def heartbeats(self) -> dict[str, Heartbeat]:
         """How the workers get on, by their addresses: they answer, whatever becomes of their groups."""
         groups, links = Counter(where.link for where in self._where.values()), list(self._links.values())
         found = await asyncio.gather(*(link.look() for link in links))
-        return {link.url: Sign(sign, f"{groups[link]} groups") for link, sign in zip(links, found, strict=True)}
+        return {
+            link.url: Heartbeat(heartbeat, f"{groups[link]} groups")
+            for link, heartbeat in zip(links, found, strict=True)
+        }
 
     def begun(self, link: Link) -> None:
         """It generates from now on."""

@@ -74,7 +74,7 @@ class Beside:
 
 
 @dataclass(frozen=True)
-class Closed:
+class IterationResult:
     """A committed iteration and what it built, by stage (and by label for a second evaluation)."""
 
     iteration: int
@@ -99,7 +99,7 @@ class Loop:
     recipe: Recipe
     engines: Engines
     execute: Execute = run_directly
-    observe: Callable[[Closed], None] = field(default=lambda closed: None)
+    observe: Callable[[IterationResult], None] = field(default=lambda result: None)
     ids: PrefectIds = field(default_factory=PrefectIds)
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ class Loop:
                 started = time.monotonic()
                 built = self._iteration(k, once)
                 compactor.committed()
-                self.observe(Closed(k, last, built, time.monotonic() - started))
+                self.observe(IterationResult(k, last, built, time.monotonic() - started))
 
     def standing(self) -> tuple[Plan, dict[str, Built]]:
         """The graph of the next iteration, and what of it is built already. Starts and builds nothing."""

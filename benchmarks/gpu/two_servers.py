@@ -32,7 +32,7 @@ import pyarrow as pa
 from areal_tasks.engines.session import Engines
 from areal_tasks.launchers.local import LocalHandle
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.loop import Closed, Job, Loop, run_directly
+from areal_tasks.stages.loop import IterationResult, Job, Loop, run_directly
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.runs import open_run
 from areal_tasks.store.shards import read_table
@@ -113,12 +113,12 @@ class Bench:
             self.rollouts.append(rollout_of(job.context.iteration, len(self._healthy()), table))
         return built
 
-    def tell(self, closed: Closed) -> None:
+    def tell(self, result: IterationResult) -> None:
         """A line for each iteration. Raises Over when there is nothing more to measure."""
         rollout, (servers, seconds) = self.rollouts[-1], self.publications[-1]
         split = ":".join(str(count) for count in sorted(rollout.samples.values()))
         print(
-            f"iteration {closed.iteration}: {rollout.servers} servers, {rollout.speed:,.0f} tokens/s in "
+            f"iteration {result.iteration}: {rollout.servers} servers, {rollout.speed:,.0f} tokens/s in "
             f"{rollout.seconds:.2f} s, split {split}; published to {servers} in {seconds:.3f} s",
             flush=True,
         )

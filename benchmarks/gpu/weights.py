@@ -28,7 +28,7 @@ from areal_tasks.engines.client import GenerateRequest
 from areal_tasks.engines.handover import Transport
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.loop import Closed, Job, Loop, run_directly
+from areal_tasks.stages.loop import IterationResult, Job, Loop, run_directly
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.runs import open_run
 from areal_tasks.store.shards import read_table
@@ -80,9 +80,9 @@ class Stopwatch:
         if answer.versions != [version]:
             raise SystemExit(f"the server answered with weights {answer.versions}, not {version}")
 
-    def tell(self, closed: Closed) -> None:
+    def tell(self, result: IterationResult) -> None:
         """A line for each iteration."""
-        row = self.rows[closed.iteration]
+        row = self.rows[result.iteration]
         loads = ", ".join(f"{seconds:.3f}" for seconds in row["load_seconds"])
         print(
             f"{row['used']:7} answered {row['answered']:.3f} s after the step; tables {row['tables']:.3f}, published "

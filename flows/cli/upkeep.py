@@ -68,7 +68,7 @@ class Upkeep:
     seen_running: set[str] = field(default_factory=set)  # ids of their states
 
     def __call__(self) -> None:
-        """Look once, and do what is to be done."""
+        """Poll once, and do what is to be done."""
         until = time.time() - MISSED_SECONDS  # later crashes are left to the automation for now
         self._look()
         if until > self.began:

@@ -18,7 +18,7 @@ import pytest
 from stage_driver import store_in, tiny
 from waiting import alive, wait_until
 
-from areal_tasks.stages.loop import Closed
+from areal_tasks.stages.loop import IterationResult
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.journal import read_log
 from areal_tasks.store.paths import service
@@ -28,7 +28,7 @@ from flows import startup
 from flows.startup import Startup, between, describe, flow_begins, process_began
 from schemas.manifest import ServiceRecord
 
-NOTHING = Closed(0, 1, {}, 0.1)
+NOTHING = IterationResult(0, 1, {}, 0.1)
 
 
 @pytest.fixture

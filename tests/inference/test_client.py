@@ -12,7 +12,7 @@ from aiohttp import web
 
 from areal_tasks.engines import server_pool
 from areal_tasks.engines.client import GenerateRequest, InferenceClient
-from areal_tasks.engines.server import Refused, ServerDown
+from areal_tasks.engines.server import BadRequest, ServerDown
 from schemas.errors import UserError
 from schemas.recipe.sections import Inference
 from tests.inference.fake_server import Fake, check, requests, run, serving, until
@@ -61,7 +61,7 @@ def test_a_prompt_that_is_refused_costs_no_other_group_of_its_request() -> None:
             groups = [[replace(one, group=i)] for i, one in enumerate(asked)]
             groups[2] = [replace(groups[2][0], input_ids=[1] * 60)]
             found = await asyncio.gather(*map(client.generate, groups), return_exceptions=True)
-            assert [i for i, result in enumerate(found) if isinstance(result, Refused)] == [2]
+            assert [i for i, result in enumerate(found) if isinstance(result, BadRequest)] == [2]
             good = [i for i in range(6) if i != 2]
             check([groups[i][0] for i in good], [found[i][0] for i in good])  # type: ignore[index]
 

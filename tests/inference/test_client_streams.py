@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from areal_tasks.engines.client import GenerateRequest, InferenceClient, Piece
-from areal_tasks.engines.server import Refused
+from areal_tasks.engines.server import BadRequest
 from tests.inference.fake_server import Fake, run, serving, until
 
 REQUEST = GenerateRequest([7], 6, seed=3)
@@ -202,7 +202,7 @@ def test_an_event_that_tells_of_an_error_is_treated_as_its_status_would_be(withi
         async with serving(*fakes) as client:
             check_pieces(await pieces_of(client))
             await until(lambda: client.servers[0].healthy)
-            with pytest.raises(Refused, match="400: no room"):
+            with pytest.raises(BadRequest, match="400: no room"):
                 for group in range(8):
                     await pieces_of(client, GenerateRequest([7], 6, group=group))
 

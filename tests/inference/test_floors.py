@@ -129,7 +129,9 @@ def test_a_client_that_only_generates_never_asks_for_a_token_by_a_look() -> None
         fake.broken_health = True
         async with follower([fake]) as client:
             check(requests(1), await client.generate(requests(1)))
-            assert [sign.progress is not None for sign in (await client.signs(everyone=True)).values()] == [True]
+            assert [
+                heartbeat.progress is not None for heartbeat in (await client.heartbeats(everyone=True)).values()
+            ] == [True]
             assert client.healthy() == [fake.url]
 
     run(test)

@@ -193,7 +193,7 @@ def test_no_token_is_taken_of_weights_that_turn_out_to_be_damaged() -> None:
             work = asyncio.ensure_future(client.generate(requests(1)))
             await until(lambda: fake.orders)
             await client.update_weights("damaged", 1)
-            await client.doubt()
+            await client.forget_versions()
             gate.set()
             await client.update_weights("whole", 1)
             check(requests(1), await work, version=1)

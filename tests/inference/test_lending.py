@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from areal_tasks.engines import server_pool
-from areal_tasks.engines.server import Refused
+from areal_tasks.engines.server import BadRequest
 from tests.inference.fake_server import Fake, check, requests, run, serving, until
 
 
@@ -79,7 +79,9 @@ def test_a_server_that_lends_its_memory_is_not_made_to_generate() -> None:
             check(requests(1), await client.generate(requests(1)))
             await client.release_memory()
             await asyncio.sleep(0.2)  # four looks
-            assert {sign.progress is not None for sign in (await client.signs(everyone=True)).values()} == {True}
+            assert {
+                heartbeat.progress is not None for heartbeat in (await client.heartbeats(everyone=True)).values()
+            } == {True}
             await client.update_weights("w", 0)
             await client.resume_memory()
             check(requests(1), await client.generate(requests(1)))
@@ -140,7 +142,7 @@ def test_a_server_that_is_down_is_evicted_though_another_refuses() -> None:
         refusing, dead = Lender(), Lender()
         refusing.refuses = dead.broken = True
         async with serving(refusing, dead) as client:
-            with pytest.raises(Refused):
+            with pytest.raises(BadRequest):
                 await client.release_memory()
             assert [server.healthy for server in client.servers] == [True, False]
 

@@ -18,7 +18,7 @@ from waiting import wait_until
 
 from areal_tasks.engines import server_pool
 from areal_tasks.engines.proof import COMPUTED, Proof
-from areal_tasks.engines.server import Refused
+from areal_tasks.engines.server import BadRequest
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import Send, Sent, Write, Written
 from areal_tasks.engines.trainer_client import TrainerDown
@@ -93,13 +93,13 @@ class Stub:
 
     async def checksums(self) -> dict[str, list[dict[str, str]]]:
         if self.refuses == "checksum":
-            raise Refused("http://a/weights_checker answered 404: Not Found")
+            raise BadRequest("http://a/weights_checker answered 404: Not Found")
         return {f"http://{i}": [server.checksums()] for i, server in enumerate(self.servers)}
 
     async def overwrite_weights(self) -> None:
         assert self.paused, "nobody may generate with what is there now"
         if self.refuses == "reset_tensors":
-            raise Refused("http://a/weights_checker answered 400: out of memory")
+            raise BadRequest("http://a/weights_checker answered 400: out of memory")
         for server in self.servers:
             server.overwrite()
 

@@ -14,7 +14,7 @@ from waiting import wait_until
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.session import Engines
-from areal_tasks.engines.watchdog import Sign
+from areal_tasks.engines.watchdog import Heartbeat
 from areal_tasks.launchers.local import LocalHandle
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
 from areal_tasks.store.runs import open_run
@@ -44,15 +44,15 @@ def spec(store_url: str) -> ServiceSpec:
     return ServiceSpec(name=NAME, restart=0, store_url=store_url, run="r", owner=1, recipe={})
 
 
-def looks_at(supervisor: Supervisor) -> Callable[[], Mapping[str, Sign]]:
+def looks_at(supervisor: Supervisor) -> Callable[[], Mapping[str, Heartbeat]]:
     """A look at the service, which is well if it answers at all."""
 
-    def look() -> dict[str, Sign]:
+    def look() -> dict[str, Heartbeat]:
         try:
             httpx.get(f"{supervisor.services[NAME].url}/about", timeout=0.1)  # late is silent, not yet hung
         except httpx.TransportError as error:  # it hangs, is gone, or has no address yet
-            return {NAME: Sign(None, repr(error))}
-        return {NAME: Sign(object(), "it answers")}
+            return {NAME: Heartbeat(None, repr(error))}
+        return {NAME: Heartbeat(object(), "it answers")}
 
     return look
 

@@ -232,7 +232,7 @@ def scripted(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def look_until(supervisor: Supervisor, holds: Callable[[], bool]) -> None:
-    """Look after both services until it holds; the first is well all the time."""
+    """Poll after both services until it holds; the first is well all the time."""
     for _ in range(1000):
         assert Ready("http://one/0") in supervisor.look(["one", "two"])
         if holds():

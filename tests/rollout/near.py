@@ -11,7 +11,7 @@ from typing import Any, cast
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from areal_tasks.rollout.link import Link, Listener, Lost
+from areal_tasks.rollout.link import Link, Listener, WorkerLost
 from areal_tasks.rollout.orders import Event, Lease, Orders, Part, Written
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.worker.groups import Groups
@@ -64,7 +64,7 @@ class Near:
 
     async def write(self, part: Part) -> Written:
         if self.gone:
-            raise Lost("killed")
+            raise WorkerLost("killed")
         return await self.groups.write(part)
 
     async def flush(self) -> None:

@@ -18,7 +18,7 @@ from near import Here, Near, some_store
 from waiting import until
 
 from areal_tasks.engines.client import InferenceClient
-from areal_tasks.engines.server import Refused, ServerDown
+from areal_tasks.engines.server import BadRequest, ServerDown
 from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.judging import Judge
 from areal_tasks.rollout.link import Link, Listener
@@ -239,7 +239,7 @@ def test_what_a_server_refuses_costs_the_group_and_what_the_workflow_calls_a_mis
     local_store: Store,
 ) -> None:
     async def work() -> None:
-        scene = Scene(verdicts=lambda group: Refused("too long") if group == 0 else None)
+        scene = Scene(verdicts=lambda group: BadRequest("too long") if group == 0 else None)
         assert await rollouts(scene, local_store, group_attempts=1).groups() == [1, 2, 3, 4]
         scene = Scene(verdicts=lambda group: UserError("no such tool") if group == 0 else None)
         with pytest.raises(UserError, match="no such tool"):

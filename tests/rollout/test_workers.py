@@ -11,7 +11,7 @@ from near import some_store
 from test_rollouts import BATCH, Scene, at, go, rollouts
 from waiting import until
 
-from areal_tasks.rollout.orders import Finished, Gone, Lease, Orders, Part
+from areal_tasks.rollout.orders import Finished, Lease, LeaseOver, Orders, Part
 from areal_tasks.rollout.settled import Settled
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.spool import StartClosed, read_start
@@ -94,7 +94,7 @@ def test_what_is_said_of_a_lease_that_is_over_is_not_believed() -> None:
         for future in scene.ends.values():
             future.set_result(None)
         assert await taking == [0, 1, 2, 3]
-        with pytest.raises(Gone):
+        with pytest.raises(LeaseOver):
             await found.near().groups.write(Part(prefix="p", label="", numbers=(77,)))
 
     go(work())

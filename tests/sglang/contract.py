@@ -17,7 +17,7 @@ from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
 from areal_tasks.engines.external import PROBE, check_temperature
-from areal_tasks.engines.server import Refused, each_token, stale_runs, version_runs
+from areal_tasks.engines.server import BadRequest, each_token, stale_runs, version_runs
 from schemas.errors import UserError
 from tests.inference.held import logprobs_of_runs
 from tests.sglang.contract_target import Json, Target, model_of, reference, scores_of, tokenizer_of
@@ -203,7 +203,7 @@ def a_prompt_that_is_too_long_is_refused_with_the_reason(t: Target) -> None:
     async def ask(client: InferenceClient) -> None:
         try:
             await client.generate([GenerateRequest(t.prompt(63, t.max_length + 50), 4)])
-        except Refused as refused:
+        except BadRequest as refused:
             assert "400" in str(refused)
         else:
             raise AssertionError("it was not refused")

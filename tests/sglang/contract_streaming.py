@@ -10,7 +10,7 @@ from typing import Any
 from waiting import wait_until
 
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
-from areal_tasks.engines.server import Refused
+from areal_tasks.engines.server import BadRequest
 from tests.sglang.contract_target import Json, Target, scores_of
 
 STREAMS = 24  # at once: events repeat what came before, so long ones are dear
@@ -119,7 +119,7 @@ def a_stream_that_cannot_be_served_is_refused_with_the_reason(t: Target) -> None
     async def ask(client: InferenceClient) -> None:
         try:
             await collected(client, GenerateRequest(t.prompt(150, length), 4))
-        except Refused as refused:
+        except BadRequest as refused:
             assert "400" in str(refused) and str(length) in str(refused)
         else:
             raise AssertionError("it was not refused")

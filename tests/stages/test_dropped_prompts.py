@@ -14,7 +14,7 @@ from stage_driver import drive, store_in, tiny
 
 from areal_tasks.report.data import make_report
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.loop import Closed, Job, run_directly
+from areal_tasks.stages.loop import IterationResult, Job, run_directly
 from areal_tasks.stages.prompts import dropped_eval_prompts
 from areal_tasks.store.query import Session
 from flows.observe import summary_line
@@ -78,8 +78,8 @@ def test_an_evaluation_says_how_many_prompts_it_lacks(seen: Seen) -> None:
 def test_the_log_says_so_for_each_split_and_with_each_accuracy(seen: Seen) -> None:
     assert "2 of 11 rows of split 'train' leave no room" in seen.log
     assert "3 of 12 rows of split 'test' leave no room" in seen.log
-    closed = Closed(0, 1, {"evaluate": seen.built["evaluate version 0"]}, 1.0)
-    assert "(version 0, 3 long prompts left out)" in summary_line(closed)
+    result = IterationResult(0, 1, {"evaluate": seen.built["evaluate version 0"]}, 1.0)
+    assert "(version 0, 3 long prompts left out)" in summary_line(result)
 
 
 def test_sql_and_the_report_say_so(seen: Seen) -> None:

@@ -46,10 +46,10 @@ def test_the_trainer_has_loaded_before_it_is_asked_for(tmp_path: Path, caplog: p
     run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
     with Engines(run, recipe, tmp_path / "logs") as engines:
         Loop(run, recipe, engines)._begin()
-        wait_until(lambda: "the trainer holds nothing; loading version 0" in caplog.messages)
-        assert caplog.messages.count("the trainer holds nothing; loading version 0") == 1
+        wait_until(lambda: "no policy loaded; restoring version 0" in caplog.messages)
+        assert caplog.messages.count("no policy loaded; restoring version 0") == 1
         assert engines.actor.at(0).health().version == 0
-    assert caplog.messages.count("the trainer holds nothing; loading version 0") == 1
+    assert caplog.messages.count("no policy loaded; restoring version 0") == 1
 
 
 def sglang(model: Path | str, *overrides: str) -> Recipe:

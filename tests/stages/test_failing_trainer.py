@@ -16,7 +16,7 @@ from starlette.responses import Response
 from areal_tasks.engines import starting, trainer_client
 from areal_tasks.engines.trainer import app
 from areal_tasks.engines.trainer.commands import Load
-from areal_tasks.engines.trainer.fencing import Refused, Superseded
+from areal_tasks.engines.trainer.fencing import StaleCommand, Superseded
 from areal_tasks.engines.trainer.group import GroupBroken
 from areal_tasks.engines.trainer.learner import TrainingFailed
 from areal_tasks.engines.trainer.local import LocalBackend
@@ -79,7 +79,7 @@ def malformed() -> Exception:
 @pytest.mark.parametrize(
     ("error", "meant", "says"),
     [
-        (Refused("version 3 is held"), OutOfOrder, "/train does not fit the trainer's state: version 3 is held"),
+        (StaleCommand("version 3 is held"), OutOfOrder, "/train does not fit the trainer's state: version 3 is held"),
         (Superseded("a later start commands"), UserError, "refused /train: a later start commands"),
         (malformed(), UserError, "malformed command"),
         (Unavailable("the store is away"), Unavailable, "^the store is away$"),

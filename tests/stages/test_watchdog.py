@@ -17,7 +17,7 @@ from waiting import LIMIT
 
 from areal_tasks.engines import server, trainer_client
 from areal_tasks.engines.trainer.local import LocalBackend
-from areal_tasks.engines.watchdog import HERE, Sign, Watchdog
+from areal_tasks.engines.watchdog import HERE, Heartbeat, Watchdog
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
 from areal_tasks.store.under_way import Ledger
@@ -80,20 +80,20 @@ class Watched(Watchdog):
         """Nothing happens by itself."""
 
     def for_seconds(self, seconds: float, every: float = 2.5) -> None:
-        """Look as often as it does by itself, or more rarely."""
+        """Poll as often as it does by itself, or more rarely."""
         end = self.now + seconds
         while self.now < end:
             self.now += every
             self.look()
 
 
-def stuck() -> Mapping[str, Sign]:
-    return {"stuck": Sign(7, "at 7")}
+def stuck() -> Mapping[str, Heartbeat]:
+    return {"stuck": Heartbeat(7, "at 7")}
 
 
 def test_whoever_gets_on_is_left_alone_however_long_it_takes(caplog: pytest.LogCaptureFixture) -> None:
     watchdog = Watched()
-    with watchdog.waiting("a long step", lambda: {"slow": Sign(watchdog.now, "slowly")}):
+    with watchdog.waiting("a long step", lambda: {"slow": Heartbeat(watchdog.now, "slowly")}):
         watchdog.for_seconds(100 * HANG)
     assert not watchdog.ended and not caplog.messages
 
@@ -101,8 +101,8 @@ def test_whoever_gets_on_is_left_alone_however_long_it_takes(caplog: pytest.LogC
 def test_only_the_one_that_is_silent_is_ended() -> None:
     watchdog = Watched()
 
-    def look() -> Mapping[str, Sign]:
-        return {"slow": Sign(watchdog.now, "slowly"), **stuck(), "dead": Sign(None, "no answer")}
+    def look() -> Mapping[str, Heartbeat]:
+        return {"slow": Heartbeat(watchdog.now, "slowly"), **stuck(), "dead": Heartbeat(None, "no answer")}
 
     with watchdog.waiting("work", look):
         watchdog.for_seconds(HANG - 2.5)
@@ -114,7 +114,7 @@ def test_only_the_one_that_is_silent_is_ended() -> None:
 
 def test_whoever_hangs_again_is_ended_again() -> None:
     watchdog = Watched()
-    with watchdog.waiting("work", lambda: {"stuck": Sign(n := len(watchdog.ended), f"at {n}")}):
+    with watchdog.waiting("work", lambda: {"stuck": Heartbeat(n := len(watchdog.ended), f"at {n}")}):
         watchdog.for_seconds(2.5 * HANG)
     assert [line[-4:] for line in watchdog.ended] == ["at 0", "at 1"]
 
@@ -129,7 +129,7 @@ def test_complaints_become_rarer(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_of_two_that_are_at_one_thing_that_whose_sign_names_another_end_is_left_alone() -> None:
     watchdog = Watched()
-    with watchdog.waiting("work", lambda: stuck() | {"foreign": Sign(7, "at 7", "its own limit")}):
+    with watchdog.waiting("work", lambda: stuck() | {"foreign": Heartbeat(7, "at 7", "its own limit")}):
         watchdog.for_seconds(1.5 * HANG)
         assert {wait.at: wait.limit for wait in watchdog.waits(0.0)}["foreign"] == "its own limit"
     assert [line.split()[0] for line in watchdog.ended] == ["stuck"]
@@ -144,7 +144,7 @@ def test_threads_of_this_process_are_named_and_cannot_be_ended(caplog: pytest.Lo
 
 def test_who_has_nothing_to_do_is_not_looked_at(caplog: pytest.LogCaptureFixture) -> None:
     watchdog = Watched()
-    turns = itertools.cycle([{"a": Sign(1, "")}, {}])
+    turns = itertools.cycle([{"a": Heartbeat(1, "")}, {}])
     with watchdog.waiting("work", lambda: next(turns)):
         watchdog.for_seconds(2 * HANG)
     assert not watchdog.ended and not caplog.messages
@@ -153,7 +153,7 @@ def test_who_has_nothing_to_do_is_not_looked_at(caplog: pytest.LogCaptureFixture
 def test_a_look_that_fails_does_not_end_the_watch() -> None:
     watchdog = Watched()
 
-    def broken() -> Mapping[str, Sign]:
+    def broken() -> Mapping[str, Heartbeat]:
         raise RuntimeError("cannot look")
 
     with watchdog.waiting("one", broken), watchdog.waiting("other", stuck):
@@ -207,7 +207,7 @@ def test_it_looks_by_itself() -> None:
 
 def test_each_pass_through_the_model_is_a_sign_of_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a step may take as long as it likes: what must not last longer than the deadline is one micro-batch."""
-    signs: list[object] = []
+    heartbeats: list[object] = []
     learn = LocalBackend.learn
 
     def execute(jobs: Sequence[Job]) -> list[Built]:
@@ -215,11 +215,11 @@ def test_each_pass_through_the_model_is_a_sign_of_progress(tmp_path: Path, monke
             client = jobs[0].context.engines.actor.at(0)
 
             def noted(*arguments: Any) -> Any:
-                signs.append(client.sign().progress)
+                heartbeats.append(client.heartbeat().progress)
                 return learn(*arguments)
 
             monkeypatch.setattr(LocalBackend, "learn", noted)
         return run_directly(jobs)
 
     drive(tmp_path, "r", tiny(schedule={"iterations": 1}, trainer={"micro_batch_tokens": 16}), execute)
-    assert len(set(signs)) == len(signs) >= 8 and None not in signs
+    assert len(set(heartbeats)) == len(heartbeats) >= 8 and None not in heartbeats

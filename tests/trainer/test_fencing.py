@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from areal_tasks.engines.trainer.fencing import Fence, Refused
+from areal_tasks.engines.trainer.fencing import Fence, StaleCommand
 
 
 def _loaded(version: int = 3) -> Fence[str]:
@@ -20,10 +20,10 @@ def test_a_lower_owner_is_refused_for_ever() -> None:
     for owner in (2, 2, 5):
         fence.admit(owner)
     for _ in range(2):
-        with pytest.raises(Refused, match="owner 2 was superseded by owner 5"):
+        with pytest.raises(StaleCommand, match="owner 2 was superseded by owner 5"):
             fence.admit(2)
     fence.restart(9)
-    with pytest.raises(Refused):
+    with pytest.raises(StaleCommand):
         fence.admit(4)
     fence.admit(5)
 
@@ -37,7 +37,7 @@ def test_the_highest_owner_wins_a_race() -> None:
         for _ in range(200):
             try:
                 fence.admit(owner)
-            except Refused:
+            except StaleCommand:
                 return
 
     threads = [threading.Thread(target=enter, args=(n,)) for n in range(8)]
@@ -55,7 +55,7 @@ def test_a_change_makes_the_next_version_and_is_recalled() -> None:
     assert fence.version == 4
     assert fence.recall(3, "a") == "done"
     assert fence.recall(3, "b") is None
-    with pytest.raises(Refused, match="version 3 was expected, but version 4 is held"):
+    with pytest.raises(StaleCommand, match="version 3 was expected, but version 4 is held"):
         fence.change(3, "b", lambda: "never")
 
 
@@ -70,7 +70,7 @@ def test_a_failed_change_leaves_nothing_to_go_on_from() -> None:
     fence = _loaded()
     with pytest.raises(ZeroDivisionError):
         fence.change(3, "a", lambda: str(1 // 0))
-    with pytest.raises(Refused, match="nothing is loaded"):
+    with pytest.raises(StaleCommand, match="nothing is loaded"):
         fence.change(3, "a", lambda: "again")
     fence.restart(3)
     assert fence.change(3, "a", lambda: "again") == "again"

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.commands import Keep, Load, Logprobs, Train, Trained, Write
-from areal_tasks.engines.trainer.fencing import Refused
+from areal_tasks.engines.trainer.fencing import StaleCommand
 from areal_tasks.engines.trainer.learner import TrainingFailed
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.store.backend import Store
@@ -94,13 +94,13 @@ def test_what_is_stale_is_refused_and_changes_nothing(rlhf: World) -> None:
     command = _grpo(rlhf, 0, owner=3)
     trainer.train(command)
     weights = _weights(trainer)
-    with pytest.raises(Refused, match="version 1 is held"):
+    with pytest.raises(StaleCommand, match="version 1 is held"):
         trainer.train(command.model_copy(update={"digest": "another"}))
-    with pytest.raises(Refused, match="owner 2 was superseded by owner 3"):
+    with pytest.raises(StaleCommand, match="owner 2 was superseded by owner 3"):
         trainer.train(_grpo(rlhf, 1, owner=2))
-    with pytest.raises(Refused, match="superseded"):
+    with pytest.raises(StaleCommand, match="superseded"):
         trainer.load(Load(owner=2, version=0, weights=rlhf.initial))
-    with pytest.raises(Refused, match="version 0 was expected"):
+    with pytest.raises(StaleCommand, match="version 0 was expected"):
         trainer.publish(Write(owner=3, version=0, prefix=rlhf.folder("weights", 0, "x")))
     assert torch.equal(weights, _weights(trainer))
 
@@ -145,7 +145,7 @@ def test_training_that_fails_half_way_must_be_loaded_again(rlhf: World) -> None:
     with pytest.raises(TrainingFailed):
         trainer.train(command)
     assert trainer.health(False).version is None
-    with pytest.raises(Refused, match="nothing is loaded"):
+    with pytest.raises(StaleCommand, match="nothing is loaded"):
         trainer.train(command)
     trainer.load(Load(owner=1, version=0, weights=rlhf.initial))
     assert trainer.train(_grpo(rlhf, 0)).version == 1
@@ -225,7 +225,7 @@ def test_a_checkpoint_carries_the_count_of_skipped_steps(rlhf: World) -> None:
 
 def test_another_version_than_asked_for_is_not_loaded(rlhf: World) -> None:
     trainer = Trainer(rlhf.spec())
-    with pytest.raises(Refused, match="holds version 0"):
+    with pytest.raises(StaleCommand, match="holds version 0"):
         trainer.load(Load(owner=1, version=4, weights=rlhf.initial))
     assert trainer.health(False).version is None
 
@@ -274,7 +274,7 @@ def test_reference_is_version_0_for_good_and_policy_is_not(rlhf: World) -> None:
     reference = scored("reference", 1)
     assert reference["ref_logprobs"].equals(policy["prox_logprobs"])
     assert not scored("policy", 1)["prox_logprobs"].equals(reference["ref_logprobs"])
-    with pytest.raises(Refused):
+    with pytest.raises(StaleCommand):
         scored("policy", 0)
     masks = rollout(LENGTHS)["loss_mask"].to_pylist()
     for mask, values in zip(masks, reference["ref_logprobs"].to_pylist(), strict=True):

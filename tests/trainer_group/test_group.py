@@ -20,7 +20,7 @@ from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.trainer.app import make_app
 from areal_tasks.engines.trainer.commands import Load, Receiver, Send
-from areal_tasks.engines.trainer.fencing import Refused
+from areal_tasks.engines.trainer.fencing import StaleCommand
 from areal_tasks.engines.trainer.group import Group, GroupBroken, Outcome, disagreement
 from areal_tasks.engines.trainer.ranks import cpu_threads, end_group, environment, find_place
 from schemas.errors import UserError
@@ -67,7 +67,7 @@ def test_all_ranks_hear_the_command_and_rank_0_returns_its_own_result() -> None:
     assert heard == ['train {"a": 1}'] * 2
 
 
-@pytest.mark.parametrize("error", [UserError("no such table"), Refused("superseded")])
+@pytest.mark.parametrize("error", [UserError("no such table"), StaleCommand("superseded")])
 def test_an_error_that_all_ranks_share_is_raised_and_survived(error: Exception) -> None:
     groups, _ = _groups()
     assert _command(groups, [_raises(error)] * 2) == [error, None]

@@ -19,7 +19,7 @@ from waiting import LIMIT, wait_until
 from areal_tasks.engines.trainer import orders, ranks, service, transport
 from areal_tasks.engines.trainer.app import make_app
 from areal_tasks.engines.trainer.commands import Load, Message, Receiver, Send
-from areal_tasks.engines.trainer.orders import HandOver, Unanswered, Watch
+from areal_tasks.engines.trainer.orders import Unanswered, Watch, WeightTransferRejected
 
 SERVER = "http://server"
 
@@ -78,7 +78,7 @@ def test_a_refusal_is_the_answer_before_the_trainer_ends(
     world: World, ended: list[tuple[Any, ...]], answered: Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """400 is a UserError for whoever asked, and no trainer is started again for the same to happen."""
-    fails_with(HandOver(f"{SERVER} refused the weights: 400 no such group"), monkeypatch)
+    fails_with(WeightTransferRejected(f"{SERVER} refused the weights: 400 no such group"), monkeypatch)
     answer = sent(world)
     assert (answer.status_code, answer.json()) == (400, {"error": f"{SERVER} refused the weights: 400 no such group"})
     assert not ended, "it answers first"

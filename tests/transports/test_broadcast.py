@@ -25,7 +25,7 @@ from warm_processes import Popen
 
 from areal_tasks.engines.ports import loopback_interface
 from areal_tasks.engines.trainer.commands import Receiver, Send
-from areal_tasks.engines.trainer.orders import HandOver, Orders, Unanswered, Watch, together
+from areal_tasks.engines.trainer.orders import Orders, Unanswered, Watch, WeightTransferRejected, together
 from areal_tasks.engines.trainer.process_group import lead
 from areal_tasks.engines.trainer.transport import Sender
 
@@ -94,7 +94,7 @@ def test_the_group_listens_on_loopback_alone(urls: list[str]) -> None:
 
 def test_a_server_that_refuses_is_named_and_the_next_hand_over_starts_afresh(urls: list[str]) -> None:
     sender = Sender("gloo", SOON, LIMIT)
-    with pytest.raises(HandOver, match=r"refused the weights: 401"):
+    with pytest.raises(WeightTransferRejected, match=r"refused the weights: 401"):
         sender.send(weights(1.0), sending(urls[:1], 1, token="wrong"))
     assert sender.group is None
     sender.timeout = timedelta(seconds=LIMIT)
@@ -224,7 +224,7 @@ def test_those_that_are_left_get_the_weights_when_one_fails_before_the_group_is_
 @pytest.mark.parametrize(
     ("port", "token", "kind", "words"),
     [
-        (0, "wrong", HandOver, "refused the weights: 401.*transport=store"),
+        (0, "wrong", WeightTransferRejected, "refused the weights: 401.*transport=store"),
         (0, TOKEN, Unanswered, "answered 500.*out of order"),
         (1, TOKEN, Unanswered, "no answer"),
     ],
@@ -241,7 +241,7 @@ def test_an_end_that_a_failed_server_leaves_waiting_is_told_so(
 
     url = f"http://127.0.0.1:{port}" if port else failing[0]
     orders = Orders(sending([url], 1, token), "/update_weights_from_distributed", [{}])
-    with suppress(HandOver):
+    with suppress(WeightTransferRejected):
         assert together(orders, lambda: _wait_for(released), over=Watch(stuck, 0.2)).keys() == {url}
     with pytest.raises(kind, match=words):
         raise told.pop()

@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer.commands import Command, Compare, Keep, Load, Logprobs, Message, Send, Train, Write
-from areal_tasks.engines.trainer.fencing import Fence, Refused, Superseded
+from areal_tasks.engines.trainer.fencing import Fence, StaleCommand, Superseded
 from areal_tasks.engines.trainer.group import Group, GroupBroken, text_of
 from areal_tasks.engines.trainer.ranks import cpu_threads, end_group
 from areal_tasks.engines.trainer.service import Trainer
@@ -132,7 +132,7 @@ class _Desk:
         self.gate.admit(command.owner)
         with self.trainer.snapshot.lock:
             if self.trainer.snapshot.version != command.version:
-                raise Refused(f"version {command.version} is not kept any more")
+                raise StaleCommand(f"version {command.version} is not kept any more")
             return _method(self.trainer, name)(command)
 
 
@@ -152,7 +152,7 @@ def _json(message: Message) -> Response:
 
 #: What the status of an answer says of the error (`TrainerClient` reads it). All else is 500: this process failed by
 #: itself, and is not to be trusted any more.
-STATUSES: Final = ((Superseded, 403), (Refused, 409), (ValidationError, 422), (Unavailable, 503), (UserError, 400))
+STATUSES: Final = ((Superseded, 403), (StaleCommand, 409), (ValidationError, 422), (Unavailable, 503), (UserError, 400))
 
 
 def _failure(error: Exception) -> Response:

@@ -132,7 +132,7 @@ class Written(Message):
 
 
 class Compared(Message):
-    """Answer to /compare: the largest difference between two weights; 0 where all of them are equal to the bit."""
+    """Answer to /compare: the largest difference between two weights; 0 where all of them are bitwise identical."""
 
     difference: float
 

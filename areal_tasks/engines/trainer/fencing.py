@@ -11,11 +11,11 @@ from schemas.errors import UserError
 T = TypeVar("T")
 
 
-class Refused(Exception):
+class StaleCommand(Exception):
     """The command is out of order: it expects another version than is held. HTTP 409."""
 
 
-class Superseded(Refused):
+class Superseded(StaleCommand):
     """The command comes from an owner after whom another one has begun: HTTP 403."""
 
 
@@ -53,12 +53,12 @@ class Fence(Generic[T]):
         """Check that the trainer holds `version`.
 
         Raises:
-            Refused: it holds another one, or none.
+            StaleCommand: it holds another one, or none.
         """
         if self.version is None:
-            raise Refused(f"version {version} was expected, but nothing is loaded: send /load first")
+            raise StaleCommand(f"version {version} was expected, but nothing is loaded: send /load first")
         if version != self.version:
-            raise Refused(f"version {version} was expected, but version {self.version} is held")
+            raise StaleCommand(f"version {version} was expected, but version {self.version} is held")
 
     def restart(self, version: int | None) -> None:
         """The memory was replaced (or, with None, given up): forget what was done to the old one."""
@@ -74,7 +74,7 @@ class Fence(Generic[T]):
         Where it fails, the memory is neither version: nothing is held until the next load. Unless it was declined.
 
         Raises:
-            Refused: another version is held.
+            StaleCommand: another version is held.
         """
         self.expect(version)
         last = self._last

@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 
 from torch.distributed import Store
 
-from areal_tasks.engines.trainer.fencing import Refused
+from areal_tasks.engines.trainer.fencing import StaleCommand
 from schemas.errors import UserError
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Group:
         rank: int = 0,
         world: int = 1,
         store: Store | None = None,
-        survived: tuple[type[Exception], ...] = (UserError, Refused),
+        survived: tuple[type[Exception], ...] = (UserError, StaleCommand),
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         self.rank = rank
@@ -193,7 +193,7 @@ def _attempt(work: Callable[[], str]) -> dict[str, str]:
 
 def text_of(error: Exception) -> str:
     """The error in a line: an unexpected one with its type and with the line of this program that it came from."""
-    if isinstance(error, (UserError, Refused, GroupBroken)):
+    if isinstance(error, (UserError, StaleCommand, GroupBroken)):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if PACKAGE in frame.filename] or frames

@@ -27,7 +27,7 @@ Gone = dict[str, str]  # why a server did not do what it was asked to, by its ad
 Calls = dict[str, Future[None]]  # by the address
 
 
-class HandOver(UserError):
+class WeightTransferRejected(UserError):
     """A server refused the weights; the message holds its reason."""
 
 
@@ -43,7 +43,7 @@ def end_stuck(group: Group, error: Exception) -> None:
     """
     log.critical("waiting for a server that failed (%s) cannot be ended; the trainer ends", error)
     sys.stderr.flush()
-    if isinstance(error, HandOver):
+    if isinstance(error, WeightTransferRejected):
         end_group(group, error)
     else:
         os._exit(1)
@@ -53,7 +53,7 @@ def end_stuck(group: Group, error: Exception) -> None:
 class Watch:
     """What is done when this end has not ended so many `seconds` after another one failed."""
 
-    stuck: Callable[[Exception], None]  # is told how the other one failed: a HandOver if it refused
+    stuck: Callable[[Exception], None]  # is told how the other one failed: a WeightTransferRejected if it refused
     seconds: float = 20.0
 
 
@@ -80,7 +80,7 @@ def together(
     failure: NCCL waits for a member that failed before the group had met, and nothing can call it back.
 
     Raises:
-        HandOver: a receiver refused, and none failed; the others may be at it still.
+        WeightTransferRejected: a receiver refused, and none failed; the others may be at it still.
         Exception: what `mine` raised, where all receivers did what they were asked to.
     """
     urls = [receiver.url for receiver in orders.command.receivers]
@@ -121,9 +121,9 @@ def _watch(over: Watch, calls: Calls, ended: threading.Event) -> None:
         over.stuck(_refusal(errors) or Unanswered("; ".join(f"{url}: {error}" for url, error in errors.items())))
 
 
-def _refusal(errors: dict[str, BaseException]) -> HandOver | None:
+def _refusal(errors: dict[str, BaseException]) -> WeightTransferRejected | None:
     """The first refusal, if nobody failed otherwise: one beside a failure may be its consequence."""
-    refusals = [error for error in errors.values() if isinstance(error, HandOver)]
+    refusals = [error for error in errors.values() if isinstance(error, WeightTransferRejected)]
     return refusals[0] if refusals and len(refusals) == len(errors) else None
 
 
@@ -153,4 +153,4 @@ def _post(url: str, token: str, body: dict[str, Any]) -> None:
     if answer.is_server_error:
         raise Unanswered(f"answered {answer.status_code} {answer.text[:500]}")
     if answer.is_error or not answer.json().get("success", True):
-        raise HandOver(f"{url} refused the weights: {answer.status_code} {answer.text[:500]}; {REMEDY}")
+        raise WeightTransferRejected(f"{url} refused the weights: {answer.status_code} {answer.text[:500]}; {REMEDY}")

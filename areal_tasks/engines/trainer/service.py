@@ -42,7 +42,7 @@ from areal_tasks.engines.trainer.commands import (
     Write,
     Written,
 )
-from areal_tasks.engines.trainer.fencing import Fence, Refused
+from areal_tasks.engines.trainer.fencing import Fence, StaleCommand
 from areal_tasks.engines.trainer.forward import staged
 from areal_tasks.engines.trainer.fsdp2 import Fsdp2Backend
 from areal_tasks.engines.trainer.group import Group
@@ -144,7 +144,9 @@ class Trainer:
         self.fence.admit(command.owner)
         source = command.checkpoint or command.weights
         if source.version != command.version:
-            raise Refused(f"version {command.version} was asked for, but {source.path} holds version {source.version}")
+            raise StaleCommand(
+                f"version {command.version} was asked for, but {source.path} holds version {source.version}"
+            )
         weights = self._fetch(command.weights)
         state = self._fetch(command.checkpoint) if command.checkpoint else None
         self.fence.restart(None)

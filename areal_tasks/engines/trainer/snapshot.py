@@ -146,7 +146,7 @@ def largest_difference(tensors: Named, folder: Path) -> float:
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
-    """0 only where both are equal to the bit, but for the sign of a zero; infinite where one alone holds a NaN."""
+    """0 only where both are bitwise identical, but for the sign of a zero; infinite where one alone holds a NaN."""
     if torch.equal(one, other):
         return 0.0
     alike = (one == other) | (one.isnan() & other.isnan())

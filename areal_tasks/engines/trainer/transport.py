@@ -19,7 +19,7 @@ import torch.multiprocessing  # teaches ForkingPickler to hand over CUDA memory
 
 from areal_tasks.engines.ports import HOST, loopback_port
 from areal_tasks.engines.trainer.commands import Receiver, Send
-from areal_tasks.engines.trainer.orders import TIMEOUT_SECONDS, Gone, HandOver, Orders, Watch, together
+from areal_tasks.engines.trainer.orders import TIMEOUT_SECONDS, Gone, Orders, Watch, WeightTransferRejected, together
 from areal_tasks.engines.trainer.process_group import lead
 from areal_tasks.engines.trainer.snapshot import Named
 
@@ -51,7 +51,7 @@ class Sender:
         All others hold that version then. What is broadcast reaches all receivers or none.
 
         Raises:
-            HandOver: a server refused, and none failed otherwise.
+            WeightTransferRejected: a server refused, and none failed otherwise.
         """
         if command.transport == "tensor":
             return send_handles(tensors, command)
@@ -111,7 +111,7 @@ class Sender:
         )
         try:
             reasons = [*together(orders, self._drop, self._drop, self.grace_seconds, self.over).values()]
-        except HandOver as error:
+        except WeightTransferRejected as error:
             reasons = [str(error)]
         if reasons:  # whether they can take weights is seen when they are asked to
             log.warning("the group %s was not left everywhere: %s", self.name, "; ".join(reasons))

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient, Piece
-from areal_tasks.engines.server import Refused, ServerDown
+from areal_tasks.engines.server import BadRequest, ServerDown
 from areal_tasks.rollout.background import Background
 from areal_tasks.rollout.judging import Judge, Unjudged, verdicts_of
 from areal_tasks.rollout.orders import (
@@ -27,8 +27,8 @@ from areal_tasks.rollout.orders import (
     Failed,
     Finished,
     Generated,
-    Gone,
     Lease,
+    LeaseOver,
     Orders,
     Part,
     Rejected,
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 #: Whose failure an error of a group is; all others are the workflow's.
 CAUSES: Final[tuple[tuple[type[BaseException], Cause], ...]] = (
-    (Refused, "workflow"), (ServerDown, "servers"), (Unjudged, "verifiers"), (UserError, "mistake"),
+    (BadRequest, "workflow"), (ServerDown, "servers"), (Unjudged, "verifiers"), (UserError, "mistake"),
 )  # fmt: skip
 #: Of the rows of any table.
 ORDER: Final = [("group_id", "ascending"), ("sample_index", "ascending")]
@@ -135,7 +135,7 @@ class Groups:
         """Write groups that an iteration takes, in order.
 
         Raises:
-            Gone: a lease is not here, or not any more.
+            LeaseOver: a lease is not here, or not any more.
             StoreError: rows in the spool cannot be read, or the store does not take the part.
         """
         records, samples = {(record.start, record.n): record for record in part.records}, list[Sample]()
@@ -148,7 +148,7 @@ class Groups:
                 others = records[place].finished if place in records else ()
                 records[place] = narrowed(record, {group, *(other.index for other in others)})
             else:
-                raise Gone(f"lease {number} is over")
+                raise LeaseOver(f"lease {number} is over")
         return await asyncio.to_thread(self._write, part, samples, list(records.values()))
 
     def _write(self, part: Part, samples: Sequence[Sample], records: Sequence[SpoolRecord]) -> Written:

@@ -22,7 +22,7 @@ from areal_tasks.engines.lifeline import DUTIES
 from areal_tasks.engines.service import ServiceSpec, read_spec, serve, store_may_be_away
 from areal_tasks.engines.sharing import Serving
 from areal_tasks.rollout.orders import STATUSES, Begin, Orders, Part
-from areal_tasks.rollout.worker.desk import Desk
+from areal_tasks.rollout.worker.service import WorkerService
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ Answer = Callable[[Request], Awaitable[Any]]
 
 def make_app(spec: ServiceSpec) -> Starlette:
     """A worker that was told nothing yet."""
-    desk = Desk(spec)
+    desk = WorkerService(spec)
 
     async def begin(request: Request) -> None:
         await desk.begin(Begin.model_validate_json(await request.body()))

@@ -20,7 +20,7 @@ from areal_tasks.engines.sharing import Serving
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.rollout.filters import load_function
 from areal_tasks.rollout.judging import Judge, judged_with
-from areal_tasks.rollout.orders import Begin, Down, Event, Gone, News, Orders, Part, Written
+from areal_tasks.rollout.orders import Begin, Down, Event, LeaseOver, News, Orders, Part, Written
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS, prompt_of_group, workflow_context
 from areal_tasks.rollout.spooling import Writer
 from areal_tasks.rollout.worker.apart import Apart
@@ -35,7 +35,7 @@ from schemas.recipe.recipe import RlhfRecipe
 HEARTBEAT_SECONDS: Final = 1.0  # without news, after which the flow is told that there are none
 
 
-class Desk:
+class WorkerService:
     """The worker of one service. Use within one event loop; `close()` when done."""
 
     def __init__(self, spec: ServiceSpec) -> None:
@@ -159,5 +159,5 @@ class Desk:
 
     def _begun(self) -> Groups:
         if self._groups is None:
-            raise Gone("this worker was told nothing yet")
+            raise LeaseOver("this worker was told nothing yet")
         return self._groups
