@@ -16,7 +16,7 @@ from prefect.task_engine import run_task_sync
 from areal_tasks.stages.build import Built, PrefectIds
 from areal_tasks.stages.loop import Job
 from areal_tasks.stages.stage import Stage
-from areal_tasks.store.backend import StoreError
+from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
 
 RETRY_DELAYS = [1.0, 5.0, 20.0]
@@ -118,8 +118,8 @@ def metrics_text(stage: str, metrics: Mapping[str, float]) -> str:
 
 
 def worth_retrying(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
-    """An engine or a store that failed may come back; a person's mistake or a programmer's does not mend itself."""
+    """An engine that failed, or a store that is away, may come back. All else needs a person or other code."""
     error = state.result(raise_on_failure=False)
-    if isinstance(error, StoreError):
+    if isinstance(error, Unavailable):
         return True
     return not isinstance(error, (UserError, AssertionError, TypeError, LookupError, ValueError))

@@ -7,13 +7,19 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from prefect import flow
 from prefect.context import FlowRunContext
+from prefect.states import Failed
 
+from areal_tasks.engines.server import ServerDown
+from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.stages.build import Built, PrefectIds
 from areal_tasks.stages.loop import Job
 from areal_tasks.stages.stage import Kind, Output, Stage
-from flows.tasks import StageTasks
+from areal_tasks.store.backend import Missing, StoreError, Unavailable
+from flows.tasks import StageTasks, worth_retrying
+from schemas.errors import UserError
 from schemas.manifest import Provenance, StageManifest, StageRef
 from schemas.recipe.sections import Launcher
 
@@ -69,3 +75,21 @@ def test_a_flow_run_keeps_nothing_of_iterations_that_are_over(api: str) -> None:
     ]
     kept = [(jobs, results) for _, jobs, results in found]
     assert kept[0][0] <= 3 and kept == [kept[0]] * ITERATIONS
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (Unavailable("S3 does not answer"), True),
+        (ServerDown("it hangs"), True),
+        (TrainerDown("it is gone"), True),
+        (RuntimeError("CUDA error"), True),
+        (StoreError("a shard is damaged"), False),
+        (Missing("a manifest"), False),
+        (UserError("no such recipe"), False),
+        (KeyError("a column"), False),
+    ],
+)
+def test_what_may_come_back_by_itself_is_tried_again(error: Exception, again: bool) -> None:
+    none: Any = None
+    assert worth_retrying(none, none, Failed(data=error)) is again
