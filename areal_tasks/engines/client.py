@@ -1,7 +1,7 @@
 """Generation on any number of inference servers: requests in, completions out.
 
-A request waits, in order, until a server has room for it. What a server fails to answer goes to another, and what was
-interrupted goes on from its partial output. Every token keeps the logprob and version of the weights that sampled it.
+Requests queue in order until a server has room. A request that a server fails to answer is retried on another, and an
+interrupted one continues from its partial output. Every token keeps the logprob and version that it was sampled with.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from schemas.errors import UserError
 from schemas.recipe.derived import Interruption
 from schemas.recipe.sections import Inference
 
-ATTEMPTS: Final = 4  # servers a request is tried on: one that kills its server must not kill them all
-LEARN_SECONDS: Final = 0.05  # pause between two questions which weights a server holds
-IDLE_CONTINUATIONS: Final = 16  # interruptions in a row that yield no token, after which something is wrong
+ATTEMPTS: Final = 4  # servers that a request is tried on: a request that kills its server must not kill all of them
+LEARN_SECONDS: Final = 0.05  # pause between two polls of the weights version of a server
+IDLE_CONTINUATIONS: Final = 16  # consecutive interruptions without a new token that are tolerated
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One completion to be sampled. Requests of one `group` share a server.
 
-    No part of it is sampled by a server that holds weights of a version below `floor`: it waits for another.
+    No token of it is sampled with weights of a version below `floor`: it waits for a server with newer weights.
     """
 
     input_ids: list[int]
@@ -61,12 +61,12 @@ class GenerateResult:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    text: str = ""  # empty if it is not the engine's and the client knows no tokenizer
+    text: str = ""  # empty if the engine's text does not apply and the client has no tokenizer
     stop_reason: str = "abort"  # stop, length or abort
     server: str = ""
     seconds: float = 0.0
-    segments: int = 0  # answers it was put together from
-    stale_kv: list[bool] = field(default_factory=list)  # sampled over keys and values of weights older than its version
+    segments: int = 0  # answers that it consists of
+    stale_kv: list[bool] = field(default_factory=list)  # sampled over KV cache of weights older than its version
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Piece:
 
 @dataclass(slots=True)
 class _Work:
-    """A request on its way. All tokens before `known` are final; those from `begun` on come from the current answer."""
+    """A request in progress. Tokens before `known` are final; those from `begun` on come from the current answer."""
 
     request: GenerateRequest
     result: GenerateResult = field(default_factory=GenerateResult)
@@ -93,7 +93,7 @@ class _Work:
 
 
 class _Waiter(NamedTuple):
-    """A request without a server."""
+    """A request that waits for a server, which `given` delivers."""
 
     request: GenerateRequest
     samples: int
@@ -105,8 +105,8 @@ class InferenceClient(ServerPool):
 
     Errors of all methods: UserError with the server's reason for a request that is refused; ServerDown when no server
     answers within the request timeout; WrongVersion when a server does not take the weights it was sent.
-    `patience_seconds`: how long to wait while no server is well; none: `NO_SERVER_SECONDS`. `ends` are asked for where
-    the client has to see that a completion has ended. `interruption`: of the recipe; none: η is 0.
+    `patience_seconds`: how long to wait while no server is healthy; None: `NO_SERVER_SECONDS`. `ends` is called where
+    the client itself must find the end of a completion. `interruption`: of the recipe; None: η is 0.
     """
 
     def __init__(
@@ -121,24 +121,24 @@ class InferenceClient(ServerPool):
         super().__init__(urls, token, settings, patience_seconds, interruption)
         self.finished = 0  # requests completed since this client was made
         self._ends = ends
-        self._gathered: list[_Work] = []  # in this turn of the event loop
+        self._gathered: list[_Work] = []  # in this iteration of the event loop
         self._waiting: deque[_Waiter] = deque()
 
     @property
     def capacity(self) -> int:
-        """Groups that may be under way at once without waiting for a server."""
+        """Groups that can be in flight at once without waiting for a server."""
         each = self.settings.max_concurrent_requests * self.settings.groups_per_request
         return each * max(1, len(self.healthy()))
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """Complete all requests, in order.
 
-        Requests that are asked for in one turn of the event loop, by however many callers, share HTTP requests of
-        `groups_per_request` groups each. What no caller waits for any more is not completed.
+        Requests made in one iteration of the event loop, by any number of callers, share HTTP requests of
+        `groups_per_request` groups each. Requests that no caller awaits any more are cancelled.
         """
         works = [_Work(request) for request in requests]
         if not self._gathered:
-            asyncio.get_running_loop().call_soon(self._begin)  # after all that is ready in this turn
+            asyncio.get_running_loop().call_soon(self._begin)  # after the other callbacks of this iteration
         self._gathered += works
         try:
             await asyncio.gather(*(work.done for work in works))
@@ -155,25 +155,25 @@ class InferenceClient(ServerPool):
                 work.done.add_done_callback(partial(_end_unwanted, task, wanted))
 
     async def _finish(self, chunk: list[_Work]) -> None:
-        """Complete the requests of a chunk. Where the servers refuse it, each group is asked for alone."""
+        """Complete the requests of a chunk. If a server refuses it, each group is sent by itself."""
         try:
             async with aclosing(self._complete(chunk)) as steps:
                 async for _ in steps:
                     pass
         except Exception as error:
-            left = [work for work in chunk if not work.done.done()]
-            groups = _chunks(left, 1)
+            pending = [work for work in chunk if not work.done.done()]
+            groups = _chunks(pending, 1)
             if isinstance(error, BadRequest) and len(groups) > 1:
                 await asyncio.gather(*map(self._finish, groups))
             else:
-                for work in left:
+                for work in pending:
                     work.done.set_exception(error)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece]:
-        """Complete one request, a piece at a time as its tokens come; the last piece says why it ended.
+        """Complete one request and yield its tokens piece by piece; the last piece has the stop reason.
 
-        Pieces never overlap and none is taken back. Whoever stops listening earlier closes the stream (`aclosing`), and
-        the server stops generating for it.
+        Pieces never overlap and none is retracted. A caller that needs no more tokens closes the stream (`aclosing`),
+        and the server stops generating for it.
         """
         work, given = _Work(request), 0
         async with aclosing(self._complete([work], stream=True)) as steps:
@@ -184,25 +184,25 @@ class InferenceClient(ServerPool):
         yield _piece(work, given, work.result.stop_reason)
 
     async def _complete(self, chunk: list[_Work], stream: bool = False) -> AsyncGenerator[None]:
-        """Generate, and go on from partial output, until every request of the chunk has ended. Yields at each news."""
-        started, idle, left = time.perf_counter(), 0, chunk
-        while left:
-            before = sum(work.known for work in left)
-            async with aclosing(self._send(left, stream)) as answered:
+        """Generate, continuing partial output, until every request of the chunk has ended. Yields after each answer."""
+        started, idle, pending = time.perf_counter(), 0, chunk
+        while pending:
+            before = sum(work.known for work in pending)
+            async with aclosing(self._send(pending, stream)) as answered:
                 async for server, answers in answered:
-                    found = [self._extend(work, answer, server) for work, answer in zip(left, answers, strict=True)]
+                    ended = [self._extend(work, answer, server) for work, answer in zip(pending, answers, strict=True)]
                     yield
-                    if stream and any(found):
+                    if stream and any(ended):
                         break
-            for work in left:
+            for work in pending:
                 self._end(work, time.perf_counter() - started)
-            idle = 0 if sum(work.known for work in left) > before else idle + 1
-            left = [work for work in left if work.result.stop_reason == "abort"]
-            if left and idle > IDLE_CONTINUATIONS:
-                raise ServerDown(f"{left[0].result.server} keeps aborting requests without generating a token")
+            idle = 0 if sum(work.known for work in pending) > before else idle + 1
+            pending = [work for work in pending if work.result.stop_reason == "abort"]
+            if pending and idle > IDLE_CONTINUATIONS:
+                raise ServerDown(f"{pending[0].result.server} keeps aborting requests without generating a token")
 
     def _end(self, work: _Work, seconds: float) -> None:
-        """The answer is over: so is the request, or it goes on from what it has."""
+        """After the end of an answer: finish the request, or prepare it to continue from its partial output."""
         result = work.result
         if result.stop_reason == "abort":
             _withdraw(work)
@@ -211,12 +211,12 @@ class InferenceClient(ServerPool):
             result.seconds = seconds
             if not result.text and (detokenizer := self._ends().detokenizer) is not None:
                 [result.text] = detokenizer.texts([result.output_ids])
-            if not work.done.done():  # else nobody wants it any more
+            if not work.done.done():  # else the caller has cancelled it
                 work.done.set_result(None)
         work.known = len(result.output_ids)
 
     async def _send(self, works: list[_Work], stream: bool) -> AsyncGenerator[tuple[str, list[dict[str, Any]]]]:
-        """A server's URL and its answers, once or as often as they grow (`stream`). Retried elsewhere when it fails."""
+        """A server's URL and its answers: once, or growing (`stream`). Retried on another server after a failure."""
         request = works[0].request
         for _ in range(ATTEMPTS):
             async with self._server_for(request, len(works)) as server:
@@ -233,7 +233,7 @@ class InferenceClient(ServerPool):
         raise ServerDown(f"{ATTEMPTS} servers failed to answer one request; the last: {self._last_error}")
 
     def _check_versions(self, server: Server, answers: Iterable[dict[str, Any]], first: int) -> None:
-        """Raise WrongVersion if a token was generated with weights before `first` or after those that are wanted."""
+        """Raise WrongVersion if a token was sampled with weights older than `first` or newer than the target."""
         found = {int(version) for answer in answers for version, _ in version_runs(answer["meta_info"])}
         last = self.target.version if self.target else max(found, default=first)
         if not all(first <= version <= last for version in found):
@@ -243,7 +243,7 @@ class InferenceClient(ServerPool):
 
     @asynccontextmanager
     async def _server_for(self, request: GenerateRequest, samples: int) -> AsyncIterator[Server]:
-        """Wait for a server; inside, a request is under way on it. Raises ServerDown if none comes."""
+        """Wait for a server; inside, it counts the request as in flight. Raises ServerDown if none becomes healthy."""
         waiter = _Waiter(request, samples, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         self._dispatch()
@@ -257,9 +257,9 @@ class InferenceClient(ServerPool):
             self._dispatch()
 
     def _dispatch(self) -> None:
-        """Give waiting requests, in order, to the servers that the router chooses."""
+        """Assign waiting requests, in order, to the servers that the router chooses."""
         self.followers.changed()
-        passed = []  # no server holds weights that are new enough for them
+        skipped = []  # no free server holds weights that are new enough for these
         while self._waiting and self.router.free():
             waiter = self._waiting.popleft()
             if waiter.given.done():  # it was cancelled
@@ -268,31 +268,31 @@ class InferenceClient(ServerPool):
                 self.router.begin(server, waiter.request.group, waiter.samples)
                 waiter.given.set_result(server)
             else:
-                passed.append(waiter)
-        self._waiting.extendleft(reversed(passed))
-        for server in self.servers if passed and self.target is None else ():
+                skipped.append(waiter)
+        self._waiting.extendleft(reversed(skipped))
+        for server in self.servers if skipped and self.target is None else ():
             self._background("learn", server, self._learn)
         if self._closed:
             self._give_up()
         elif self._waiting and not self.healthy():
-            self._background("hope", None, self._no_server_timer)
+            self._background("no server", None, self._no_server_timer)
 
     async def _no_server_timer(self, _: None) -> None:
-        """Requests wait for the first server that is well again, and are told if none is in time."""
+        """Wait for a healthy server; if none becomes healthy in time, fail the waiting requests."""
         try:
             await self._until(lambda: any(server.healthy for server in self.servers))
         except ServerDown:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Whoever waits is told that there is no server."""
+        """Fail all waiting requests with ServerDown."""
         while self._waiting:
             waiter = self._waiting.popleft()
             if not waiter.given.done():
                 waiter.given.set_exception(self._no_server())
 
     async def _learn(self, server: Server) -> None:
-        """While requests wait for newer weights than the server is known to hold, ask which somebody gave it."""
+        """Poll the server's version while requests wait for newer weights than it is known to hold."""
         while server.healthy and any(waiter.request.floor > (server.version or 0) for waiter in self._waiting):
             try:
                 await server.ask_version()
@@ -302,7 +302,7 @@ class InferenceClient(ServerPool):
             await asyncio.sleep(LEARN_SECONDS)
 
     def _extend(self, work: _Work, answer: dict[str, Any], server: str) -> bool:
-        """Take over what is new in an answer; whether the completion has ended where the server did not see it."""
+        """Append what is new in an answer; return whether the completion has ended without the server noticing."""
         _extend(work, answer, server)
         result, request = work.result, work.request
         at_limit = result.stop_reason == "length"
@@ -319,7 +319,7 @@ class InferenceClient(ServerPool):
 
 
 def _chunks(works: Iterable[_Work], groups: int) -> list[list[_Work]]:
-    """The requests, `groups` groups of one floor at a time; a group's requests are found by its id."""
+    """The requests in chunks of up to `groups` groups with the same floor; a group is identified by its id."""
     found, key = [], attrgetter("request.floor", "request.group")
     for _, alike in groupby(sorted(works, key=key), attrgetter("request.floor")):
         members = [list(group) for _, group in groupby(alike, key)]
@@ -328,14 +328,14 @@ def _chunks(works: Iterable[_Work], groups: int) -> list[list[_Work]]:
 
 
 def _end_unwanted(task: asyncio.Task[None], wanted: set[asyncio.Future[None]], done: asyncio.Future[None]) -> None:
-    """One more request of a chunk is done or given up: the last one ends the work at it."""
+    """Callback of a request that is done or cancelled: after the last one of its chunk, cancel the chunk's task."""
     wanted.discard(done)
     if not wanted:
         task.cancel()
 
 
 def _body(works: list[_Work], stream: bool) -> dict[str, Any]:
-    """The `/generate` body that continues each request from what its result already holds; a stream has one."""
+    """The `/generate` body that continues each request from its partial output; a stream has one request."""
     prompts, params = [], []
     for work in works:
         work.begun = len(work.result.output_ids)
@@ -350,7 +350,7 @@ def _params(request: GenerateRequest, generated: int) -> dict[str, Any]:
     params: dict[str, Any] = {
         "max_new_tokens": request.max_new_tokens - generated,
         "temperature": request.temperature,
-        "no_stop_trim": True,  # the text is that of the tokens trained on
+        "no_stop_trim": True,  # so that the text matches the tokens trained on
     }
     stops = {"stop": list(request.stop), "stop_token_ids": list(request.stop_token_ids)}
     seed = {} if request.seed is None else {"sampling_seed": request.seed}
@@ -358,9 +358,9 @@ def _params(request: GenerateRequest, generated: int) -> dict[str, Any]:
 
 
 def _extend(work: _Work, answer: dict[str, Any], server: str) -> None:
-    """Take over what is new in an answer. Those of a stream repeat what came before them.
+    """Append what is new in an answer. Each answer of a stream repeats the tokens before it.
 
-    With SGLang's flag incremental-streaming-output they do not: then they list fewer tokens than they count.
+    With SGLang's flag incremental-streaming-output it does not: then it lists fewer tokens than it counts.
     """
     result, meta = work.result, answer["meta_info"]
     listed = meta["output_token_logprobs"]
@@ -386,16 +386,16 @@ def _extend(work: _Work, answer: dict[str, Any], server: str) -> None:
 
 
 def _withdraw(work: _Work) -> None:
-    """Take back the last token of an interrupted result, to have it sampled again, unless it is known not to end it.
+    """Drop the last token of an interrupted result, to sample it again, unless it is known not to end the completion.
 
-    SGLang looks for an abort before it looks for the end: the last token may be the one that ends the text. An abort
-    does not depend on the token that it hits, so another draw of it has the same distribution.
+    SGLang checks for an abort before it checks for the end: the last token may be the one that ends the text. An abort
+    does not depend on the token that it hits, so sampling that token again gives the same distribution.
     """
     _cut(work, max(work.known, len(work.result.output_ids) - 1))
 
 
 def _cut(work: _Work, tokens: int) -> None:
-    """Keep so many tokens only."""
+    """Keep only the first `tokens` tokens."""
     result = work.result
     for column in (result.output_ids, result.logprobs, result.versions, result.stale_kv):
         del column[tokens:]

@@ -1,9 +1,9 @@
-"""What ends a completion besides its length: end tokens, and stop strings in the text of its tokens.
+"""What ends a completion besides its length: end tokens, and stop strings in its text.
 
-A completion ends with the first token that is an end token or that completes a stop string; one that has as many tokens
-as it may have, and no such token, is truncated. An engine looks for the end in what it generates for one request.
-SGLang does not look at the last token that it may generate (`update_finish_state` of 0.5.17 compares lengths first),
-and no engine looks at a stop string that began before an interruption: there the client does (`Ends.found`).
+A completion ends with the first token that is an end token or completes a stop string; without such a token it is
+truncated at its maximum length. An engine checks what it generates for one request. SGLang does not check the last
+token that it may generate (`update_finish_state` of 0.5.17 compares lengths first), and no engine finds a stop string
+that began before an interruption: the client checks these two cases (`Ends.found`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ class Detokenizer:
 
     @property
     def as_json(self) -> str:
-        """What another process can read the fast tokenizer from; empty where there is none."""
+        """The fast tokenizer, serialised for another process; empty if there is none."""
         return "" if self._backend is None else str(self._backend.to_str())
 
     def texts(self, outputs: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
-        """The text of each output."""
         if self._backend is not None:
             return list(self._backend.decode_batch(list(outputs), skip_special_tokens=skip_special_tokens))
         return [self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) for ids in outputs]
@@ -44,7 +43,7 @@ class Detokenizer:
 
 
 def tail_length(stops: Sequence[str]) -> int:
-    """Tokens that must be looked at so that no stop string ending in the newest one is missed."""
+    """How many of the last tokens must be checked to find every stop string that ends in the newest one."""
     return _TOKENS_PER_CHARACTER * max(map(len, stops), default=0) + 1
 
 
@@ -56,7 +55,7 @@ def trim(text: str, stop: str, keep: bool = False) -> str:
 
 @dataclass(frozen=True)
 class Ends:
-    """The end tokens of a model and how to read its tokens; neither is known by default."""
+    """The end tokens of a model and its detokenizer; neither is known by default."""
 
     tokens: frozenset[int] = frozenset()
     detokenizer: Detokenizer | None = None
@@ -64,9 +63,9 @@ class Ends:
     def found(
         self, output: Sequence[int], begun: int, at_limit: bool, stops: Sequence[str], stop_ids: Collection[int]
     ) -> int | None:
-        """How many tokens of `output` the completion has, if it ends where the engine has not looked.
+        """The completion's length in tokens of `output`, if it ends where the engine has not checked; else None.
 
-        The engine has generated the tokens from `begun` on; `at_limit`: it has stopped there for their number.
+        The engine has generated the tokens from `begun` on; `at_limit`: it stopped at the maximum length.
         """
         if begun and (spanning := self._spanning(output, begun, stops)) is not None:
             return spanning
@@ -84,14 +83,14 @@ class Ends:
         return next(end for end in range(begun + 1, last + 1) if self._holds(output[first:end], stops))
 
     def _holds(self, tokens: Sequence[int], stops: Sequence[str]) -> bool:
-        """Whether a stop string is in the last of these tokens."""
+        """Whether a stop string is in the text of the last of these tokens."""
         if self.detokenizer is None or not stops:
             return False
         return self.detokenizer.find_stop(tokens[-2 * tail_length(stops) :], stops) is not None
 
 
 def end_tokens(config: Any, generation_config: Any, tokenizer: Any) -> frozenset[int]:
-    """The token ids that end a completion, by a model's configurations and its tokenizer, as SGLang has them."""
+    """The token ids that end a completion, by a model's configurations and its tokenizer, as in SGLang."""
     found = [getattr(one, "eos_token_id", None) for one in (config, generation_config, tokenizer)]
     flat = [t for item in found for t in (item if isinstance(item, list) else [item])]
     added = tokenizer.get_added_vocab() if tokenizer is not None else {}

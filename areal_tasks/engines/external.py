@@ -1,6 +1,6 @@
-"""Inference servers that run already and are not ours to stop: `AREAL_LLM_SERVER_ADDRS=host:port,host:port`.
+"""Inference servers that run already and that no run stops: `AREAL_LLM_SERVER_ADDRS=host:port,host:port`.
 
-Nobody knows how they were started, so they are asked for what would otherwise pass unnoticed.
+How they were started is unknown, so settings that would go unnoticed are checked by their answers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SERVER_TOKEN: Final = "AREAL_LLM_SERVER_TOKEN"
 
 
 def external_servers() -> list[str]:
-    """The base URLs that the environment names, in order; empty if a run is to start its own servers.
+    """The base URLs that the environment names, in order; empty if a run starts its own servers.
 
     Raises:
         UserError: an address is neither `host:port` nor `http://host:port` (or https).
@@ -27,7 +27,7 @@ def external_servers() -> list[str]:
 
 
 def external_token() -> str:
-    """The bearer token of those servers; empty if they ask for none."""
+    """The bearer token of those servers; empty if they require none."""
     return os.environ.get(SERVER_TOKEN, "")
 
 
@@ -53,26 +53,26 @@ PROBE: Final[dict[str, Any]] = {
 }
 
 
-def check_versions_told(where: str, answers: Sequence[dict[str, Any]]) -> None:
-    """A server whose weights change under its requests must tell which of them sampled each token.
+def check_versions_reported(where: str, answers: Sequence[dict[str, Any]]) -> None:
+    """Check that a server whose weights change during requests reports the version that sampled each token.
 
     Raises:
-        UserError: it does not, as SGLang by itself.
+        UserError: it does not; plain SGLang does not.
     """
     if not all("weight_versions" in answer["meta_info"] for answer in answers):
         raise UserError(
-            f"the inference server {where} does not tell which weights sampled each token of an answer, so that they "
-            "cannot change on the way: set rollout.interruption to abort or drain, or let the run start servers"
+            f"the inference server {where} does not report which weights sampled each token of an answer, so they must "
+            "not change during a request: set rollout.interruption to abort or drain, or let the run start servers"
         )
 
 
 def check_temperature(where: str, answers: Sequence[dict[str, Any]]) -> None:
-    """Poll at a server's answer to PROBE: its logprobs must be those after the temperature was applied.
+    """Check a server's answers to PROBE: their logprobs must be those after the temperature is applied.
 
-    SGLang does not say whether they are; near temperature 1 the tokens that are trained on do not show it either.
+    SGLang does not report which it gives, and near temperature 1 the tokens trained on do not show it either.
 
     Raises:
-        UserError: they are those before it.
+        UserError: they are those before the temperature is applied.
     """
     logprobs = [logprob for answer in answers for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
     if max(logprobs) - min(logprobs) > FLAT:

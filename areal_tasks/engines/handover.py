@@ -1,4 +1,4 @@
-"""How new weights reach the inference servers: from the trainer's memory, or through the store."""
+"""How new weights reach the inference servers: directly from the trainer's memory, or through the store."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ MEMORY: Final = Path("/dev/shm")
 
 
 def choose_transport(recipe: Recipe, placement: Placement, external: bool) -> Transport:
-    """The transport that the recipe names, or for `auto` the fastest that the placement of services allows.
+    """The transport that the recipe names, or for `auto` the fastest that the placement allows.
 
     Raises:
-        UserError: the one it names is not possible there.
+        UserError: the placement does not allow the one it names.
     """
     if not isinstance(recipe, RlhfRecipe) or recipe.inference.engine != "sglang":
         return "store"
@@ -54,7 +54,7 @@ _NEEDS: Final = {
 
 
 def _possible(placement: Placement, external: bool) -> list[Transport]:
-    """Fastest first."""
+    """The transports that the placement allows, fastest first."""
     found: list[Transport] = []
     if placement.trainer and placement.servers and not external:
         first = placement.trainer[0]
@@ -69,9 +69,9 @@ def _possible(placement: Placement, external: bool) -> list[Transport]:
 def send_command(
     owner: int, version: int, transport: Transport, urls: Sequence[str], ranks: int, token: str, keep_cache: bool
 ) -> Send:
-    """The trainer's order to hand `version` to the servers at `urls`, each of `ranks` GPUs."""
+    """The command that has the trainer send `version` to the servers at `urls`, each of `ranks` GPUs."""
     if transport == "store":
-        raise ValueError("through the store nothing is sent")
+        raise ValueError("the transport store sends nothing")
     receivers = tuple(Receiver(url=url, ranks=ranks) for url in urls)
     return Send(
         owner=owner, version=version, transport=transport, receivers=receivers, token=token, keep_cache=keep_cache
@@ -79,13 +79,13 @@ def send_command(
 
 
 def name_of(ref: WeightsRef) -> str:
-    """What tells these weights from others, also from another attempt at their version."""
+    """A name that distinguishes these weights from all others, also from another attempt at their version."""
     return ref.path or ref.digest
 
 
 @dataclass(frozen=True)
 class Published:
-    """Weights in the store, and how long it took to write them."""
+    """Weights in the store, and in how many seconds they were written."""
 
     ref: WeightsRef
     files: tuple[FileRef, ...]
@@ -103,9 +103,9 @@ def write_weights(run: Run, trainer: TrainerClient, version: int) -> Published:
 
 
 class Fetched:
-    """Weights of a store elsewhere, in memory: the last, which a server that failed may load later, and those before.
+    """Weights fetched from a remote store into memory: the last, which an evicted server may load later, and others.
 
-    Such a server may still be loading the older ones when there are newer: SGLang does not survive that they go.
+    A server may still be loading older ones when newer ones exist: SGLang crashes if they are removed.
     """
 
     def __init__(self) -> None:
@@ -115,10 +115,10 @@ class Fetched:
     def local(self, store: Store, ref: WeightsRef) -> Iterator[Path]:
         """The files of `ref` in a folder of this machine, for servers to load.
 
-        Where they lie on this machine they are hashed beside the loading, which is as long.
+        Those of a store on this machine are hashed while the servers load them, which takes as long.
 
         Raises:
-            UserError: a file is damaged; perhaps only on leaving, before anybody was told that the weights are there.
+            UserError: a file is damaged; possibly only on leaving, before the weights are used.
         """
         files = read_weights(store, ref).files
         there = store.local(common_folder(files))
@@ -128,17 +128,17 @@ class Fetched:
             yield there or checked.result()
 
     def outdate(self) -> None:
-        """There are newer weights, here or not: those before the last go."""
+        """Newer weights exist, here or elsewhere: remove those before the last."""
         self._before.close()
         self._before, self._last = self._last, ExitStack()
 
     def loaded(self, seconds: list[float], servers: int) -> list[float]:
-        """Some of so many servers have loaded the last ones, each in `seconds`; who failed does when well again."""
+        """Servers have loaded the last weights, each in `seconds`: remove them if that were all `servers`."""
         if len(seconds) == servers:
             self.close()
         return seconds
 
     def close(self) -> None:
-        """Nobody loads any of them any more."""
+        """Remove all: no server loads them any more."""
         self._before.close()
         self._last.close()

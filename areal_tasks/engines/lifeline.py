@@ -1,4 +1,4 @@
-"""The lifeline of a service: a pipe whose other end only its supervisor holds. At its end nobody is left to serve.
+"""The lifeline of a service: a pipe whose write end only its supervisor has. The service ends at end-of-file.
 
 Imports the standard library alone, so that a service can watch before it spends seconds on importing torch.
 """
@@ -15,7 +15,7 @@ from typing import Final
 
 LIFELINE: Final = "AREAL_LIFELINE_FD"
 SCRATCH: Final = "AREAL_SERVICE_SCRATCH"  # a folder that the launcher made for this service alone
-#: What a rollout worker does before it ends; each returns when it is done, or cannot be done.
+#: What a rollout worker does before it ends; each returns when it has succeeded or cannot succeed.
 DUTIES: list[Callable[[], object]] = []
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 def watch_lifeline(before_death: Callable[[], object] = lambda: None) -> None:
     """Kill this process group when the lifeline pipe reaches end-of-file. Does nothing without a lifeline.
 
-    `before_death` ends what the service has started outside its group.
+    `before_death` ends processes that the service has started outside its group.
     """
     fd = os.environ.get(LIFELINE)
     if fd is not None:
@@ -41,9 +41,9 @@ def _die_at_eof(fd: int, before_death: Callable[[], object]) -> None:
 
 
 def farewell() -> None:
-    """What a rollout worker does before it ends because nobody is left to tell it anything: its duties."""
+    """Perform a rollout worker's duties, because its flow has ended."""
     for duty in list(DUTIES):
         try:
             duty()
-        except Exception:  # the process ends whatever comes of it
+        except Exception:  # the process ends in any case
             log.exception("finished groups are lost")

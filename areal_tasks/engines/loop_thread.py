@@ -1,4 +1,4 @@
-"""An event loop beside the other threads of a process."""
+"""An event loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 
-TURN_SECONDS: Final = 0.5
+POLL_SECONDS: Final = 0.5
 
 
 class LoopThread:
@@ -19,11 +19,11 @@ class LoopThread:
 
     def __init__(self, name: str = "inference-client") -> None:
         self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self._turn, name=name, daemon=True)
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin `work`, and return at once."""
+        """Begin `work` and return immediately."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(
@@ -32,24 +32,24 @@ class LoopThread:
         seconds: float | None = None,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> T:
-        """What `work` returns. The calling thread does `meanwhile` again and again until then.
+        """Return the result of `work`. Without `seconds`, the calling thread calls `meanwhile` repeatedly until then.
 
-        Raises TimeoutError after `seconds`, and what `meanwhile` raises: then the work is cancelled.
+        Raises TimeoutError after `seconds`, and what `meanwhile` raises, which cancels the work.
         """
         future = self.submit(work)
         if seconds is not None:
             return future.result(seconds)
         try:
-            while not wait([future], TURN_SECONDS).done:
+            while not wait([future], POLL_SECONDS).done:
                 meanwhile()
         except BaseException:
             future.cancel()
             raise
         return future.result()
 
-    def _turn(self) -> None:
-        """Until `stop`. asyncio leaves its loop when a task calls `sys.exit`, also one of somebody's own workflow:
-        whoever waits for that task gets it, and all others would wait for ever."""
+    def _run(self) -> None:
+        """Run the loop until `stop`. asyncio leaves its loop when a task, such as a user's workflow, calls `sys.exit`:
+        the caller that awaits the task gets SystemExit, and without a restart all other callers would wait for ever."""
         while True:
             with suppress(SystemExit, KeyboardInterrupt):
                 self.loop.run_forever()
@@ -57,10 +57,10 @@ class LoopThread:
         self.loop.close()
 
     def end(self) -> None:
-        """Have the thread end once what blocks it is over; it is not waited for."""
-        self.loop.call_soon_threadsafe(self.loop.call_soon, self.loop.stop)  # cancelled tasks have a last turn
+        """End the thread once nothing blocks it, without waiting for it."""
+        self.loop.call_soon_threadsafe(self.loop.call_soon, self.loop.stop)  # cancelled tasks run once more
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread, waiting at most 5 s for it."""
         self.end()
         self.thread.join(5)

@@ -1,4 +1,4 @@
-"""Folders in memory that do not stay there when whoever made them is killed: the next one made removes them."""
+"""Folders in memory. Making one removes those that killed processes have left behind."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import Final
 
 PREFIX: Final = "arealflow-weights-"
-#: A folder may be there a moment before it is held.
+#: A folder exists for a moment before it is locked.
 YOUNG_SECONDS: Final = 60.0
 
 
 class MemoryFolder(TemporaryDirectory[str]):
-    """An empty folder below `parent` (none: where temporary files go), held by a lock that ends with the process."""
+    """An empty folder below `parent` (None: the temporary folder), with a lock that ends with the process."""
 
     def __init__(self, parent: Path | None) -> None:
         sweep(parent or Path(gettempdir()))
         super().__init__(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True)
-        self._mark: int | None = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._mark, fcntl.LOCK_EX)
+        self._lock: int | None = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def cleanup(self) -> None:
-        """Remove the folder with all that is in it."""
+        """Remove the folder and its contents."""
         super().cleanup()
-        if self._mark is not None:
-            os.close(self._mark)
-            self._mark = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 def sweep(parent: Path) -> None:
-    """Remove the folders whose processes have ended without doing so."""
+    """Remove the folders of processes that have ended without removing them."""
     for folder in parent.glob(f"{PREFIX}*"):
         if is_abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Whether nobody holds the folder any more. Of those of others, which we may not look into, nothing is known."""
+    """Whether no process holds the folder's lock. False for a folder of another user, which cannot be opened."""
     try:
-        mark = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
         return False
     try:
-        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return time.time() - os.fstat(mark).st_mtime > YOUNG_SECONDS
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return time.time() - os.fstat(lock).st_mtime > YOUNG_SECONDS
     except BlockingIOError:
         return False
     finally:
-        os.close(mark)
+        os.close(lock)

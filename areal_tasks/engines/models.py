@@ -1,4 +1,4 @@
-"""Where a run's initial weights come from: made from nothing, a local folder, a model's name, or another run."""
+"""Where a run's initial weights come from: random initialisation, a local folder, the hub, or another run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from schemas.recipe.sections import Model
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: What a model's folder needs: configuration, safetensors and tokenizer. Other formats of the same weights stay behind.
+#: The files of a model's folder that are used: configuration, safetensors, tokenizer; no other formats of the weights.
 WANTED: Final = (
     "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json",
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template*",
@@ -33,19 +33,19 @@ _NAME: Final = re.compile(r"[\w.-]+/[\w.-]+")
 def initial_weights(
     store: Store, model: Model, seed: int, into: str, scratch: Path, reader: str = ""
 ) -> tuple[FileRef, ...]:
-    """The files of version 0, in the store: put under the prefix `into`, or those that another run has committed.
+    """The files of version 0 in the store: written under the prefix `into`, or those that another run has committed.
 
-    `scratch` is an empty local folder for what has to be made or fetched first; `reader` is the run that begins with
-    them. UserError says what is missing.
+    `scratch` is an empty local folder for files that are made or fetched first; `reader` is the run that begins with
+    these weights. UserError says what is missing.
     """
     if model.path.startswith("run://"):
         return run_weights(store, model.path, reader)
     if model.scratch is not None:
-        from areal_tasks.data.scratch import make_scratch  # imports torch: checks of a recipe do not wait for that
+        from areal_tasks.data.scratch import make_scratch  # imports torch, which checks of a recipe do not need
 
         return upload(store, into, make_scratch(model.scratch, seed, model.max_length, scratch / "model"))
     if not model.path:
-        raise ValueError("model.warm_start should have become the model.path of the run that it names")
+        raise ValueError("model.warm_start should have been replaced by the model.path of the run that it names")
     folder = model_folder(model.path)
     check_context(folder, model.max_length)
     return upload(store, into, link_wanted(folder, scratch / "model"))
@@ -54,18 +54,18 @@ def initial_weights(
 def run_weights(store: Store, path: str, reader: str = "") -> tuple[FileRef, ...]:
     """The files of the newest (`run://NAME`) or of one version (`run://NAME@VERSION`, from 1) of a run's weights.
 
-    The run `reader`, which begins with them, first leaves a reference there: what it has left before says which
-    version it began with.
+    The run `reader`, which begins with them, first writes a reference into that run. A reference that `reader` wrote
+    earlier determines the version.
     """
     name, _, version = path.removeprefix("run://").partition("@")
     if not store.exists(run_record(name)):
         raise UserError(f"model.path: there is no run '{name}' in {store.url}")
-    run, left = load_run(store, name), find_reference(store, name, reader) if reader else None
-    commit = _commit_of(run, int(version) if version else left.iteration if left else _versions(run))
+    run, earlier = load_run(store, name), find_reference(store, name, reader) if reader else None
+    commit = _commit_of(run, int(version) if version else earlier.iteration if earlier else _versions(run))
     if reader:
         leave_reference(store, name, reader, commit.iteration + 1, "weights")
     ref = _written(path, weights_made(run, commit))
-    for run_needed in {name, ref.path.split("/")[0]}:  # their files may be those of the run that it was forked from
+    for run_needed in {name, ref.path.split("/")[0]}:  # the files may belong to the run that it was forked from
         check_run_kept(store, run_needed)
     check_kept(store, ref)
     return read_weights(store, ref).files
@@ -74,14 +74,14 @@ def run_weights(store: Store, path: str, reader: str = "") -> tuple[FileRef, ...
 def _written(path: str, ref: WeightsRef) -> WeightsRef:
     if not ref.written:
         raise UserError(
-            f"model.path: '{path}' is version {ref.version}, which was handed to the servers and not "
-            "written; name one that trainer.weights_every divides, or the last of a run that is complete"
+            f"model.path: '{path}' is version {ref.version}, which was sent to the servers and not written; "
+            "name one that trainer.weights_every divides, or the last of a run that is complete"
         )
     return ref
 
 
 def _commit_of(run: Run, version: int) -> IterationCommit:
-    """The commit that made a version of the run's weights: its parent's, where the run was forked later."""
+    """The commit that made a version of the run's weights: the parent's, if the run was forked after that version."""
     newest = _versions(run)
     if newest == 0:
         raise UserError(
@@ -89,7 +89,7 @@ def _commit_of(run: Run, version: int) -> IterationCommit:
         )
     if version == 0:
         raise UserError(
-            f"model.path: version 0 of run '{run.name}' is what that run began with; name its own model instead"
+            f"model.path: version 0 of run '{run.name}' is what that run began with; name that run's model.path instead"
         )
     if version > newest:
         raise UserError(f"model.path: run '{run.name}' has no version {version}; its newest is {newest}")
@@ -97,7 +97,7 @@ def _commit_of(run: Run, version: int) -> IterationCommit:
 
 
 def _versions(run: Run) -> int:
-    """How many iterations are committed."""
+    """How many versions the run has made: one per committed iteration."""
     head = run.head()
     return 0 if head is None else head.iteration + 1
 
@@ -106,7 +106,7 @@ def _versions(run: Run) -> int:
 
 
 def model_folder(path: str) -> Path:
-    """A local folder with a complete model: `path` itself, or the hub's model of that name. UserError otherwise."""
+    """A local folder with a complete model: `path` itself, or a download from the hub. UserError if there is none."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         folder = _from_hub(path)
@@ -117,7 +117,7 @@ def model_folder(path: str) -> Path:
 
 
 def check_model(store: Store, model: Model) -> None:
-    """UserError if `model` names weights that are not here, or are not complete. What a hub has is not asked."""
+    """UserError if `model` names weights that are missing or incomplete. Does not ask the hub."""
     if model.path.startswith("run://"):
         run_weights(store, model.path)
     elif model.path and not _may_be_on_hub(model.path):
@@ -125,9 +125,9 @@ def check_model(store: Store, model: Model) -> None:
 
 
 def _may_be_on_hub(path: str) -> bool:
-    """Whether `path` is no folder here, nor in a folder that is here, and looks like a model's name."""
-    here = Path(path).expanduser().is_dir() or Path(path).parent.is_dir()
-    return not here and bool(_NAME.fullmatch(path)) and not path.startswith(".")
+    """Whether `path` looks like a model's name, and neither it nor its parent is a local folder."""
+    local = Path(path).expanduser().is_dir() or Path(path).parent.is_dir()
+    return not local and bool(_NAME.fullmatch(path)) and not path.startswith(".")
 
 
 def _require(folder: Path, path: str, patterns: Iterable[str], problem: str) -> None:
@@ -155,7 +155,7 @@ def _first_line(error: Exception) -> str:
 
 
 def link_wanted(folder: Path, into: Path) -> Path:
-    """A folder of links to those files of `folder` that engines read."""
+    """Make `into` a folder of links to those files of `folder` that engines read."""
     into.mkdir(parents=True, exist_ok=True)
     for file in _wanted(folder):
         (into / file.name).symlink_to(file.resolve())
@@ -163,7 +163,7 @@ def link_wanted(folder: Path, into: Path) -> Path:
 
 
 def file_states(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size in bytes and time of the last change in ns of the files of `folder` that engines read."""
+    """Size in bytes and modification time in ns of each file of `folder` that engines read, by name."""
     states = {file.name: file.stat() for file in _wanted(folder)}
     return {name: (state.st_size, state.st_mtime_ns) for name, state in sorted(states.items())}
 
@@ -173,14 +173,14 @@ def _wanted(folder: Path) -> set[Path]:
 
 
 def check_context(folder: Path, max_length: int) -> None:
-    """UserError if `max_length` tokens exceed the context that the model in `folder` was made for."""
+    """UserError if `max_length` tokens exceed the context length of the model in `folder`."""
     context = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
     if isinstance(context, int) and max_length > context:
         raise UserError(f"model.max_length: {max_length} exceeds the model's context of {context} tokens; lower it")
 
 
 def describing_files(store: Store, weights: WeightsRef, folder: Path) -> Path:
-    """Fetch the files of weights into `folder`, but for the weights themselves."""
+    """Fetch the files of a model into `folder`, except the safetensors. Returns the folder."""
     small = [file for file in read_weights(store, weights).files if not file.path.endswith(".safetensors")]
     return materialise(store, small, folder, verify=True)
 

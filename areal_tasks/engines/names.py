@@ -1,11 +1,11 @@
-"""Which tensors of a checkpoint make which tensors of the model that transformers builds of it, and the way back.
+"""Maps the tensors of a checkpoint to those of the model that transformers builds from it, and back.
 
 transformers 5 renames and merges tensors when it loads a checkpoint: the experts of a layer, three matrices each,
-become two tensors. Other programs, such as SGLang, know the checkpoint's names only. So weights are published under
-the names that they were loaded from. `Names` plans transformers' own conversion for the names of one checkpoint, a
-`Group` of tensors that belong together at a time; a group is converted in either direction by itself.
+become two tensors. Other programs, such as SGLang, know only the checkpoint's names. So weights are published under
+the names that they were loaded from. `Names` plans transformers' own conversion for one checkpoint as `Group`s of
+tensors; each group is converted in either direction by itself.
 
-Uses `get_model_conversion_mapping` and its converters as they are in transformers 5.12 to 5.23.
+Relies on `get_model_conversion_mapping` and its converters as of transformers 5.12 to 5.23.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from schemas.errors import UserError, shown
 
 INDEX: Final = "model.safetensors.index.json"
 WEIGHTS: Final = "model.safetensors"
-#: Tensors of old checkpoints that models make themselves; transformers ignores them, too.
-_SELF_MADE: Final = r"rotary_emb\.inv_freq"
+#: Tensors of old checkpoints that models compute themselves; transformers ignores them, too.
+_COMPUTED: Final = r"rotary_emb\.inv_freq"
 
 
 def stored_names(folder: Path) -> list[str]:
@@ -43,15 +43,15 @@ def stored_names(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class _Conversion:
-    """One use of a converter of transformers, of tensors that match its `patterns` in this order."""
+    """One use of a converter of transformers, on tensors that match `patterns` in this order."""
 
     converter: Any
-    layer: str  # what transformers calls the group: its first tensor's name afterwards
+    layer: str  # transformers' name of the group: that of its first tensor after conversion
     patterns: tuple[str, ...]
     model: Any = field(repr=False)
 
     def __call__(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        once = deepcopy(self.converter)  # it keeps what it is given
+        once = deepcopy(self.converter)  # it stores the tensors that it is given
         for pattern, tensor in zip(self.patterns, tensors, strict=True):
             once.add_tensor(self.layer, self.layer, pattern, tensor)
         made = once.convert(self.layer, model=self.model, config=self.model.config)
@@ -64,35 +64,35 @@ class Group:
 
     stored: tuple[str, ...]
     held: tuple[str, ...]
-    _forth: _Conversion | None = None  # none: it is one tensor, and the same in both
+    _forth: _Conversion | None = None  # None: one tensor, identical in both
     _back: _Conversion | None = None
-    _made: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # what the two call `held` and `stored`
+    _made: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # the conversions' names for `held` and `stored`
 
     @property
     def same(self) -> bool:
-        """Whether it is one tensor, and the same in checkpoint and model."""
+        """Whether the group is one tensor that is identical in checkpoint and model."""
         return self._forth is None
 
     def to_model(self, stored: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors named `held`, made of those named `stored`, on their device and in their dtype."""
+        """The tensors named `held`, from those named `stored`, on their device and in their dtype."""
         return list(stored) if self._forth is None else [*map(self._forth(stored).__getitem__, self._made[0])]
 
     def to_checkpoint(self, held: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors named `stored`, made of those named `held`; some may be views of these."""
+        """The tensors named `stored`, from those named `held`; some may be views of these."""
         return list(held) if self._back is None else [*map(self._back(held).__getitem__, self._made[1])]
 
 
 class Names:
-    """The plan for a checkpoint of tensors named `stored` and `model`, on any device (also `meta`), not sharded yet.
+    """The plan for a checkpoint with tensors named `stored` and a `model` on any device (also `meta`), not yet sharded.
 
-    groups: what the checkpoint makes of the model, in the checkpoint's natural order.
-    tied: for each name in the model's state, the first name of the same tensor; groups hold first names.
-    buffers: those names that are no parameters.
-    missing: tensors of the model that nothing stored makes. unexpected: stored ones that make nothing. Both without
-    what the model's class declares that it may lack or ignore.
+    groups: the groups of tensors that checkpoint and model share, in the checkpoint's natural order.
+    tied: for each name in the model's state, the first name of the same tensor; groups use first names.
+    buffers: those first names that are not parameters.
+    missing: tensors of the model that no stored tensor makes. unexpected: stored ones without a tensor of the model.
+    Both without those that the model's class declares as ignored.
 
     Raises:
-        UserError: transformers cannot undo what it does to a group.
+        UserError: transformers cannot reverse the conversion of a group.
     """
 
     def __init__(self, model: Any, stored: Iterable[str]) -> None:
@@ -105,14 +105,14 @@ class Names:
         made = {name for group in self.groups for name in group.held}
         alone = [name for name in first.values() if name not in made]
         self.missing = _without(alone, model._keys_to_ignore_on_load_missing or ())
-        self.unexpected = _without(useless, [_SELF_MADE, *(model._keys_to_ignore_on_load_unexpected or ())])
+        self.unexpected = _without(useless, [_COMPUTED, *(model._keys_to_ignore_on_load_unexpected or ())])
         self._of: defaultdict[str, list[Group]] = defaultdict(list)
         for group in (*self.groups, *(Group((name,), (name,)) for name in alone)):
             for name in group.held:
                 self._of[name].append(group)
 
     def check(self, source: object) -> Names:
-        """These names, if the checkpoint at `source` holds the model's tensors and nothing else. UserError if not."""
+        """Return self. UserError if the checkpoint at `source` lacks tensors of the model or holds others."""
         if self.missing or self.unexpected:
             raise UserError(
                 f"{source} does not hold the weights of its architecture; missing: {shown(self.missing)}; unexpected: "
@@ -122,20 +122,20 @@ class Names:
         return self
 
     def to_model(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The model's tensors, made of the checkpoint's; without those that are missing or unexpected."""
+        """The model's tensors, from the checkpoint's; without those that are missing or unexpected."""
         made = (
             zip(group.held, group.to_model([stored[n] for n in group.stored]), strict=True) for group in self.groups
         )
         return {name: tensor for pairs in made for name, tensor in pairs}
 
     def to_checkpoint(self, held: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The model's tensors, which come one at a time, under the checkpoint's names and in its shapes.
+        """Convert the model's tensors, received one at a time, to the checkpoint's names and shapes.
 
         A group is converted when it is complete. Beyond the tensors that wait for others, this takes the memory of one
-        group. What the checkpoint does not have comes under the model's own name.
+        group. Tensors that the checkpoint lacks keep the model's names.
 
         Raises:
-            UserError: at the end, a tensor of the model has not come.
+            UserError: at the end, if a tensor of the model was not received, or one is left over.
         """
         waiting: dict[str, Tensor] = {}
         left = set(self._of)
@@ -147,7 +147,7 @@ class Names:
                 yield from zip(group.stored, group.to_checkpoint([waiting[n] for n in group.held]), strict=True)
             for done in {n for group in ready for n in group.held}:
                 del waiting[done]
-            del tensor  # before the next one is gathered
+            del tensor  # frees its memory before the next one is gathered
         if waiting or left:
             raise UserError(
                 "the weights to be published are not those of the model, so nothing was published; missing: "
@@ -160,7 +160,7 @@ class _Member(NamedTuple):
 
     stored: str
     pattern: str | None  # of the group's converter
-    renamed: str  # what the converter knows it as
+    renamed: str  # the converter's name for it
 
 
 class _Plan:
@@ -173,7 +173,7 @@ class _Plan:
         self.renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
 
     def groups(self, stored: Iterable[str]) -> tuple[tuple[Group, ...], list[str]]:
-        """The groups, and the stored tensors that belong to none."""
+        """The groups, and the names of the stored tensors that belong to none."""
         members: defaultdict[str, list[_Member]] = defaultdict(list)
         for name in sorted(stored, key=dot_natural_key):  # so that expert 10 comes after expert 9
             layer, member = self._placed(name)
@@ -183,7 +183,7 @@ class _Plan:
         return tuple(self._group(layer, found) for layer, found in known.items()), useless
 
     def _placed(self, name: str) -> tuple[str, _Member]:
-        """A stored tensor, and what transformers calls the group that it belongs to."""
+        """A stored tensor, after transformers' name of the group that it belongs to."""
         layer, pattern = rename_source_key(
             name, self.renamings, self.converters, self.model.base_model_prefix, self.tied
         )
@@ -201,9 +201,9 @@ class _Plan:
         forth, back = _Conversion(converter, layer, patterns, self.model), self._reverse(converter, held)
         if back([torch.empty_like(self.every[name], device="meta") for name in held]).keys() != set(renamed):
             raise UserError(
-                f"of {shown(stored)} in the checkpoint transformers makes {shown(held)}, and cannot do the reverse, so "
-                "new weights could not be published under the checkpoint's names. Is the checkpoint complete? Name one "
-                "as model.path that is, with the names that are usual for its family"
+                f"transformers converts {shown(stored)} of the checkpoint to {shown(held)}, and cannot do the reverse, "
+                "so new weights could not be published under the checkpoint's names. Is the checkpoint complete? "
+                "model.path must be a complete one, with the usual names of its model family"
             )
         return Group(stored, tuple(self.tied[name] for name in held), forth, back, (held, renamed))
 
@@ -214,5 +214,5 @@ class _Plan:
 
 
 def _without(names: Iterable[str], patterns: Iterable[str]) -> tuple[str, ...]:
-    """The names in which no pattern is found."""
+    """The names that match no pattern."""
     return tuple(name for name in names if not any(re.search(pattern, name) for pattern in patterns))

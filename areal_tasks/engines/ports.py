@@ -1,4 +1,4 @@
-"""The loopback interface, on which alone our services and their process groups listen; imports nothing of ours."""
+"""The loopback interface, the only one that services and their process groups listen on; imports no other module."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ HOST: Final = "127.0.0.1"
 
 
 def loopback_interface() -> dict[str, str]:
-    """Environment that keeps gloo's and NCCL's sockets on the loopback interface.
+    """Environment variables that keep gloo's and NCCL's sockets on the loopback interface.
 
-    Without it gloo takes the interface of the host's name, and NCCL the first that is not loopback.
+    Without them gloo uses the interface of the host's name, and NCCL the first that is not loopback.
     """
     interfaces = {name for _, name in socket.if_nameindex()}
     return {f"{library}_SOCKET_IFNAME": "lo" for library in ("GLOO", "NCCL") if "lo" in interfaces}
 
 
 def listen() -> socket.socket:
-    """A listening socket at a free port, for a server of small answers."""
+    """A listening socket on a free port, for a server that sends small answers."""
     listener = socket.create_server((HOST, 0), backlog=512)
-    # asyncio sets this only on sockets that name their protocol; without it every answer waits 40 ms for an ACK
+    # asyncio sets this only on sockets that name their protocol; without it each answer waits 40 ms for an ACK
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 def loopback_port(wanted: int = 0) -> int:
-    """`wanted` if nothing listens on it at the loopback interface, or for 0 any that is free now.
+    """`wanted` if it is free on the loopback interface, or for 0 any port that is free now.
 
     Raises:
-        OSError: something does, or this process may not.
+        OSError: the port is in use, or this process has no permission to listen on it.
         OverflowError: there is no such port.
     """
     with socket.create_server((HOST, wanted)) as probe:

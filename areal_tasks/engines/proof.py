@@ -1,11 +1,11 @@
-"""Proves, once in each start of a flow, that new weights reach every tensor of SGLang's servers.
+"""Proves, once per start of a flow, that new weights reach every tensor of SGLang's servers.
 
-SGLang 0.5.17 leaves out tensors whose names it does not know: without a word in `qwen2_moe`, `qwen3_moe`, `glm4_moe`
-and others, with a line in its log in `mixtral`, `deepseek_v2` and dense models. It answers that the update has
-succeeded, and generates with older tensors from then on. So after the first weights it is asked for a checksum of each
-tensor, has all of them overwritten with random numbers, is given the same weights again, and must have the same
-checksums: where an element does not come from the weights, they differ. Later weights have the same names and shapes,
-which the trainer sees to (`Names`).
+SGLang 0.5.17 skips tensors whose names it does not know: silently in `qwen2_moe`, `qwen3_moe`, `glm4_moe` and others,
+with a line in its log in `mixtral`, `deepseek_v2` and dense models. It reports that the update succeeded, and continues
+to generate with the older tensors. So after the first weights the servers report a checksum of each tensor, overwrite
+all tensors with random numbers, receive the same weights again, and must report the same checksums: they differ if an
+element does not come from the weights. Later weights have the same names and shapes, which the trainer ensures
+(`Names`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Checksums = Mapping[str, Sequence[Mapping[str, str]]]  # by server, GPU and tens
 Give = Callable[[], list[float]]
 
 #: Buffers that models of SGLang 0.5.17 compute themselves and no checkpoint holds: Gemma 2 and 4, Phi-3-small,
-#: Falcon-H1, Apertus, rotary positions of several axes. Those that SGLang's checker knows itself it leaves alone.
+#: Falcon-H1, Apertus, rotary positions of several axes. Others are known to SGLang's checker, which skips them.
 COMPUTED: Final = frozenset({"normalizer", "root_size", "dummy_token_indices", "mup_vector", "beta", "eps", "axis_map"})
 WITHOUT: Final = "inference.prove_weights=false goes on without this proof"
 
@@ -45,11 +45,11 @@ class Proof:
         self.due = due
 
     def load(self, client: InferenceClient, source: str, version: int, key: str) -> list[float]:
-        """As `client.update_weights`. Raises what `of` raises."""
+        """`client.update_weights`, with the proof. Raises what `of` raises."""
         return self.of(client, lambda: self.call(client.update_weights(source, version, key)))
 
     def of(self, client: InferenceClient, give: Give) -> list[float]:
-        """`give` weights to the client's servers, and return what it returns; while `due`, do so twice and compare.
+        """Call `give`, which gives weights to the client's servers, and return its result; while `due`, prove them.
 
         Raises:
             UserError: a tensor does not come from the weights; the message names it and the remedy.
@@ -64,12 +64,12 @@ class Proof:
         return seconds
 
     def _succeeds(self, client: InferenceClient, give: Give) -> bool:
-        """False if the servers failed meanwhile, so that nothing was proven."""
+        """False if the servers failed meanwhile, so nothing was proven."""
         started, before = time.perf_counter(), self._checksums(client)
         if computed := computed_tensors(before):
             log.warning(
-                "not proven that new weights reach all tensors: the servers compute %s, which would be "
-                "overwritten, too. Each iteration's logprob gap (algorithm.max_logprob_gap) is what shows it here",
+                "not proven that new weights reach all tensors: the servers compute %s, which the proof would "
+                "overwrite, too. The logprob gap of each iteration (algorithm.max_logprob_gap) shows it instead",
                 shown(computed),
             )
             return True
@@ -89,7 +89,7 @@ class Proof:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """A server that refuses is too old for this, or lacks memory: the error says how to go on."""
+    """Extend the error of a server that refuses (too old, or short of memory) by how to run without the proof."""
     try:
         yield
     except BadRequest as error:
@@ -97,24 +97,24 @@ def _refusals() -> Iterator[None]:
 
 
 def is_proven(recipe: Recipe) -> bool:
-    """Whether a recipe asks for the proof. The embedded engine needs none: it takes its model's tensors or refuses."""
+    """Whether a recipe needs the proof. The embedded engine does not: it loads all of a model's tensors or refuses."""
     return not isinstance(recipe, SftRecipe) and recipe.inference.engine == "sglang" and recipe.inference.prove_weights
 
 
 def computed_tensors(found: Checksums) -> set[str]:
-    """Tensors that no weights reach, and none has to."""
+    """Names of tensors that the servers compute themselves, which no weights have to reach."""
     every = {name for ranks in found.values() for names in ranks for name in names}
     return {name for name in every if name.rpartition(".")[2] in COMPUTED}
 
 
 def check_same(before: Checksums, after: Checksums) -> None:
-    """UserError if a tensor of a server in both has another checksum, or is not there any more."""
+    """UserError if on a server in both a tensor's checksum has changed, or the tensor is in one of the two only."""
     pairs = [pair for url in before.keys() & after.keys() for pair in zip(before[url], after[url], strict=True)]
     apart = {name for one, other in pairs for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
     if apart:
         raise UserError(
             "new weights do not reach every tensor of the inference servers: overwritten and given the same weights "
-            f"again, these are not what they were: {shown(apart)}. SGLang leaves out tensors whose names it does not "
-            "know. Name a model.path whose tensors have the names that are usual for its family, or try another "
-            f"inference.transport. Where the servers compute these tensors themselves, {WITHOUT}"
+            f"again, these are not what they were: {shown(apart)}. SGLang skips tensors whose names it does not know. "
+            "Name a model.path whose tensors have the usual names of its model family, or try another "
+            f"inference.transport. If the servers compute these tensors themselves, {WITHOUT}"
         )

@@ -1,7 +1,7 @@
-"""Restores a trainer: the newest checkpoint, then the committed iterations after it, from the tables they read.
+"""Restores a trainer: loads the newest checkpoint and retrains the committed iterations after it from their tables.
 
-No generation is repeated. What each retrained iteration says of itself is compared with what was committed, and the
-weights that come of it with those that were published: nothing differs where training is bit-reproducible.
+No generation is repeated. The metrics of each retrained iteration are compared with the committed ones, and the
+resulting weights with the published ones: nothing differs where training is bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from schemas.manifest import InputRef, IterationCommit, StageManifest, WeightsRe
 
 log = logging.getLogger(__name__)
 
-_TIMES: Final = "_seconds"  # what a metric that tells of time ends with: it need not come again
+_TIMES: Final = "_seconds"  # suffix of metrics that are times, which are not compared
 
 
 @dataclass(frozen=True)
 class Retrained:
-    """How `iterations` committed iterations from `first` on came out when they were trained again.
+    """How the results of retraining `iterations` committed iterations from `first` on differ from the committed ones.
 
-    `difference` is the largest of a metric (see `difference`), `metric` and `iteration` say which; `weights` is the
-    largest difference between a weight and the one that was published for the version, none where that is not stored;
-    `loss` the largest of the loss.
+    `difference` is the largest of a metric (see `difference`), which `metric` and `iteration` identify; `weights` is
+    the largest difference between a weight and the published one of the version, None where that is not stored;
+    `loss` is the largest difference of the loss.
     """
 
     first: int
@@ -45,18 +45,18 @@ class Retrained:
 
     @property
     def same(self) -> bool:
-        """Whether nothing tells what was retrained from the original."""
+        """Whether retraining reproduced all compared metrics and weights exactly."""
         return self.difference == 0 and not self.weights
 
     def record(self) -> dict[str, Any]:
-        """As the state of the next commit holds it."""
+        """The form in which the state of the next commit holds it."""
         return asdict(self)
 
 
 def restore(run: Run, trainer: TrainerClient, initial: WeightsRef, version: int) -> Retrained | None:
     """Bring the trainer to the policy of `version`, all of whose iterations are committed.
 
-    Returns how what was retrained compares with what was committed; none if nothing was.
+    Returns how the retrained iterations compare with the committed ones; None if none was retrained.
     """
     checkpoint = newest_checkpoint(run, version)
     loaded = trainer.load(
@@ -82,7 +82,7 @@ def describe(found: Retrained) -> str:
 
 
 def worst(several: Iterable[Retrained]) -> Retrained:
-    """Several as one, with the largest differences of any; the one that lasted longest says from where."""
+    """The largest differences of all parts; `first` and `iterations` are those of the part with most iterations."""
     parts = list(several)
     largest = max(parts, key=lambda part: part.difference)
     longest = max(parts, key=lambda part: part.iterations)
@@ -97,14 +97,14 @@ def newest_checkpoint(run: Run, version: int) -> WeightsRef | None:
 
 
 def retrain(run: Run, trainer: TrainerClient, iteration: int) -> Retrained:
-    """Re-train one committed iteration by its recorded plan, and compare what it says of itself."""
+    """Retrain one committed iteration by its recorded plan, and compare its metrics."""
     run = trained(run)
     commit = run.commit(iteration)
     return retrain_stage(run, trainer, stage_of(run, commit, "train"), commit)
 
 
 def trained(run: Run) -> Run:
-    """The run whose train stages made the policy of `run`: of a replay that trains nothing, the one it replays."""
+    """The run whose train stages made the policy of `run`: for a replay that does not train, the run it replays."""
     if run.record.replay_until and run.parent is not None:
         return trained(replace(run.parent, owner=run.owner))
     return run
@@ -113,26 +113,26 @@ def trained(run: Run) -> Run:
 def retrain_stage(
     run: Run, trainer: TrainerClient, manifest: StageManifest, commit: IterationCommit | None = None
 ) -> Retrained:
-    """As `retrain`, of a train stage whose iteration need not be closed (then without a `commit`)."""
+    """As `retrain`, for a train stage whose iteration need not be committed (then without a `commit`)."""
     done = trainer.train(retrain_command(run, manifest, commit))
-    apart, name = difference(manifest.metrics, done.metrics)
-    loss = _apart(manifest.metrics.get("loss", 0.0), done.metrics.get("loss", 0.0))
-    return Retrained(manifest.iteration, 1, apart, name, manifest.iteration, loss=loss)
+    largest, name = difference(manifest.metrics, done.metrics)
+    loss = _distance(manifest.metrics.get("loss", 0.0), done.metrics.get("loss", 0.0))
+    return Retrained(manifest.iteration, 1, largest, name, manifest.iteration, loss=loss)
 
 
 def difference(committed: Mapping[str, float], again: Mapping[str, float]) -> tuple[float, str]:
-    """The largest difference between two summaries of one iteration, and the metric's name; times do not count.
+    """The largest difference between the committed and the retrained metrics, times excepted, and the metric's name.
 
-    Absolute up to 1, relative above. Infinite where a committed metric does not come again, or is NaN on one side only.
-    A metric that was not committed says nothing: the version that committed the iteration did not have it.
+    Absolute up to 1, relative above. Infinite where a committed metric is missing, or NaN on one side only. A metric
+    that was not committed is ignored: the program version that committed the iteration did not have it.
     """
     names = sorted(name for name in committed if not name.endswith(_TIMES))
-    apart = {name: _apart(committed[name], again.get(name)) for name in names}
-    name = max(apart, key=apart.__getitem__, default="")
-    return apart.get(name, 0.0), name
+    distances = {name: _distance(committed[name], again.get(name)) for name in names}
+    name = max(distances, key=distances.__getitem__, default="")
+    return distances.get(name, 0.0), name
 
 
-def _apart(one: float, other: float | None) -> float:
+def _distance(one: float, other: float | None) -> float:
     if other is None or math.isnan(one) != math.isnan(other):
         return math.inf
     if one == other or math.isnan(one):
@@ -141,7 +141,7 @@ def _apart(one: float, other: float | None) -> float:
 
 
 def weights_difference(run: Run, trainer: TrainerClient, version: int) -> float | None:
-    """How far the trainer's policy is from the weights committed for `version`; none where the store has none."""
+    """The largest difference between the trainer's policy and the weights of `version`; None if they are not stored."""
     ref = weights_made(run, run.commit(version - 1))
     if not ref.written:
         return None
@@ -149,7 +149,7 @@ def weights_difference(run: Run, trainer: TrainerClient, version: int) -> float 
 
 
 def retrain_command(run: Run, manifest: StageManifest, commit: IterationCommit | None = None) -> Train:
-    """The command that makes the steps of a committed train stage again, writing nothing."""
+    """The command that repeats the optimizer steps of a committed train stage without writing tables."""
     written = {n: t for ref in manifest.inputs for n, t in read_input(run, ref, commit).tables.items()}
     tables = {name: table for name, table in written.items() if name in COLUMNS}
     return Train(
@@ -165,10 +165,10 @@ def retrain_command(run: Run, manifest: StageManifest, commit: IterationCommit |
 
 
 def read_input(run: Run, ref: InputRef, commit: IterationCommit | None) -> StageManifest:
-    """The manifest of a stage's input: its bytes verified where a commit names it, else its content digest.
+    """The manifest of a stage's input, verified by its bytes if `commit` names it, else by its content digest.
 
     Raises:
-        StoreError: it is not the one that was read then; the message names the file.
+        StoreError: it is not the one that was trained on; the message names the file.
     """
     named = next((stage for stage in commit.stages if stage.path == ref.path), None) if commit else None
     manifest = run.read_manifest(ref.path) if named is None else run.read_stage(named)

@@ -1,9 +1,9 @@
-"""One inference server: what it has under way, requests and orders over SGLang's native API, what it says of itself.
+"""One inference server: its requests in flight, its commands over SGLang's native API, and its state.
 
-SGLang (0.5.17) tells an error by the HTTP status, or by an event where a stream has begun already. It keeps no guard:
-what it generates while the memory of its cache is lent to the trainer ends it, and so does an order to give or to take
-memory that it has given or taken already, or to give it while it generates. It generates a token to show its health,
-for `/health` as for `/health_generate`. So whoever looks at a server does it by `Server.probe`.
+SGLang (0.5.17) reports an error by the HTTP status, or by an event if a stream has begun. It has no safeguards: it
+crashes if it generates while the trainer has the memory of its KV cache, if it is told to release memory during
+generation, or to release or resume memory twice. To show its health it generates a token, for `/health` as for
+`/health_generate`. So all health checks go through `Server.probe`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from schemas.recipe.derived import Interruption
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Busy = Callable[[], Awaitable[Mapping[str, int]]]  # requests of other clients under way, by the server's address
+Busy = Callable[[], Awaitable[Mapping[str, int]]]  # requests of other clients in flight, by the server's address
 
-AFFINITIES: Final = 65536  # groups whose server is remembered, at most
+AFFINITIES: Final = 65536  # maximum number of groups whose server is remembered
 POLL_SECONDS: Final = 0.05
 CONNECT_SECONDS: Final = 10.0
-#: How long an unused connection is kept. Less than uvicorn's 5 s, which SGLang keeps to: a request that is sent while
-#: the server closes the connection fails, and is no reason to evict it.
+#: How long an idle connection is kept. Less than uvicorn's 5 s, which SGLang uses: a request that is sent while the
+#: server closes the connection fails, which is no reason to evict the server.
 IDLE_SECONDS: Final = 2.0
-LOOK_SECONDS: Final = 25.0  # for an answer to a look: SGLang itself says 503 after 20 s without a token
+LOOK_SECONDS: Final = 25.0  # timeout of a health check: SGLang itself answers 503 after 20 s without a token
 CACHE: Final = {"tags": ["kv_cache"]}
 INTERRUPTED: Final = 499  # SGLang's status for a request that was aborted before its model saw it
 
@@ -42,7 +42,7 @@ class ServerDown(Exception):
 
 
 class WrongVersion(ServerDown):
-    """A server generated with, or holds, other weights than it was told to."""
+    """A server generated with, or holds, other weights than it was given."""
 
 
 class BadRequest(UserError):
@@ -55,9 +55,9 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Target:
-    """Weights that servers are to hold. `key` tells apart what has one version, such as two attempts at it.
+    """Weights that servers are to hold. `key` distinguishes weights of the same version, such as two attempts at it.
 
-    `uri` says where servers load them from; none: they can only be handed over by the trainer.
+    `uri` is where servers load them from; None: only the trainer can send them.
     """
 
     version: int
@@ -66,54 +66,54 @@ class Target:
 
 
 @dataclass(frozen=True)
-class MakingWay:
-    """What becomes of the requests under way on a server that takes new weights."""
+class InFlight:
+    """What happens to the requests in flight on a server that takes new weights."""
 
-    drains: bool  # the weights wait for their end
-    pause: str | None  # they are stopped so before, and go on after
-    flags: dict[str, bool]  # of the order to load
+    drains: bool  # the weights wait until the requests have ended
+    pause: str | None  # the mode in which generation is paused before, and continued after; None: it is not
+    flags: dict[str, bool]  # of the command to load weights
 
 
-def making_way(mode: Interruption | None, continues: bool, handed: bool) -> MakingWay:
-    """By the recipe's `mode`, none where nothing is under way.
+def in_flight(mode: Interruption | None, continues: bool, sent: bool) -> InFlight:
+    """The rule of the recipe's `mode`; None where no request is in flight when weights change.
 
-    Weights that are `handed` over by the trainer need servers that stand still. The order to load others ends all
-    requests by itself, or stops them while a server that `continues` computes their cache again, as the embedded does.
+    Weights `sent` by the trainer need servers that are paused. The command to load others ends all requests by itself,
+    unless the server `continues` them after recomputing their cache, as the embedded engine does.
     """
     keeps = mode == "in_place"
-    pause = "in_place" if keeps else "abort" if mode == "abort" and handed else None
+    pause = "in_place" if keeps else "abort" if mode == "abort" and sent else None
     ends = not (keeps or (mode == "abort" and continues))
-    return MakingWay(mode == "drain", pause, {"flush_cache": not keeps, "abort_all_requests": ends})
+    return InFlight(mode == "drain", pause, {"flush_cache": not keeps, "abort_all_requests": ends})
 
 
 @dataclass(eq=False)
 class Server:
-    """One server as one client sees it, which may not be the only one. Use within one event loop; `close()` when done.
+    """One server as one of its clients sees it. Use within one event loop; `close()` when done.
 
-    `ask` and all that asks raise ServerDown or BadRequest.
+    All methods that send requests raise ServerDown or BadRequest.
     """
 
     url: str
-    slots: int  # requests it may have under way
-    start: int = 0  # tells processes at the same address apart
+    slots: int  # maximum number of requests in flight
+    start: int = 0  # distinguishes processes at the same address
     healthy: bool = True
-    current: bool = True  # it holds the weights that are wanted
+    current: bool = True  # it holds the target weights
     headers: Mapping[str, str] = field(default_factory=dict)
-    seconds: float = 60.0  # that a request or an order may take
+    seconds: float = 60.0  # timeout of a request or a command
     version: int | None = None  # the newest weights it is known to hold
-    elsewhere: int = 0  # requests of other clients, as last heard
+    elsewhere: int = 0  # requests of other clients in flight, as last reported
     failing_since: float | None = None  # the first failure since it last answered, by the pool's clock
     failures: int = 0  # since then
     admitted: float = 0.0  # when it was let in
-    requests: int = 0  # under way, of this client
-    asks: int = 0  # requests and orders that it has not answered
-    paused: bool = False  # it was told to stop generating, or may have been, and not yet to go on
+    requests: int = 0  # of this client, in flight
+    asks: int = 0  # requests and commands that it has not answered
+    paused: bool = False  # it was, or may have been, told to pause generation, and not yet to continue
     lends: bool = False  # the memory of its cache, to the trainer: it must not generate
-    load: int = 0  # samples under way
+    load: int = 0  # samples in flight
     done: int = 0  # samples answered
-    orders: asyncio.Lock = field(default_factory=asyncio.Lock)  # one at a time
-    _tokens: set[asyncio.Future[Any]] = field(default_factory=set)  # that are generated to show its health
-    _session: aiohttp.ClientSession | None = None  # connections of its own, so that they can be dropped together
+    orders: asyncio.Lock = field(default_factory=asyncio.Lock)  # held during a command
+    _tokens: set[asyncio.Future[Any]] = field(default_factory=set)  # health checks in flight that generate a token
+    _session: aiohttp.ClientSession | None = None  # the connections to this server, so that they are closed together
     _closed: bool = False
 
     @property
@@ -122,12 +122,12 @@ class Server:
         return self.healthy and self.current
 
     async def close(self) -> None:
-        """Ask it nothing more: whoever does, or waits for an answer, is told ServerDown."""
+        """Close all connections for good: requests in flight, and later ones, raise ServerDown."""
         self._closed = True
         await self.drop()
 
     async def drop(self) -> None:
-        """Close all connections to it: whoever waits for an answer is told ServerDown."""
+        """Close all connections: requests in flight raise ServerDown."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -137,13 +137,13 @@ class Server:
     async def ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float | None = None
     ) -> Any:
-        """One HTTP exchange, a look if it has `seconds` of its own."""
+        """One HTTP exchange; a health check if it has a timeout of its own (`seconds`)."""
         async with self._response(method, path, body, seconds) as response:
             content = await response.read()
-        return orjson.loads(content) if content else None  # SGLang answers some orders with nothing
+        return orjson.loads(content) if content else None  # SGLang answers some commands with an empty body
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[list[dict[str, Any]]]:
-        """What `/generate` answers, for each prompt: once, as often as it grows (`stream`), not if aborted."""
+        """The answers of `/generate`, one per prompt: once, or growing (`stream`); none if aborted at once."""
         with suppress(Interrupted):
             if not body.get("stream"):
                 yield await self.ask("POST", "/generate", body)
@@ -158,10 +158,10 @@ class Server:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The response to one request, unless its status is an error: see `check_status`."""
         where, data = self.url + path, None if body is None else orjson.dumps(body)
-        most, streamed = seconds or self.seconds, body and body.get("stream")  # that lasts as long as it is not silent
-        timeout = aiohttp.ClientTimeout(None if streamed else most, sock_connect=CONNECT_SECONDS, sock_read=most)
-        waited_for = int(seconds is None)  # a look is not
-        self.asks += waited_for
+        limit, streamed = seconds or self.seconds, body and body.get("stream")  # a stream has it for each read
+        timeout = aiohttp.ClientTimeout(None if streamed else limit, sock_connect=CONNECT_SECONDS, sock_read=limit)
+        counted = int(seconds is None)  # a health check is not
+        self.asks += counted
         try:
             async with self._connections().request(method, where, data=data, timeout=timeout) as response:
                 if response.status >= 400:
@@ -169,37 +169,37 @@ class Server:
                 yield response
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             setting = "" if seconds else ", which is inference.request_timeout_seconds"
-            silent = f"no answer within {most:g} s{setting}"  # a timeout itself says nothing
+            silent = f"no answer within {limit:g} s{setting}"  # a timeout has no message
             raise ServerDown(f"{where}: {str(error) or silent}") from error
         finally:
-            self.asks -= waited_for
+            self.asks -= counted
 
     def _connections(self) -> aiohttp.ClientSession:
         if self._closed:
-            raise ServerDown(f"{self.url} is not used any more")
+            raise ServerDown(f"{self.url} is no longer used")
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
             self._session = aiohttp.ClientSession(headers=self.headers, connector=connector)
         return self._session
 
-    # ── orders ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── commands ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def pause(self, mode: str) -> None:
-        """Stop generating until `go_on`."""
-        self.paused = True  # also if its answer is lost
+        """Pause generation until `go_on`."""
+        self.paused = True  # even if the answer is lost
         await self.ask("POST", "/pause_generation", {"mode": mode})
 
     async def go_on(self) -> None:
-        """Generate again, if it was paused."""
+        """Continue generation, if it was paused."""
         if self.paused:
             await self.ask("POST", "/continue_generation", {})
             self.paused = False
 
     async def settle(self, lends: bool, goes_on: bool) -> None:
-        """Give or take the memory of its cache as is wanted, and go on generating, if it has not yet."""
+        """Release or resume the memory of its cache according to `lends`, then continue generation if `goes_on`."""
         async with self.orders:
             if lends and not self.lends:
-                self.lends = True  # whatever comes of it, nothing is generated from here on
+                self.lends = True  # from here on nothing is generated, even if the command fails
                 while self._tokens:
                     await asyncio.wait(self._tokens)
                 await self.ask("POST", "/release_memory_occupation", CACHE)
@@ -210,7 +210,7 @@ class Server:
                 await self.go_on()
 
     async def drained(self, busy: Busy) -> None:
-        """Return when no request is under way, of this client or of others."""
+        """Return when no request is in flight, of this client or of others."""
         waits = self.requests + (await busy()).get(self.url, 0)
         if waits:
             log.info("new weights wait for the end of %d requests (rollout.interruption: drain)", waits)
@@ -224,35 +224,35 @@ class Server:
         if not answer.get("success", True):
             raise BadRequest(f"{self.url} did not load {target.uri}: {answer.get('message')}")
 
-    # ── what it says of itself ──────────────────────────────────────────────────────────────────────────────────────
+    # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def ask_version(self) -> str:
-        """The name of the weights it holds; `version` follows it, where it is a number."""
+        """Ask for the name of the weights that the server holds; sets `version` to it, or None if not a number."""
         name = str((await self.ask("GET", "/model_info"))["weight_version"])
         self.version = int(name) if name.isdecimal() else None
         return name
 
     async def probe(self, token: bool) -> object:
-        """The heartbeat that it is well: something new whenever it has got on.
+        """A heartbeat: a value that is new whenever the server has made progress.
 
-        It is the count of its steps, where it tells them and has work of ours. Else, with `token`, it is that it
-        generates one, unless it was told to stop. Else it is that it answers, which SGLang's scheduler does itself:
-        nobody can tell how far an order is.
+        If the server reports its steps and has requests in flight, it is their count. Otherwise every answer counts as
+        progress: with `token`, that of a generated token, unless generation is paused; else that of SGLang's scheduler,
+        since the progress of a command is unknown.
         """
         info = await self.ask("GET", "/server_info", seconds=LOOK_SECONDS)
         if (self.requests or self.elsewhere) and "steps" in info and not info["paused"]:
             return info["steps"]
         if token and not (self.paused or self.lends):
-            look = asyncio.ensure_future(self.ask("GET", "/health_generate", seconds=LOOK_SECONDS))
-            self._tokens.add(look)
-            look.add_done_callback(self._tokens.discard)
-            await look
+            check = asyncio.ensure_future(self.ask("GET", "/health_generate", seconds=LOOK_SECONDS))
+            self._tokens.add(check)
+            check.add_done_callback(self._tokens.discard)
+            await check
         return object()
 
     async def heartbeat(self, token: bool) -> Heartbeat:
-        """The same, and what it has to do, for whoever watches it."""
+        """`probe` as a `Heartbeat`, with a description of the server's work; an error becomes part of it."""
         requests = self.requests + self.elsewhere
-        work = f"{requests} requests under way" if requests else "an order under way"
+        work = f"{requests} requests in flight" if requests else "a command in progress"
         try:
             return Heartbeat(await self.probe(token), work)
         except (ServerDown, BadRequest) as error:
@@ -261,30 +261,30 @@ class Server:
 
 @dataclass
 class Router:
-    """Sends a request to the server that has the least to do, counted in samples: a slower one so gets fewer."""
+    """Chooses the server with the fewest samples in flight, so that slower servers get fewer requests."""
 
     servers: list[Server]
-    affinity: dict[int, Server] = field(default_factory=dict)  # of groups
+    affinity: dict[int, Server] = field(default_factory=dict)  # the server of each group
 
     def free(self, floor: int = 0) -> list[Server]:
-        """Servers with room that may generate, and are known to hold weights of at least version `floor`."""
+        """Servers with room that may generate and are known to hold version `floor` or a newer one."""
         room = [server for server in self.servers if server.able and server.requests < server.slots]
         return [server for server in room if (server.version or 0) >= floor]
 
     def choose(self, group: int, floor: int = 0) -> Server | None:
-        """The server for a request of `group`; none if it has to wait.
+        """The server for a request of `group`; None if it has to wait.
 
-        Among servers that have equally much to do, it is the one that has the group's prompt in its cache.
+        Among servers with the same load, the one that has the group's prompt in its cache is preferred.
         """
         if not (free := self.free(floor)):
             return None
         least = min(server.load for server in free)
-        alike = [server for server in free if server.load == least]
+        candidates = [server for server in free if server.load == least]
         known = self.affinity.get(group)
-        return known if known in alike else min(alike, key=lambda server: server.done)
+        return known if known in candidates else min(candidates, key=lambda server: server.done)
 
     def begin(self, server: Server, group: int, samples: int) -> None:
-        """A request goes to `server`."""
+        """Count a request as in flight on `server`."""
         if len(self.affinity) >= AFFINITIES:
             self.affinity.clear()
         self.affinity[group] = server
@@ -292,7 +292,7 @@ class Router:
         server.load += samples
 
     def end(self, server: Server, samples: int) -> None:
-        """The request is over."""
+        """Count the request as ended."""
         server.requests -= 1
         server.load -= samples
         server.done += samples
@@ -302,7 +302,7 @@ class Router:
 
 
 def check_status(where: str, status: int, reason: str) -> None:
-    """Raise what a status of 400 or more means: ServerDown, BadRequest or Interrupted. `where`: who answered what."""
+    """Raise ServerDown, BadRequest or Interrupted for a status of 400 or more. `where`: the URL that answered."""
     if status >= 500:
         raise ServerDown(f"{where} answered {status}: {reason}")
     if status == INTERRUPTED:
@@ -312,7 +312,7 @@ def check_status(where: str, status: int, reason: str) -> None:
 
 
 def reason_of(content: bytes) -> str:
-    """The server's error message, out of `{"error": …}` or `{"message": …}` where it sent that."""
+    """The server's error message, from `{"error": …}` or `{"message": …}` if it sent that, else the body's start."""
     try:
         found = orjson.loads(content)
         error = found["error"] if "error" in found else found["message"]
@@ -322,9 +322,9 @@ def reason_of(content: bytes) -> str:
 
 
 async def read_events(where: str, content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    """The answers that a stream of server-sent events brings; the one with a finish reason when the stream has ended.
+    """The answers in a stream of server-sent events; the one with a finish reason follows the end of the stream.
 
-    Raises what an event says that tells of an error, and ServerDown if the stream ends before the answer does.
+    Raises the error that an event reports, and ServerDown if the stream ends before the answer is complete.
     """
     last: dict[str, Any] | None = None
     async for event in _data(content):
@@ -340,9 +340,9 @@ async def read_events(where: str, content: aiohttp.StreamReader) -> AsyncIterato
 
 
 async def _data(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """What follows `data: ` in each event but the last, which says that there are no more."""
+    """The data of each event, without the last, which marks the end of the stream."""
     rest = b""
-    async for piece in content.iter_any():  # an event may be longer than what the reader takes for a line
+    async for piece in content.iter_any():  # an event may be longer than the reader's limit for a line
         *events, rest = (rest + piece).split(b"\n\n")
         for event in events:
             if (data := event.removeprefix(b"data: ")) != b"[DONE]":
@@ -357,7 +357,7 @@ def _check_event(where: str, event: bytes, answer: dict[str, Any]) -> None:
 
 
 def version_runs(meta: dict[str, Any]) -> list[tuple[Any, int]]:
-    """(version, tokens) of an answer's segments; the embedded server tells where weights changed on the way."""
+    """(version, tokens) of each segment of an answer; one segment if the server reports only one version."""
     if "weight_versions" in meta:
         return list(meta["weight_versions"])
     tokens = len(meta["output_token_logprobs"])
@@ -365,10 +365,10 @@ def version_runs(meta: dict[str, Any]) -> list[tuple[Any, int]]:
 
 
 def stale_runs(meta: dict[str, Any]) -> list[tuple[bool, int]]:
-    """(whether the cache held keys and values of older weights, tokens) of an answer's segments."""
+    """(whether the KV cache held values of older weights, tokens) of each segment of an answer."""
     return list(meta.get("stale_kv", [(False, len(meta["output_token_logprobs"]))]))
 
 
 def each_token(runs: Iterable[tuple[T, int]]) -> list[T]:
-    """The value of each token, out of (value, tokens) of segments."""
+    """The value of each token, from the (value, tokens) of each segment."""
     return [value for value, count in runs for _ in range(count)]

@@ -1,8 +1,8 @@
-"""The inference servers of a run as one: which there are, which are well, the weights they hold, pauses and memory.
+"""The set of a run's inference servers: which there are, which are healthy, their weights, pauses and memory.
 
-A server may generate when it is healthy and holds the weights that are wanted. One that fails is evicted at once; one
-that has requests and does not get on is found out by probes. A task in the background probes an evicted server, or one
-that has just joined, until it is well, and has it load what it lacks; the other servers go on meanwhile.
+A server may generate when it is healthy and holds the target weights. A server that fails is evicted immediately; one
+that has requests and makes no progress is detected by probes. A background task probes an evicted server, or one that
+has just joined, until it is healthy, and has it load the target weights; the other servers continue meanwhile.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-from areal_tasks.engines.external import PROBE, check_temperature, check_versions_told
-from areal_tasks.engines.server import POLL_SECONDS, Router, Server, ServerDown, Target, WrongVersion, making_way
+from areal_tasks.engines.external import PROBE, check_temperature, check_versions_reported
+from areal_tasks.engines.server import POLL_SECONDS, Router, Server, ServerDown, Target, WrongVersion, in_flight
 from areal_tasks.engines.sharing import Followers, NoFollowers, Serving, SharedServer
 from areal_tasks.engines.watchdog import Heartbeat
 from schemas.errors import UserError
@@ -29,17 +29,17 @@ S = TypeVar("S", Server, None)
 T = TypeVar("T")
 
 NO_SERVER_SECONDS: Final = 10.0  # how long a request waits when every server is evicted and none is restarted
-PROBE_SECONDS: Final = (0.1, 5.0)  # pause before the first look at an evicted server, and the longest between two
-LOST_SECONDS: Final = 20.0  # a server that has failed for longer is worth a restart
-WATCH_SECONDS: Final = 20.0  # pause between two looks at a server with requests under way
-WATCH_FAILURES: Final = 3  # looks in a row without progress after which it counts as hung
+PROBE_SECONDS: Final = (0.1, 5.0)  # pause before the first probe of an evicted server, and the longest between two
+LOST_SECONDS: Final = 20.0  # a server that has failed for longer is restarted
+WATCH_SECONDS: Final = 20.0  # pause between two probes of a server with requests in flight
+WATCH_FAILURES: Final = 3  # consecutive probes without progress after which a server counts as hung
 
 
 class ServerPool(ABC):
-    """Use within one event loop; `close()` when done. `patience`: seconds to wait while no server is well.
+    """Use within one event loop; `close()` when done. `patience`: seconds to wait while no server is healthy.
 
-    Weights are the business of one client of the servers, in the flow: it is told which are wanted. Where none are,
-    a server generates with what it holds, which may change at any time, and is never made to generate by a look.
+    Only one client of the servers, in the flow, has target weights and gives them to the servers. Without a target, a
+    server generates with what it holds, which may change at any time, and a probe never makes it generate.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class ServerPool(ABC):
         self.router = Router(self.servers)
         self.clock: Callable[[], float] = time.monotonic
         self.target: Target | None = None
-        self.paused = False  # the servers were told to stop generating, and not yet to go on
+        self.paused = False  # the servers were told to pause generation, and not yet to continue
         self._lends = False  # the servers are to lend the memory of their cache
         embedded = settings.engine == "embedded"
-        self._loading, self._handing = (making_way(mode, embedded, handed) for handed in (False, True))
-        self._foreign = False  # others have started the servers
-        self._versions_unknown = False  # what servers answer to requests under way counts for nothing
-        self.followers: Followers = NoFollowers()  # clients that generate on the servers, too
-        self.report: Callable[[str, str], object] = lambda url, why: None  # tells who looks after them what fails
+        self._loading, self._receiving = (in_flight(mode, embedded, sent) for sent in (False, True))
+        self._external = False  # the run has not started the servers
+        self._versions_unknown = False  # answers to requests in flight must be discarded
+        self.followers: Followers = NoFollowers()  # other clients that generate on the servers
+        self.report: Callable[[str, str], object] = lambda url, why: None  # reports failures to the managing client
         self._closed = False
         self._patience = NO_SERVER_SECONDS if patience is None else patience
-        self._tasks: dict[tuple[str, Server | None], asyncio.Task[None]] = {}  # at most one of a kind for each server
+        self._tasks: dict[tuple[str, Server | None], asyncio.Task[None]] = {}  # at most one per kind and server
         self._last_error: Exception | None = None
 
     def _server(self, url: str, start: int = 0, healthy: bool = True, current: bool = True) -> Server:
@@ -69,11 +69,11 @@ class ServerPool(ABC):
         return Server(url, slots, start, healthy, current, self.headers, seconds)
 
     async def close(self) -> None:
-        """Stop probing and close all connections. Whoever is at a request still is told ServerDown."""
+        """Stop probing and close all connections. Requests in flight raise ServerDown."""
         self._closed, self._last_error = True, ServerDown("this client of the servers is closed")
         for task in self._tasks.values():
             task.cancel()
-        for server in self.servers:  # none is given out, or probed, from here on
+        for server in self.servers:  # none is chosen, or probed, from here on
             server.healthy = False
         self._dispatch()
         for server in self.servers:
@@ -81,25 +81,25 @@ class ServerPool(ABC):
 
     @abstractmethod
     def _dispatch(self) -> None:
-        """What may generate has changed: give requests that wait to the servers that can take them."""
+        """Assign waiting requests to servers, after a change of which servers may generate."""
 
     async def sync(self, starts: Mapping[str, int], current: Container[str]) -> None:
-        """Have exactly these servers, whose numbers tell the processes apart that have listened at an address.
+        """Make these the pool's servers; their start numbers distinguish processes at the same address.
 
-        What was under way on one that is gone is repeated elsewhere. A new one is let in when it is well and holds the
-        weights that are wanted, as those in `current` do from their start.
+        Requests in flight on a removed server are retried on others. A new server is let in when it is healthy and
+        holds the target weights, as those in `current` do from their start.
         """
         await self._leave(starts)
-        there = {server.url for server in self.servers}
-        for url in [url for url in starts if url not in there]:
+        known = {server.url for server in self.servers}
+        for url in [url for url in starts if url not in known]:
             server = self._server(url, starts[url], False, url in current)
-            server.paused = self._foreign  # perhaps, by a run that ended before it could have them go on
+            server.paused = self._external  # possibly, by a run that ended before it could continue generation
             self.servers.append(server)
             self._background("admit", server, self._admit)
         self._dispatch()
 
     async def _leave(self, starts: Mapping[str, int]) -> None:
-        """Have none but these starts of servers."""
+        """Remove all servers except these starts."""
         for server in [server for server in self.servers if starts.get(server.url) != server.start]:
             self.servers.remove(server)
             server.healthy = False
@@ -109,14 +109,14 @@ class ServerPool(ABC):
 
     @property
     def serving(self) -> Serving:
-        """What clients have to know that generate on the same servers."""
+        """What other clients of the same servers have to know."""
         servers = (
             SharedServer(url=one.url, start=one.start, version=one.version, able=one.able) for one in self.servers
         )
         return Serving(servers=tuple(servers), versions_unknown=self._versions_unknown)
 
     async def follow(self, serving: Serving) -> None:
-        """Have the servers that another client looks after, and send requests to those alone that it says."""
+        """Take over the servers of the managing client, and send requests only to those that may generate."""
         await self._leave({one.url: one.start for one in serving.servers})
         known = {server.url: server for server in self.servers}
         for one in serving.servers:
@@ -127,39 +127,39 @@ class ServerPool(ABC):
             await self._drop_all()
         self._dispatch()
 
-    async def foreign(self, urls: Iterable[str]) -> None:
-        """Have servers that others have started. Raises UserError if one cannot be used as it was started."""
-        self._foreign = True
+    async def use_external(self, urls: Iterable[str]) -> None:
+        """Use servers that the run has not started. Raises UserError if one was started with unsuitable settings."""
+        self._external = True
         await self.sync(dict.fromkeys(urls, 0), ())
         for outcome in await asyncio.gather(*map(self._check, self.servers), return_exceptions=True):
             if isinstance(outcome, UserError):
                 raise outcome
 
     async def _check(self, server: Server) -> None:
-        if self._foreign and not server.lends:
+        if self._external and not server.lends:
             answers = await server.ask("POST", "/generate", PROBE)
             check_temperature(server.url, answers)
             if self._loading.pause == "in_place":
-                check_versions_told(server.url, answers)
+                check_versions_reported(server.url, answers)
 
     def healthy(self) -> list[str]:
         """Addresses of the servers that are not evicted."""
         return [server.url for server in self.servers if server.healthy]
 
-    async def standing(self) -> list[str]:
-        """The same, once servers that have just joined were looked at; at least one."""
-        await self._looked_at()
+    async def wait_healthy(self) -> list[str]:
+        """`healthy()` once servers that have just joined were probed and at least one is healthy."""
+        await self._all_probed()
         await self._until(lambda: any(server.healthy for server in self.servers))
         return self.healthy()
 
-    async def _looked_at(self) -> None:
-        """Wait until it is known of each server whether it is well."""
+    async def _all_probed(self) -> None:
+        """Wait until each server is known to be healthy or to have failed."""
         await self._until(lambda: all(s.healthy or s.failing_since is not None for s in self.servers))
 
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait until it holds. ServerDown if it does not within the patience that there is."""
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition()` is true. ServerDown if it is not within the pool's patience."""
         began = self.clock()
-        while not holds():
+        while not condition():
             if self._closed or self.clock() - began > self._patience:
                 raise self._no_server()
             await asyncio.sleep(POLL_SECONDS)
@@ -168,17 +168,17 @@ class ServerPool(ABC):
         return ServerDown(f"no inference server answers; the last error: {self._last_error}")
 
     def lost(self) -> list[str]:
-        """Addresses of servers that have failed for so long that they need a restart, and are at no order."""
+        """Addresses of servers that have failed for so long that they need a restart, without a command in progress."""
         now = self.clock()
         since = {s.url: s.failing_since for s in self.servers if not (s.healthy or s.asks)}
         return [url for url, failed in since.items() if failed is not None and now - failed > LOST_SECONDS]
 
     async def heartbeats(self, everyone: bool = False) -> dict[str, Heartbeat]:
-        """How each server that has something to do for this client (`everyone`: any server) gets on, by its address."""
+        """A heartbeat of each server that has work in progress (`everyone`: of every server), by its address."""
         others = self.followers.under_way()
         for server in self.servers:
             server.elsewhere = others.get(server.url, 0)
-        busy = [s for s in self.servers if s.healthy and (s.asks or s.elsewhere or everyone)]  # others are given up
+        busy = [s for s in self.servers if s.healthy and (s.asks or s.elsewhere or everyone)]  # others are evicted
         heartbeats = await asyncio.gather(*map(self._heartbeat, busy))
         return dict(zip([server.url for server in busy], heartbeats, strict=True))
 
@@ -186,17 +186,17 @@ class ServerPool(ABC):
         return await server.heartbeat(token=self.target is not None and server.requests + server.elsewhere > 0)
 
     async def evict(self, failed: Mapping[str, str]) -> None:
-        """Give nothing more to servers of which somebody else has seen that they failed: why, by their address."""
+        """Evict the servers that another component saw fail: `failed` gives the reasons by address."""
         for server in self.servers:
             if server.url in failed:
                 self._evict(server, ServerDown(failed[server.url]))
 
     def _evict(self, server: Server, error: ServerDown) -> None:
-        """Give it nothing more until it is well again."""
+        """Send the server no requests until it is healthy again."""
         if not server.healthy:
             return
         if self.clock() - server.admitted > LOST_SECONDS:
-            server.failing_since = None  # it has been well since it last failed
+            server.failing_since = None  # it has been healthy since it last failed
         server.healthy = False
         self._note(server, error)
         self.report(server.url, str(error))
@@ -204,7 +204,7 @@ class ServerPool(ABC):
         self._dispatch()
 
     def _note(self, server: Server, error: Exception) -> None:
-        """Remember a failure; the log tells of the first since the server was well."""
+        """Remember a failure; warn of the first since the server was healthy."""
         if server.failing_since is None:
             log.warning("evicted inference server %s: %s", server.url, error)
             server.failing_since, server.failures, self._last_error = self.clock(), 0, error
@@ -213,13 +213,13 @@ class ServerPool(ABC):
         server.failures += 1
 
     def _background(self, kind: str, of: S, work: Callable[[S], Coroutine[Any, Any, None]]) -> None:
-        """Run `work` for the server (for none: for all), unless it is being done already."""
+        """Run `work` for the server (None: for all), unless such a task is running already."""
         task = self._tasks.get((kind, of))
         if task is None or task.done():
             self._tasks[kind, of] = asyncio.ensure_future(work(of))
 
     async def _watch(self, server: Server) -> None:
-        """While requests are under way, see to it that the server gets on; drop its connections if it hangs."""
+        """While requests are in flight, check that the server makes progress; drop its connections if it hangs."""
         silent, heartbeat = 0, Heartbeat(None, "")
         while silent < WATCH_FAILURES:
             await asyncio.sleep(WATCH_SECONDS)
@@ -231,7 +231,7 @@ class ServerPool(ABC):
         await server.drop()
 
     async def _admit(self, server: Server) -> None:
-        """Probe a server until it is well, bring it to where the others are, and let it in."""
+        """Probe a server until it is healthy, bring it to the target weights, and let it in."""
         while not server.healthy:
             first, longest = PROBE_SECONDS
             await asyncio.sleep(min(first * (2 ** min(server.failures, 10) - 1), longest))
@@ -245,7 +245,7 @@ class ServerPool(ABC):
             except (ServerDown, UserError) as error:
                 self._note(server, error)
                 continue
-            if server.failing_since is None or server.failures == 1:  # else it comes and goes
+            if server.failing_since is None or server.failures == 1:  # else it fails again and again
                 again = server.start or server.failures
                 log.log(logging.WARNING if again else logging.INFO, "inference server %s is let in", server.url)
             server.healthy, server.admitted = True, self.clock()
@@ -253,22 +253,22 @@ class ServerPool(ABC):
 
     @property
     def version(self) -> int | None:
-        """The weights version that all servers hold that generate, as far as known."""
+        """The weights version that all generating servers hold, as far as known."""
         held = [server.version for server in self.servers if server.able and server.version is not None]
         return self.target.version if self.target else min(held, default=None)
 
     def wants(self, key: str) -> bool:
-        """Whether the weights of that name are those that all servers are to hold."""
+        """Whether the weights of that name are the target."""
         return self.target is not None and self.target.key == key
 
     @property
     def stuck(self) -> bool:
-        """Whether no server holds the weights that are wanted, nor can load them by itself: it has to be given them."""
+        """Whether no server holds the target weights or can load them by itself: the trainer has to send them."""
         loadable = self.target is not None and self.target.uri is not None
         return not loadable and not any(server.current for server in self.servers)
 
-    def _aim(self, target: Target) -> None:
-        """From now on these weights are wanted. No server generates before it has confirmed that it holds them."""
+    def _set_target(self, target: Target) -> None:
+        """Make these weights the target. No server generates before it has confirmed that it holds them."""
         self.target = target
         self.router.affinity.clear()  # caches are flushed for new weights
         self._versions_unknown = False
@@ -277,10 +277,10 @@ class ServerPool(ABC):
         self._dispatch()
 
     async def holding(self, version: int, key: str, uri: str | None) -> None:
-        """These are wanted. Servers with those of this version that were wanted hold them; the others load them."""
+        """Make these the target. Servers that hold this version's previous target keep it; the others load `uri`."""
         target = Target(version, key, uri)
         if self.target is not None and self.target.version != version:
-            self._aim(target)
+            self._set_target(target)
         self.target = target
         for server in self.servers:
             if server.healthy and not server.current and uri is not None:
@@ -289,30 +289,30 @@ class ServerPool(ABC):
         self._dispatch()
 
     async def forget_versions(self) -> None:
-        """The servers' weights may be damaged or not whole: none generates, and no answer counts, until given some."""
+        """The servers' weights may be damaged or incomplete: no server generates until it is given others."""
         self._forget_versions()
         self._versions_unknown = True
         await self.followers.told()
         await self._drop_all()
 
     async def _drop_all(self) -> None:
-        """Let go of the requests under way: they are repeated."""
+        """Drop the requests in flight; they are retried."""
         for server in [server for server in self.servers if server.requests]:
             await server.drop()
 
     def _forget_versions(self) -> None:
         if self.target is not None:
-            self._aim(replace(self.target, key="", uri=None))
+            self._set_target(replace(self.target, key="", uri=None))
 
     async def update_weights(self, uri: str, version: int, key: str = "") -> list[float]:
-        """Load the weights manifest (or local folder) `uri` as `version` on every healthy server; seconds for each.
+        """Load the weights manifest (or local folder) `uri` as `version` on every healthy server; seconds per server.
 
-        Requests under way continue with the new weights, or the weights wait for their end. The other servers follow
-        before they are let in. `key`: a name for `wants`.
+        Requests in flight continue with the new weights, or the weights wait for their end. Evicted servers load them
+        before they are let in. `key`: the name for `wants`.
         """
         if not self.healthy():
-            await self._looked_at()
-        self._aim(Target(version, key or uri, uri))
+            await self._all_probed()
+        self._set_target(Target(version, key or uri, uri))
         await self.followers.told()
         seconds = await self.each(self._load)
         if not seconds:
@@ -320,9 +320,9 @@ class ServerPool(ABC):
         return seconds
 
     async def adopt(self, version: int, key: str, urls: Container[str]) -> list[str]:
-        """The trainer handed the servers at `urls` this version; addresses of those that say so. Others are evicted."""
+        """Make `version`, which the trainer sent to `urls`, the target. Returns the addresses that confirm it."""
         target = Target(version, key)
-        self._aim(target)
+        self._set_target(target)
 
         async def confirmed(server: Server) -> str:
             await self._confirm(server, target)
@@ -331,19 +331,19 @@ class ServerPool(ABC):
         return await self.each(confirmed, urls)
 
     async def each(self, ask: Callable[[Server], Awaitable[T]], urls: Container[str] | None = None) -> list[T]:
-        """Ask every healthy server (only those at `urls`) at once; what they answered. One that fails is evicted."""
+        """Ask every healthy server (of `urls`) concurrently; returns their answers. A server that fails is evicted."""
         servers = [s for s in self.servers if s.healthy and (urls is None or s.url in urls)]
         outcomes = await asyncio.gather(*map(ask, servers), return_exceptions=True)
         for server, outcome in zip(servers, outcomes, strict=True):
             if isinstance(outcome, ServerDown):
                 self._evict(server, outcome)
-        for outcome in outcomes:  # only now: who is down must not be forgotten over who refuses
+        for outcome in outcomes:  # only after all failed servers are evicted
             if isinstance(outcome, BaseException) and not isinstance(outcome, ServerDown):
                 raise outcome
         return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
     async def _load(self, server: Server) -> float:
-        """Have one server load the target and say so."""
+        """Have one server load the target and confirm it; returns the seconds this took."""
         started, target, server.current = time.perf_counter(), self.target, False
         assert target is not None
         if self._loading.drains:
@@ -354,16 +354,16 @@ class ServerPool(ABC):
         return time.perf_counter() - started
 
     async def _confirm(self, server: Server, given: Target) -> None:
-        """The server was given these weights: it may generate if it says that it has them and they are wanted still."""
+        """Let the server generate if it reports the weights that it was given and they are still the target."""
         if (held := await server.ask_version()) != str(given.version):
             raise WrongVersion(f"{server.url} holds weights {held} after it was sent {given.version}")
         if given != self.target:
-            raise WrongVersion(f"{server.url} has loaded {given}, and {self.target} is wanted now")
+            raise WrongVersion(f"{server.url} has loaded {given}, but the target is now {self.target}")
         server.current = True
         self._dispatch()
 
     async def _catch_up(self, server: Server) -> None:
-        """Have the server load the target, unless it is known to hold just that, or has to be handed it."""
+        """Have the server load the target, unless it holds that already or only the trainer can send it."""
         await server.ask_version()
         if (target := self.target) is None:
             return
@@ -373,17 +373,17 @@ class ServerPool(ABC):
             await self._load(server)
 
     async def checksums(self) -> dict[str, list[dict[str, str]]]:
-        """A checksum of each tensor, by its name, on each GPU of the SGLang servers, by their addresses."""
+        """For each SGLang server, by its address, and each of its GPUs: a checksum of each tensor, by its name."""
         found = await self._check_weights("checksum")
         return {url: [rank["checksums"] for rank in answer["ranks"]] for url, answer in found.items()}
 
     async def overwrite_weights(self) -> None:
-        """Fill the tensors of SGLang servers, which must be paused, with random numbers; weights must follow."""
+        """Fill the tensors of SGLang servers, which must be paused, with random numbers; then give them weights."""
         self._forget_versions()
         await self._check_weights("reset_tensors")
 
     async def _check_weights(self, action: str) -> dict[str, Any]:
-        """What each healthy server answers to `/weights_checker`, by its address. A server that fails is evicted."""
+        """The answer of each healthy server to `/weights_checker`, by its address. A server that fails is evicted."""
 
         async def ask(server: Server) -> tuple[str, Any]:
             return server.url, await server.ask("POST", "/weights_checker", {"action": action})
@@ -391,12 +391,12 @@ class ServerPool(ABC):
         return dict(await self.each(ask))
 
     async def release_memory(self) -> None:
-        """Have the servers lend the memory of their cache until `resume_memory`: until then nobody may generate."""
+        """Have the servers lend the memory of their cache until `resume_memory`; meanwhile none may generate."""
         self._lends = True
         await self.each(self._settle)
 
     async def resume_memory(self) -> None:
-        """Have the servers that lend that memory take it back."""
+        """Have the servers take that memory back."""
         self._lends = False
         await self.each(self._settle)
 
@@ -405,7 +405,7 @@ class ServerPool(ABC):
 
     @asynccontextmanager
     async def _stopped(self, server: Server, mode: str | None) -> AsyncIterator[None]:
-        """Inside, the server's requests stand still, unless there is no mode for that."""
+        """Inside, the server's generation is paused in `mode`; None: it is not."""
         if mode is None:
             yield
             return
@@ -418,21 +418,21 @@ class ServerPool(ABC):
                     await server.go_on()
 
     async def interrupt(self) -> None:
-        """Return when all servers stand still, so that the trainer may send weights; `resume` follows."""
+        """Return when all servers are ready for weights from the trainer; call `resume` afterwards."""
         self._forget_versions()
         await self.followers.told()
-        if self._handing.drains:
+        if self._receiving.drains:
             await asyncio.gather(*(server.drained(self.followers.busy) for server in self.servers))
-        if self._handing.pause:
-            await self.pause(self._handing.pause)
+        if self._receiving.pause:
+            await self.pause(self._receiving.pause)
 
     async def pause(self, mode: str = "abort") -> None:
-        """Stop generating on all servers; interrupted requests continue after `resume()`."""
+        """Pause generation on all servers; interrupted requests continue after `resume()`."""
         self.paused = True
         await self.each(lambda server: server.pause(mode))
 
     async def resume(self) -> None:
-        """Go on generating; servers that are evicted do before they are let in."""
-        while any(server.healthy and server.paused for server in self.servers):  # one may be let in meanwhile
+        """Continue generation; evicted servers do so before they are let in."""
+        while any(server.healthy and server.paused for server in self.servers):  # others may be let in meanwhile
             await self.each(Server.go_on)
         self.paused = False

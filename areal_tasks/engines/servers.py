@@ -1,7 +1,7 @@
-"""The inference servers of one run: started again when they end, and kept at the weights in force.
+"""The inference servers of one run: restarted when they end, and kept at the current weights.
 
-Whatever waits for the servers looks after them meanwhile (`call`): one that has ended is started again in the
-background and let in when it holds the weights in force, while the others go on.
+A thread that waits for the servers also tends them (`call`): a server that has ended is restarted in the background
+and let in when it holds the current weights, while the others continue.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-HEARTBEAT_LIMIT_SECONDS: Final = 60.0  # looks at all servers, side by side
-BRIEF_SECONDS: Final = 2.0  # to give up what is under way: a worker kills 7 s after it has asked a flow to end
+HEARTBEAT_LIMIT_SECONDS: Final = 60.0  # for concurrent probes of all servers
+BRIEF_SECONDS: Final = 2.0  # to cancel work in progress: Prefect's worker kills a flow 7 s after asking it to end
 
 
 class Servers:
-    """The servers of a run, or those that run already, as one client; none where the run does not generate.
+    """A client of the servers that the run starts, or of external ones; no servers if the run does not generate.
 
-    `author` makes the weights that they generate with; `ends` tells what ends the model's completions.
+    `trainer` makes the weights that the servers generate with; `ends` returns what ends the model's completions.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Servers:
         generates: bool,
         supervisor: Supervisor,
         watchdog: Watchdog,
-        author: ResidentTrainer,
+        trainer: ResidentTrainer,
         ends: Callable[[], Ends],
     ) -> None:
         self.run = run
         self.recipe = recipe
         self.supervisor = supervisor
         self.watchdog = watchdog
-        self.author = author
+        self.trainer = trainer
         self.ends = ends
         self.generates = generates and not isinstance(recipe, SftRecipe)  # else there are no servers
         self._embedded = self.generates and recipe.inference.engine == "embedded"  # type: ignore[union-attr]
@@ -71,62 +71,62 @@ class Servers:
         self.placement = Placement()
         self.transport: Transport = "store"
         self.serving: WeightsRef | None = None
-        self.written: WeightsRef | None = None  # what a server that starts can load
+        self.written: WeightsRef | None = None  # the newest in the store, which a server can start on
         self._fetched = Fetched()
-        self._feeding = threading.RLock()  # stages that run side by side both want the servers
+        self._lock = threading.RLock()  # stages that run concurrently use the same servers
         self._client: InferenceClient | None = None
         self._ready: list[Ready] = []  # as the client knows them
         self._loop = LoopThread()
         self.workers = Workers(recipe, generates, supervisor, watchdog, self._loop)
         self._proof = Proof(self.call, is_proven(recipe))
-        self._unwritable: dict[str, frozenset[tuple[str, int]]] = {}  # weights, and for which starts they were tried
+        self._unwritable: dict[str, frozenset[tuple[str, int]]] = {}  # weights -> starts they were tried for
 
     def close(self) -> None:
-        """Give up what is under way. The servers themselves are the supervisor's to end."""
+        """Close the client and cancel its work. The supervisor ends the servers themselves."""
         if self._client is not None:
             self._loop.run(self._client.close())
 
     def closed(self) -> None:
-        """The servers have ended: free what they may have been using."""
+        """Free what the servers may have used; they have ended."""
         self._loop.stop()
         self._fetched.close()
 
     @property
     def names(self) -> list[str]:
-        """The servers that this run starts; none where it uses servers that run already."""
+        """The names of the servers that this run starts; none if it uses external servers."""
         if self.external or not self.generates or isinstance(self.recipe, SftRecipe):
             return []
         return [f"inference-{i}" for i in range(self.recipe.inference.servers)]
 
     @property
     def count(self) -> int:
-        """How many servers there are, of this run or of somebody else."""
+        """The number of servers, started by this run or external."""
         return len(self.external or self.names)
 
     @property
     def token(self) -> str:
-        """What the inference servers ask for."""
+        """The bearer token of the inference servers."""
         return external_token() if self.external else self.supervisor.token
 
     @property
     def patience_seconds(self) -> float | None:
-        """How long a request waits while no server is well; None: not for long, since nobody starts one again."""
+        """How long a request waits while no server is healthy; None (`NO_SERVER_SECONDS`): no process restarts them."""
         return None if self.external else math.inf
 
     @property
     def store_only(self) -> bool:
-        """Whether there are servers that get new weights through the store, and not otherwise."""
+        """Whether there are servers, and they get new weights only through the store."""
         return self.transport == "store" and self.count > 0
 
     def inference(self, waits: bool = True) -> InferenceClient:
-        """A client of the servers that generate with the weights in force; those that had ended are started again.
+        """A client of the servers, which generate with the current weights; restarts those that have ended.
 
-        One that does not wait may get servers with older weights, to which another thread is about to give others.
+        With `waits` false, the servers may hold older weights that another thread is about to replace.
 
         Raises:
-            UserError: the weights in force are damaged, as often as this is called.
+            UserError: the current weights are damaged; every call raises it again.
         """
-        if not self._feeding.acquire(blocking=waits or self._client is None):
+        if not self._lock.acquire(blocking=waits or self._client is None):
             assert self._client is not None
             return self._client
         try:
@@ -137,14 +137,14 @@ class Servers:
                 self.call(client.resume_memory())
             return client
         finally:
-            self._feeding.release()
+            self._lock.release()
 
     def _tended(self) -> InferenceClient:
-        """A client of the servers, whatever they hold. Waits for them at their first start only."""
+        """A client of the servers, whatever weights they hold. Waits for the servers only at their first start."""
         if self._client is None:
             self._client = self._new_client()
             self._tend()
-            self.call(self._client.standing())
+            self.call(self._client.wait_healthy())
         else:
             self._tend()
         return self._client
@@ -154,7 +154,7 @@ class Servers:
         client = InferenceClient([], self.token, settings, self.patience_seconds, self.ends, interruption(self.recipe))
         if self.external:
             try:
-                self._loop.run(client.foreign(self.external))
+                self._loop.run(client.use_external(self.external))
             except BaseException:
                 self._loop.run(client.close())
                 raise
@@ -166,66 +166,66 @@ class Servers:
         return client
 
     def _target(self, ref: WeightsRef) -> tuple[int, str, str | None]:
-        """Version and name of these weights, and where servers that lack them load them, if they can by themselves."""
+        """Version and name of these weights, and where servers load them from; None if they cannot by themselves."""
         if not ref.written or self._embedded:
             return ref.version, name_of(ref), self.run.store.uri(ref.path) if ref.written else None
         folder = self.run.store.local(common_folder(read_weights(self.run.store, ref).files))
         return ref.version, name_of(ref), str(folder) if folder else None
 
     def call(self, work: Coroutine[Any, Any, T], *, generates: bool = False) -> T:
-        """Run a coroutine of the inference client in the one loop it belongs to, and look after the servers meanwhile.
+        """Run a coroutine of the inference client in the client's event loop, and tend the servers meanwhile.
 
         Raises:
             ServiceFailed: no server is left, and `launcher.restarts` are used up.
-            ServerDown: it `generates`, and all servers were started again on weights that are not in force any more.
+            ServerDown: it `generates`, and all servers were restarted on weights that are no longer current.
         """
-        what = "generation" if generates else "an order to the servers"
+        what = "generation" if generates else "a command to the servers"
 
         def heartbeats() -> dict[str, Heartbeat]:
-            workers = self.workers.heartbeats()  # first: it tells which servers they are at
+            workers = self.workers.heartbeats()  # first: these report the workers' requests per server
             return self._heartbeats() | workers
 
         with self.watchdog.waiting(what, heartbeats):
             return self._loop.run(work, meanwhile=lambda: self._tend_if_free(generates))
 
     def call_briefly(self, work: Coroutine[Any, Any, object]) -> None:
-        """Run a coroutine in that loop without looking after the servers: the run ends. TimeoutError if it lasts."""
+        """Run a coroutine in that loop at the end of a run, without tending the servers. TimeoutError if it lasts."""
         self._loop.run(work, BRIEF_SECONDS)
 
     def _tend_if_free(self, generates: bool) -> None:
-        if not self._feeding.acquire(blocking=False):
-            return  # another thread is at it
+        if not self._lock.acquire(blocking=False):
+            return  # another thread uses the servers, and tends them
         try:
             self._tend()
             self.workers.tend()
             if generates and self._ready and self._client is not None and self._client.stuck:
-                raise ServerDown("the servers have to be given the weights in force: they were started again on others")
+                raise ServerDown("the servers were restarted on older weights and have to be given the current ones")
         finally:
-            self._feeding.release()
+            self._lock.release()
 
     def _tend(self) -> None:
-        """Start services again that have ended, and let in the servers that are ready; the others go on meanwhile."""
+        """Restart servers that have ended, and let in those that are ready; the others continue meanwhile."""
         if (client := self._client) is None or self.external:
             return
         if lost := client.lost():
             self.supervisor.end(lost)
         ended = self.supervisor.ended(self.names)
         weights = self._weights_to_start_on(ended) if ended else None
-        found = self.supervisor.look(self.names, weights)
-        if found != self._ready:
-            self._ready = found
-            current = [one.url for one in found if one.weights is not None and client.wants(name_of(one.weights))]
-            self._loop.run(client.sync({one.url: one.restart for one in found}, current))
+        running = self.supervisor.look(self.names, weights)
+        if running != self._ready:
+            self._ready = running
+            current = [one.url for one in running if one.weights is not None and client.wants(name_of(one.weights))]
+            self._loop.run(client.sync({one.url: one.restart for one in running}, current))
         if not isinstance(self.recipe, EvaluateRecipe):
-            self.author.tend()
+            self.trainer.tend()
 
     def _weights_to_start_on(self, ended: frozenset[tuple[str, int]]) -> WeightsRef | None:
-        """Those in force, which the trainer writes if the store does not have them and it holds them.
+        """The current weights, which the trainer first writes if only it has them.
 
-        Otherwise the newest that the store has; the server is handed those in force with all others, later. What could
-        not be written is tried again when another start of a server has `ended`.
+        Otherwise the newest in the store; the server gets the current weights later, with all others. A failed write is
+        retried when another start of a server has `ended`.
         """
-        ref, trainer = self._serving(), self.author.client
+        ref, trainer = self._serving(), self.trainer.client
         tried_for = self._unwritable.get(name_of(ref), frozenset())
         if ref.written or ended <= tried_for or trainer is None or not trainer.is_free(ref.version):
             return self.written
@@ -233,13 +233,13 @@ class Servers:
             self.serve(write_weights(self.run, trainer, ref.version).ref, handed=True)
         except ServiceFailed:
             raise
-        except (TrainerDown, UserError) as error:  # the servers that are well go on
+        except (TrainerDown, UserError) as error:  # the healthy servers continue
             log.warning("version %d cannot be written for a server that starts: %s", ref.version, error)
             self._unwritable = {name_of(ref): tried_for | ended}
         return self.written
 
     def _heartbeats(self, everyone: bool = False) -> dict[str, Heartbeat]:
-        """How the servers get on that have something to do for us, by name; those of others by their address."""
+        """A heartbeat of each server that has work in progress, by its name; of external servers by their address."""
         if self._client is None:
             return {}
         found = self._loop.run(self._client.heartbeats(everyone), HEARTBEAT_LIMIT_SECONDS)
@@ -247,53 +247,53 @@ class Servers:
         return {self.supervisor.name_at(url): replace(heartbeat, limit=limit) for url, heartbeat in found.items()}
 
     def serve(self, ref: WeightsRef, trainer: TrainerClient | None = None, handed: bool = False) -> list[float]:
-        """Make every server generate with `ref`; seconds for each. Nothing to do without servers, or if they hold it.
+        """Make every server generate with `ref`; returns the seconds per server, none if nothing had to be done.
 
-        What the store does not have comes from `trainer`, which holds it. Servers that were `handed` these weights
-        before they were written are only told where they lie.
+        Weights that are not in the store come from `trainer`, which holds them. If the servers were `handed` them
+        before they were written, the client only notes where they are.
         """
-        with self._feeding:
-            self._in_force(ref)
+        with self._lock:
+            self._set_current(ref)
             if self.count and not handed:
                 return self._give(self._tended(), ref, trainer)
             if self._client is not None:
                 self._loop.run(self._client.holding(*self._target(ref)))
             return []
 
-    def _in_force(self, ref: WeightsRef) -> None:
+    def _set_current(self, ref: WeightsRef) -> None:
         self.serving = ref
         if ref.written:
             self.written = ref
 
     def _give(self, client: InferenceClient, ref: WeightsRef, trainer: TrainerClient | None = None) -> list[float]:
-        """Bring the servers to `ref`, out of the store or from the trainer, which is restored if it is not given.
+        """Give the servers `ref`, from the store or from the trainer, which is restored if it is not given.
 
-        If it fails, servers may hold what is damaged, or a part: none is used before it is given weights.
+        After a failure servers may hold damaged or incomplete weights: none is used before it is given others.
         """
         if not ref.written:
-            trainer = trainer or self.author.at(ref.version)
+            trainer = trainer or self.trainer.at(ref.version)
             if self.store_only:
                 log.info("version %d is not in the store, where servers get their weights: writing it", ref.version)
-                self._in_force(ref := write_weights(self.run, trainer, ref.version).ref)
+                self._set_current(ref := write_weights(self.run, trainer, ref.version).ref)
         try:
             if ref.written or trainer is None:
                 return self._load(client, ref)
-            return self._proof.of(client, lambda: self._hand_over(client, trainer, ref))
+            return self._proof.of(client, lambda: self._send(client, trainer, ref))
         except BaseException:
             self._loop.run(client.forget_versions())
             raise
 
     def _load(self, client: InferenceClient, ref: WeightsRef) -> list[float]:
-        """Have the servers read committed weights: the embedded ones from the store, SGLang's from a folder."""
+        """Have the servers load committed weights: embedded ones from the store, SGLang from a folder."""
         store = self.run.store
         with nullcontext(store.uri(ref.path)) if self._embedded else self._fetched.local(store, ref) as where:
             loads = self._proof.load(client, str(where), ref.version, name_of(ref))
         return self._fetched.loaded(loads, self.count)
 
-    def _hand_over(self, client: InferenceClient, trainer: TrainerClient, ref: WeightsRef) -> list[float]:
-        """Have the trainer send the weights it holds, and every server say that it has them.
+    def _send(self, client: InferenceClient, trainer: TrainerClient, ref: WeightsRef) -> list[float]:
+        """Have the trainer send the weights that it holds, and every server confirm them; seconds per server.
 
-        A server that fails at it may hold a part of them: it is evicted, and ended so that it starts anew.
+        A server that fails may hold a part of them: it is evicted, and ended so that it is restarted.
 
         Raises:
             ServerDown: no server is left.
@@ -301,22 +301,22 @@ class Servers:
         started, version = time.monotonic(), ref.version
         self._fetched.outdate()
         with self._interrupted(client):
-            urls = self.call(client.standing())
+            urls = self.call(client.wait_healthy())
             ranks = self.recipe.inference.tensor_parallel  # type: ignore[union-attr]
             keeps = interruption(self.recipe) == "in_place"
             command = send_command(self.run.owner, version, self.transport, urls, ranks, self.supervisor.token, keeps)
             with self.watchdog.waiting("weights from the trainer", lambda: self._heartbeats(everyone=True)):
                 gone = trainer.send(command).gone
             self.call(client.evict(gone))
-            took = self.call(client.adopt(version, name_of(ref), set(urls) - gone.keys()))
+            confirmed = self.call(client.adopt(version, name_of(ref), set(urls) - gone.keys()))
         self.supervisor.end(gone, "did not take new weights", grace_seconds=0.0)
-        if not took:
+        if not confirmed:
             raise ServerDown(f"no inference server took version {version}: {'; '.join(gone.values())}")
-        return [time.monotonic() - started] * len(took)
+        return [time.monotonic() - started] * len(confirmed)
 
     @contextmanager
     def _interrupted(self, client: InferenceClient) -> Iterator[None]:
-        """Inside, no server generates; requests that wait or stand still go on afterwards, with the new weights."""
+        """Inside, no server generates; waiting and paused requests continue afterwards, with the new weights."""
         paused = client.paused
         try:
             self.call(client.interrupt())
@@ -326,22 +326,22 @@ class Servers:
                 self.call(client.resume())
 
     def make_room(self) -> None:
-        """Before the trainer takes memory of a GPU that servers share: let those start that are starting.
+        """Before the trainer allocates memory on a GPU that it shares with servers: wait until these have started.
 
-        They measure what is free there, and would take the trainer's growth for their own. Where the recipe asks for
-        it, they lend their cache's memory to the trainer then, also those that were started again since they last did.
+        A starting server measures the free memory, and would count what the trainer allocates as its own. With
+        `inference.release_memory` the servers, also restarted ones, then lend the memory of their cache to the trainer.
         """
         if not (sharing := self._sharing()):
             return
         ready(self.supervisor, self.watchdog, sharing, self.written)
         if self.recipe.inference.release_memory:  # type: ignore[union-attr]
-            with self._feeding:
+            with self._lock:
                 client = self._tended()
-                self.call(client.standing())
+                self.call(client.wait_healthy())
                 self.call(client.release_memory())
 
     def _sharing(self) -> Sequence[str]:
-        """The servers on a GPU of the trainer's."""
+        """The names of the servers on a GPU of the trainer's."""
         return [name for i, name in enumerate(self.names) if self.placement.shared(i)]
 
     def _serving(self) -> WeightsRef:

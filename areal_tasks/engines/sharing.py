@@ -1,7 +1,7 @@
-"""Servers that several clients generate on: one looks after them, the others do as it says.
+"""Servers that several clients generate on: one client manages them, the others follow it.
 
-The client that looks after the servers gives them weights, pauses them and finds out which are well. Before that
-changes which of them may generate it tells the others, and waits until they know.
+The managing client gives the servers weights, pauses them and finds out which are healthy. Before new weights change
+which servers may generate, it notifies the followers and waits until they have acknowledged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class SharedServer(BaseModel):
-    """A server, which of its starts it is, what it is known to hold, and whether requests may be sent to it now."""
+    """A server: its address and start number, the version it is known to hold, and whether it may generate now."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -24,7 +24,7 @@ class SharedServer(BaseModel):
 
 
 class Serving(BaseModel):
-    """The servers of a run. `versions_unknown`: what they answer to requests under way counts for nothing."""
+    """The servers of a run. `versions_unknown`: answers to requests in flight must be discarded."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -33,33 +33,33 @@ class Serving(BaseModel):
 
 
 class Followers(Protocol):
-    """The other clients, as the one that looks after the servers sees them."""
+    """The other clients, as the managing client sees them."""
 
     def changed(self) -> None:
-        """Something may have changed that they are to know."""
+        """Notify them, without waiting, that `ServerPool.serving` may have changed."""
         ...
 
     async def told(self) -> None:
-        """Return when they know what there is to know."""
+        """Return when they have acknowledged the current `serving`."""
         ...
 
     async def busy(self) -> Mapping[str, int]:
-        """Their requests under way, by the server's address."""
+        """Their requests in flight, by the server's address."""
         ...
 
     def under_way(self) -> Mapping[str, int]:
-        """The same, as far as is known without asking them."""
+        """The same, as last reported, without asking them."""
         ...
 
 
 class NoFollowers:
-    """Nobody else generates on the servers."""
+    """No other client generates on the servers."""
 
     def changed(self) -> None:
-        """There is nobody to tell."""
+        """Nothing to do."""
 
     async def told(self) -> None:
-        """There is nobody to tell."""
+        """Nothing to do."""
 
     async def busy(self) -> Mapping[str, int]:
         return {}

@@ -109,7 +109,7 @@ def test_who_asks_while_the_files_are_hashed_waits_for_what_is_found(
         return materialise(*arguments, **options)  # type: ignore[arg-type]
 
     lock = Awaited()
-    monkeypatch.setattr(engines.servers, "_feeding", lock)
+    monkeypatch.setattr(engines.servers, "_lock", lock)
     monkeypatch.setattr(handover, "materialise", slowly)
     flip(engines)
     with ThreadPoolExecutor(2) as pool:

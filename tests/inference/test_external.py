@@ -118,7 +118,7 @@ def test_servers_that_do_not_tell_the_weights_of_each_token_are_refused_if_these
 ) -> None:
     found, _ = engines
     found.servers.recipe = load_recipe("gsm8k", ["rollout.max_head_offpolicyness=2"])
-    with pytest.raises(UserError, match=r"does not tell which weights sampled each token.*abort or drain"):
+    with pytest.raises(UserError, match=r"does not report which weights sampled each token.*abort or drain"):
         found.servers.inference()
     found.servers.recipe = load_recipe("gsm8k", ["rollout.max_head_offpolicyness=2", "rollout.interruption=abort"])
     assert found.servers.inference().version == VERSION

@@ -32,7 +32,7 @@ async def follower(fakes: Sequence[Fake], **changes: Any) -> AsyncIterator[Infer
     urls = [fake.url for fake in fakes]
     await client.sync(dict.fromkeys(urls, 0), urls)
     try:
-        await client.standing()
+        await client.wait_healthy()
         yield client
     finally:
         await client.close()

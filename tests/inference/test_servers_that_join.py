@@ -255,7 +255,7 @@ def test_servers_of_others_are_told_to_go_on_once() -> None:
     async def test() -> None:
         fake = Pausing()
         async with tended(fake) as client:
-            await client.foreign([fake.url])
+            await client.use_external([fake.url])
             await until(lambda: len(client.healthy()) == 1)
             await client.evict({fake.url: "its answer was lost"})
             await until(lambda: len(client.healthy()) == 1)
@@ -445,7 +445,7 @@ def test_when_all_have_started_again_on_older_weights_the_stage_is_told(engines:
     engines.actor.client = SimpleNamespace(is_free=lambda version: False, close=lambda: None)  # type: ignore[assignment]
     supervisor(engines).dead |= {0, 1}
     engines.servers._tend()
-    with pytest.raises(ServerDown, match="have to be given the weights in force"):
+    with pytest.raises(ServerDown, match="have to be given the current ones"):
         engines.servers.call(client.generate(requests(1)), generates=True)
     assert client.stuck, "the next to ask has the trainer hand them over"
 
