@@ -1,7 +1,7 @@
-"""What every resident service shares: its specification, its bearer token and its registration.
+"""What all resident services share: specification, bearer token and registration.
 
-A service is `python -m <module>`. It learns what it is from the environment, listens on a free loopback port, says in
-the store where it listens, and dies with whoever started it (`lifeline`).
+A service is `python -m <module>`. It reads its specification from the environment, listens on a free loopback port,
+registers its address in the store, and ends with the process that started it (`lifeline`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from schemas.recipe.recipe import Recipe
 
 SPEC: Final = "AREAL_SERVICE_SPEC"
 TOKEN: Final = "AREAL_SERVICE_TOKEN"
-KEEP_ALIVE_SECONDS: Final = 120  # for which a service keeps an unused connection: longer than clients do
-STORE_AWAY: Final = 75  # EX_TEMPFAIL: the exit status of a service that cannot start because the store is away
+KEEP_ALIVE_SECONDS: Final = 120  # how long a service keeps an idle connection: longer than clients do
+STORE_AWAY: Final = 75  # EX_TEMPFAIL: exit status of a service that cannot start because the store is unreachable
 
 
 class ModelFolder(BaseModel):
-    """A model's own folder, whose files are being copied into the store: their sizes and times of last change."""
+    """The source folder of a model that is being copied into the store: sizes and modification times of its files."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -44,7 +44,7 @@ class ModelFolder(BaseModel):
 
 
 class ServiceSpec(BaseModel):
-    """What a service is told at its start. Holds no secret."""
+    """What a service is told at its start. Contains no secret."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -55,8 +55,8 @@ class ServiceSpec(BaseModel):
     owner: int
     recipe: dict[str, Any]
     weights: WeightsRef | None = None
-    folder: ModelFolder | None = None  # what a server starts on while there are no weights, as version 0
-    gpus: tuple[str, ...] = ()  # those it may use, as CUDA_VISIBLE_DEVICES names them; empty: nothing is assigned
+    folder: ModelFolder | None = None  # what a server starts on, as version 0, while the store has no weights
+    gpus: tuple[str, ...] = ()  # the GPUs it may use, as in CUDA_VISIBLE_DEVICES; empty: none is assigned
     gpu_users: int = 1  # services that share its most crowded GPU, itself included
 
 
@@ -69,7 +69,7 @@ def spec_of(
     gpu_users: int = 1,
     folder: ModelFolder | None = None,
 ) -> ServiceSpec:
-    """What a service of `run` is told when it is started for the first time."""
+    """The specification of the first start of a service of `run`."""
     return ServiceSpec(
         name=name,
         restart=0,
@@ -85,13 +85,13 @@ def spec_of(
 
 
 def read_spec() -> ServiceSpec:
-    """The specification handed over by the launcher in the environment."""
+    """The specification that the launcher has put into the environment."""
     return ServiceSpec.model_validate_json(os.environ[SPEC])
 
 
 @contextmanager
 def store_may_be_away() -> Iterator[None]:
-    """Ends the process with STORE_AWAY where the store cannot be reached: starting it again later may do."""
+    """Ends the process with STORE_AWAY if the store cannot be reached: a later restart may succeed."""
     try:
         yield
     except Unavailable as error:
@@ -126,7 +126,7 @@ def make_server(app: Starlette, spec: ServiceSpec, token: str) -> tuple[uvicorn.
     register(spec, f"http://{HOST}:{listener.getsockname()[1]}")
     config = uvicorn.Config(
         app,
-        log_config=None,  # its own would first flush all of the process's: 5 s for Prefect's, which needs the same lock
+        log_config=None,  # uvicorn's would first flush all handlers: 5 s for Prefect's, which needs the same lock
         log_level="warning",
         access_log=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
@@ -136,14 +136,14 @@ def make_server(app: Starlette, spec: ServiceSpec, token: str) -> tuple[uvicorn.
 
 
 def serve(app: Starlette, spec: ServiceSpec) -> None:
-    """Serve `app` until told to end. The token leaves the environment, so that no child of the service inherits it."""
+    """Serve `app` until a signal ends it. Removes the token from the environment, so that no child inherits it."""
     server, listener = make_server(app, spec, os.environ.pop(TOKEN))
     with listener:
         server.run(sockets=[listener])
 
 
 def register(spec: ServiceSpec, url: str) -> None:
-    """Say in the store that the service listens at `url`: from here on it is ready."""
+    """Record in the store that the service listens at `url`: from here on it is ready."""
     record = ServiceRecord(
         name=spec.name,
         restart=spec.restart,

@@ -1,4 +1,4 @@
-"""The engines of one run: its inference servers, its trainers by role, its verifiers, and who looks after them."""
+"""The engines of one run: inference servers, trainers by role, verifiers, and their supervisor and watchdog."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ACTOR: Final = "actor"  # the role of the trainer whose policy generates
 
 
 class Engines:
-    """Everything resident: trainers, inference servers, verifiers. Use as a context: leaving it stops all of them."""
+    """All resident processes: trainers, inference servers, verifiers. Use as a context: leaving it stops them."""
 
     def __init__(self, run: Run, recipe: Recipe, logs: Path, *, generates: bool = True) -> None:
         self.run = run
@@ -54,7 +54,7 @@ class Engines:
 
     def __exit__(self, *error: object) -> None:
         self.watchdog.close()
-        with ExitStack() as stack:  # each of them, whatever another raises; the last one first
+        with ExitStack() as stack:  # in reverse order, each even if another raises
             stack.callback(self._scratch.cleanup)
             stack.callback(self.servers.closed)
             stack.callback(self.supervisor.__exit__, *error)
@@ -70,34 +70,34 @@ class Engines:
         return self.trainers[ACTOR]
 
     def begin(self) -> None:
-        """Start what needs no weights in the store: trainer, verifiers, perhaps servers. Does not wait for them."""
+        """Start what needs no weights in the store: trainer, verifiers, possibly servers. Does not wait for them."""
         servers = self.servers
-        others = bool(servers.external) or not servers.generates  # no GPU of ours is for servers
-        placement = servers.placement = place_services(self.recipe, others)
-        if (gpus := assigned(placement)) or others:  # else the recipe tells that there are none
+        serverless = bool(servers.external) or not servers.generates  # this run assigns no GPU to servers
+        placement = servers.placement = place_services(self.recipe, serverless)
+        if (gpus := assigned(placement)) or serverless:  # else the recipe says that there are none
             append(self.run.store, self.run.name, "placed", {"owner": self.run.owner, **gpus})
         if servers.generates:
-            servers.transport = choose_transport(self.recipe, placement, others)
+            servers.transport = choose_transport(self.recipe, placement, serverless)
         if servers.store_only and isinstance(self.recipe, RlhfRecipe) and self.recipe.trainer.weights_every > 1:
-            log.info("servers get new weights through the store here: all are written, whatever trainer.weights_every")
+            log.info("servers get new weights through the store here: all are written, despite trainer.weights_every")
         workers = servers.workers.names
         self._services = Services(self.supervisor, self.run, self.recipe, servers.names, workers, placement)
         self._services.start_early()
         if not isinstance(self.recipe, SftRecipe):
-            in_background(self.verifiers.__enter__, "verifiers")  # an error is raised at their first use
+            in_background(self.verifiers.__enter__, "verifiers")  # their first use raises an error
 
     def start(self, initial: WeightsRef, current: WeightsRef, written: WeightsRef) -> None:
         """Start the servers that `begin` has not started, on `written`. Does not wait for them.
 
-        `current` are the weights in force, and `written` the newest in the store at or before them.
+        `current` are the weights to generate with, and `written` the newest in the store at or before them.
         """
         self.initial, self.servers.serving, self.servers.written = initial, current, written
         self._services.start_servers(written)
 
     def load_early(self, version: int) -> None:
-        """Have the trainer load `version` while servers start, where it may. Does not wait for it."""
+        """Have the trainer load `version` while servers start, if that is possible. Does not wait for it."""
         if may_load_early(self.recipe):
-            in_background(lambda: self.actor.at(version), "early-load")  # who needs it meets an error again
+            in_background(lambda: self.actor.at(version), "early-load")  # an error recurs at the first use
 
     @property
     def verifiers(self) -> VerifierPool:
@@ -108,7 +108,7 @@ class Engines:
         return self._verifiers
 
     def judging(self, samples: int) -> AbstractContextManager[None]:
-        """While inside, the run waits for the verifiers' verdicts on so many samples."""
+        """While inside, the watchdog sees the run wait for the verifiers' verdicts on so many samples."""
         pool = self.verifiers
 
         def look() -> dict[str, Heartbeat]:
@@ -118,7 +118,7 @@ class Engines:
 
     @cached_property
     def _model_folder(self) -> Path:
-        """A local folder with the files of the initial weights, but for the weights themselves."""
+        """A local folder with the files of the initial model, except its weights."""
         return describing_files(self.run.store, self._initial(), Path(self._scratch.name) / "model")
 
     @cached_property
@@ -128,10 +128,10 @@ class Engines:
 
     @cached_property
     def ends(self) -> Ends:
-        """What ends completions, by the configuration and the tokenizer of the initial weights."""
+        """What ends completions, according to the configuration and the tokenizer of the initial weights."""
         folder = self._model_folder
-        there = (folder / "generation_config.json").is_file()
-        generation = GenerationConfig.from_pretrained(folder) if there else None
+        exists = (folder / "generation_config.json").is_file()
+        generation = GenerationConfig.from_pretrained(folder) if exists else None
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         return Ends(end_tokens(config, generation, self.tokenizer), Detokenizer(self.tokenizer))
 

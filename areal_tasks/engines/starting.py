@@ -1,4 +1,4 @@
-"""Starts the services of a run, each as early as it can be (the trainer needs no weights to start, servers do)."""
+"""Starts the services of a run, each as early as possible (the trainer needs no weights to start, servers do)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ MODULES: Final = {name: f"areal_tasks.engines.{name}" for name in ("embedded", "
 WORKER: Final = "areal_tasks.rollout.worker"
 
 
-def place_services(recipe: Recipe, others: bool) -> Placement:
+def place_services(recipe: Recipe, serverless: bool) -> Placement:
     """The GPUs of each service, among those that this process may use; writes them to the log.
 
-    `others`: inference servers are not this run's. Raises as `place_recipe`.
+    `serverless`: the run starts no inference servers. Raises as `place_recipe`.
     """
-    found = place_recipe(recipe, visible_gpus(), others)
+    found = place_recipe(recipe, visible_gpus(), serverless)
     if assigned := describe(found):
         log.info("%s", assigned)
     return found
@@ -38,7 +38,7 @@ def place_services(recipe: Recipe, others: bool) -> Placement:
 
 @dataclass(frozen=True)
 class Services:
-    """The services that a start of a run begins; `names` are those of its inference servers, then of its workers."""
+    """Starts a run's services; `names` are those of its inference servers, `workers` those of its rollout workers."""
 
     supervisor: Supervisor
     run: Run
@@ -48,7 +48,7 @@ class Services:
     placement: Placement
 
     def start_early(self) -> None:
-        """Start what needs no weights in the store: the trainer, if there is one, and servers that can read others."""
+        """Start what needs no weights in the store: trainer, rollout workers, servers that can read a model folder."""
         if not isinstance(self.recipe, EvaluateRecipe):
             spec = spec_of(self.run, self.recipe, TRAINER, None, self.placement.trainer)
             self.supervisor.start(MODULES[TRAINER], spec, self.recipe.trainer.threads)
@@ -58,7 +58,7 @@ class Services:
             self.start_servers(folder)
 
     def start_servers(self, weights: WeightsRef | ModelFolder) -> None:
-        """Start the servers on `weights`. Those that have started on the model's folder are known to hold these."""
+        """Start the servers on `weights`. For those that started on the model's folder, record `weights` as theirs."""
         assert not (self.names and isinstance(self.recipe, SftRecipe))
         ref, folder = (None, weights) if isinstance(weights, ModelFolder) else (weights, None)
         for i, name in enumerate(self.names):
@@ -72,10 +72,10 @@ class Services:
 
 
 def own_folder(run: Run, recipe: Recipe) -> ModelFolder | None:
-    """The model's folder on this machine, if SGLang can start on it while the first start of a run copies it.
+    """The model's local folder, if SGLang can start on it while the first start of a run copies it into the store.
 
-    What a later start or a child begins with lies in a store, and the folder may have changed since. The embedded
-    engine reads the store alone.
+    Later starts and child runs begin with weights in a store, and the folder may have changed since. The embedded
+    engine reads only the store.
     """
     if isinstance(recipe, SftRecipe) or recipe.inference.engine != "sglang":
         return None
@@ -88,8 +88,8 @@ def own_folder(run: Run, recipe: Recipe) -> ModelFolder | None:
 def may_load_early(recipe: Recipe) -> bool:
     """Whether the recipe's trainer can load its model while inference servers start.
 
-    Not where they would lend it the memory that their first rollout needs, nor in threads of one process, whose
-    models share torch's default precision.
+    Not if the servers would have to lend it the memory that their first rollout needs, nor in threads of one process,
+    which share torch's default dtype.
     """
     if isinstance(recipe, EvaluateRecipe) or recipe.launcher.type == "inline":
         return False
@@ -99,7 +99,7 @@ def may_load_early(recipe: Recipe) -> bool:
 def ready(
     supervisor: Supervisor, watchdog: Watchdog, names: Sequence[str], weights: WeightsRef | None = None
 ) -> list[str]:
-    """The addresses of these services, once they have started; one that has ended starts again, on `weights`."""
+    """The addresses of these services, once they have started; one that has ended is restarted, on `weights`."""
 
     def starting() -> dict[str, Heartbeat]:
         return {name: Heartbeat(None, f"see {log}") for name, log in supervisor.starting(names).items()}

@@ -1,4 +1,4 @@
-"""Talks to the trainer service: small JSON commands that name manifests; tensors never pass here."""
+"""The client of the trainer service: sends small JSON commands that name manifests, and never tensors."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
 
 Reply = TypeVar("Reply", bound=Message)
-LOOK_SECONDS: Final = 5.0  # /health is answered at once, whatever the trainer is at
+LOOK_SECONDS: Final = 5.0  # /health is answered immediately, whatever the trainer is doing
 
 
 class TrainerDown(Exception):
-    """The trainer did not answer: it died or hangs. The command may be repeated; the trainer never steps twice."""
+    """The trainer did not answer: it ended or hangs. The command may be retried; the trainer never steps twice."""
 
 
 class TrainerFailed(TrainerDown):
-    """The trainer failed at a command by itself (5xx): a CUDA or NCCL error, say, or a broken process group.
+    """The trainer itself failed at a command (5xx), for example with a CUDA or NCCL error.
 
-    Its process is not to be trusted any more. The command may be repeated to the one that takes its place.
+    Its process must be replaced. The command may be retried on the new process.
     """
 
 
 class OutOfOrder(TrainerDown):
-    """The trainer holds another version than the command is about (409): it may be repeated once it holds that one."""
+    """The trainer holds another version than the command names (409): retry once it holds that version."""
 
 
 class TrainerClient:
     """A connection to a trainer group's rank 0.
 
-    Methods raise TrainerDown for what may be repeated, Unavailable where the trainer's store is away, and UserError,
-    with the trainer's reason, for what only a person can change: recipe, data, memory, a run that was started again.
+    Methods raise TrainerDown for what may be retried, Unavailable if the trainer cannot reach the store, and UserError,
+    with the trainer's reason, for what only a person can change: recipe, data, memory, a run that was restarted.
 
-    A command may take as long as it gets on with its work. With a `watchdog`, whoever waits for one is told of a
-    trainer that does not, until that is ended; without, a command has `timeout_seconds`. `distrust` is told why the
-    trainer's process has to be replaced.
+    A command has no time limit while it makes progress. A `watchdog` warns of a trainer without progress and finally
+    ends it; without a watchdog, a command has `timeout_seconds`. `distrust` is called with the reason when the
+    trainer's process must be replaced.
     """
 
     def __init__(
@@ -101,15 +101,15 @@ class TrainerClient:
         return self._ask("GET", "/health", Health)
 
     def work(self) -> tuple[int, int]:
-        """Samples done of those that the command under way is about; (0, 0) when it is not known. Raises nothing."""
+        """(samples done, samples in all) of the current command; (0, 0) if unknown. Raises nothing."""
         try:
             health = self._look()
         except (TrainerDown, UserError):
-            return 0, 0  # whoever waits for the command is told
+            return 0, 0  # the caller of the command gets the error
         return (health.done, health.of) if health.busy else (0, 0)
 
     def is_free(self, version: int) -> bool:
-        """Whether it holds that version and has nothing to do. Raises nothing."""
+        """Whether the trainer holds that version and is idle. Raises nothing."""
         try:
             health = self._look()
         except (TrainerDown, UserError):
@@ -117,7 +117,7 @@ class TrainerClient:
         return health.version == version and not health.busy
 
     def heartbeat(self) -> Heartbeat:
-        """Whether the trainer gets on, for a watchdog."""
+        """The trainer's progress, for a watchdog."""
         try:
             health = self._look()
         except (TrainerDown, UserError) as error:
@@ -125,14 +125,14 @@ class TrainerClient:
         return Heartbeat(health.progress, health.describe())
 
     def _look(self) -> Health:
-        """Its health now, or TrainerDown soon."""
+        """The trainer's health, or TrainerDown after `LOOK_SECONDS`."""
         return self._exchange("GET", "/health", Health, timeout=LOOK_SECONDS)
 
     def close(self) -> None:
         self.http.close()
 
     def _ask(self, method: str, path: str, reply: type[Reply], command: Command | None = None) -> Reply:
-        """An answer that the watchdog sees to."""
+        """One exchange, during which the watchdog watches the trainer."""
         if self.watchdog is None:
             return self._exchange(method, path, reply, command)
         what = path if command is None else f"{path} of version {command.version}"
@@ -157,15 +157,15 @@ class TrainerClient:
                 raise
             raise TrainerDown(f"the trainer was not asked {path}: this connection to it is closed") from error
         if answer.is_error:
-            meant = _error(path, answer)
-            if isinstance(meant, TrainerFailed):
-                self.distrust(str(meant))
-            raise meant
+            failure = _error(path, answer)
+            if isinstance(failure, TrainerFailed):
+                self.distrust(str(failure))
+            raise failure
         return reply.model_validate_json(answer.content)
 
 
 def _error(path: str, answer: httpx.Response) -> Exception:
-    """What a status of 400 or more means (see `STATUSES` of the trainer's `app`)."""
+    """The exception for a status of 400 or more (see `STATUSES` of the trainer's `app`)."""
     reason = _reason(answer)
     if answer.status_code == 503:
         return Unavailable(reason)
@@ -177,7 +177,7 @@ def _error(path: str, answer: httpx.Response) -> Exception:
 
 
 def _reason(answer: httpx.Response) -> str:
-    """The trainer's own words; the whole body where it is not the trainer that answered."""
+    """The trainer's error message; the status and the body if another program answered."""
     try:
         return str(answer.json()["error"])
     except (ValueError, LookupError, TypeError):

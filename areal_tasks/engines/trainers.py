@@ -1,8 +1,8 @@
-"""A resident trainer: its process is found or awaited, and brought to the version that it is asked for.
+"""A resident trainer: waits for its process and brings it to the version that is asked for.
 
-Only the store can vouch for what an engine holds. So nothing here trusts its memory: each use names the version it
-expects, and a trainer that is new, or that has lost it, is brought there from the last checkpoint by re-training the
-committed iterations after it from their tables.
+What the trainer holds in memory is never assumed: each use names the version that it expects. A trainer that does not
+hold it, such as a new process, is restored from the last checkpoint by retraining the committed iterations after it
+from their tables.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 class ResidentTrainer:
     """The trainer that runs as the service `name`, for one thread at a time.
 
-    `initial` names version 0. `make_room` is called before the trainer takes memory.
+    `initial` returns the weights of version 0. `make_room` is called before the trainer allocates memory.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ResidentTrainer:
         self.name = name
         self.supervisor = supervisor
         self.watchdog = watchdog
-        self.client: TrainerClient | None = None  # of the process that was last asked for something
+        self.client: TrainerClient | None = None  # of the process that was last used
         self._initial = initial
         self._make_room = make_room
         self._address = ""
@@ -58,65 +58,65 @@ class ResidentTrainer:
             self.client.close()
 
     def at(self, version: int) -> TrainerClient:
-        """The trainer, holding the policy of `version`: as it stands, or restored if it does not."""
-        with self._alone() as client:
+        """The trainer, holding the policy of `version`; restored if necessary."""
+        with self._locked() as client:
             return self._holding(client, version, version)
 
     def to_step(self, version: int) -> TrainerClient:
-        """As `at`, or one step on: it may have stepped and its answer been lost, which it then repeats."""
-        with self._alone() as client:
+        """As `at`, or one version further: the answer to its step may be lost, which the trainer then repeats."""
+        with self._locked() as client:
             return self._holding(client, version, version, version + 1)
 
     def after(self, train: StageManifest) -> TrainerClient:
-        """The trainer, holding the policy that a train stage made, whose iteration need not be committed yet."""
-        with self._alone() as client:
+        """The trainer, holding the policy that a train stage made; its iteration need not be committed yet."""
+        with self._locked() as client:
             return self._after(client, train)
 
     def keeping(self, train: StageManifest) -> TrainerClient:
-        """The trainer, with the weights that a train stage made: in its policy, or kept since."""
-        with self._alone() as client:
+        """The trainer, with the weights that a train stage made: as its policy, or as the copy that it keeps."""
+        with self._locked() as client:
             health, version = client.health(), train.iteration + 1
             return client if version in (health.kept, health.version) else self._after(client, train)
 
     def keep(self, train: StageManifest) -> None:
-        """Have the trainer keep a copy of what a train stage made, so that it may train on while that is published.
+        """Have the trainer keep a copy of the weights that a train stage made, to train on while they are published.
 
-        Where it ends meanwhile, `keeping` makes that again.
+        If the trainer ends meanwhile, `keeping` makes them again.
         """
         version = train.iteration + 1
         try:
-            with self._alone() as client:
+            with self._locked() as client:
                 self._after(client, train).keep(Keep(owner=self.run.owner, version=version))
         except TrainerDown as error:
-            log.warning("version %d is made again to be published: %s", version, error)
+            log.warning("version %d has to be made again for its publication: %s", version, error)
 
     def restored(self, version: int) -> Retrained | None:
-        """Bring the trainer to `version` now; how what was re-trained for it compares, none if nothing was."""
-        with self._alone() as client:
+        """Bring the trainer to `version`. Returns how retrained iterations compare; None if none was retrained."""
+        with self._locked() as client:
             before = len(self._retrained)
             self._holding(client, version, version)
             return worst(self._retrained[before:]) if self._retrained[before:] else None
 
     def take_retrained(self) -> Retrained | None:
-        """The largest differences of all that was re-trained since this was last asked; none if nothing was."""
+        """The largest differences of all retraining since the last call; None if there was none."""
         with self._lock:
             found, self._retrained = self._retrained, []
         return worst(found) if found else None
 
     def drop(self) -> None:
-        """Forget the policy in memory: another writer's train stage was committed instead of ours."""
-        with self._alone() as client:
+        """Discard the policy in memory, because another writer's train stage was committed instead of this one's."""
+        with self._locked() as client:
             restore(self.run, client, self._initial(), 0)
 
     def tend(self) -> None:
-        """Start the process again if it has ended; whoever needs it is told what is wrong."""
+        """Restart the process if it has ended. A failure is raised at the next use, not here."""
         with suppress(ServiceFailed, Unavailable):
             self.supervisor.look([self.name])
 
     @contextmanager
-    def _alone(self) -> Iterator[TrainerClient]:
-        """A connection to the process, which no other thread brings to another version meanwhile."""
-        self._make_room()  # it may wait for servers, which may wait for this trainer's weights: not within the lock
+    def _locked(self) -> Iterator[TrainerClient]:
+        """A connection to the process. Inside, no other thread brings the trainer to another version."""
+        self._make_room()  # without the lock: it may wait for servers, which may wait for this trainer's weights
         with self._lock:
             yield self._connected()
 
@@ -129,8 +129,8 @@ class ResidentTrainer:
             self._address = url
         return self.client
 
-    def _holding(self, client: TrainerClient, version: int, *welcome: int) -> TrainerClient:
-        if (held := client.health().version) not in welcome:
+    def _holding(self, client: TrainerClient, version: int, *accepted: int) -> TrainerClient:
+        if (held := client.health().version) not in accepted:
             now = "nothing" if held is None else f"version {held}"
             log.info("the trainer holds %s; loading version %d", now, version)
             self._note(restore(self.run, client, self._initial(), version))

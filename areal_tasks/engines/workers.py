@@ -1,4 +1,4 @@
-"""The rollout workers of one run: started again when they end, and told whose orders to take."""
+"""The rollout workers of one run: restarted when they end, and made known to the component that leases them groups."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from areal_tasks.launchers.supervisor import Ready, Supervisor
 from schemas.recipe.recipe import Recipe, RlhfRecipe
 
 
-class Employer(Protocol):
-    """Who gives the workers their orders. For the event loop of the client of the servers."""
+class LeaseManager(Protocol):
+    """The component that leases groups to the workers. Its methods run in the event loop of the inference client."""
 
     async def have(self, starts: Collection[tuple[str, int]]) -> None:
-        """These starts of workers are there, by their addresses."""
+        """Use exactly these workers: (address, number of the start)."""
         ...
 
     async def heartbeats(self) -> Mapping[str, Heartbeat]:
-        """How each gets on, by its address."""
+        """A heartbeat per worker, by its address."""
         ...
 
 
 class Workers:
-    """The workers that `recipe` asks for, where the run `generates`; none else. They are started by `Services`."""
+    """The workers that `recipe` asks for if the run `generates`, else none. `Services` starts them."""
 
     def __init__(
         self, recipe: Recipe, generates: bool, supervisor: Supervisor, watchdog: Watchdog, loop: LoopThread
@@ -35,30 +35,30 @@ class Workers:
         self._supervisor = supervisor
         self._watchdog = watchdog
         self._loop = loop
-        self._employer: Employer | None = None
-        self._ready: list[Ready] = []  # as the employer knows them
+        self._manager: LeaseManager | None = None
+        self._ready: list[Ready] = []  # as the manager knows them
 
-    def serve(self, employer: Employer | None) -> None:
-        """Have the workers, once they have started, take the orders of this one alone; of nobody, if none."""
-        self._employer, self._ready = employer, []
-        if employer is not None:
+    def serve(self, manager: LeaseManager | None) -> None:
+        """Give this manager alone the workers, once they have started; None: no component uses them."""
+        self._manager, self._ready = manager, []
+        if manager is not None:
             ready(self._supervisor, self._watchdog, self.names)
             self.tend()
 
     def tend(self) -> None:
-        """Start workers again that have ended, and have those take orders that are ready.
+        """Restart workers that have ended, and tell the manager which ones are ready.
 
         Raises:
             ServiceFailed: none is left, and `launcher.restarts` are used up.
         """
-        if self._employer is None:
+        if self._manager is None:
             return
         found = self._supervisor.look(self.names)
         if found != self._ready:
             self._ready = found
-            self._loop.run(self._employer.have({(one.url, one.restart) for one in found}))
+            self._loop.run(self._manager.have({(one.url, one.restart) for one in found}))
 
     def heartbeats(self) -> dict[str, Heartbeat]:
-        """How each gets on, by its name."""
-        found = self._loop.run(self._employer.heartbeats()) if self._employer is not None else {}
+        """A heartbeat per worker, by its name."""
+        found = self._loop.run(self._manager.heartbeats()) if self._manager is not None else {}
         return {self._supervisor.name_at(url): heartbeat for url, heartbeat in found.items()}

@@ -1,10 +1,10 @@
-"""What a person can do about a service that ran out of memory: the recipe's knobs, by what its log says."""
+"""What a user can do about a service that ran out of memory: recipe fields to change, chosen by the service's log."""
 
 from __future__ import annotations
 
 from typing import Final
 
-#: Knobs of the recipe in the order in which to try them, as a part of a sentence.
+#: Recipe fields in the order in which to try them, as a part of a sentence.
 TRAINER_MEMORY: Final = (
     "lower trainer.micro_batch_tokens, then trainer.head_chunk_tokens; set trainer.gradient_checkpointing; set "
     "trainer.cpu_offload (fsdp2, deepspeed); share the model between more trainer.ranks (with deepspeed at a higher "
@@ -12,20 +12,20 @@ TRAINER_MEMORY: Final = (
     "inference.release_memory"
 )
 CACHE: Final = (
-    "Out of memory: no room was left for the key-value cache beside the model: inference.memory_fraction is too small, "
-    "or other processes took memory of the GPU while the server started. Raise inference.memory_fraction, split "
+    "Out of memory: the model left no room for the KV cache: inference.memory_fraction is too small, or other "
+    "processes allocated memory of the GPU while the server started. Raise inference.memory_fraction, split "
     "the model with inference.tensor_parallel, or give the server a GPU of its own (inference.gpus, trainer.gpus)."
 )
 SERVER: Final = (
-    "Out of memory: the GPU could not hold what SGLang needs beyond its weights and cache, or another process fills it."
+    "Out of memory: the GPU has no room for what SGLang needs besides weights and cache, or another process fills it."
     " Lower inference.memory_fraction or inference.max_concurrent_requests, split the model with "
     "inference.tensor_parallel, or give server and trainer GPUs of their own (inference.gpus, trainer.gpus); if they "
     "must share one, set inference.release_memory."
 )
 TRAINER: Final = f"Out of memory. In this order: {TRAINER_MEMORY}."
 HOST: Final = (
-    "The system probably killed it for want of host memory: use fewer servers or ranks on this machine, or one with "
-    "more memory."
+    "The system probably killed it because host memory ran out: use fewer servers or ranks on this machine, or a "
+    "machine with more memory."
 )
 
 #: Phrases of SGLang 0.5.17 (kv_cache_configurator, pool_configurator, tp_worker, schedule_batch, allocation), of torch
@@ -51,13 +51,13 @@ DEVICE_PHRASES: Final = (
     "CUDA driver error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-#: One of SGLang's processes, or all of SGLang, was killed. After any failure it kills itself, and says so before.
+#: One of SGLang's processes, or all of SGLang, was killed. After any failure SGLang kills itself, but logs that first.
 PART_KILLED: Final = ("(exit code: -9)", "crashed with exit code -9.", "SGLang ended with -9")
 KILLED_ITSELF: Final = "kill_process_tree called"
 
 
 def advice(service: str, log: str) -> str:
-    """A sentence for the message that reports the failure of `service`; empty if its log shows no want of memory."""
+    """Advice for the message that reports the failure of `service`; empty if its log does not show lack of memory."""
     trainer = not service.startswith("inference")
     if not trainer and _holds(log, CACHE_PHRASES):
         return CACHE
@@ -67,7 +67,7 @@ def advice(service: str, log: str) -> str:
 
 
 def _killed(log: str) -> bool:
-    """Whether somebody else killed SGLang or one of its processes: that is said first, its own killing afterwards."""
+    """Whether another program killed SGLang or one of its processes: logged before SGLang's killing of itself."""
     return _holds(log.partition(KILLED_ITSELF)[0], PART_KILLED)
 
 

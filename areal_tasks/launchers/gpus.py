@@ -1,7 +1,7 @@
-"""Which GPUs the trainer and each inference server use. Pure functions of what is visible and what the recipe says.
+"""Which GPUs the trainer and each inference server use: pure functions of the visible GPUs and the recipe.
 
-A GPU goes by the name that `CUDA_VISIBLE_DEVICES` gives it; a recipe names GPUs by their place among the visible ones,
-as CUDA does. On a machine without GPUs nothing is assigned.
+A GPU has the name that `CUDA_VISIBLE_DEVICES` gives it; a recipe names GPUs by their index among the visible ones, as
+CUDA does. On a machine without GPUs nothing is assigned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SMI_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Placement:
-    """The GPUs of the trainer and of each server; empty where there are none to assign."""
+    """The GPUs of the trainer and of each server; empty if there are none to assign."""
 
     trainer: tuple[str, ...] = ()
     servers: tuple[tuple[str, ...], ...] = ()
@@ -30,7 +30,7 @@ class Placement:
         return bool(set(self.servers[server]) & set(self.trainer)) if self.servers else False
 
     def users(self, server: int) -> int:
-        """How many services use the server's most crowded GPU, itself included; 1 without GPUs."""
+        """How many services use the server's most shared GPU, itself included; 1 without GPUs."""
         services = [set(self.trainer), *map(set, self.servers)]
         mine = self.servers[server] if self.servers else ()
         return max((sum(gpu in service for service in services) for gpu in mine), default=1)
@@ -49,7 +49,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def memory_used(gpus: Sequence[str]) -> int:
-    """Bytes in use on these GPUs, by any process; 0 where `nvidia-smi` is missing or fails."""
+    """Bytes that all processes use on these GPUs; 0 if `nvidia-smi` is missing or fails."""
     if not gpus:
         return 0
     query = ["nvidia-smi", "-i", ",".join(gpus), "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
@@ -61,10 +61,10 @@ def memory_used(gpus: Sequence[str]) -> int:
 
 
 def place_recipe(recipe: Recipe, visible: Sequence[str], external: bool = False) -> Placement:
-    """`place` for what a recipe asks for. The embedded engine computes on the CPU, and `external` servers run already.
+    """`place` for a recipe. The embedded engine uses the CPU, and `external` servers run already.
 
     Raises:
-        UserError: as `place`; or memory is to be given back where nobody would use it.
+        UserError: as `place`; or `inference.release_memory` where no server shares a GPU with the trainer.
     """
     trains = not isinstance(recipe, EvaluateRecipe)
     ranks, chosen = (recipe.trainer.ranks, recipe.trainer.gpus) if trains else (0, [])  # type: ignore[union-attr]
@@ -90,11 +90,11 @@ def place(
 ) -> Placement:
     """One GPU for each trainer rank, `tensor_parallel` for each server.
 
-    Named GPUs are taken as they are named. Otherwise the trainer has the first ones, and the servers those after them;
-    where these are too few, the servers share the trainer's too.
+    Named GPUs are used as named. Otherwise the trainer gets the first ones and the servers the next; if these are too
+    few, the servers share the trainer's, too.
 
     Raises:
-        UserError: there are not enough GPUs, or one that is named is not there; says what to change.
+        UserError: there are too few GPUs, or a named one does not exist; says what to change.
     """
     if not visible:
         _refuse_named(trainer_gpus, "trainer.gpus")
@@ -120,7 +120,7 @@ def describe(placement: Placement) -> str:
 
 def _refuse_named(chosen: Sequence[int], field: str) -> None:
     if chosen:
-        raise UserError(f"{field}: names GPU {chosen[0]}, but this machine shows none; leave it out to use the CPU")
+        raise UserError(f"{field}: names GPU {chosen[0]}, but none is visible; leave it out to use the CPU")
 
 
 def _trainer(visible: Sequence[str], ranks: int, chosen: Sequence[int]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Services as threads of this process, so that a debugger sees everything."""
+"""Services as threads of this process, for a debugger."""
 
 from __future__ import annotations
 
@@ -37,4 +37,4 @@ class InlineLauncher:
         return InlineHandle(server, thread)
 
     def close(self) -> None:
-        """Nothing outlives this process."""
+        """Nothing to do: threads end with this process."""

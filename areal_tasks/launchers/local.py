@@ -16,7 +16,7 @@ from areal_tasks.engines.lifeline import LIFELINE, SCRATCH
 from areal_tasks.engines.service import SPEC, TOKEN
 from areal_tasks.launchers.protocol import Job
 
-#: Where torch keeps what it has compiled. By default that is below TMPDIR, a folder that goes with the service.
+#: Where torch keeps compiled code. By default that is below TMPDIR, which is removed with the service.
 INDUCTOR_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -34,7 +34,7 @@ class LocalHandle:
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_seconds)
-        self._signal(signal.SIGKILL)  # whatever the service has left in its group
+        self._signal(signal.SIGKILL)  # to processes that the service has left in its group
         self.process.wait()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
@@ -44,7 +44,7 @@ class LocalHandle:
 
 
 class LocalLauncher:
-    """Starts processes that hold the read end of one pipe; its write end lives in this process alone (the lifeline)."""
+    """Starts processes that hold the read end of a pipe whose write end only this process has (the lifeline)."""
 
     def __init__(self) -> None:
         self.read_end, self.write_end = os.pipe()  # neither is inherited unless passed on
@@ -73,7 +73,7 @@ class LocalLauncher:
         threads = str(job.threads or os.cpu_count() or 1)
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(job.spec.gpus)} if job.spec.gpus else {}
         return {
-            INDUCTOR_CACHE: str(kept_folder() / "torchinductor"),
+            INDUCTOR_CACHE: str(cache_folder() / "torchinductor"),
             **os.environ,
             **gpus,
             SPEC: job.spec.model_dump_json(),
@@ -84,11 +84,11 @@ class LocalLauncher:
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": threads,
-            "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin starve whoever shares the cores: up to 10 times slower
+            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads make processes on the same cores up to 10 times slower
             "TOKENIZERS_PARALLELISM": "false",
         }
 
 
-def kept_folder() -> Path:
-    """Our part of where this user's programs keep what they can make again: `XDG_CACHE_HOME`, else `~/.cache`."""
+def cache_folder() -> Path:
+    """arealflow's folder in the user's cache: below `XDG_CACHE_HOME`, else `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "arealflow"

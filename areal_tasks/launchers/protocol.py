@@ -1,4 +1,4 @@
-"""What a launcher is: it starts services somewhere and tells whether they live. A service neither knows nor cares."""
+"""What a launcher does: it starts services and reports whether they run. Services do not depend on their launcher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from areal_tasks.engines.service import ServiceSpec
 
 @dataclass(frozen=True)
 class Job:
-    """One service to start: the module with `make_app(spec)`, its specification, token and surroundings."""
+    """One service to start: its module, specification, token, log file and number of threads (0: all cores)."""
 
     module: str
     spec: ServiceSpec
@@ -28,12 +28,12 @@ class Handle(Protocol):
         ...
 
     def stop(self, grace_seconds: float = 5.0) -> None:
-        """End it and everything it started; returns when it is gone."""
+        """End the service and everything it started; returns when they have ended."""
         ...
 
 
 class Launcher(Protocol):
-    """Starts services and owns them: they end with the launcher, however it ends."""
+    """Starts services, which end with the launcher, however it ends."""
 
     def start(self, job: Job) -> Handle: ...
 

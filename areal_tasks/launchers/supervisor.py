@@ -1,4 +1,4 @@
-"""Owns the services of a run: starts them, finds where they listen, restarts what failed, stops everything."""
+"""Owns the services of a run: starts them, finds their addresses, restarts those that failed, stops all."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ SEARCHED_LINES = 2000
 
 @dataclass
 class Service:
-    """A service under supervision: what was asked for, what runs now, and where it listens once it is ready."""
+    """A supervised service: its job, its process, and its address once it is ready."""
 
     job: Job
     handle: Handle
     started: float = field(default_factory=time.monotonic)
     url: str = ""
-    failures: int = 0  # since something came of its work; that the store was away is none of its own
+    failures: int = 0  # since the run last progressed; not those because the store was away
     reason: str = ""  # why it was ended, or could not be started
-    told: bool = False  # the log says that it is given up
-    due: float | None = None  # when it is started again, having ended
+    logged: bool = False  # the log says that it is given up
+    due: float | None = None  # when it is restarted, after it has ended
 
     @property
     def spec(self) -> ServiceSpec:
-        """What it was told at its start."""
+        """The specification of its last start."""
         return self.job.spec
 
 
 class NotStarted:
-    """In place of a service that this machine could not start."""
+    """The handle of a service that this machine could not start."""
 
     def exit_code(self) -> int:
         return os.EX_OSERR
@@ -66,7 +66,7 @@ class NotStarted:
 
 @dataclass(frozen=True)
 class Ready:
-    """A service that runs: where it listens, which of its starts it is, and the weights it was given then."""
+    """A service that runs: its address, the number of its start, and the weights it was started on."""
 
     url: str
     restart: int = 0
@@ -87,23 +87,23 @@ class Supervisor:
         self.token = secrets.token_urlsafe(32)
         self.launcher: Launcher = LAUNCHERS[settings.type]()
         self.services: dict[str, Service] = {}
-        self._healing = threading.Lock()  # stages that run side by side both look after the services
+        self._lock = threading.Lock()  # stages that run concurrently supervise the same services
 
     def __enter__(self) -> Supervisor:
         return self
 
     def __exit__(self, *error: object) -> None:
         with ExitStack() as stack:
-            stack.callback(self.launcher.close)  # ends, by itself, what could not be stopped
+            stack.callback(self.launcher.close)  # ends services that could not be stopped
             parallel(lambda service: service.handle.stop(), list(self.services.values()))
 
     def start(self, module: str, spec: ServiceSpec, threads: int = 0) -> None:
-        """Start a service; `wait` tells when it is ready."""
+        """Start a service, without waiting until it is ready: see `wait`."""
         job = Job(module, spec, self.token, self._log(spec), threads)
         self.services[spec.name] = Service(job, self.launcher.start(job))
 
     def began_on(self, name: str, weights: WeightsRef | None) -> None:
-        """Note what the weights are called that a service was started on before they were in the store."""
+        """Record the weights, now in the store, that a service was started on before they were there."""
         service = self.services[name]
         service.job = replace(service.job, spec=service.spec.model_copy(update={"weights": weights}))
 
@@ -116,15 +116,15 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
 
     def look(self, names: Collection[str], weights: WeightsRef | None = None) -> list[Ready]:
-        """Those of the services that are ready. One that has ended is started again after a pause; nothing here waits.
+        """The services that are ready. One that has ended is restarted after a pause. Does not wait.
 
-        It is started on `weights` if they are given. One that has failed too often is given up, and the log says why.
+        Restarts are on `weights` if they are given. A service that has failed too often is given up, and logged.
 
         Raises:
             ServiceFailed: one was not ready after its first start, or all of them are given up; with its log's end.
-            Unavailable: the store is away, so that one could not start at first, or none of them can now.
+            Unavailable: the store is away, so one could not start at first, or none of them can now.
         """
-        with self._healing:
+        with self._lock:
             found = [self._look_at(self.services[name], weights) for name in names]
         failures = [one for one in found if isinstance(one, UserError)]
         if failures and len(failures) == len(names):
@@ -132,44 +132,44 @@ class Supervisor:
         return [one for one in found if isinstance(one, Ready)]
 
     def ended(self, names: Collection[str]) -> frozenset[tuple[str, int]]:
-        """Those of these services that `look` would start again, now or soon, and which start of each has ended."""
+        """(name, number of the ended start) of those services that `look` would restart, now or later."""
         services = [self.services[name] for name in names]
         over = [s.spec for s in services if s.handle.exit_code() is not None and not self._given_up(s)]
         return frozenset((spec.name, spec.restart) for spec in over)
 
     def starting(self, names: Sequence[str]) -> dict[str, Path]:
-        """Those of these services that are not ready yet, and their logs."""
+        """The log files of those services that are not ready yet, by name."""
         services = [self.services[name] for name in names]
         return {service.spec.name: service.job.log for service in services if not service.url}
 
     def name_at(self, url: str) -> str:
-        """The name of the service that listens at `url`; the address itself where it is nobody's."""
+        """The name of the service that listens at `url`; the address itself if there is none."""
         return next((name for name, service in self.services.items() if service.url == url), url)
 
     def progressed(self) -> None:
-        """Something has come of the work of the services that run: their failures before do not count any more."""
+        """Reset the failure counts of running services, because the run has progressed."""
         for service in self.services.values():
             if service.handle.exit_code() is None:
                 service.failures = 0
 
     def end(self, urls: Collection[str], why: str = "does not answer", grace_seconds: float = 5.0) -> None:
-        """Stop the services that listen at `urls`: they run but are of no use. `look` starts them again."""
-        with self._healing:
+        """Stop the services that listen at `urls`, which run but do not work. `look` restarts them."""
+        with self._lock:
             for service in self.services.values():
                 if service.url in urls:
                     self._stop(service, why, grace_seconds)
 
     def end_hung(self, name: str, why: str) -> None:
-        """Kill a service that hangs: whoever waits for it sees its connection break, and has it started again.
+        """Kill a service that hangs: its caller sees the connection break, and has it restarted.
 
-        One that has ended already, or is starting, is left to whoever does so.
+        Does nothing if the service has ended already or is starting.
         """
         service = self.services.get(name)
         if service is not None and service.url and service.handle.exit_code() is None:
             self.end([service.url], why, grace_seconds=0.0)
 
     def _look_at(self, service: Service, weights: WeightsRef | None) -> Ready | UserError | None:
-        """None: it is on its way."""
+        """The service if it is ready, an error if it failed; None: it is starting."""
         try:
             if service.handle.exit_code() is None and not service.url:
                 self._find(service)
@@ -185,7 +185,7 @@ class Supervisor:
         return self._failure(service) if service.handle.exit_code() == STORE_AWAY else None
 
     def _find(self, service: Service) -> None:
-        """Learn where it listens, if it is ready. One that takes too long is ended, or has failed if it never was."""
+        """Set the address of a service that is ready. One that takes too long is ended; a first start then fails."""
         spec = service.spec
         path = service_path(spec.run, spec.owner, spec.name, spec.restart)
         with contextlib.suppress(Missing):
@@ -198,7 +198,7 @@ class Supervisor:
             self._stop(service, late, grace_seconds=0.0)
 
     def _start_again(self, service: Service, weights: WeightsRef | None) -> None:
-        """Start a service that has ended, once its pause is over."""
+        """Restart a service that has ended, once its pause is over."""
         spec, now = service.spec, time.monotonic()
         away = service.handle.exit_code() == STORE_AWAY
         if service.due is None:
@@ -215,7 +215,7 @@ class Supervisor:
         service.started = time.monotonic()
         try:
             service.handle = self.launcher.start(service.job)
-        except OSError as error:  # no memory or process for it, or no disk: as if it had failed by itself
+        except OSError as error:  # no memory, process or disk left: counts as a failure of the service
             log.warning("service %s could not be started: %s", spec.name, error)
             service.handle, service.reason = NotStarted(), f"it could not be started: {error}\n"
 
@@ -223,15 +223,15 @@ class Supervisor:
         return service.handle.exit_code() not in (None, STORE_AWAY) and service.failures >= self.settings.restarts
 
     def _last_failure(self, service: Service) -> UserError:
-        """Why the service is given up; once, the log says so: other services may go on without it."""
+        """Why the service is given up; logged once, since other services may continue without it."""
         failure = self._failure(service, f"failed {service.failures + 1} times; launcher.restarts allows no more.")
-        if not service.told:
+        if not service.logged:
             log.error("giving up: %s", failure)
-            service.told = True
+            service.logged = True
         return failure
 
     def _failure(self, service: Service, what: str = "") -> UserError:
-        """The error that ends the run: what happened, why it was ended if it was, and its last words."""
+        """The error that ends the run: what happened, why the service was ended if it was, and the end of its log."""
         name = service.spec.name
         if service.handle.exit_code() == STORE_AWAY:
             return Unavailable(f"service {name!r} could not start: the store was away.")
@@ -246,7 +246,7 @@ class Supervisor:
         return self.logs / spec.run / f"{spec.name}-{spec.owner}-{spec.restart}.log"
 
     def _tail(self, service: Service) -> str:
-        """The log's last lines, then what can be done about the failure where the log tells its kind."""
+        """The log's last lines, followed by advice if the log shows the kind of failure."""
         path = service.job.log
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         shown = [f"Last lines of {path}:", *(f"  {line}" for line in lines[-LOG_LINES:] or ["(nothing was written)"])]

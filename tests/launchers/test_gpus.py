@@ -48,7 +48,7 @@ def test_placement(visible: str, arguments: dict[str, Any], trainer: str, server
         ("01", {"ranks": 1, "servers": 3}, r"servers · inference\.tensor_parallel = 3 GPUs, and 2 are visible; lower"),
         ("01", {"ranks": 1, "trainer_gpus": [2]}, r"trainer\.gpus: there is no GPU 2: 2 are visible, numbered from 0"),
         ("01", {"ranks": 1, "servers": 1, "inference_gpus": [7]}, r"inference\.gpus: there is no GPU 7"),
-        ("", {"ranks": 1, "trainer_gpus": [0]}, r"trainer\.gpus: names GPU 0, but this machine shows none"),
+        ("", {"ranks": 1, "trainer_gpus": [0]}, r"trainer\.gpus: names GPU 0, but none is visible"),
     ],
 )
 def test_what_cannot_be_placed_is_refused_with_a_remedy(visible: str, arguments: dict[str, Any], reason: str) -> None:

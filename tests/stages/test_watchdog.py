@@ -17,7 +17,7 @@ from waiting import LIMIT
 
 from areal_tasks.engines import server, trainer_client
 from areal_tasks.engines.trainer.local import LocalBackend
-from areal_tasks.engines.watchdog import HERE, Heartbeat, Watchdog
+from areal_tasks.engines.watchdog import THIS_PROCESS, Heartbeat, Watchdog
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
 from areal_tasks.store.under_way import Ledger
@@ -124,7 +124,7 @@ def test_complaints_become_rarer(caplog: pytest.LogCaptureFixture) -> None:
     with watchdog.waiting("work", stuck, limit="something else"):
         watchdog.for_seconds(12 * WARN)
     assert len(caplog.messages) == 4 and not watchdog.ended  # after 1, 2, 4 and 8 times as long
-    assert "is started again" not in caplog.text
+    assert "it is restarted" not in caplog.text
 
 
 def test_of_two_that_are_at_one_thing_that_whose_sign_names_another_end_is_left_alone() -> None:
@@ -179,7 +179,7 @@ def test_what_is_waited_for_is_told_with_who_is_at_it_since_when_and_what_ends_i
 
     with watchdog.waiting("a stage"):
         watchdog.for_seconds(25.0)
-        assert told() == [(HERE, "a stage", 25.0, "")] and not told(30.0)
+        assert told() == [(THIS_PROCESS, "a stage", 25.0, "")] and not told(30.0)
         with watchdog.waiting("work", stuck), watchdog.ledger.entry("read", "x.json"):
             watchdog.for_seconds(20.0)
             assert told() == [("the store", "read x.json", 20.0, ""), ("stuck", "work", 20.0, "at 7")]
