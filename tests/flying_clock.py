@@ -22,7 +22,7 @@ STEP_SECONDS = 15.0
 
 def look_often(patch: pytest.MonkeyPatch) -> None:
     """For watchdogs that are made from here on."""
-    patch.setattr(watchdog_module, "LOOKS", 400)
+    patch.setattr(watchdog_module, "POLLS", 400)
 
 
 class FlyingClock:

@@ -118,14 +118,14 @@ class Fetched:
         Those of a store on this machine are hashed while the servers load them, which takes as long.
 
         Raises:
-            UserError: a file is damaged; possibly only on leaving, before the weights are used.
+            UserError: a file is damaged; possibly raised only on leaving, after servers have loaded it.
         """
         files = read_weights(store, ref).files
-        there = store.local(common_folder(files))
+        folder = store.local(common_folder(files))
         self.outdate()
-        into = there or Path(self._last.enter_context(MemoryFolder(MEMORY if MEMORY.is_dir() else None)))
+        into = folder or Path(self._last.enter_context(MemoryFolder(MEMORY if MEMORY.is_dir() else None)))
         with beside(lambda: materialise(store, files, into, verify=True)) as checked:
-            yield there or checked.result()
+            yield folder or checked.result()
 
     def outdate(self) -> None:
         """Newer weights exist, here or elsewhere: remove those before the last."""
@@ -133,7 +133,7 @@ class Fetched:
         self._before, self._last = self._last, ExitStack()
 
     def loaded(self, seconds: list[float], servers: int) -> list[float]:
-        """Servers have loaded the last weights, each in `seconds`: remove them if that were all `servers`."""
+        """Remove all weights if `servers` servers have loaded the last ones. Returns `seconds`, one entry per load."""
         if len(seconds) == servers:
             self.close()
         return seconds

@@ -111,7 +111,7 @@ class Server:
     lends: bool = False  # the memory of its cache, to the trainer: it must not generate
     load: int = 0  # samples in flight
     done: int = 0  # samples answered
-    orders: asyncio.Lock = field(default_factory=asyncio.Lock)  # held during a command
+    commands: asyncio.Lock = field(default_factory=asyncio.Lock)  # held during a command
     _tokens: set[asyncio.Future[Any]] = field(default_factory=set)  # health checks in flight that generate a token
     _session: aiohttp.ClientSession | None = None  # the connections to this server, so that they are closed together
     _closed: bool = False
@@ -197,7 +197,7 @@ class Server:
 
     async def settle(self, lends: bool, goes_on: bool) -> None:
         """Release or resume the memory of its cache according to `lends`, then continue generation if `goes_on`."""
-        async with self.orders:
+        async with self.commands:
             if lends and not self.lends:
                 self.lends = True  # from here on nothing is generated, even if the command fails
                 while self._tokens:
@@ -236,8 +236,8 @@ class Server:
         """A heartbeat: a value that is new whenever the server has made progress.
 
         If the server reports its steps and has requests in flight, it is their count. Otherwise every answer counts as
-        progress: with `token`, that of a generated token, unless generation is paused; else that of SGLang's scheduler,
-        since the progress of a command is unknown.
+        progress: with `token`, a generated token, unless the server must not generate; else the answer of SGLang's
+        scheduler, since the progress of a command is unknown.
         """
         info = await self.ask("GET", "/server_info", seconds=LOOK_SECONDS)
         if (self.requests or self.elsewhere) and "steps" in info and not info["paused"]:

@@ -320,7 +320,7 @@ class ServerPool(ABC):
         return seconds
 
     async def adopt(self, version: int, key: str, urls: Container[str]) -> list[str]:
-        """Make `version`, which the trainer sent to `urls`, the target. Returns the addresses that confirm it."""
+        """Make `version`, sent by the trainer to `urls`, the target. Returns those that confirm it; evicts others."""
         target = Target(version, key)
         self._set_target(target)
 
@@ -409,7 +409,7 @@ class ServerPool(ABC):
         if mode is None:
             yield
             return
-        async with server.orders:
+        async with server.commands:
             await server.pause(mode)
             try:
                 yield

@@ -1,4 +1,4 @@
-"""Whether it is noticed that SGLang leaves out tensors, which it does without a word."""
+"""Whether it is noticed that SGLang skips tensors, which it does without a word."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_tensor_that_is_left_out_in_part_or_whole_is_named_and_no_other_is(lef
     with pytest.raises(UserError) as caught:
         prove(stub, given_names)
     assert f"not what they were: {', '.join(affected[:3])}" in str(caught.value)
-    assert "SGLang leaves out" in str(caught.value) and "model.path" in str(caught.value)
+    assert "SGLang skips" in str(caught.value) and "model.path" in str(caught.value)
     assert not stub.paused
 
 

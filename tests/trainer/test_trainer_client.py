@@ -21,6 +21,6 @@ def test_every_number_that_the_trainer_answers_is_read_as_it_was(value: float) -
 def test_a_connection_that_is_closed_counts_as_a_trainer_that_is_down() -> None:
     client = TrainerClient("http://127.0.0.1:9", "token")
     client.close()
-    assert not client.is_free(1) and client.work() == (0, 0) and client.sign().progress is None
+    assert not client.is_free(1) and client.work() == (0, 0) and client.heartbeat().progress is None
     with pytest.raises(TrainerDown, match="closed"):
         client.health()
