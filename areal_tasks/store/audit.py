@@ -1,4 +1,4 @@
-"""`arealflow audit`: from the last commit to every byte of a run, and what else lies in its folder."""
+"""`arealflow audit`: checks every byte that a run's commits reference, and counts what else its folder holds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MANIFEST = re.compile(r"(iteration=\d+/stage=\w+/[0-9a-f]+|(weights|checkpoints
 
 @dataclass(frozen=True)
 class Removed:
-    """Weights or a checkpoint that somebody removed on purpose: not damage."""
+    """Weights or a checkpoint that a user removed on purpose: not damage."""
 
     kind: str
     version: int
@@ -55,7 +55,7 @@ class Removed:
 
 @dataclass(frozen=True)
 class Report:
-    """What an audit found. `root` vouches for all that was checked; it is empty where the chain has no end."""
+    """An audit's result. `root` is the run's root hash; empty if a file that it covers is missing or damaged."""
 
     run: str
     root: str
@@ -66,7 +66,7 @@ class Report:
     removed: tuple[Removed, ...]
     unselected_files: int
     unselected_bytes: int
-    old_schema: bool = field(metadata={"help": "schema 1 has no seals: records that nothing names are only parsed"})
+    old_schema: bool = field(metadata={"help": "schema 1 has no seals: unreferenced records are only parsed"})
 
     @property
     def sound(self) -> bool:
@@ -74,13 +74,13 @@ class Report:
 
 
 def audit(store: Store, name: str, progress: Progress = lambda done, total: None) -> Report:
-    """Check everything that the run's commits vouch for, the records beside them, and the history of its parents.
+    """Check everything that the run's commits reference, its other records, and the history of its parents.
 
     Raises:
         UserError: there is no run of this name.
     """
     if not store.exists(paths.run_record(name)):
-        load_run(store, name)  # says which runs there are
+        load_run(store, name)  # raises an error that lists the runs
     found = Findings(store)
     work = Work(found, progress)
     links = audit_history(found, name)
@@ -124,7 +124,7 @@ def _root(store: Store, name: str, iterations: int) -> str:
 
 
 def _stages(found: Findings, work: Work, links: Sequence[Link]) -> dict[str, StageManifest]:
-    """Check every stage manifest that a commit selects, and note its shards; the sound ones, by path."""
+    """Check every stage manifest that a commit selects and queue its shards; returns the valid ones by path."""
     selected: dict[str, tuple[StageRef, str]] = {}
     for link in links:
         for ref in link.commit.stages if link.commit else ():
@@ -133,12 +133,12 @@ def _stages(found: Findings, work: Work, links: Sequence[Link]) -> dict[str, Sta
     manifests = {path: m for path, m in zip(selected, read, strict=True) if m is not None}
     for path, manifest in manifests.items():
         found.names[path] = f"{manifest.stage} of iteration {manifest.iteration}"
-        for given in manifest.inputs:
-            found.readers.setdefault(given.path, []).append(path)
+        for source in manifest.inputs:
+            found.readers.setdefault(source.path, []).append(path)
     for path, manifest in manifests.items():
         _contents(found, work, path, manifest)
-        for given in manifest.inputs:
-            _input(found, path, given, manifests, selected)
+        for source in manifest.inputs:
+            _input(found, path, source, manifests, selected)
     return manifests
 
 
@@ -146,7 +146,7 @@ def _stage(found: Findings, ref: StageRef, commit: str) -> StageManifest | None:
     affects = f"the tables of {ref.stage}, and all that reads them"
     manifest = found.record(ref.path, StageManifest, ref.sha256, commit, affects)
     if manifest is not None and (manifest.stage, manifest.key, manifest.digest) != (ref.stage, ref.key, ref.digest):
-        found.report(ref.path, f"is another stage's result than {commit} names", affects)
+        found.report(ref.path, f"is not the result that {commit} names", affects)
     return manifest
 
 
@@ -160,18 +160,16 @@ def _contents(found: Findings, work: Work, path: str, manifest: StageManifest) -
 def _input(
     found: Findings,
     path: str,
-    given: InputRef,
+    source: InputRef,
     manifests: dict[str, StageManifest],
     selected: dict[str, tuple[StageRef, str]],
 ) -> None:
-    """What a stage read must be there, and be what it read."""
-    read = manifests.get(given.path)
-    if (
-        read is None and given.path not in selected
-    ):  # a replay reads stages of its parent that no commit of its own names
-        read = found.record(given.path, StageManifest)
-    if read is not None and read.digest != given.digest:
-        found.report(given.path, f"exchanged: {path} read other content from it", found.names[path])
+    """Check that a stage's input exists and has the content that the stage read."""
+    read = manifests.get(source.path)
+    if read is None and source.path not in selected:  # a replay reads parent stages that its own commits do not name
+        read = found.record(source.path, StageManifest)
+    if read is not None and read.digest != source.digest:
+        found.report(source.path, f"replaced: {path} read other content from it", found.names[path])
 
 
 # ── weights and checkpoints ─────────────────────────────────────────────────────────────────────────────────────────
@@ -184,7 +182,7 @@ def _named_weights(links: Sequence[Link]) -> list[WeightsRef]:
 
 
 def _initial_weights(found: Findings, manifests: dict[str, StageManifest]) -> list[WeightsRef]:
-    """Version 0, which the table of the stage `initialise` names, by its content digest."""
+    """Weights version 0, with its content digest, from the table of the stage `initialise`."""
     refs = []
     for manifest in manifests.values():
         for table in [manifest.tables[name] for name in manifest.tables if name == "initial_weights"]:
@@ -221,7 +219,7 @@ def _use(kind: str, version: int) -> str:
 
 
 def _check_unwritten(found: Findings, links: Sequence[Link], manifests: dict[str, StageManifest]) -> None:
-    """Weights that were handed over and not written are named by the train stage that made them."""
+    """Check that weights that were sent but not written have the digest of the train stage that made them."""
     for link in links:
         if link.commit is None or link.commit.weights.written:
             continue
@@ -231,21 +229,21 @@ def _check_unwritten(found: Findings, links: Sequence[Link], manifests: dict[str
 
 
 def _tombstones(found: Findings, name: str, links: Sequence[Link]) -> dict[str, Tombstone]:
-    """What was removed on purpose, by the path of its manifest, of this run and of its parents."""
+    """The tombstones of this run and its parents, by the path of the removed manifest."""
     runs = dict.fromkeys([name, *(link.commit.run for link in links if link.commit)])
     read = [found.folder(f"{run}/tombstones", Tombstone) for run in runs]
     return {tombstone.path: tombstone for records in read for tombstone in records.values()}
 
 
 def _removed(tombstone: Tombstone) -> Removed:
-    made = tombstone.provenance
+    provenance = tombstone.provenance
     return Removed(
         tombstone.kind,
         tombstone.version,
         tombstone.path,
         tombstone.bytes,
-        f"{tombstone.user}@{made.host}",
-        made.committed,
+        f"{tombstone.user}@{provenance.host}",
+        provenance.committed,
         tombstone.reason,
     )
 
@@ -254,7 +252,7 @@ def _removed(tombstone: Tombstone) -> Removed:
 
 
 def _records(found: Findings, name: str) -> None:
-    """Owners, services, waits, tags, references and signatures: only their seals vouch for them."""
+    """Check owners, services, waits, tags, references and signatures, which only their seals protect."""
     found.sequence(f"{name}/owners", lambda n: paths.owner(name, n), OwnerRecord, 1)
     folders: list[tuple[str, type[StoredRecord]]] = [
         (f"{name}/references", Reference),
@@ -268,7 +266,7 @@ def _records(found: Findings, name: str) -> None:
 
 
 def _compactions(found: Findings, work: Work, name: str) -> None:
-    """Copies that make questions fast. They can be made again; what they were made from is checked by itself."""
+    """Check compactions, derived copies that make queries fast; their sources are checked separately."""
     remedy = "nothing: it is a copy; remove it and compact the run again"
     for child in found.store.children(paths.compactions(name)):
         path = f"{paths.compactions(name)}/{child}"
@@ -276,7 +274,7 @@ def _compactions(found: Findings, work: Work, name: str) -> None:
         if data is None:
             continue
         if not child.endswith(f"-{short_digest(data)}.json"):
-            found.report(path, "altered: its bytes are not those that its name promises", remedy)
+            found.report(path, "altered: its bytes do not have the digest in its name", remedy)
         elif (record := found.decode(path, Compaction, data, remedy)) is not None:
             for table in record.tables.values():
                 for file in table.files:
@@ -284,7 +282,7 @@ def _compactions(found: Findings, work: Work, name: str) -> None:
 
 
 def _unselected(found: Findings, name: str, stray: Sequence[str]) -> None:
-    """Manifests of unfinished or abandoned work: a later start may use them, so they must be sound."""
+    """Check manifests of unfinished or abandoned work, which a later start may use."""
     for path in stray:
         if _MANIFEST.fullmatch(path.removeprefix(f"{name}/")):
             found.record(path, StageManifest if "/stage=" in path else WeightsManifest)

@@ -1,4 +1,4 @@
-"""Every byte that manifests name: shards and the columns in them, weights, checkpoints, compactions."""
+"""Checks of every byte that manifests name: shards and their columns, weights, checkpoints, compactions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from areal_tasks.store.parallel import parallel
 from areal_tasks.store.shards import content_digest
 from schemas.manifest import FileRef, ShardRef, TableRef
 
-#: Told how many bytes have been hashed, of how many.
+#: Called with the bytes hashed so far, and all bytes to be hashed.
 Progress = Callable[[int, int], None]
 
 
 @dataclass
 class Work:
-    """Checks of bytes to be made, each once; done by several threads, since hashing and reading release the GIL."""
+    """A queue of checks of bytes, each made once; run by several threads, since hashing and reading release the GIL."""
 
     found: Findings
     progress: Progress = field(default=lambda done, total: None)
@@ -37,22 +37,22 @@ class Work:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_table(self, manifest: str, ref: TableRef) -> None:
-        """Shards that the stage manifest at `manifest` names."""
+        """Queue the shards of a table of the stage manifest at `manifest`."""
         if self._claim(*ref.shards):
             self.jobs.append(partial(self._table, manifest, ref))
 
     def add_file(self, file: FileRef, named_by: str, affects: str) -> None:
-        """A file of any size, of which only its bytes are known."""
+        """Queue a file of any size, to check its length and SHA-256."""
         if self._claim(file):
             self.jobs.append(partial(self._file, file, named_by, affects))
 
     def __call__(self) -> None:
-        """Make all checks."""
+        """Run all queued checks."""
         self.progress(0, self.total)
         parallel(lambda job: job(), self.jobs, threads=8)
 
     def _claim(self, *files: FileRef) -> bool:
-        """Whether these files still have to be checked."""
+        """Mark these files as seen; returns whether any of them is new."""
         fresh = [file for file in files if file.path not in self.found.seen]
         self.found.seen.update(file.path for file in fresh)
         self.total += sum(file.bytes for file in fresh)
@@ -90,13 +90,13 @@ class Work:
         try:
             return pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
         except (pa.ArrowException, OSError) as error:
-            self.found.report(shard.path, f"is no Parquet file that can be read ({error})", affects)
+            self.found.report(shard.path, f"is not a readable Parquet file ({error})", affects)
             return None
 
     def _file(self, file: FileRef, named_by: str, affects: str) -> None:
         try:
             digest, size = file_digest(self.found.store, file.path, self._tick)
-            if digest != file.sha256:  # it may have been damaged on its way
+            if digest != file.sha256:  # it may have been corrupted in transit
                 digest, size = file_digest(self.found.store, file.path)
         except Missing:
             self.found.report(file.path, "missing", affects)

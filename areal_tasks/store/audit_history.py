@@ -1,4 +1,4 @@
-"""The chain of commits, link by link, back to `run.json`, through the parents of a fork."""
+"""Checks of the chain of commits, back to `run.json` and through the parents of a fork, and of the log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from schemas.manifest import IterationCommit, LogRecord, RunRecord, Segment
 
 @dataclass(frozen=True)
 class Link:
-    """A commit's place in the chain: its bytes' digest (empty: it could not be read), and what it says if sound."""
+    """A commit in the chain: the digest of its bytes (empty: unreadable), and the commit (None: damaged)."""
 
     path: str
     digest: str
@@ -39,7 +39,7 @@ def audit_history(found: Findings, name: str, stop: int | None = None) -> list[L
 
 
 def committed(store: Store, name: str, first: int) -> int:
-    """The iteration after the last commit, even where one in between is missing."""
+    """The iteration after the last commit, even if an earlier commit is missing."""
     last = last_present(lambda k: store.exists(paths.iteration_commit(name, k)), first)
     folders = (child.removeprefix("iteration=") for child in store.children(name) if child.startswith("iteration="))
     numbers = (int(folder) for folder in folders if folder.isdecimal())
@@ -61,19 +61,19 @@ def _link(found: Findings, name: str, k: int) -> Link:
 
 
 def _check_links(found: Findings, before: Link, own: list[Link]) -> None:
-    """Each commit must name the bytes of the one before it; the first, those of the parent's last or of `run.json`."""
+    """Check that each commit has the digest of the one before it: for the first, the parent's last or `run.json`."""
     for link in own:
         if link.commit is not None and before.digest not in ("", link.commit.previous):
             found.report(
                 before.path,
-                f"altered or exchanged: {link.path} names other bytes as what it follows",
+                f"altered or replaced: {link.path} records another digest",
                 f"the chain from iteration {link.commit.iteration} on",
             )
         before = link
 
 
 def _check_segments(found: Findings, name: str, own: list[Link], segments: dict[int, Segment]) -> None:
-    """The recipe segment that a commit names is there."""
+    """Check that the recipe segments that commits name exist."""
     for n in sorted({link.commit.segment for link in own if link.commit} - segments.keys()):
         path = paths.segment(name, n)
         if path not in found.seen:
@@ -81,16 +81,16 @@ def _check_segments(found: Findings, name: str, own: list[Link], segments: dict[
 
 
 def audit_log(found: Findings, name: str, links: list[Link]) -> None:
-    """Each line of the log names the line before it, and the commits that it has seen are still there."""
+    """Check that each log line has the digest of the line before it, and that the commits it records still exist."""
     log = found.sequence(f"{name}/log", lambda n: paths.log(name, n), LogRecord, 1)
     for n, record in log.items():
         if (n - 1 in log or n == 1) and record.previous != log_digest(found.store, name, n - 1):
-            found.report(paths.log(name, max(n - 1, 1)), f"exchanged: line {n} of the log names other bytes before it")
+            found.report(paths.log(name, max(n - 1, 1)), f"replaced: line {n} of the log records another digest")
         _check_witness(found, name, record, links)
 
 
 def _check_witness(found: Findings, name: str, record: LogRecord, links: list[Link]) -> None:
-    """Commits are never taken back: what a line of the log says was the last one must still be there."""
+    """Check that the commit that a log line records as the last one exists: commits are never undone."""
     iterations, head = record.details.get("iterations"), record.details.get("head")
     if not isinstance(iterations, int) or not iterations or not isinstance(head, str):
         return
@@ -98,4 +98,4 @@ def _check_witness(found: Findings, name: str, record: LogRecord, links: list[Li
         what = f"missing: line {record.n} of the log says that {iterations} iterations were committed"
         found.report(paths.iteration_commit(name, iterations - 1), what)
     elif links[iterations - 1].digest not in ("", head):
-        found.report(links[iterations - 1].path, f"exchanged: line {record.n} of the log names other bytes")
+        found.report(links[iterations - 1].path, f"replaced: line {record.n} of the log records another digest")

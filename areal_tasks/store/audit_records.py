@@ -1,4 +1,4 @@
-"""What an audit finds, and how it reads records: whatever is wrong with a file is noted by its path, and it goes on."""
+"""An audit's findings, and how it reads records: a defect is listed by the file's path, and the audit continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ R = TypeVar("R", bound=StoredRecord)
 
 @dataclass(frozen=True)
 class Defect:
-    """One file that is not what it should be, and what else that takes with it."""
+    """A missing or damaged file, and what else it affects."""
 
     path: str
     what: str
@@ -29,7 +29,7 @@ class Defect:
 
 @dataclass
 class Findings:
-    """What has been looked at so far, and what was wrong. Several threads may add to it."""
+    """The files that were checked so far, and their defects. Several threads may add to it."""
 
     store: Store
     defects: list[Defect] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Findings:
         self.defects.append(Defect(path, what, affects))
 
     def record(self, path: str, model: type[R], sha256: str = "", named_by: str = "", affects: str = "") -> R | None:
-        """The record at `path`; None, and a defect, if it is missing or not to the bit what was written."""
+        """The record at `path`; None, and a defect, if it is missing or altered."""
         data = self.read(path, affects, sha256)
         if data is None:
             return None
@@ -53,7 +53,7 @@ class Findings:
     def read(self, path: str, affects: str = "", sha256: str = "") -> bytes | None:
         """The bytes at `path`; None, and a defect, if they cannot be read.
 
-        If they are not what they should be they are read again: they may have been damaged on their way.
+        Bytes with another digest or a broken seal are read again: they may have been corrupted in transit.
         """
         self.seen.add(path)
         try:
@@ -75,9 +75,9 @@ class Findings:
             return None
 
     def sequence(self, folder: str, path_of: Callable[[int], str], model: type[R], first: int) -> dict[int, R]:
-        """The numbered records of `folder`, of which none may be missing up to the last.
+        """The numbered records of `folder`; one that is missing before the last is a defect.
 
-        The last is asked for by name; a listing, which may be old, only adds what lies beyond a gap.
+        The last is found by name; a listing, which may be stale, only adds records beyond a gap.
         """
         names = (name.removesuffix(".json") for name in self.store.children(folder))
         known = last_present(lambda n: self.store.exists(path_of(n)), first)
@@ -95,7 +95,7 @@ class Findings:
         return {path: record for path, record in found.items() if record is not None}
 
     def downstream(self, manifest: str) -> str:
-        """The stages that were computed from what a stage manifest names, directly or not."""
+        """The stages that were computed from a stage manifest's tables, directly or indirectly."""
         found: list[str] = []
         queue = list(self.readers.get(manifest, ()))
         while queue:
@@ -107,7 +107,7 @@ class Findings:
 
 
 def _plausible(path: str, data: bytes, sha256: str) -> bool:
-    """Whether `data` has the SHA-256 that is known of it; else, of a record, whether its seal holds."""
+    """Whether `data` has the given SHA-256; without one, whether a record's seal holds."""
     if sha256:
         return hashlib.sha256(data).hexdigest() == sha256
     return seal_holds(data) if path.endswith(".json") else True

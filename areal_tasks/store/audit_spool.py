@@ -1,4 +1,4 @@
-"""The spool of a run, and which groups are settled after each of its commits, computed again."""
+"""Checks of a run's spool, and of the groups that each of its commits counts as settled."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Records = Mapping[str, SpoolRecord]
 
 
 def audit_spool(found: Findings, work: Work, name: str, links: Sequence[Link]) -> dict[str, Records]:
-    """Check the records of the spools of `name` and its parents, and note the shards of `name` that lie there.
+    """Check the spool records of `name` and its parents, and queue the shards in the spool of `name`.
 
-    Returns the records of each run. A child needs nothing of its parents' spools but what they have rejected.
+    Returns the records of each run. Of its parents' spools, a child needs only which groups they rejected.
     """
     runs = dict.fromkeys([name, *(link.commit.run for link in links if link.commit)])
     spools = {run: _records(found, run) for run in runs}
@@ -37,7 +37,7 @@ def _records(found: Findings, run: str) -> Records:
 
 
 def _start(found: Findings, run: str, start: int) -> Iterator[tuple[str, SpoolRecord]]:
-    """The sound records of a start."""
+    """The valid records of a start."""
     folder = f"{paths.spool(run)}/{start}"
     records = found.sequence(folder, lambda n: paths.spool_record(run, start, n), SpoolRecord, 0)
     if not records:
@@ -56,18 +56,18 @@ def _start(found: Findings, run: str, start: int) -> Iterator[tuple[str, SpoolRe
 
 
 def _shards(found: Findings, work: Work, name: str, records: Records, links: Sequence[Link]) -> None:
-    """The shards that must be there, with their rows, and those that `gc` may have removed and has not."""
+    """Queue the shards that must exist, with their rows, and those that `gc` may remove but has not."""
     head = links[-1].commit if links else None
     settled, unknown = settled_after(head), bool(links) and head is None
-    there = {entry.path for entry in entries(found.store, paths.spool(name))} if records else set()
+    present = {entry.path for entry in entries(found.store, paths.spool(name))} if records else set()
     for path, record in records.items():
         removable = unknown or all(group.index in settled for group in record.finished)
         for table in record.tables.values():
             if not removable:
                 work.add_table(path, table)
             for shard in table.shards if removable else ():
-                if shard.path in there:
-                    work.add_file(shard, path, "nothing: no coming iteration takes these groups")
+                if shard.path in present:
+                    work.add_file(shard, path, "nothing: no later iteration takes these groups")
 
 
 def check_groups(
@@ -77,7 +77,7 @@ def check_groups(
     manifests: Mapping[str, StageManifest],
     spools: Mapping[str, Records],
 ) -> None:
-    """Once the shards are read: they hold the groups that records name, and commits count the right ones as settled."""
+    """After the shards were read, check that they hold the recorded groups, and the settled groups of each commit."""
     for path, record in (item for records in spools.values() for item in records.items()):
         rows = _rows(work, record.tables)
         named = {group.index: group.samples for group in record.finished if group.samples}
@@ -103,7 +103,7 @@ def _rows(work: Work, tables: Mapping[str, TableRef]) -> Counter[int] | None:
 
 
 def _taken(work: Work, commit: IterationCommit, manifests: Mapping[str, StageManifest]) -> set[int] | None:
-    """The groups that an iteration has trained on; None where that cannot be told."""
+    """The groups that an iteration has trained on; None if unknown."""
     rollouts = [manifests[ref.path] for ref in commit.stages if ref.stage == "rollout" and ref.path in manifests]
     rows = _rows(work, rollouts[0].tables) if rollouts and "next_group" in commit.state else None
     return set(rows) if rows is not None else None
@@ -118,7 +118,7 @@ def _any_below(damaged: Iterable[str], folder: str) -> bool:
 
 
 def _contradictions(before: Settled, taken: set[int], after: Settled, rejected: set[int] | None) -> Iterator[str]:
-    """What is wrong with what a commit counts as settled; `rejected`: what may be counted besides, None if unknown."""
+    """Errors in the groups that a commit counts as settled; `rejected` ones may be among them (None: unknown)."""
     expected = before.add(taken)
     if twice := sorted(group for group in taken if group in before):
         yield f"trains on groups that were settled before: {_some(twice)}"
@@ -133,6 +133,6 @@ def _counts(rows: Mapping[int, int]) -> str:
 
 
 def _some(values: Iterable[object], most: int = 6) -> str:
-    """The first of these values; there may be very many."""
+    """The first of these values; present may be very many."""
     first = [str(value) for value in islice(values, most + 1)]
     return ", ".join(first[:most]) + (", …" if len(first) > most else "")

@@ -1,6 +1,6 @@
-"""Where objects lie: a small interface over a local folder or an S3 bucket, and nothing else.
+"""Object storage: a small interface over a local folder or an S3 bucket.
 
-Only create-if-absent and reads are asked of a backend: no locks, no renames, no clocks, no complete listings.
+A backend needs only create-if-absent and reads: no locks, no renames, no clocks, no complete listings.
 Paths are relative to the store's root and use `/`.
 """
 
@@ -19,9 +19,9 @@ from areal_tasks.store.under_way import LEDGER
 from schemas.errors import UserError
 from schemas.recipe.sources import holds_credentials
 
-#: The bytes of a large object, in pieces that lie somewhere in memory.
+#: The bytes of a large object, in pieces anywhere in memory.
 Content = Sequence[bytes | memoryview]
-#: Each value has two names in the environment, and the first that is set counts.
+#: Each value has two environment variables; the first that is set counts.
 _ENDPOINT: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGION: Final = ("AWS_REGION", "AWS_DEFAULT_REGION")
 
@@ -31,11 +31,11 @@ class StoreError(UserError):
 
 
 class Unavailable(StoreError):
-    """The store does not answer, or not now: it may come back by itself."""
+    """The store does not answer, or is overloaded: it may recover by itself."""
 
 
 class Missing(StoreError):
-    """There is nothing under this path."""
+    """There is no object under this path."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -43,7 +43,7 @@ class Missing(StoreError):
 
 
 class Newer(StoreError):
-    """A newer program has written this record: nothing is wrong with it."""
+    """A newer version of this program wrote this record: it is not damaged."""
 
     def __init__(self, where: str, version: int, known: int) -> None:
         super().__init__(
@@ -52,11 +52,11 @@ class Newer(StoreError):
 
 
 class Exists(Exception):
-    """Something is there already, so that `create` did nothing."""
+    """The object exists already, so that `create` did nothing."""
 
 
 class Backend(Protocol):
-    """What a place for objects must be able to do. Every failure is a `StoreError`."""
+    """The operations of a store. Every failure is a `StoreError`."""
 
     def read(self, path: str) -> bytes:
         """The whole object, or `Missing`."""
@@ -68,16 +68,16 @@ class Backend(Protocol):
         """Make a created object, and all that was written before it, survive a power cut."""
 
     def put(self, path: str, data: bytes) -> None:
-        """Write a durable object under a name that nobody else uses (below a fresh attempt)."""
+        """Write a durable object under a name that no other process uses (below a fresh attempt)."""
 
     def put_file(self, path: str, source: Path) -> None:
         """As `put`, from a local file of any size."""
 
     def put_pieces(self, path: str, pieces: Content) -> None:
-        """As `put`, from pieces of any size, laid end to end; they are not copied first."""
+        """As `put`, from concatenated pieces of any size, which are not copied first."""
 
     def fetch_file(self, path: str, target: Path) -> str:
-        """Copy an object of any size into a local file, or `Missing`; the SHA-256 of what came, in hex."""
+        """Copy an object of any size into a local file, or `Missing`; returns its SHA-256 in hex."""
 
     def size(self, path: str) -> int:
         """Bytes of the object, or `Missing`."""
@@ -89,10 +89,10 @@ class Backend(Protocol):
         """Where `path` lies on this machine's disk; None for a remote store."""
 
     def arrow(self) -> tuple[FileSystem, str]:
-        """The same place as Arrow sees it, for scans of many files: its file system, and the root in it."""
+        """The store for Arrow, which scans many files: its file system, and the root in it."""
 
     def uri(self, path: str) -> str:
-        """`path` as a person names it in a message."""
+        """`path` as messages name it."""
 
     def list(self, prefix: str) -> list[str]:
         """Paths of all objects below the folder `prefix`, sorted; empty if there is none."""
@@ -100,7 +100,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Store:
-    """A store: its URL and the backend behind it. The only thing the rest of the program passes around."""
+    """A store: its URL and its backend, whose operations are listed in the ledger while they run."""
 
     url: str
     backend: Backend
@@ -164,23 +164,23 @@ class Store:
 
 
 def default_url() -> str:
-    """`AREALFLOW_STORE`, else the folder `store` in `AREALFLOW_HOME` (default: `.arealflow` here)."""
+    """`AREALFLOW_STORE`, else the folder `store` in `AREALFLOW_HOME` (default: `./.arealflow`)."""
     home = Path(os.environ.get("AREALFLOW_HOME", ".arealflow"))
     return os.environ.get("AREALFLOW_STORE") or (home.resolve() / "store").as_uri()
 
 
 def store_url(named: str) -> str:
-    """The URL of a store that may be named by a folder, which a relative path finds from the current one."""
+    """The URL of a store that is given as a URL, or as a folder, relative to the current one."""
     is_path = named and not urlsplit(named).scheme
     return Path(os.path.abspath(os.path.expanduser(named))).as_uri() if is_path else named
 
 
 def open_store(named: str = "") -> Store:
-    """The store of that URL, or in that folder (empty: the default one). Touches neither disk nor network yet.
+    """The store at this URL or folder (empty: the default one). Accesses neither disk nor network yet.
 
     Raises:
-        UserError: it is no folder, and a URL that is neither `file:///…` nor `s3://bucket/…`, or S3 credentials are
-            not set.
+        UserError: it is neither a folder nor a URL `file:///…` or `s3://bucket/…`, the URL holds credentials, or S3
+            credentials are not set.
     """
     url = store_url(named or default_url()).rstrip("/")
     parts = urlsplit(url)
@@ -201,7 +201,7 @@ def open_store(named: str = "") -> Store:
 
 
 def s3_endpoint() -> str:
-    """The URL of the S3 server, as the environment says; empty for AWS."""
+    """The URL of the S3 server, from the environment; empty for AWS."""
     return _environment(_ENDPOINT)
 
 

@@ -1,7 +1,7 @@
-"""What a run holds, as its commits say: the selected stage manifests, and nothing that no commit selects.
+"""The catalog of a run: the stage manifests that its commits select, and nothing else.
 
-A catalog is a list of regions. Where a compaction is believed, a region is answered from it; the others, the newest
-iterations above all, from the commits and manifests themselves. Both give the same rows.
+A catalog is a list of regions. A region with a valid compaction is read from that; the others, above all the newest
+iterations, are read from the commits and manifests themselves. Both give the same rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow.dataset as ds
 
 from areal_tasks.store import paths
 from areal_tasks.store.commit import read_verified
-from areal_tasks.store.compacted import CompactReader, Unbelievable, believed
+from areal_tasks.store.compacted import CompactionDamaged, CompactReader, believed
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.record_tables import utc
 from areal_tasks.store.runs import Run
@@ -59,7 +59,7 @@ class Region:
 
     @cached_property
     def refs(self) -> Refs:
-        """Path of every manifest that is selected here and not before, how, and the first commit that selects it."""
+        """Path of every manifest first selected in this region -> its reference and the first commit with it."""
         known = {ref.path for ref in self.run.commit(self.first - 1).stages} if self.first else set()
         found: Refs = {}
         for commit in self.commits:
@@ -70,12 +70,12 @@ class Region:
 
     @cached_property
     def everything(self) -> list[Selected]:
-        """All manifests that are selected here and not before. Whoever asks for many of them asks for this first."""
+        """All manifests first selected in this region. Read this first where many of them are needed: it is cached."""
         manifests = read_manifests(self.run, self.refs, list(self.refs))
         return [Selected(path, m, self.refs[path][1]) for path, m in zip(self.refs, manifests, strict=True)]
 
     def selected(self, stages: Set[str] | None = None) -> list[Selected]:
-        """The manifests of these stages (of all) that are selected here and not before."""
+        """The manifests first selected in this region, of these stages (None: of all)."""
         if stages is None or "everything" in self.__dict__:
             return [found for found in self.everything if stages is None or found.manifest.stage in stages]
         wanted = [path for path, (ref, _) in self.refs.items() if ref.stage in stages]
@@ -89,14 +89,14 @@ class Region:
                 yield from ((found.manifest.iteration, shard) for shard in found.manifest.tables[table].shards)
 
     def compacted(self, table: str) -> CompactTable | None:
-        """The merged table, if there is one and it has the columns that this program knows."""
+        """The merged table, if there is one with the columns that this version has."""
         found = self.compaction.tables.get(table) if self.compaction else None
         return found if found and found.columns == tuple(compact_schema(table).names) else None
 
 
 @dataclass(frozen=True)
 class Catalog:
-    """A run's history up to its head, read when asked for. Without `compacted`, as if there were no compactions."""
+    """A run's history up to its head, read lazily. Without `compacted`, compactions are ignored."""
 
     run: Run
     compacted: bool = True
@@ -118,7 +118,7 @@ class Catalog:
         return [*found, Region(self.run, at, stop)] if stop > at else found
 
     def _length(self, known: int) -> int:
-        """How many iterations are committed, of which `known` are known to be."""
+        """How many iterations are committed: at least `known`."""
         first = max(known, self.run.first)
         return last_present(lambda k: self.run.store.exists(paths.iteration_commit(self.run.name, k)), first) + 1
 
@@ -129,7 +129,7 @@ class Catalog:
 
     @cached_property
     def refs(self) -> Refs:
-        """Path of every selected manifest, how the first commit that selects it names it, and that commit."""
+        """Path of every selected manifest -> its reference in the first commit that selects it, and that commit."""
         found: Refs = {}
         for region in self.regions:
             found |= {path: ref for path, ref in region.refs.items() if path not in found}
@@ -137,7 +137,7 @@ class Catalog:
 
     @cached_property
     def stages_of(self) -> dict[str, set[str]]:
-        """Table name -> the stages that write it: a stage always writes the same tables, so one manifest each tells."""
+        """Table name -> the stages that write it: a stage always writes the same ones, so one manifest each is read."""
         found: dict[str, set[str]] = {}
         for region in self.regions:
             for table, stages in (region.compaction.stages_of if region.compaction else {}).items():
@@ -162,7 +162,7 @@ class Catalog:
             yield from self.shards_of(region, table)
 
     def shards_of(self, region: Region, table: str) -> list[tuple[int, ShardRef]]:
-        """The same, of a part of the history."""
+        """As `shards`, for one region."""
         merged = self.merged(region, "shards", ds.field("table_name") == table)
         if merged is None:
             return list(region.shards(self.stages_of[table], table))
@@ -170,19 +170,19 @@ class Catalog:
         return [(row["iteration"], ShardRef(**{name: row[name] for name in ShardRef.model_fields})) for row in rows]
 
     def merged(self, region: Region, table: str, filter: ds.Expression | None = None) -> list[pa.Table] | None:
-        """The region's rows of a table in its compaction; None where they must be read from what it was made from."""
+        """The region's rows of a table in its compaction; None if they must be read from its source files."""
         compact, schema = region.compacted(table), compact_schema(table)
         if compact is None:
             return None
         return self.trusted(lambda: list(self.reader.tables(compact, schema, filter)))
 
     def trusted(self, read: Callable[[], T]) -> T | None:
-        """What `read` finds in a compaction; None, and a warning, if the compaction is damaged."""
+        """The result of `read`, which reads a compaction; None, and a warning, if that is damaged."""
         try:
             return read()
-        except Unbelievable as error:
+        except CompactionDamaged as error:
             log.warning(
-                "%s: read what it was made from instead, which takes longer; `arealflow compact %s` makes it anew",
+                "%s: reading its source files instead, which takes longer; `arealflow compact %s` makes it again",
                 error,
                 self.run.name,
             )
@@ -208,7 +208,7 @@ class Catalog:
         return pa.concat_tables(parts)
 
     def derived(self, name: str, region: Region) -> pa.Table:
-        """The rows of a view of `DERIVED` for a part of the history, from its commits and manifests themselves."""
+        """The rows of a view of `DERIVED` for a region, computed from its commits and manifests."""
         return pa.Table.from_pylist(_DERIVE[name](region), schema=DERIVED[name])
 
 

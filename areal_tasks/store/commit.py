@@ -24,10 +24,10 @@ def new_attempt() -> str:
 
 
 def commit_once(store: Store, path: str, record: C) -> tuple[C, bool]:
-    """Create `record` at `path` unless there is one; returns what is there now, and whether it is mine.
+    """Create `record` at `path` unless there is one; returns the record there now, and whether it is this one.
 
     A put may be stored and still answer with an error, or be sent twice by a client that retries: whatever the
-    answer, what counts is the attempt that can be read back.
+    answer, the attempt that is read back counts.
 
     Raises:
         StoreError: the put failed and nothing is there.
@@ -46,7 +46,7 @@ def _read_back(store: Store, path: str, record: C, error: StoreError) -> C:
     try:
         return decode(store, path, type(record), store.read(path))
     except StoreError:
-        raise error from None  # why the put failed says more than that nothing can be read
+        raise error from None  # the put's error is the cause
 
 
 def read_record(store: Store, path: str, model: type[R]) -> R:
@@ -76,7 +76,7 @@ def verified(store: Store, path: str, sha256: str) -> bytes:
     """The bytes at `path`, which must have this SHA-256; else a UserError that names the file."""
     data = store.read(path)
     if hashlib.sha256(data).hexdigest() != sha256:
-        data = store.read(path)  # it may have been damaged on its way
+        data = store.read(path)  # it may have been corrupted in transit
     if hashlib.sha256(data).hexdigest() != sha256:
         raise StoreError(
             f"{store.uri(path)} is damaged: its {len(data)} bytes do not have the SHA-256 that was recorded for it. "
@@ -98,7 +98,7 @@ def decode(store: Store, path: str, model: type[R], data: bytes) -> R:
         if (version := _schema_version(data)) > SCHEMA_VERSION:
             raise Newer(store.uri(path), version, SCHEMA_VERSION) from error
         raise StoreError(_explain(store.uri(path), error)) from error
-    if record.schema_version > SCHEMA_VERSION:  # its fields may be those of now, and mean something else
+    if record.schema_version > SCHEMA_VERSION:  # its fields may be the same and mean something else
         raise Newer(store.uri(path), record.schema_version, SCHEMA_VERSION)
     if (is_sealed(data) or record.schema_version > 1) and not seal_holds(data):
         raise StoreError(f"{store.uri(path)} is damaged (its seal does not hold): bytes were altered. {_RESTORE}")

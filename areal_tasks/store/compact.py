@@ -1,7 +1,7 @@
 """Making compactions: many iterations' tables, commits and manifests merged into few files, verified as they are read.
 
-What is merged is derived and can be thrown away at any time: readers take it where it is faster, and it is never more
-true than what it was made from.
+A compaction is derived and can be deleted at any time: readers use it where it is faster, and its source files stay
+authoritative.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _FILE_ROWS: Final = 1 << 20
 _FILE_BYTES: Final = 512 << 20  # in memory
 _GROUP_ROWS: Final = 1 << 18
 _GROUP_BYTES: Final = 128 << 20
-_GROWTH: Final = 2  # a compaction shorter than this many times what follows it is merged with that
+_GROWTH: Final = 2  # a compaction shorter than this many times what follows it is merged with it
 _AT_ONCE: Final = 32  # plain shards in memory
-_ITERATIONS: Final = 256  # whose manifests are in memory
+_ITERATIONS: Final = 256  # of which the manifests are in memory
 _UNIQUE: Final = frozenset({"sample_id", "seed", "path", "sha256", "key", "attempt", "previous"}) | TEXTS
 
 
@@ -66,7 +66,7 @@ def compact(run: Run, catalog: Catalog, regions: Sequence[Region], tables: Seque
     data = record.encode()
     before = [c.generation for c in listed(run.store, run.name) if (c.first, c.stop) == (first, stop)]
     path = paths.compaction(run.name, first, stop, max(before, default=0) + 1, short_digest(data))
-    with suppress(Exists):  # the name holds the digest: a client that sent the put twice finds its own
+    with suppress(Exists):  # the name holds the digest: only this put, when repeated, finds one
         run.store.create(path, data)
     return record
 
@@ -107,7 +107,7 @@ def _rows(catalog: Catalog, region: Region, name: str) -> Iterator[pa.Table]:
 
 def _plain_rows(catalog: Catalog, region: Region, name: str) -> Iterator[pa.Table]:
     schema, shards = compact_schema(name), catalog.shards_of(region, name)
-    threads = _AT_ONCE if catalog.run.store.local("") is None else 2  # who waits for no network is in others' way
+    threads = _AT_ONCE if catalog.run.store.local("") is None else 2  # local reads gain nothing from more
     for start in range(0, len(shards), _AT_ONCE):
         some = shards[start : start + _AT_ONCE]
         yield pa.concat_tables(parallel(lambda found: _shard_rows(catalog.run, *found, schema), some, threads))
@@ -122,7 +122,7 @@ def _shard_rows(run: Run, iteration: int, shard: ShardRef, schema: pa.Schema) ->
 
 
 class _Merge:
-    """The merged files of one table: rows are held until they fill one."""
+    """The merged files of one table: rows are buffered until they fill a file."""
 
     def __init__(self, run: Run, name: str, prefix: str) -> None:
         self.run, self.name, self.prefix = run, name, prefix
@@ -190,7 +190,7 @@ def _repeats(column: pa.Field) -> bool:
 
 
 def compact_all(run: Run, tables: Sequence[str] = SCALAR_TABLES) -> Compaction:
-    """Merge a run's whole history, whatever compactions there are.
+    """Merge a run's whole history, whether or not parts of it are compacted.
 
     Raises:
         UserError: nothing is committed, or as `compact`.
@@ -207,8 +207,8 @@ def compact_all(run: Run, tables: Sequence[str] = SCALAR_TABLES) -> Compaction:
 def due(regions: Sequence[Region], every: int) -> Sequence[Region]:
     """The last regions, if it is time to merge them: at least `every` iterations at the end are not compacted.
 
-    They take shorter compactions before them along, so that a run of n iterations has about log(n) of them, and each
-    row is rewritten as often.
+    Shorter compactions before them are merged too, so that a run of n iterations has about log(n) compactions, and
+    each row is rewritten about log(n) times.
     """
     if not regions or regions[-1].compaction is not None or _length(regions[-1:]) < every:
         return ()
@@ -219,7 +219,7 @@ def due(regions: Sequence[Region], every: int) -> Sequence[Region]:
 
 
 def _joins(before: Region, length: int) -> bool:
-    if before.compaction is None:  # its compaction was not believed
+    if before.compaction is None:  # its compaction is not valid
         return True
     small = before.compaction.tables.keys() <= {*SCALAR_TABLES, *DERIVED}
     return small and before.stop - before.first < _GROWTH * length
@@ -230,27 +230,27 @@ def _length(regions: Sequence[Region]) -> int:
 
 
 class Compactor:
-    """Compacts a run beside its loop, every `every` iterations (0: never). A context manager; told of each commit.
+    """A context manager that compacts a run in a thread, every `every` iterations (0: never).
 
-    A failure is logged and tried again when as many iterations have passed: the run does not depend on it.
+    A failure is logged, and the next attempt follows `every` iterations later: the run does not depend on it.
     """
 
     def __init__(self, run: Run, every: int) -> None:
         self.run, self.every = run, every
-        self.waited = every  # the first commit after a start looks what an earlier start has left
+        self.waited = every  # the first commit after a start also compacts what an earlier start left
         self.thread: threading.Thread | None = None
 
     def __enter__(self) -> Compactor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.thread is not None and kind is None:  # who ends by an error or is cancelled does not wait
+        if self.thread is not None and kind is None:  # a run that fails or is cancelled does not wait
             self.thread.join(CLOSE_SECONDS)
             if self.thread.is_alive():
                 log.warning("run %s ends before its compaction: `arealflow compact %s` makes it", *[self.run.name] * 2)
 
     def committed(self) -> None:
-        """An iteration has been committed."""
+        """Called after each commit; starts a compaction every `every` iterations."""
         self.waited += 1
         if self.every and self.waited >= self.every and not (self.thread and self.thread.is_alive()):
             self.waited = 0

@@ -1,4 +1,4 @@
-"""Reading compactions: which to believe, and their files, of which nothing is decoded before it is verified."""
+"""Reading compactions: which are valid, and their files, of which nothing is decoded before it is verified."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ DIGEST: Final = 32  # hex digits of the SHA-256 that a name or a chunk carries
 _NAME: Final = re.compile(rf"(\d{{6,}})-(\d{{6,}})-(\d{{3,}})-([0-9a-f]{{{DIGEST}}})\.json")
 
 
-class Unbelievable(Exception):
-    """A compaction is damaged, or of something else: use what it was made from."""
+class CompactionDamaged(Exception):
+    """A compaction's file is damaged or cannot be read: read the source files instead."""
 
 
 def short_digest(data: bytes | memoryview) -> str:
@@ -59,7 +59,7 @@ class Named:
 
 
 def listed(store: Store, run: str) -> list[Named]:
-    """What lies in the run's folder of compactions. A listing that lacks some costs time and nothing else."""
+    """The compactions in the run's folder. If the listing lacks some, queries only take longer."""
     matches = (_NAME.fullmatch(name) for name in store.children(paths.compactions(run)))
     return [Named(run, int(m[1]), int(m[2]), int(m[3]), m[4]) for m in matches if m is not None]
 
@@ -67,13 +67,13 @@ def listed(store: Store, run: str) -> list[Named]:
 def believed(run: Run) -> list[Compaction]:
     """The largest valid compactions of the run's history, in order and without overlap.
 
-    Those of a parent count as far as they end where the child begins.
+    A parent's compactions count if they end no later than where the child begins.
     """
     candidates, found, at = _candidates(run), list[Compaction](), 0
     while candidates := [c for c in candidates if c.first >= at]:
         at = candidates[0].first
-        here = [c for c in candidates if c.first == at]
-        taken = next((record for c in here if (record := _believe(run, c)) is not None), None)
+        same_start = [c for c in candidates if c.first == at]
+        taken = next((record for c in same_start if (record := _valid(run, c)) is not None), None)
         if taken is not None:
             found.append(taken)
         at = taken.stop if taken else at + 1
@@ -81,14 +81,14 @@ def believed(run: Run) -> list[Compaction]:
 
 
 def _candidates(run: Run) -> list[Named]:
-    """Of this run and its parents, by beginning, the longest first, then the newest."""
+    """Compactions of this run and its parents, by first iteration, the longest first, then the newest."""
     own = listed(run.store, run.name)
     inherited = [c for c in _candidates(run.parent) if c.stop <= run.first] if run.parent else []
     return sorted([*own, *inherited], key=lambda c: (c.first, -c.stop, c.run != run.name, -c.generation))
 
 
-def _believe(run: Run, name: Named) -> Compaction | None:
-    """The record, if its bytes are those that its name promises, and its commits are this run's; else None."""
+def _valid(run: Run, name: Named) -> Compaction | None:
+    """The record, if its bytes have the digest in its name and its last commit is this run's; else None."""
     try:
         data = run.store.read(name.path)
         if short_digest(data) != name.digest:
@@ -97,7 +97,7 @@ def _believe(run: Run, name: Named) -> Compaction | None:
         if (record.run, record.first, record.stop) != (name.run, name.first, name.stop) or name.stop <= name.first:
             return None
         last = bytes_digest(run.store, run.commit_path(name.stop - 1))
-    except StoreError:  # a newer schema, or gone meanwhile
+    except StoreError:  # a newer schema, or removed since
         return None
     return record if record.last == last else None
 
@@ -107,7 +107,7 @@ def _believe(run: Run, name: Named) -> Compaction | None:
 
 @dataclass
 class VerifiedFile:
-    """A compacted file as memory of its size, in which only the parts that were asked for and verified are filled."""
+    """A buffer of a compacted file's size, in which only the requested parts are filled, once they are verified."""
 
     file: CompactFile
     read: Callable[[str, int, int], bytes]  # path, first byte, number of bytes
@@ -116,11 +116,11 @@ class VerifiedFile:
     loaded: set[tuple[int, int]] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
-        self.memory = np.zeros(self.file.bytes, np.uint8)  # the kernel gives pages when they are written
+        self.memory = np.zeros(self.file.bytes, np.uint8)  # the kernel allocates pages when they are written
         start = self.file.bytes - self.file.footer
         footer = self.read(self.file.path, start, self.file.footer)
         if hashlib.sha256(footer).hexdigest() != self.file.footer_sha256:
-            raise Unbelievable(f"the footer of {self.file.path} is damaged")
+            raise CompactionDamaged(f"the footer of {self.file.path} is damaged")
         self.memory[start:] = np.frombuffer(footer, np.uint8)
         self.fragment = FORMAT.make_fragment(pa.py_buffer(self.memory))
 
@@ -143,12 +143,12 @@ class VerifiedFile:
         start, size = extent(self.fragment.metadata.row_group(group).column(column))
         data = self.read(self.file.path, start, size)
         if short_digest(data) != self.file.chunks[group][column]:
-            raise Unbelievable(f"{self.file.path} is damaged in bytes {start} to {start + size}")
+            raise CompactionDamaged(f"{self.file.path} is damaged in bytes {start} to {start + size}")
         self.memory[start : start + size] = np.frombuffer(data, np.uint8)
 
 
 def extent(chunk: Any) -> tuple[int, int]:
-    """Where a column chunk lies in its file, and how long it is, as the footer's metadata say."""
+    """The first byte of a column chunk in its file, and its length, from the footer's metadata."""
     start = chunk.data_page_offset
     if chunk.dictionary_page_offset is not None:
         start = min(start, chunk.dictionary_page_offset)
@@ -156,13 +156,13 @@ def extent(chunk: Any) -> tuple[int, int]:
 
 
 def mentioned(names: Iterable[str], filter: ds.Expression | None) -> set[str]:
-    """Those of `names` that occur in `filter`; more than it reads, if one is also a word in a literal."""
+    """The `names` that occur in `filter`: its columns, and any that are also a word in a literal."""
     words = set(re.findall(r"\w+", str(filter))) if filter is not None else set()
     return words & set(names)
 
 
 class CompactReader:
-    """Reads compacted tables; what it has verified stays in memory for the next question."""
+    """Reads compacted tables; verified parts stay in memory for the next query."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -171,20 +171,20 @@ class CompactReader:
     def fragments(
         self, table: CompactTable, columns: Set[str], filter: ds.Expression | None, schema: pa.Schema
     ) -> list[Any]:
-        """The parts of the table that hold what `filter` leaves, with `columns` and the filter's own verified.
+        """The parts of the table that may match `filter`, with `columns` and the filter's columns verified.
 
         Raises:
-            Unbelievable: some of it is damaged or gone.
+            CompactionDamaged: some of it is damaged or gone.
         """
         wanted = set(columns) | mentioned(schema.names, filter)
         parts = [self._kept(file).part(wanted, filter, schema) for file in table.files]
         return [part for part in parts if part is not None]
 
     def tables(self, table: CompactTable, schema: pa.Schema, filter: ds.Expression | None = None) -> Iterator[pa.Table]:
-        """The rows that `filter` leaves, all columns of `schema`, file by file; none of it is kept.
+        """The rows that `filter` leaves, all columns of `schema`, file by file; nothing is cached.
 
         Raises:
-            Unbelievable: as above.
+            CompactionDamaged: as `fragments`.
         """
         for file in table.files:
             part = VerifiedFile(file, self._read).part(set(schema.names), filter, schema)
@@ -206,7 +206,7 @@ class CompactReader:
             with filesystem.open_input_file(f"{root}/{path}") as file:
                 data: bytes = file.read_at(size, start)
         except OSError as error:
-            raise Unbelievable(f"{path} cannot be read: {error}") from error
+            raise CompactionDamaged(f"{path} cannot be read: {error}") from error
         if len(data) != size:
-            raise Unbelievable(f"{path} ends too early")
+            raise CompactionDamaged(f"{path} ends too early")
         return data

@@ -1,4 +1,4 @@
-"""Where two runs first differ: in what was asked for, by which code, from which inputs, and in what came out."""
+"""Where two runs first differ: in recipe, code, inputs and results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNSET: Final = "unset"
 
 @dataclass(frozen=True)
 class FieldChange:
-    """A recipe field that differs from an iteration on. Operational ones change how, never what is computed."""
+    """A recipe field that differs from an iteration on. An operational field never changes what is computed."""
 
     iteration: int
     field: str
@@ -36,11 +36,11 @@ class FieldChange:
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first stage whose content is not the same in both runs, and what may have made it so."""
+    """The first stage whose content differs between the runs, and the possible causes."""
 
     iteration: int
     stage: str
-    asked: str  # "the same" or "otherwise": the stage's keys
+    asked: str  # "the same" or "otherwise": whether the stage's keys are equal
     inputs: str  # "the same", or the stages whose tables it read and that differ
     code: tuple[str, str]
     paths: tuple[str, str]
@@ -48,19 +48,19 @@ class FirstDifference:
 
     @property
     def cause(self) -> str:
-        """What the comparison says of the reason, in a sentence."""
+        """The likely cause."""
         if self.asked == "the same":
-            return "asked for the same, and something else came out: other hardware, threads or code"
+            return "same recipe and inputs, other result: other hardware, threads or code"
         if self.inputs != "the same":
-            return f"it read other {self.inputs}"
+            return f"its inputs differ: {self.inputs}"
         if self.fields:
-            return f"it was asked for with another {', '.join(self.fields)}"
-        return "it was asked for otherwise, by the same recipe: other code, or another history before"
+            return f"the recipes differ in {', '.join(self.fields)}"
+        return "same recipe, other key: other code, or another history before"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """All that `arealflow diff` says. Nothing differs where `first`, `fields` and `lengths` say so."""
+    """The result of `arealflow diff`."""
 
     names: tuple[str, str]
     origins: tuple[str, str]
@@ -74,7 +74,7 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Whether both runs hold the same to the last bit of every deterministic column and weight."""
+        """Whether every deterministic column and weight of both runs is bitwise identical."""
         return self.first is None and self.lengths[0] == self.lengths[1] and self.only == ((), ())
 
 
@@ -132,10 +132,10 @@ def field_changes(a: Run, b: Run, length_a: int, length_b: int) -> list[FieldCha
 
 
 def _changes(k: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[FieldChange]:
-    there, here = dict(_leaves(a)), dict(_leaves(b))
+    left, right = dict(_leaves(a)), dict(_leaves(b))
     semantic = _semantic(a) | _semantic(b)
-    for field in sorted(there.keys() | here.keys()):
-        pair = there.get(field, _UNSET), here.get(field, _UNSET)
+    for field in sorted(left.keys() | right.keys()):
+        pair = left.get(field, _UNSET), right.get(field, _UNSET)
         if pair[0] != pair[1]:
             yield FieldChange(k, field, *pair, semantic=field in semantic)
 
@@ -149,7 +149,7 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _semantic(recipe: dict[str, Any]) -> set[str]:
-    """The semantic fields of a stored recipe; all of them, where this version cannot read it."""
+    """The semantic fields of a stored recipe; all fields if this version cannot read it."""
     try:
         parsed = RECIPES[recipe["flow"]].model_validate(recipe)
     except (ValidationError, KeyError):
@@ -159,7 +159,7 @@ def _semantic(recipe: dict[str, Any]) -> set[str]:
 
 
 def _code_changes(a: Sequence[IterationCommit], b: Sequence[IterationCommit]) -> list[tuple[int, str, str]]:
-    """From which iteration on which versions of the code committed the runs, where they differ."""
+    """The iterations from which the runs' code versions differ, with both versions."""
     found: list[tuple[int, str, str]] = []
     for x, y in zip(a, b, strict=False):
         pair = x.provenance.code_version, y.provenance.code_version
@@ -174,7 +174,7 @@ def _code_changes(a: Sequence[IterationCommit], b: Sequence[IterationCommit]) ->
 def first_difference(
     a: Run, b: Run, commits_a: Sequence[IterationCommit], commits_b: Sequence[IterationCommit]
 ) -> FirstDifference | None:
-    """The first stage of the first iteration that both have built and whose content differs; then their weights."""
+    """The first stage that both runs have and whose content differs, by iteration; the weights come last in each."""
     for x, y in zip(commits_a, commits_b, strict=False):
         for left, right in _pairs(x, y):
             if left.digest != right.digest:
@@ -187,7 +187,7 @@ def first_difference(
 
 
 def _pairs(x: IterationCommit, y: IterationCommit) -> Iterator[tuple[StageRef, StageRef]]:
-    """The stages that both commits name, in order, the n-th of a name with the n-th."""
+    """Pairs of the stages that both commits name, in order; the n-th of a name with the n-th."""
     for stage in dict.fromkeys(ref.stage for ref in x.stages):
         yield from zip(*([ref for ref in c.stages if ref.stage == stage] for c in (x, y)), strict=False)
 

@@ -33,27 +33,27 @@ CURVES: Final = {
 BARS: Final = "▁▂▃▄▅▆▇█"
 WIDTH: Final = 32
 BINS: Final = 16
-_QUESTION: Final = "SELECT iteration, stage, metrics FROM stages WHERE stage IN ({}) ORDER BY iteration, committed"
+_QUERY: Final = "SELECT iteration, stage, metrics FROM stages WHERE stage IN ({}) ORDER BY iteration, committed"
 
 
 @dataclass(frozen=True)
 class Section:
-    """A table of a comparison: what it is about, and its rows, which all have the same columns."""
+    """A table of a comparison: its title, and its rows, which all have the same columns."""
 
     title: str
     rows: Sequence[Mapping[str, Any]]
 
 
 def read_curves(store: Store, run: str) -> dict[str, Curve]:
-    """The curves of a run that its stages have written, without those that are nothing but NaN."""
+    """A run's curves, from its stages' metrics, without those that are all NaN."""
     stages = ", ".join(f"'{stage}'" for stage in sorted({stage for stage, _ in CURVES.values()}))
-    rows = run_sql(store, run, _QUESTION.format(stages)).to_pylist()
+    rows = run_sql(store, run, _QUERY.format(stages)).to_pylist()
     found = {name: _curve(rows, stage, metric) for name, (stage, metric) in CURVES.items()}
     return {name: curve for name, curve in found.items() if curve}
 
 
 def _curve(rows: Sequence[Mapping[str, Any]], stage: str, metric: str) -> Curve:
-    """A second evaluation in an iteration is of the weights that the iteration made: it belongs to the next."""
+    """A metric by iteration. An iteration's second evaluation is of the weights it made: it counts for the next."""
     curve: Curve = {}
     for row in rows:
         value = dict(row["metrics"]).get(metric, math.nan) if row["stage"] == stage else math.nan
@@ -63,9 +63,9 @@ def _curve(rows: Sequence[Mapping[str, Any]], stage: str, metric: str) -> Curve:
 
 
 def compare_curves(a: Mapping[str, Curve], b: Mapping[str, Curve], names: tuple[str, str]) -> Section:
-    """The last value of each curve, the mean difference over the iterations that both have, and what they look like.
+    """The last value of each curve, the mean difference over the iterations that both have, and sparklines.
 
-    Both sparklines of a curve have one scale. Curves that are equal are named in the title.
+    Both sparklines of a curve share a scale. Equal curves are named in the title.
     """
     pairs = {name: (a.get(name, {}), b.get(name, {})) for name in CURVES if name in a or name in b}
     equal = [name for name, (one, other) in pairs.items() if one == other]

@@ -1,4 +1,4 @@
-"""A replay beside the run that it replays: verdicts, rewards, advantages and curves."""
+"""A replay compared with the run that it replays: verdicts, rewards, advantages and curves."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _ADVANTAGES = (
 
 
 def compare_replay(store: Store, name: str) -> list[Section]:
-    """What a replay made of the iterations it has built, beside what the original had made of them.
+    """Compare the iterations that a replay has built with those of the original.
 
-    What was taken from the original everywhere is not compared.
+    Stages that the replay took from the original in every iteration are not compared.
 
     Raises:
         UserError: the run is no replay, or has built nothing yet.
@@ -58,7 +58,7 @@ def _within(curve: dict[int, float], first: int, last: int) -> dict[int, float]:
 
 
 def _counts(run: Run, last: int) -> dict[str, list[int]]:
-    """In how many iterations each stage was taken from the original, and built anew."""
+    """In how many iterations each stage was taken from the original, and in how many it was built."""
     counts: dict[str, list[int]] = {}
     for k in range(run.first, last + 1):
         for ref in run.commit(k).stages:
@@ -72,7 +72,7 @@ def _built(counts: dict[str, list[int]]) -> Section:
 
 
 def _same_rollouts(a: Run, b: Run, last: int) -> bool:
-    """Whether both judged the very same completions in every iteration."""
+    """Whether both runs judged the same completions in every iteration."""
     return all(_rollout(a, k) == _rollout(b, k) for k in range(b.first, last + 1))
 
 
@@ -84,20 +84,20 @@ def _judgements(store: Store, names: tuple[str, str], judged: str, where: str, s
     tables = [run_sql(store, one, _REWARDS.format(judged, where)) for one in names]
     rewards = [np.asarray(table["reward"].to_numpy(), np.float64) for table in tables]
     shapes = compare_distributions("reward", rewards[0], rewards[1], names)
-    if not same:  # other completions: there is nothing to cross
+    if not same:  # other completions: their verdicts cannot be paired
         return [shapes]
     verdicts = [table["verdict"].to_pylist() for table in tables]
     return [confusion(verdicts[0], verdicts[1], names), shapes]
 
 
 def confusion(a: list[str], b: list[str], names: tuple[str, str]) -> Section:
-    """How many samples with each verdict in `a` (rows) got which verdict in `b` (columns). Both in the same order."""
+    """How many samples with each verdict in `a` (rows) have which in `b` (columns); both list the same samples."""
     pairs = Counter(zip(a, b, strict=True))
     used = [verdict for verdict in VERDICTS if verdict in a or verdict in b]
     rows: list[dict[str, Any]] = [
-        {f"{names[0]} \\ {names[1]}": there, **{here: pairs[there, here] for here in used}} for there in used
+        {f"{names[0]} \\ {names[1]}": old, **{new: pairs[old, new] for new in used}} for old in used
     ]
-    changed = sum(count for (there, here), count in pairs.items() if there != here)
+    changed = sum(count for (old, new), count in pairs.items() if old != new)
     return Section(f"verdicts: {changed} of {len(a)} changed", rows)
 
 

@@ -119,13 +119,13 @@ def reseal(store: Store, path: str, change: Callable[[str], str]) -> None:
 def test_a_commit_that_was_forged_with_a_valid_seal_breaks_the_chain(small: Store) -> None:
     path = paths.iteration_commit("small", 0)
     reseal(small, path, lambda text: text.replace('"next_group":2', '"next_group":3'))
-    assert "names other bytes as what it follows" in defects(audit(small, "small"))[path]
+    assert "records another digest" in defects(audit(small, "small"))[path]
 
 
 def test_a_forged_last_commit_contradicts_the_log(small: Store) -> None:
     path = paths.iteration_commit("small", 1)
     reseal(small, path, lambda text: text.replace('"next_group":4', '"next_group":5'))
-    assert "the log names other bytes" in defects(audit(small, "small"))[path]
+    assert "of the log records another digest" in defects(audit(small, "small"))[path]
 
 
 def test_a_forged_recipe_changes_the_root(small: Store) -> None:

@@ -60,7 +60,7 @@ def test_a_fork_differs_where_its_change_is_first_felt(whole: Path) -> None:
     assert found.first is not None and found.shared == 1
     assert (found.first.iteration, found.first.stage) == (1, "train")
     assert (found.first.asked, found.first.inputs) == ("otherwise", "the same")
-    assert found.first.cause == "it was asked for with another trainer.lr"
+    assert found.first.cause == "the recipes differ in trainer.lr"
     assert fields(found) == {"trainer.lr": (0.01, 0.003, 1, True)}
     assert found.origins == ("", "a fork of 'whole' at iteration 1")
 
@@ -69,7 +69,7 @@ def test_a_replay_differs_in_the_stage_it_begins_with(whole: Path) -> None:
     found = between(whole, "whole", "normed")
     assert found.first is not None and (found.first.iteration, found.first.stage) == (0, "advantage")
     assert found.only == (("evaluate",), ())
-    assert found.first.cause == "it was asked for with another algorithm.reward_norm"
+    assert found.first.cause == "the recipes differ in algorithm.reward_norm"
 
 
 def test_unrelated_runs_of_another_length(whole: Path) -> None:
@@ -85,7 +85,7 @@ def test_what_came_out_otherwise_though_the_same_was_asked(tmp_path: Path, monke
     replay(tmp_path, "again", kept("verify", until="verify"))
     first = between(tmp_path, "whole", "again").first
     assert first is not None and (first.stage, first.asked, first.inputs) == ("verify", "the same", "the same")
-    assert first.cause == "asked for the same, and something else came out: other hardware, threads or code"
+    assert first.cause == "same recipe and inputs, other result: other hardware, threads or code"
 
 
 def test_a_run_without_iterations(whole: Path) -> None:
@@ -103,7 +103,7 @@ def test_what_a_person_reads(whole: Path) -> None:
     assert said(whole, "whole", "whole").splitlines()[-1] == "no difference"
     text = said(whole, "whole", "forked")
     assert "shared: the commits of iterations 0 to 0" in text
-    assert "first difference: iteration 1, train: it was asked for with another trainer.lr" in text
+    assert "first difference: iteration 1, train: the recipes differ in trainer.lr" in text
     assert "trainer.lr" in text and "entropy" in text and any(bar in text for bar in BARS)
 
 
