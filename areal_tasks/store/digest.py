@@ -1,4 +1,4 @@
-"""The content digest of a table: what it says, however it is cut into chunks, row groups or shards."""
+"""The content digest of a table, which does not depend on its chunks, row groups or shards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def content_digest(table: pa.Table) -> str:
     """SHA-256 over names, types and values of the columns, without those of `schemas.tables.VOLATILE`.
 
     It depends on the order of columns and rows and on every bit of every value, and on nothing else: a column is
-    hashed as the lengths of its strings and lists, end to end, then their contents, end to end. No nulls.
+    hashed as the concatenated lengths of its strings and lists, then their concatenated contents. No nulls.
     """
     columns = [(f.name, _type_name(f.type), table.column(f.name)) for f in table.schema if f.name not in VOLATILE]
     chunked = [column for _, _, column in columns]
@@ -35,7 +35,7 @@ def content_digest(table: pa.Table) -> str:
 
 
 def _type_name(kind: pa.DataType) -> str:
-    """A type's name without what Parquet calls the elements of a list."""
+    """A type's name without Parquet's name for the elements of a list."""
     return f"list<{_type_name(kind.value_type)}>" if pa.types.is_list(kind) else str(kind)
 
 
@@ -60,13 +60,13 @@ def _hash(kind: pa.DataType, chunks: Sequence[pa.Array], update: Update) -> None
 
 
 def _elements(chunk: pa.ListArray, update: Update) -> pa.Array:
-    """Feed the lists' lengths; returns their elements end to end."""
+    """Feed the lists' lengths; returns their concatenated elements."""
     offsets = _offsets(chunk, update)
     return chunk.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
 
 
 def _text(chunk: pa.StringArray, update: Update) -> memoryview:
-    """Feed the strings' lengths; returns their UTF-8 end to end."""
+    """Feed the strings' lengths; returns their concatenated UTF-8."""
     offsets = _offsets(chunk, update)
     data = chunk.buffers()[2]
     return memoryview(data or b"")[int(offsets[0]) : int(offsets[-1])]
@@ -82,7 +82,7 @@ def _offsets(chunk: pa.Array, update: Update) -> npt.NDArray[np.int32]:
 
 
 def _flat(kind: pa.DataType, chunk: pa.Array) -> npt.NDArray[Any]:
-    """The bits of a column of numbers or booleans, one fixed width each."""
+    """The values of a chunk of numbers or booleans, contiguous in memory."""
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         raise TypeError(f"no content digest is defined for {kind}")
     return np.ascontiguousarray(chunk.to_numpy(zero_copy_only=not pa.types.is_boolean(kind)))

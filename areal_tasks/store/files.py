@@ -1,6 +1,6 @@
-"""Weights and checkpoints: folders of large files, uploaded once and named by a manifest beside them.
+"""Weights and checkpoints: folders of large files, uploaded once and named by a manifest next to each folder.
 
-Weights that were handed to the servers directly need not be there: `newest_written` and `weights_made` tell.
+Weights that were sent to the servers directly need not be in the store: see `newest_written` and `weights_made`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PATHS: Final = {"weights": weights, "checkpoint": checkpoint}
 def upload(store: Store, prefix: str, folder: Path, known: Mapping[str, str] = _NONE) -> tuple[FileRef, ...]:
     """Put every file below `folder` under `prefix` (a fresh attempt), sorted by name; hashed in parallel.
 
-    `known`: the SHA-256 of files whose bytes were hashed when they were made. A folder that is `store.local(prefix)`
+    `known`: the SHA-256 of files that were hashed when they were written. A folder that is `store.local(prefix)`
     itself is not copied, only made durable.
     """
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
@@ -46,15 +46,15 @@ def upload(store: Store, prefix: str, folder: Path, known: Mapping[str, str] = _
 def materialise(store: Store, files: Sequence[FileRef], into: Path, *, verify: bool = False) -> Path:
     """A local folder that holds `files`: `into`, or the store's own folder when it lies on this disk (no copy).
 
-    Names below their common folder are kept. Files that `into` already holds whole are not fetched again.
+    Names below their common folder are kept. Files that `into` already holds in full size are not fetched again.
 
     Raises:
         UserError: a file is missing, or has another size (with `verify`: another SHA-256) than recorded.
     """
     common = common_folder(files)
-    there = store.local(common)
-    folder = there if there is not None else into
-    parallel(lambda file: _materialise(store, file, folder / _relative(file, common), verify, there is None), files)
+    local = store.local(common)
+    folder = local if local is not None else into
+    parallel(lambda file: _materialise(store, file, folder / _relative(file, common), verify, local is None), files)
     return folder
 
 
@@ -62,8 +62,8 @@ def _materialise(store: Store, file: FileRef, target: Path, verify: bool, fetch:
     if fetch and not _whole(target, file):
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}")
-        if store.fetch_file(file.path, partial) != file.sha256:  # what came over a network is always hashed
-            store.fetch_file(file.path, partial)  # it may have been damaged on its way
+        if store.fetch_file(file.path, partial) != file.sha256:  # fetched files are always hashed
+            store.fetch_file(file.path, partial)  # it may have been corrupted in transit
             _check(store, file, partial, verify=True)
         partial.replace(target)
     else:
@@ -75,7 +75,7 @@ def _whole(target: Path, file: FileRef) -> bool:
 
 
 def _check(store: Store, file: FileRef, target: Path, verify: bool) -> None:
-    size = target.stat().st_size if target.is_file() else store.size(file.path)  # the latter says that it is missing
+    size = target.stat().st_size if target.is_file() else store.size(file.path)  # `size` raises Missing
     if size != file.bytes:
         raise _damaged(store, file, f"its {size} bytes are not the {file.bytes} that its manifest records")
     if verify and file_sha256(target) != file.sha256:
@@ -123,7 +123,7 @@ def commit_weights(
 
 
 def weights_ref(store: Store, path: str) -> WeightsRef:
-    """How other records name the weights or checkpoint manifest at `path`."""
+    """The reference to the weights or checkpoint manifest at `path`."""
     data = store.read(path)
     manifest = decode(store, path, WeightsManifest, data)
     sha256 = hashlib.sha256(data).hexdigest()
@@ -138,7 +138,7 @@ def read_weights(store: Store, ref: WeightsRef) -> WeightsManifest:
 
 
 def newest_written(run: Run, head: IterationCommit) -> WeightsRef | None:
-    """The newest weights that the store has and `head` or a commit before it names; looks back one interval at most."""
+    """The newest written weights that `head` or an earlier commit names; looks back one write interval at most."""
     commit = head
     while (found := _newest(commit)) is None and commit.iteration:
         commit = run.commit(commit.iteration - 1)

@@ -1,4 +1,4 @@
-"""What the first start of a child loads of its parent's files: whether it is there is asked before the child begins."""
+"""The parent's files that the first start of a child loads, and checks of them before the child begins."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from schemas.manifest import FileRef, ShardRef, StageManifest, WeightsRef
 if TYPE_CHECKING:
     from areal_tasks.store.runs import Run
 
-_ONCE: Final = ("initialise", "prompts")  # stages that are built once a run, whose tables every start reads
+_ONCE: Final = ("initialise", "prompts")  # stages that are built once per run, whose tables every start reads
 
 
 def check_first_start(parent: Run, origin: Origin) -> None:
-    """See that the child which `origin` describes can begin: everything that its first start loads is looked at.
+    """Check everything that the first start of the child which `origin` describes loads.
 
-    Of weights and checkpoints, existence and size; of tables, what `check_shard` can tell.
+    Weights and checkpoints: existence and size. Tables: `check_shard`.
 
     Raises:
-        UserError: a file is missing or damaged, and is named; or a newer program has written it; or weights were
-            removed on purpose, and by whom.
+        UserError: a file, which is named, is missing, damaged or written by a newer version; or weights were removed
+            on purpose.
     """
     try:
         check_loaded_kept(parent, origin)
@@ -43,12 +43,12 @@ def check_first_start(parent: Run, origin: Origin) -> None:
         raise
     except StoreError as error:
         with suppress(StoreError):
-            check_loaded_kept(parent, origin)  # it may have been removed since it was first asked
+            check_loaded_kept(parent, origin)  # it may have been removed since the first check
         what = f"{error.where} does not exist" if isinstance(error, Missing) else str(error).split(". Restore")[0]
         raise UserError(
-            f"No child of run {parent.name!r} can begin at iteration {origin.iteration}: it would load what is not "
-            f"there or not whole: {what}. Restore it from a backup, or begin at another iteration; "
-            f"`arealflow audit {parent.name}` names all that is damaged."
+            f"No child of run {parent.name!r} can begin at iteration {origin.iteration}: it would load a missing or "
+            f"damaged file: {what}. Restore it from a backup, or begin at another iteration; "
+            f"`arealflow audit {parent.name}` lists all damage."
         ) from error
 
 
@@ -61,8 +61,8 @@ def check_loaded_kept(parent: Run, origin: Origin) -> None:
 def loaded_weights(parent: Run, origin: Origin) -> list[WeightsRef]:
     """The weights and the checkpoint that the first start of a child loads, those in the store, each once.
 
-    They are the initial weights; the checkpoint that the trainer begins with; the weights in force, which it is
-    compared with; and for servers the newest that were written, where those in force were not.
+    They are the initial weights; the checkpoint that the trainer begins with; the last weights, which it is compared
+    with; and for servers the newest written weights, if the last ones were not written.
     """
     starts = not origin.replay_until and parent.record.flow != "evaluate"  # an engine
     if not starts or parent.head() is None:
@@ -91,14 +91,14 @@ def _check_size(store: Store, file: FileRef) -> None:
 
 
 def _shards(run: Run, iteration: int) -> Iterator[ShardRef]:
-    """The shards that every start reads, and those that the trainer is trained on again since the checkpoint."""
+    """The shards that every start reads, and those of the iterations since the checkpoint, which are retrained."""
     last = run.commit(max(iteration - 1, 0))
     manifests = [run.read_stage(ref) for ref in last.stages if ref.stage in _ONCE]
     begin = last.checkpoint.version if last.checkpoint else 0
     for commit in (run.commit(k) for k in range(begin, iteration)):
         for train in (run.read_stage(ref) for ref in commit.stages if ref.stage == "train"):
             yield from train.tables["train_samples"].shards
-            manifests += [run.read_manifest(given.path) for given in train.inputs]
+            manifests += [run.read_manifest(source.path) for source in train.inputs]
     for manifest in manifests:
         for table in manifest.tables.values():
             yield from table.shards

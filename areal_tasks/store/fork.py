@@ -1,7 +1,7 @@
 """Children of runs: a fork shares its parent's history up to an iteration; a replay rebuilds it from its tables.
 
-Nothing is copied. A child first leaves a reference in its parent, so that `gc` keeps what the child needs, and only
-then comes to be.
+Nothing is copied. A child first leaves a reference in its parent, so that `gc` keeps what the child needs, and is
+created only then.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=BaseRecipe)
 
 _FORK: Final = re.compile(r"(?P<parent>[^@]+)@(?P<iteration>\d+)")
-#: Nats: the largest that `algorithm.max_logprob_gap` may be. A replay of rollouts that other weights made has it.
+#: The maximum of `algorithm.max_logprob_gap`, in nats. A replay that keeps rollouts of other weights uses it.
 LIFTED_GAP: Final = 100.0
-_BEGINNING: Final = ("path", "scratch", "warm_start")  # of `model`: what version 0 was made from
+_BEGINNING: Final = ("path", "scratch", "warm_start")  # fields of `model` that determine version 0
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Origin:
     parent: str
     iteration: int
     kind: Literal["fork", "replay"] = "fork"
-    counterfactual: bool = False  # a replay that keeps the recorded rollouts, whatever policy would have made them
+    counterfactual: bool = False  # a replay that keeps the recorded rollouts although its policy differs
     replay_from: str = ""
     replay_until: str = ""
 
@@ -65,7 +65,7 @@ def origin_of(record: RunRecord) -> Origin | None:
 
 
 def read_fork(text: str) -> Origin:
-    """What `PARENT@ITERATION` names. UserError if it is not of this form."""
+    """The origin that `PARENT@ITERATION` names. UserError if `text` is not of this form."""
     found = _FORK.fullmatch(text.strip())
     if found is None:
         raise UserError(f"fork: {text!r} should look like PARENT@ITERATION, such as quickstart@40")
@@ -73,16 +73,14 @@ def read_fork(text: str) -> Origin:
 
 
 def check_origin(record: RunRecord, asked: Origin | None) -> None:
-    """UserError unless the run that `record` begins is the child that is asked for."""
-    there = origin_of(record)
-    if asked is not None and there != asked:
+    """UserError unless the existing run of `record` is the child that is asked for."""
+    own = origin_of(record)
+    if asked is not None and own != asked:
         raise UserError(
-            f"Run {record.run!r} exists and is {there or 'no child'}, not {asked}. Choose another name (run=NAME)."
+            f"Run {record.run!r} exists and is {own or 'no child'}, not {asked}. Choose another name (run=NAME)."
         )
-    if asked is None and there is not None and there.kind == "replay":
-        raise UserError(
-            f"Run {record.run!r} is {there}: arealflow replay continues it. Choose another name (run=NAME)."
-        )
+    if asked is None and own is not None and own.kind == "replay":
+        raise UserError(f"Run {record.run!r} is {own}: arealflow replay continues it. Choose another name (run=NAME).")
 
 
 def check_forkable(parent: Run, iteration: int) -> None:
@@ -108,7 +106,7 @@ def check_iteration(parent: Run, iteration: int) -> None:
 
 
 def _owner(run: Run, k: int) -> Run:
-    """The run that made iteration `k` of `run`: itself, or one that it shares its past with."""
+    """The run that made iteration `k` of `run`: itself or an ancestor."""
     return _owner(run.parent, k) if k < run.first and run.parent is not None else run
 
 
@@ -124,17 +122,17 @@ def _check_trained(run: Run, iteration: int) -> None:
 def commits_needed(origin: Origin, end: int) -> range:
     """The iterations before `end` whose weights and checkpoint a child may load.
 
-    It goes on from the last one that it shares. A replay may take over any later one too, and go on from there, unless
-    it keeps the rollouts and trains every iteration anew, or none.
+    It continues from the last one that it shares. A replay may also reuse any later one and continue from there, unless
+    it keeps the rollouts and trains every iteration itself, or none.
     """
     if origin.kind == "fork":
         return range(max(end - 1, 0), end)
-    alone = origin.counterfactual and (origin.replay_until or origin.replay_from == "train")
-    return range(max(origin.iteration - 1, 0), origin.iteration if alone else end)
+    reuses_none = origin.counterfactual and (origin.replay_until or origin.replay_from == "train")
+    return range(max(origin.iteration - 1, 0), origin.iteration if reuses_none else end)
 
 
 def inherit_model(parent: Run, iteration: int, recipe: R) -> R:
-    """`recipe` with what its parent's version 0 was made from: a child begins with its parent's initial weights.
+    """`recipe` with the fields that determine its parent's version 0: a child begins with the same initial weights.
 
     Raises:
         UserError: the recipe is another flow's, or names initial weights that are not the parent's.
@@ -151,7 +149,7 @@ def inherit_model(parent: Run, iteration: int, recipe: R) -> R:
 
 
 def parent_values(parent: Run, iteration: int) -> dict[str, Any]:
-    """The parent's recipe of then, which names the store that it was found in, without the bound that it lifted."""
+    """The parent's recipe at `iteration`, with the URL of its present store, and the gap bound of `_max_gap`."""
     values = parent.recipe_at(iteration)
     if "max_logprob_gap" in values.get("algorithm", {}):
         values = values | {"algorithm": {**values["algorithm"], "max_logprob_gap": _max_gap(parent, iteration)}}
@@ -161,9 +159,9 @@ def parent_values(parent: Run, iteration: int) -> dict[str, Any]:
 
 
 def _max_gap(run: Run, k: int) -> float:
-    """`algorithm.max_logprob_gap` of then: where a replay of recorded rollouts has lifted it, the original's.
+    """`algorithm.max_logprob_gap` at iteration `k`; the original's if a replay of recorded rollouts has lifted it.
 
-    Its own children generate by the weights that they train, which the bound must watch.
+    The replay's own children generate with the weights that they train, so the bound must hold for them.
     """
     maker = _owner(run, k)
     gap = float(maker.recipe_at(k)["algorithm"]["max_logprob_gap"])
@@ -172,15 +170,15 @@ def _max_gap(run: Run, k: int) -> float:
 
 
 def leave_reference(store: Store, parent: str, child: str, iteration: int, kind: str) -> Reference:
-    """Tell `gc` that `child` needs the history of `parent` before `iteration`; what is there already may say more.
+    """Record, for `gc`, that `child` needs the history of `parent` before `iteration`; an existing one may cover more.
 
     Raises:
         UserError: a child of this name that has never begun left one that covers less.
     """
-    mine = Reference(
+    record = Reference(
         child=child, iteration=iteration, attempt=new_attempt(), kind=kind, provenance=make_provenance(0, now())
     )
-    there, _ = commit_once(store, paths.reference(parent, child), mine)
+    there, _ = commit_once(store, paths.reference(parent, child), record)
     if there.iteration < iteration:
         raise UserError(
             f"Run {parent!r} keeps only the iterations before {there.iteration} for a child {child!r} that never "
@@ -190,7 +188,7 @@ def leave_reference(store: Store, parent: str, child: str, iteration: int, kind:
     return there
 
 
-def tell(store: Store, child: str, origin: Origin, prefect_flow_run_id: str = "") -> None:
+def log_child(store: Store, child: str, origin: Origin, prefect_flow_run_id: str = "") -> None:
     """Write into the logs of parent and child that the child has begun."""
     action = "forked" if origin.kind == "fork" else "replayed"
     details: dict[str, bool | int | float | str] = {"parent": origin.parent, "child": child, "at": origin.iteration}
@@ -201,5 +199,5 @@ def tell(store: Store, child: str, origin: Origin, prefect_flow_run_id: str = ""
 
 
 def find_reference(store: Store, parent: str, child: str) -> Reference | None:
-    """What `child` has told its parent to keep."""
+    """The reference that `child` has left in `parent`."""
     return find_record(store, paths.reference(parent, child), Reference)

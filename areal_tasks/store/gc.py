@@ -1,4 +1,4 @@
-"""`arealflow gc`: what nobody needs, and why. Finding it changes nothing; `gc_remove` removes it."""
+"""`arealflow gc`: which files are not needed, and why. Planning changes nothing; `gc_remove` removes them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from schemas.manifest import SpoolRecord, StageManifest
 _STAGE_ATTEMPT: Final = re.compile(r"(?P<folder>iteration=\d+/stage=\w+)/attempt=\w+")
 _SPOOL_ATTEMPT: Final = re.compile(r"spool/\d+/attempt=\w+")
 _ATTEMPT: Final = re.compile(r"(.*?/attempt=\w+)/")
-#: A compaction is made by hand, without an owner: only its age tells whether it is still being written.
+#: A compaction may have no owner: only its age shows whether it is still being written.
 _COMPACT_SECONDS: Final = 3600.0
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What may go besides what no commit selects.
+    """What may be removed besides files that no commit selects.
 
     Args:
-        keep_weights: newest versions of a run's weights that stay; None: all.
-        keep_checkpoints: the same of checkpoints.
-        older_than: nothing that was written in the last so many seconds is removed.
+        keep_weights: number of newest versions of a run's weights that stay; None: all.
+        keep_checkpoints: the same for checkpoints.
+        older_than: in seconds; nothing that was written more recently is removed.
     """
 
     keep_weights: int | None = None
@@ -45,7 +45,7 @@ class Rule:
     def __post_init__(self) -> None:
         for name, kept in (("--keep-weights", self.keep_weights), ("--keep-checkpoints", self.keep_checkpoints)):
             if kept is not None and kept < 1:
-                raise UserError(f"{name} {kept}: a run needs its newest one to go on; keep at least 1")
+                raise UserError(f"{name} {kept}: a run needs its newest one to continue; keep at least 1")
 
     def keeps(self, kind: str) -> int | None:
         return self.keep_weights if kind == "weights" else self.keep_checkpoints
@@ -53,7 +53,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Item:
-    """Files that can go together. `version` is set where a retention rule allows it, and a tombstone is left."""
+    """Files to remove together. `version` is set if a retention rule allows it, and then a tombstone is left."""
 
     run: str
     kind: str
@@ -65,10 +65,10 @@ class Item:
 
 
 def plan(store: Store, rule: Rule, only: str = "") -> list[Item]:
-    """What `rule` allows to remove in the whole store, or in the run `only`; all runs are read for what they need.
+    """What `rule` allows to remove in the store, or in the run `only`; all runs are read to find what they need.
 
     Raises:
-        UserError: a run is damaged, so that what it needs cannot be told; its file is named.
+        UserError: a run is damaged, so that its needs are unknown; the file is named.
     """
     now = clock(store)
     runs = [read_run(store, summary.name, now) for summary in list_runs(store)]
@@ -104,9 +104,9 @@ def _item(
 
 
 def _abandoned(run: RunFiles, files: Sequence[Entry], rule: Rule) -> bool:
-    """Whether nobody can still be at work on files that nothing selects."""
+    """Whether no process can still be writing files that nothing selects."""
     newest = max(entry.modified for entry in files)
-    return _old(run, files, rule) and (newest < run.owner_since or not run.at_work)
+    return _old(run, files, rule) and (newest < run.owner_since or not run.may_write)
 
 
 def _old(run: RunFiles, files: Sequence[Entry], rule: Rule) -> bool:
@@ -114,7 +114,7 @@ def _old(run: RunFiles, files: Sequence[Entry], rule: Rule) -> bool:
 
 
 def _unselected(run: RunFiles, groups: dict[str, list[Entry]], named: set[str], rule: Rule) -> Iterator[Item]:
-    """Attempts that a crash, or a faster writer, has left behind."""
+    """Attempts left behind by a crash, or by a writer that lost a race."""
     used = _used_by_stages(run, groups)
     versions = {_folder(version.path): version for version in run.versions}
     late = any(not commit.weights.written for commit in run.commits[-1:])  # the next commit may name its weights
@@ -167,7 +167,7 @@ def named_attempts(store: Store, manifests: Sequence[str]) -> set[str]:
 
 
 def _spooled(run: RunFiles, groups: dict[str, list[Entry]], rule: Rule) -> Iterator[Item]:
-    """Rows of groups that no coming iteration can take, and what was never recorded. Records stay."""
+    """Rows of groups that no later iteration can take, and attempts that no record names. Records stay."""
     starts: dict[str, list[str]] = {}
     for folder in groups:
         if _SPOOL_ATTEMPT.fullmatch(folder.removeprefix(f"{run.name}/")):
@@ -192,7 +192,7 @@ def _spool_records(run: RunFiles, start: str) -> dict[str, SpoolRecord]:
 
 
 def _temporary(run: RunFiles, groups: dict[str, list[Entry]], rule: Rule) -> Iterator[Item]:
-    """Files whose writer died before they got their names. Hidden files within attempts belong to those."""
+    """Partial files whose writer died. Hidden files within an attempt are removed with it."""
     inside = {entry.path for files in groups.values() for entry in files}
     for entry in run.files:
         hidden = entry.path.rsplit("/", 1)[-1].startswith(".") and entry.path not in inside
@@ -201,7 +201,7 @@ def _temporary(run: RunFiles, groups: dict[str, list[Entry]], rule: Rule) -> Ite
 
 
 def _compactions(run: RunFiles, rule: Rule) -> Iterator[Item]:
-    """Compactions that larger or newer ones have replaced, or that are no longer believed."""
+    """Compactions that larger or newer ones have replaced, or that are not valid."""
     folder = paths.compactions(run.name)
     files = [entry for entry in run.files if entry.path.startswith(f"{folder}/")]
     if not files:
@@ -226,9 +226,9 @@ def _retired(
     """Versions that commits select, and that are older than the newest ones to keep."""
     for kind in ("weights", "checkpoint"):
         keep = rule.keeps(kind)
-        there = [v for v in run.versions if v.kind == kind and v.path in named and _folder(v.path) in groups]
-        newest = sorted({v.version for v in there}, reverse=True)[: keep or 0]
-        for version in there if keep is not None else ():
+        stored = [v for v in run.versions if v.kind == kind and v.path in named and _folder(v.path) in groups]
+        newest = sorted({v.version for v in stored}, reverse=True)[: keep or 0]
+        for version in stored if keep is not None else ():
             files = groups[_folder(version.path)]
             if _old(run, files, rule) and version.version not in newest and version.path not in kept:
                 why = f"--keep-{'weights' if kind == 'weights' else 'checkpoints'} {keep}"

@@ -1,4 +1,4 @@
-"""What of the store is needed: by commits, by runs at work, by children, by tags. `gc` removes none of it."""
+"""Which files are needed: by commits, running flows, children or tags. `gc` removes none of them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from areal_tasks.store.shards import read_table
 from areal_tasks.store.tags import read_tags
 from schemas.manifest import IterationCommit, Reference, RunRecord, StageManifest, WeightsManifest
 
-#: A reference is left before its child begins: for so long, a child that is not there yet counts as one that is.
+#: A reference is left before its child begins: for this long, it counts although the child does not exist yet.
 REFERENCE_SECONDS: Final = 3600.0
-#: A run that has written nothing for so long is not at work, whatever its log says.
+#: A run that has written nothing for this long is not running, whatever its log says.
 IDLE_SECONDS: Final = 7 * 24 * 3600.0
 _ENDED: Final = ("finished", "failed", "cancelled", "suspended", "interrupted")
 _WEIGHTS: Final = re.compile(r"(?P<kind>weights|checkpoints)/version=(?P<version>\d+)/attempt=(?P<attempt>\w+)\.json")
@@ -40,7 +40,7 @@ class Version:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """One run as `gc` sees it: all of its files, when they were written, and what its records say."""
+    """One run for `gc`: all of its files with their times, and what its records say."""
 
     run: Run
     files: tuple[Entry, ...]
@@ -65,19 +65,19 @@ class RunFiles:
 
     @cached_property
     def owner_since(self) -> float:
-        """When the last start of the flow claimed the run; what is older is not its work."""
+        """When the last start of the flow claimed the run; it wrote no older file."""
         n = last_present(lambda n: paths.owner(self.name, n) in self.by_path, 1)
         return self.by_path[paths.owner(self.name, n)].modified if n else 0.0
 
     @cached_property
     def ended(self) -> bool:
-        """Whether the log tells that the last start of the flow has ended. One that was killed tells nothing."""
+        """Whether the log says that the last start of the flow has ended. A start that is killed logs nothing."""
         owner = last_present(lambda n: paths.owner(self.name, n) in self.by_path, 1)
         lines = read_log(self.store, self.name)
         return any(line.action in _ENDED and line.details.get("owner") == owner for line in lines)
 
     @cached_property
-    def at_work(self) -> bool:
+    def may_write(self) -> bool:
         """Whether the last start of the flow may still be writing."""
         return not self.ended and self.now - self.newest < IDLE_SECONDS
 
@@ -139,7 +139,7 @@ def needed(run: RunFiles, runs: Sequence[RunFiles]) -> set[str]:
     found = set(run.initial)
     for other in runs:
         found |= {v.path for v in run.versions if v.kind == "weights" and (v.version, v.attempt) in other.tagged}
-        for reference in other.references:  # read before the commits that they count
+        for reference in other.references:  # read before the commits that they refer to
             found |= _referred(other, reference)
         found |= _restart(other.commits) | set(other.initial)
     borrowed = _borrowed(run, runs)
@@ -163,13 +163,13 @@ def _referred(run: RunFiles, reference: Reference) -> set[str]:
     if reference.kind == "fork":
         return _restart(shared)
     if reference.kind == "weights":
-        around = run.commits[reference.iteration - 1 : reference.iteration + 1]  # the latter may name it late
+        around = run.commits[reference.iteration - 1 : reference.iteration + 1]  # the later one may name them
         return {ref.path for commit in around for ref in commit.stored if ref.version == reference.iteration}
     return {ref.path for commit in shared for ref in commit.stored}
 
 
 def _borrowed(run: RunFiles, runs: Sequence[RunFiles]) -> set[str]:
-    """Folders of attempts of `run` whose files other runs name as theirs (`run://NAME`)."""
+    """Folders of attempts of `run` whose files other runs use as initial weights (`run://NAME`)."""
     manifests = [read_record(run.store, v.path, WeightsManifest) for o in _others(run, runs) for v in _first(o)]
     files = [file.path for manifest in manifests for file in manifest.files if file.path.startswith(f"{run.name}/")]
     return {re.sub(r"(attempt=\w+)/.*", r"\1", path) for path in files}
@@ -184,12 +184,12 @@ def _first(run: RunFiles) -> list[Version]:
 
 
 def borrowers(run: RunFiles, runs: Sequence[RunFiles]) -> list[str]:
-    """The runs whose weights are files of `run`."""
+    """The runs whose initial weights are files of `run`."""
     return [other.name for other in _others(run, runs) if _borrowed(run, [other])]
 
 
 def live_references(store: Store, name: str, now: float) -> list[Reference]:
-    """What children have told the run to keep: of those that are there, or may be about to begin."""
+    """The references of children that exist or may be about to begin."""
     found = []
     for entry in entries(store, f"{name}/references"):
         if not entry.path.rsplit("/", 1)[-1].startswith("."):

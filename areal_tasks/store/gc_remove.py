@@ -1,4 +1,4 @@
-"""Removal, so that a reader or writer beside it never loses what it needs: tombstone, second look, removal, log."""
+"""Removal that is safe for concurrent readers and writers: tombstone, second check, removal, log."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from areal_tasks.store.inventory import clock, entries, remove, remove_folders
 from areal_tasks.store.journal import append
 from areal_tasks.store.runs import check_name, list_runs
 from areal_tasks.store.spool import attempts_of, read_start
-from areal_tasks.store.tombstones import bury, tombstone_path
+from areal_tasks.store.tombstones import tombstone_path, write_tombstone
 from schemas.errors import UserError
 
 
 def execute(store: Store, items: Sequence[Item]) -> list[Item]:
-    """Remove what `plan` found, run by run; returns what was removed. What has come into use since then stays."""
+    """Remove the items of `plan`, run by run; returns those removed. Items that are needed by now stay."""
     removed: list[Item] = []
     for run in dict.fromkeys(item.run for item in items):
         mine = [item for item in items if item.run == run]
@@ -26,21 +26,21 @@ def execute(store: Store, items: Sequence[Item]) -> list[Item]:
             *_clear(store, [i for i in mine if not i.version]),
         ]
         if gone:
-            _tell(store, run, gone)
+            _log_removal(store, run, gone)
         removed += gone
     return removed
 
 
 def _retire(store: Store, run: str, items: Sequence[Item]) -> list[Item]:
-    """Weights and checkpoints: tombstones first, then another look at who needs them."""
+    """Remove weights and checkpoints: tombstones first, then a second check of what is needed."""
     if not items:
         return []
     for item in items:
-        bury(store, _tombstone(item), item.kind, _manifest(item), item.bytes, item.why, _version(item))
+        write_tombstone(store, _tombstone(item), item.kind, _manifest(item), item.bytes, item.why, _version(item))
     kept = _needed_now(store, run)
-    spared = [item for item in items if _manifest(item) in kept]
-    remove(store, [_tombstone(item) for item in spared])  # taken back: they stay
-    gone = [item for item in items if item not in spared]
+    retained = [item for item in items if _manifest(item) in kept]
+    remove(store, [_tombstone(item) for item in retained])  # they stay
+    gone = [item for item in items if item not in retained]
     for item in gone:
         remove(store, item.files)
     return gone
@@ -69,7 +69,7 @@ def _all_runs(store: Store) -> list[RunFiles]:
 
 
 def _clear(store: Store, items: Sequence[Item]) -> list[Item]:
-    """What nothing selected when it was found, and still does not."""
+    """Remove items that nothing selected when they were found, and nothing selects now."""
     gone = []
     for item in items:
         if item.kind != "attempt" or not _selected_since(store, item):
@@ -79,7 +79,7 @@ def _clear(store: Store, items: Sequence[Item]) -> list[Item]:
 
 
 def _selected_since(store: Store, item: Item) -> bool:
-    """Whether a writer that was believed dead has committed the attempt after all."""
+    """Whether a writer that seemed dead has committed the attempt after all."""
     folder = item.path.rsplit("/", 1)[0]
     if "/stage=" in folder:
         manifests = [f"{folder}/{name}" for name in store.children(folder) if name.endswith(".json")]
@@ -91,8 +91,8 @@ def _selected_since(store: Store, item: Item) -> bool:
     return manifest not in item.files and store.exists(manifest)
 
 
-def _tell(store: Store, run: str, gone: Sequence[Item]) -> None:
-    """One line of the log for each kind of things that were removed."""
+def _log_removal(store: Store, run: str, gone: Sequence[Item]) -> None:
+    """Write one log line per kind of removed item."""
     for kind in dict.fromkeys(item.kind for item in gone):
         some = [item for item in gone if item.kind == kind]
         versions = " ".join(str(item.version.version) for item in some if item.version)
@@ -105,10 +105,10 @@ def _tell(store: Store, run: str, gone: Sequence[Item]) -> None:
 
 
 def whole_run(store: Store, name: str, older_than: float) -> Item:
-    """Everything of a run, if nobody needs it.
+    """All files of a run, if nothing needs them.
 
     Raises:
-        UserError: there is no such run, it is at work, or other runs refer to it.
+        UserError: there is no such run, it may be running, or other runs refer to it.
     """
     check_name(name)
     begun = store.exists(paths.run_tombstone(name))  # a removal that was interrupted
@@ -116,7 +116,7 @@ def whole_run(store: Store, name: str, older_than: float) -> Item:
         _check_unused(store, name, older_than)
     files = [e for e in entries(store, name) if not _stays(name, e.path)]
     why = "its removal was interrupted" if begun else "it was named with --remove"
-    first = [e for e in files if e.path == paths.run_record(name)]  # so that nobody takes what is left for a run
+    first = [e for e in files if e.path == paths.run_record(name)]  # so that the rest is not taken for a run
     ordered = [*first, *(e for e in files if e not in first)]
     return Item(name, "run", name, tuple(e.path for e in ordered), sum(e.bytes for e in files), why)
 
@@ -125,11 +125,11 @@ def remove_run(store: Store, item: Item, older_than: float) -> None:
     """Remove a run. Its tombstone and its log stay.
 
     Raises:
-        UserError: somebody has come to need it since; nothing is removed then.
+        UserError: it is needed by now; nothing is removed then.
     """
     path = paths.run_tombstone(item.run)
     interrupted = store.exists(path)
-    bury(store, path, "run", item.run, item.bytes, item.why)
+    write_tombstone(store, path, "run", item.run, item.bytes, item.why)
     if not interrupted:
         try:
             _check_unused(store, item.run, older_than)
@@ -159,7 +159,7 @@ def _check_unused(store: Store, name: str, older_than: float) -> None:
         raise UserError(f"Run {name!r} stays: {', '.join(users)} would lose what they refer to. Remove those first.")
     if not run.ended and run.now - run.newest < older_than:
         raise UserError(
-            f"Run {name!r} stays: its last start may still be at work, since its log does not tell its end, and it has "
+            f"Run {name!r} stays: its last start may still be running, since its log records no end, and it has "
             f"written within the last {older_than / 3600:g} hours (--older-than). Cancel its flow run first."
         )
 

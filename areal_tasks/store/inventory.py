@@ -1,6 +1,6 @@
-"""Everything that lies below a folder of the store, unfinished files included; large files hashed piecewise; removal.
+"""Listing all files below a folder of the store, unfinished ones included; hashing large files in pieces; removal.
 
-Only `audit` and `gc` need these: all other readers go through manifests and list nothing.
+Mainly for `audit` and `gc`: other readers go through manifests and list nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def entries(store: Store, prefix: str) -> list[Entry]:
 
 
 def clock(store: Store) -> float:
-    """The time by the store's own clock, which its files' times are compared with: this machine's may differ."""
+    """The time by the store's own clock, to compare with its files' times: this machine's clock may differ."""
     probe = f".clock-{uuid.uuid4().hex}"
     store.put(probe, b"")
     filesystem, root = store.arrow()
@@ -57,7 +57,7 @@ def clock(store: Store) -> float:
 
 
 def file_digest(store: Store, path: str, progress: Callable[[int], None] = lambda read: None) -> tuple[str, int]:
-    """SHA-256, in hex, and length of a file of any size; `progress` gets the bytes of each piece. Or `Missing`."""
+    """SHA-256, in hex, and length of a file of any size; `progress` gets the size of each piece. Or `Missing`."""
     filesystem, root = store.arrow()
     digest, total = hashlib.sha256(), 0
     with _errors(store, path), filesystem.open_input_stream(f"{root}/{path}") as stream:
@@ -70,7 +70,7 @@ def file_digest(store: Store, path: str, progress: Callable[[int], None] = lambd
 
 @contextmanager
 def open_file(store: Store, path: str) -> Iterator[pa.NativeFile]:
-    """A file of which parts are to be read. Or `Missing`."""
+    """Open a file to read parts of it. Or `Missing`."""
     filesystem, root = store.arrow()
     with _errors(store, path), filesystem.open_input_file(f"{root}/{path}") as file:
         yield file
@@ -84,13 +84,13 @@ def _errors(store: Store, path: str) -> Iterator[None]:
         raise Missing(store.uri(path)) from error
     except OSError as error:
         reason = str(error).splitlines()[0][:200]
-        raise StoreError(f"{store.uri(path)} cannot be read: {reason}. Mend that, then run again.") from error
+        raise StoreError(f"{store.uri(path)} cannot be read: {reason}. Fix the cause, then run again.") from error
 
 
 def remove(store: Store, paths: Sequence[str]) -> None:
-    """Remove files, for good; those that are gone already are no mistake. Attempts' folders that become empty go too.
+    """Remove files permanently; missing ones are no error. Attempts' folders that become empty are removed too.
 
-    No other folder does: a run that is at work may be about to write into it.
+    No other folder is: a running flow may be about to write into it.
     """
     if store.local("") is None:
         _remove_objects(store, paths)
@@ -113,7 +113,7 @@ def _remove_empty(store: Store, folder: Path) -> None:
 
 
 def remove_folders(store: Store, prefix: str) -> None:
-    """Remove all empty folders below `prefix`, and it if it is empty: of a run that nobody writes any more."""
+    """Remove `prefix` and the folders below it where empty, of a run that no process writes any more."""
     if store.local(prefix) is None:
         return  # an object store has no folders
     for folder, _, _ in os.walk(store.uri(prefix), topdown=False):

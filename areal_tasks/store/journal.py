@@ -1,6 +1,6 @@
-"""The log of a run: who ran, cancelled, changed, forked, replayed, removed what. Only ever appended to.
+"""The append-only log of a run: who ran, cancelled, changed, forked, replayed or removed what.
 
-Each line names the bytes of the line before it: whoever alters or takes out one is found out by `arealflow audit`.
+Each line has the digest of the line before it: `arealflow audit` finds a line that was altered or removed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def append(
         StoreError: the store refuses.
     """
     if action not in ACTIONS:
-        raise ValueError(f"a log tells of {', '.join(ACTIONS)}, not of {action!r}")
+        raise ValueError(f"unknown action {action!r}: a log records {', '.join(ACTIONS)}")
     n, mine = log_length(store, run), False
     while not mine:
         n += 1
@@ -67,13 +67,13 @@ def log_digest(store: Store, run: str, n: int) -> str:
     """SHA-256 of the bytes of the n-th line; empty for none."""
     try:
         return hashlib.sha256(store.read(paths.log(run, n))).hexdigest() if n > 0 else ""
-    except Missing:  # removed by somebody since: the next audit says so, and the log goes on
+    except Missing:  # the line was removed: the next audit reports it, and the log continues
         return ""
 
 
 def user() -> str:
-    """Who runs this process, as the machine knows them."""
+    """The user who runs this process: name, or number if there is no name."""
     try:
         return getpass.getuser()
-    except (OSError, KeyError):  # a container's user has no name
+    except (OSError, KeyError):  # a container's user may have no name
         return str(os.getuid())

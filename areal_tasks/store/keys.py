@@ -1,4 +1,4 @@
-"""Keys: the digest of what was asked for. Equal keys are reused, other keys are other files."""
+"""Stage keys: a digest of a stage's code version, recipe values, inputs and seed. Equal keys share a result."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ KEY_LENGTH: Final = 32
 def recipe_values(recipe: BaseModel, fields: Sequence[str]) -> dict[str, Any]:
     """The semantic values of `recipe` below each of `fields` (`"rollout"`, `"rollout.temperature"`), by dotted path.
 
-    Operational fields are left out, and so is a field that was added later where it says what was computed before:
-    the keys of stages that were recorded then stay as they are. A field that does not exist, or that is operational
-    itself, is a mistake of the stage that names it: KeyError.
+    Operational fields are left out, and so is a field that was added later while it has the value that older runs were
+    computed with, so that keys that were recorded before stay valid. KeyError: one of `fields` does not exist or is
+    operational.
     """
     found = {path: (value, info) for path, value, info in leaves(recipe) if is_semantic(info)}
     values: dict[str, Any] = {}
@@ -52,7 +52,7 @@ def stage_key(
         inputs: content digests of what it reads, in the order it names them.
         previous: digest of the previous commit, for a stage that reads no table (rollout).
     """
-    asked = {
+    request = {
         "stage": stage,
         "version": version,
         "values": dict(values),
@@ -60,11 +60,11 @@ def stage_key(
         "seed": seed,
         "previous": previous,
     }
-    return digest_json(asked)[:KEY_LENGTH]
+    return digest_json(request)[:KEY_LENGTH]
 
 
 def digest_json(value: Any) -> str:
-    """SHA-256 of a JSON value, whatever the order of its keys."""
+    """SHA-256 of a JSON value; the order of its keys does not matter."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -1,8 +1,8 @@
 """A store in a local folder: files written whole, fsynced, and given their name by an exclusive hard link.
 
-Every file's content is fsynced before a name can lead a reader to it. Names are not, one by one: a file system that
-journals keeps them in order, so that a power cut takes back the newest names and never leaves a gap. `settle`, once
-an iteration, is what waits for them: an fsync costs from 0.3 ms on an idle SSD to 8 ms on a busy one.
+Every file's content is fsynced before a reader can find its name. Names are not fsynced one by one: a journalling file
+system keeps their order, so that a power cut loses only the newest names and never leaves a gap. `settle`, called once
+per iteration, waits for them: an fsync costs from 0.3 ms on an idle SSD to 8 ms on a busy one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REMEDIES: Final = {
     errno.EACCES: "permission denied: give this user access to the folder, or choose another store with --store",
     errno.EPERM: "the file system refuses it (no hard links?): choose a store on a POSIX file system, or s3://",
     errno.EOPNOTSUPP: "the file system has no hard links: choose a store on a POSIX file system, or s3://",
-    errno.ENOENT: "the system makes no folder there: choose another store with --store",
+    errno.ENOENT: "no folder can be created there: choose another store with --store",
     errno.ENOTDIR: "a file stands where a folder should be: choose another store with --store",
     errno.EIO: "the disk reported an input/output error: check it, then run again",
 }
@@ -124,7 +124,7 @@ class LocalBackend:
         return f"{self.root}/{path}" if path else self.root
 
     def _write(self, path: str, data: bytes) -> None:
-        """A new, durable file; its folders are made as needed."""
+        """Write a new, durable file, creating its folders as needed."""
         try:
             fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileNotFoundError:
@@ -161,8 +161,8 @@ class LocalBackend:
 
 
 def unusable(where: str, error: OSError) -> StoreError:
-    """What a person is told of a file of the store that the system does not let us read or write."""
-    remedy = _REMEDIES.get(error.errno or 0, f"{error.strerror}: mend that, or choose another store with --store")
+    """The error for a file of the store that cannot be read or written, with a remedy."""
+    remedy = _REMEDIES.get(error.errno or 0, f"{error.strerror}: fix the cause, or choose another store with --store")
     return StoreError(f"The store's file {where} cannot be used: {remedy}.")
 
 
@@ -173,7 +173,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _sync(path: str) -> None:
-    """Make a file, or the names in a folder, durable."""
+    """Make a file's content, or the names in a folder, durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""Many small waits at once: hashing and compression release the GIL, and so does the network."""
+"""Work in threads: hashing, compression and waiting for the network release the GIL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ B = TypeVar("B")
 
 
 def parallel(work: Callable[[A], B], items: Sequence[A], threads: int = 16) -> list[B]:
-    """`work` on every item, in order. One item, the usual case, is spared the threads."""
+    """`work` on every item, in threads; results in order. A single item, the usual case, needs no thread."""
     if len(items) <= 1:
         return [work(item) for item in items]
     with ThreadPoolExecutor(min(threads, len(items))) as pool:
@@ -21,9 +21,9 @@ def parallel(work: Callable[[A], B], items: Sequence[A], threads: int = 16) -> l
 
 
 def in_background(work: Callable[[], B], name: str) -> Future[B]:
-    """`work` in a thread that the end of the process does not wait for; what it raises is raised by `result`."""
+    """`work` in a daemon thread; the future's `result` raises its error."""
     found: Future[B] = Future()
-    found.set_running_or_notify_cancel()  # nothing takes it back
+    found.set_running_or_notify_cancel()  # it cannot be cancelled
 
     def run() -> None:
         try:
@@ -37,14 +37,14 @@ def in_background(work: Callable[[], B], name: str) -> Future[B]:
 
 @contextmanager
 def beside(work: Callable[[], B]) -> Iterator[Future[B]]:
-    """`work` in another thread. On leaving it has ended; its error is raised then, also over another.
+    """Run `work` in another thread, and wait for it on exit. Its error is raised then, in place of one of the block.
 
-    Not over what ends the process, like a keyboard interrupt."""
+    An exception that ends the process, like a keyboard interrupt, is not replaced."""
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(work)
         try:
             yield found
         except Exception:
-            found.result()  # what failed beside it is the cause
+            found.result()  # the thread's error is the cause
             raise
         found.result()

@@ -1,4 +1,4 @@
-"""Where things lie below the store's root. Nothing else in the program spells these names."""
+"""Paths of records and files below the store's root."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def log(run: str, n: int) -> str:
 
 
 def reference(run: str, child: str) -> str:
-    """What `child` leaves in its parent `run`."""
+    """The reference that `child` leaves in its parent `run`."""
     return f"{run}/references/{child}.json"
 
 
@@ -30,12 +30,12 @@ def tag(run: str, name: str) -> str:
 
 
 def tombstone(run: str, kind: str, version: int, attempt: str) -> str:
-    """Says that the files of weights or a checkpoint were removed on purpose."""
+    """The record that the files of weights or a checkpoint were removed on purpose."""
     return f"{run}/tombstones/{kind}-{version:06d}-{attempt}.json"
 
 
 def run_tombstone(run: str) -> str:
-    """Says that the whole run was removed on purpose."""
+    """The record that the whole run was removed on purpose."""
     return f"{run}/tombstone.json"
 
 
@@ -53,12 +53,12 @@ def waits(run: str, owner: int, n: int) -> str:
 
 
 def spool(run: str) -> str:
-    """The folder of finished groups that wait, and of rejected ones."""
+    """The folder of records of finished groups that wait for their iteration, and of rejected groups."""
     return f"{run}/spool"
 
 
 def spool_record(run: str, start: int, n: int) -> str:
-    """The n-th record of a start of the flow that spools."""
+    """The n-th spool record of a start."""
     return f"{spool(run)}/{start}/{n}.json"
 
 

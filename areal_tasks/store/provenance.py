@@ -20,7 +20,7 @@ def now() -> str:
 def make_provenance(
     owner: int, started: str, *, prefect_flow_run_id: str = "", prefect_task_run_id: str = ""
 ) -> Provenance:
-    """Provenance of a record that is committed now; `started` is what `now()` said when its work began."""
+    """Provenance of a record that is committed now; `started` is the value of `now()` when its work began."""
     return Provenance(
         code_version=code_version(),
         host=socket.gethostname(),

@@ -1,6 +1,6 @@
-"""SQL over a run, or several: DuckDB views of what their commits select, and of nothing else.
+"""SQL over one or several runs: DuckDB views of what their commits select, and of nothing else.
 
-DuckDB itself may open no file at all. Tables are lazy Arrow data sets whose files, iterations and order come from the
+DuckDB itself cannot open any file. Tables are lazy Arrow data sets whose files, iterations and order come from the
 manifests; they are opened when a query scans them, only for the columns and iterations that it needs, on disk and
 on S3 alike.
 """
@@ -22,16 +22,16 @@ from areal_tasks.store.run_views import RunViews, unite, words_of_plan
 from areal_tasks.store.runs import load_run
 from schemas.errors import UserError
 
-_ONE_SELECT: Final = "Ask one question at a time: a single SELECT (or DESCRIBE, SUMMARIZE, EXPLAIN)."
+_ONE_SELECT: Final = "Pass one query at a time: a single SELECT (or DESCRIBE, SUMMARIZE, EXPLAIN)."
 
 
 class Session:
-    """One run, or several, open for questions, as they were committed when this was made. A context manager.
+    """One or several runs, open for queries, as they were committed when the session was made. A context manager.
 
     Views: one per table (with the iteration), those of `schemas.views.VIEWS`, `stages`, `commits`, `shards`, `log`,
-    `starts`, `segments`, `spool`. Each has the rows of all runs, and the column `run`. `several` asks one run as one of
-    several.
-    Many questions in one session share what they have read: the catalog, and what was verified of compacted tables.
+    `starts`, `segments`, `spool`. Each has the rows of all runs, and the column `run`. `several` gives one run the
+    columns of several.
+    The queries of a session share what they have read: the catalog, and the verified parts of compacted tables.
     """
 
     def __init__(self, store: Store, *names: str, compacted: bool = True, several: bool = False) -> None:
@@ -61,20 +61,20 @@ class Session:
         """The answer to one SELECT over the run's views.
 
         Raises:
-            UserError: the query is no single SELECT, DuckDB refuses it (its message, and the views there are), or a
+            UserError: the query is no single SELECT, DuckDB refuses it (its message, and a list of the views), or a
                 file of the store is damaged.
         """
         check_statement(query)
         for run in self.runs:
             run.define(frozenset())
-        self._spare_joins(query)
+        self._drop_unused_joins(query)
         with self.explained() as connection:
             answer: pa.Table = connection.sql(query).to_arrow_table()
         return answer
 
     @contextmanager
     def explained(self) -> Iterator[duckdb.DuckDBPyConnection]:
-        """The connection, for the program's own questions: what fails inside is the UserError that `sql` would raise.
+        """The connection, for the program's own queries; an error inside becomes the UserError that `sql` would raise.
 
         It has the views of `sql`, and no access to anything else.
         """
@@ -86,15 +86,15 @@ class Session:
         except duckdb.Error as error:
             raise self._explained(error) from error
 
-    def _spare_joins(self, query: str) -> None:
+    def _drop_unused_joins(self, query: str) -> None:
         """Leave out the joins with tables none of whose columns the query needs.
 
-        The plan names the columns of every scan. Where it cannot be had, or does not name them, all joins are made.
+        The plan names the columns of every scan. If there is no plan, or it does not name them, no join is left out.
         """
         words = words_of_plan(self.connection, query)
         if "sample_id" in words:
             for run in self.runs:
-                run.define(run.spared(words))
+                run.define(run.unused(words))
 
     def _explained(self, error: duckdb.Error) -> UserError:
         failures = [lazy.failure for run in self.runs for lazy in run.lazies.values()]
@@ -110,9 +110,9 @@ class Session:
 
 
 def _opened(store: Store, name: str, compacted: bool) -> Catalog:
-    """A run's catalog that knows its tables already."""
+    """A run's catalog that has read which tables there are."""
     catalog = Catalog(load_run(store, name), compacted)
-    assert catalog.stages_of is not None  # read here, where those of other runs are read at the same time
+    assert catalog.stages_of is not None  # read here, in parallel for several runs
     return catalog
 
 
@@ -128,11 +128,11 @@ def run_sql(store: Store, run: str, query: str) -> pa.Table:
 
 
 def check_statement(query: str) -> None:
-    """UserError unless DuckDB's own parser calls `query` a single SELECT, DESCRIBE, SUMMARIZE or EXPLAIN."""
+    """UserError unless DuckDB's own parser takes `query` for a single SELECT, DESCRIBE, SUMMARIZE or EXPLAIN."""
     try:
         statements = duckdb.extract_statements(query)
     except duckdb.Error as error:
         raise UserError(f"{error}\n{_ONE_SELECT}") from error
     allowed = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
     if len(statements) != 1 or statements[0].type not in allowed:
-        raise UserError(f"This is not a question that can be put to a run. {_ONE_SELECT}")
+        raise UserError(f"This is not a query that a run can answer. {_ONE_SELECT}")

@@ -24,7 +24,7 @@ def log_table(run: Run) -> pa.Table:
 
 
 def segments_table(run: Run) -> pa.Table:
-    """The rows of the view `segments`: the recipes of this run and of those that it shares its history with."""
+    """The rows of the view `segments`: the recipes of this run and of its ancestors."""
     family = [run]
     while (parent := family[-1].parent) is not None:
         family.append(parent)
@@ -41,8 +41,8 @@ def spool_table(run: Run) -> pa.Table:
         rows |= {group.index: _group_row(group) | place for group in groups}
     head = run.head() if rows else None
     settled, version = settled_after(head), head.weights.version if head else 0
-    told = (row | _standing(row, row["group_id"] in settled, version) for _, row in sorted(rows.items()))
-    return pa.Table.from_pylist(list(told), schema=SPOOL)
+    complete = (row | _standing(row, row["group_id"] in settled, version) for _, row in sorted(rows.items()))
+    return pa.Table.from_pylist(list(complete), schema=SPOOL)
 
 
 def _group_row(group: SpooledGroup | RejectedGroup) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def _group_row(group: SpooledGroup | RejectedGroup) -> dict[str, Any]:
 
 
 def _standing(row: dict[str, Any], settled: bool, version: int) -> dict[str, Any]:
-    """What has become of a group; `version`: of the newest weights that were committed."""
+    """The state of a group; `version`: of the newest committed weights."""
     if "reason" in row or settled:
         return {"state": "rejected" if "reason" in row else "consumed"}
     waited = utc(now()) - row["written"]
@@ -77,5 +77,5 @@ def _segment_row(run: str, segment: Segment) -> dict[str, Any]:
 
 
 def utc(text: str) -> datetime:
-    """A time of a record, as the views have it: in UTC, without saying so."""
+    """A record's time as the views have it: in UTC, without a time zone."""
     return datetime.fromisoformat(text).astimezone(UTC).replace(tzinfo=None)

@@ -16,7 +16,7 @@ from areal_tasks.store.scan import Lazy, derived_dataset, table_dataset
 from areal_tasks.store.starts import starts_table
 from schemas.views import COMMITS, LOG, SEGMENTS, SHARDS, SHARED, SPOOL, STAGES, STARTS, VIEWS, View
 
-#: Views with a column `run` of their own: the run that made what a row tells of, which may be a parent.
+#: Views with a column `run` of their own: the run that made what the row describes, which may be a parent.
 _MADE_BY: Final = frozenset({"stages", "commits", "segments"})
 
 
@@ -40,25 +40,25 @@ class RunViews:
 
     @property
     def names(self) -> list[str]:
-        """All views that there are."""
+        """The names of all views."""
         return sorted({*self.lazies, *(view.name for view in self.views)})
 
-    def define(self, spared: Set[str]) -> None:
-        """Make the views again without joins with the tables `spared`, unless they are so already."""
+    def define(self, unused: Set[str]) -> None:
+        """Redefine the views without joins with the tables `unused`, unless they are so already."""
         for view in self.views:
-            text = view.define(self.shown.keys(), spared, self.schema)
+            text = view.define(self.shown.keys(), unused, self.schema)
             if self.defined.get(view.name) != text:
                 self.connection.execute(text)
                 self.defined[view.name] = text
 
-    def spared(self, words: Set[str]) -> set[str]:
+    def unused(self, words: Set[str]) -> set[str]:
         """The joined tables none of whose columns is among `words`."""
         joins = [join for view in self.views for join in view.joins]
         used = {join.table for join in joins if any(column.source in words for column in join.columns)}
         return {join.table for join in joins} - used
 
     def damage(self) -> StoreError | None:
-        """The damaged shard because of which a table could not be read; none where a failure has another cause."""
+        """The error of a damaged shard that made a scan fail; None if the failure has another cause."""
         failed = [self.shown[name] for name, lazy in self.lazies.items() if lazy.failure and name in self.shown]
         for table in failed:
             for _, shard in self.catalog.shards(table):
@@ -70,7 +70,7 @@ class RunViews:
 
 
 def _datasets(catalog: Catalog, shown: Mapping[str, str]) -> dict[str, Lazy]:
-    """What SQL scans, by name. It refers to no connection, which would then never be freed."""
+    """The data sets that SQL scans, by name. They must not refer to the connection, which would then never be freed."""
     made = {name: table_dataset(catalog, table) for name, table in shown.items()}
     made["stages"] = derived_dataset(STAGES, catalog.stages_table)
     made["commits"] = derived_dataset(COMMITS, catalog.commits_table)
@@ -83,7 +83,7 @@ def _datasets(catalog: Catalog, shown: Mapping[str, str]) -> dict[str, Lazy]:
 
 
 def _show(connection: duckdb.DuckDBPyConnection, schema: str, datasets: Mapping[str, Lazy]) -> None:
-    """Make data sets views in a schema."""
+    """Create a view of each data set in a schema."""
     connection.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}")
     connection.execute(f"SET schema = '{schema}'")
     for name, dataset in datasets.items():
@@ -92,9 +92,9 @@ def _show(connection: duckdb.DuckDBPyConnection, schema: str, datasets: Mapping[
 
 
 def shown(catalog: Catalog) -> dict[str, str]:
-    """By the names that SQL sees, the run's tables.
+    """The run's tables, by the names that SQL sees.
 
-    A replay that ends before the stage `scalars` has that table only of what it shares with its parent, if anything.
+    A replay that ends before the stage `scalars` has that table only for iterations shared with its parent, if any.
     """
     names = {name: name for name in sorted(catalog.stages_of)}
     if catalog.run.record.replay_until and "scalars" in names:
@@ -103,7 +103,7 @@ def shown(catalog: Catalog) -> dict[str, str]:
 
 
 def _views(tables: Set[str]) -> list[View]:
-    """Of each name the first view whose tables, or views before it, there are."""
+    """For each name, the first view whose tables, or views before it, exist."""
     found: dict[str, View] = {}
     for view in VIEWS:
         if view.name not in tables and view.needs <= tables | found.keys():
@@ -112,10 +112,10 @@ def _views(tables: Set[str]) -> list[View]:
 
 
 def unite(connection: duckdb.DuckDBPyConnection, runs: Sequence[RunViews], several: bool) -> None:
-    """Make the views of all runs views of the connection: the rows of each, with the column `run`.
+    """Create views on the connection with the rows of all runs, and the column `run`.
 
-    Where a row names the run that made it, that column is called `made_by` if `several` runs are asked, and is the
-    only one if not.
+    Where a view has its own column `run` (the run that made the row), it is called `made_by` if `several`; else it is
+    the only one.
     """
     for name in sorted({name for run in runs for name in run.names}):
         parts = [f"SELECT {_columns(run, name, several)} FROM {run.schema}.{name}" for run in runs if name in run.names]
@@ -130,7 +130,7 @@ def _columns(run: RunViews, view: str, several: bool) -> str:
 
 
 def words_of_plan(connection: duckdb.DuckDBPyConnection, query: str) -> set[str]:
-    """The words of a query's plan, which names the columns of every scan; empty where it cannot be had."""
+    """The words of a query's plan, which names the columns of every scan; empty if there is none."""
     try:
         plan = connection.execute(f"EXPLAIN (FORMAT JSON) {query}").fetchall()[0][1]
     except duckdb.Error:  # the query itself will say what is wrong; DESCRIBE cannot be explained

@@ -29,8 +29,8 @@ from areal_tasks.store.fork import (
     check_origin,
     commits_needed,
     leave_reference,
+    log_child,
     origin_of,
-    tell,
 )
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
@@ -46,16 +46,16 @@ _NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 
 class Superseded(UserError):
-    """A later start of the run's flow has taken over: this one must stop and touch nothing more."""
+    """A later start of the run's flow has taken over: this one must stop and write nothing more."""
 
 
 class Behind(StoreError):
-    """An earlier start's last commit came in after this one had looked: it must begin again from there."""
+    """An earlier start committed after this one had read the head: this one must begin again from that commit."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A committed stage, and how a commit names it."""
+    """A committed stage, and the reference to it."""
 
     manifest: StageManifest
     ref: StageRef
@@ -63,7 +63,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Run:
-    """A run as one start of its flow sees it. `owner` is 0 for a mere reader."""
+    """A run, opened by one start of its flow. `owner` is 0 for a reader."""
 
     store: Store
     name: str
@@ -78,7 +78,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The name, with what a reader of its rollouts must know."""
+        """The name, and for a counterfactual replay whose rollouts it has."""
         return (
             f"{self.name} (counterfactual: rollouts of {self.record.parent})"
             if self.record.counterfactual
@@ -100,22 +100,22 @@ class Run:
         return read_record(self.store, self.commit_path(k), IterationCommit)
 
     def commit_path(self, k: int) -> str:
-        """Where the commit of iteration `k` lies: here, or in the run it was forked from."""
+        """Path of the commit of iteration `k`: in this run, or in the run it was forked from."""
         if k < self.first and self.parent is not None:
             return self.parent.commit_path(k)
         return paths.iteration_commit(self.name, k)
 
     def digest_of(self, head: IterationCommit | None) -> str:
-        """What the commit after `head` must carry as `previous`: SHA-256 of its bytes, or of run.json."""
+        """`previous` of the commit after `head`: SHA-256 of the bytes of `head`, or of run.json if it is None."""
         path = paths.run_record(self.name) if head is None else self.commit_path(head.iteration)
         return bytes_digest(self.store, path)
 
     def commit_iteration(self, commit: IterationCommit) -> IterationCommit:
-        """Close an iteration.
+        """Commit an iteration.
 
         Raises:
-            Superseded: a later start of the flow owns the run, or has closed this iteration already.
-            Behind: an earlier start, which is over now, closed this iteration while it was built.
+            Superseded: a later start of the flow owns the run, or has committed this iteration already.
+            Behind: an earlier start, now superseded, committed this iteration while this one was building it.
             ValueError: `commit` does not name the commit before it.
         """
         self.check_owner()
@@ -144,7 +144,7 @@ class Run:
         return read_recorded(self.segment_at(k).recipe)
 
     def find_stage(self, k: int, stage: str, key: str) -> Found | None:
-        """The committed result of a stage under this key: here, or in the parent before the fork."""
+        """The committed result of a stage under this key: in this run, or in the parent before the fork."""
         path = paths.stage_manifest(self.name, k, stage, key)
         try:
             data = self.store.read(path)
@@ -208,28 +208,28 @@ def open_run(
     segments: Sequence[tuple[int, BaseRecipe]] = (),
     prefect_flow_run_id: str = "",
 ) -> Run:
-    """Create the run, or take it over where it stands, as its next owner.
+    """Create the run, or continue it from its head, as its next owner.
 
-    The recipe must be the run's own as far as it is semantic (see `continued`); it may ask for more iterations (a new
+    The recipe's semantic fields must be the run's own (see `continued`), but it may have more iterations (a new
     segment).
 
     Args:
-        origin: the parent, for a child. Whoever continues a fork that exists need not name it.
+        origin: the parent, for a child. It is not needed to continue an existing fork.
         segments: for a replay, its recipes with the first iteration of each; the last one is `recipe`.
 
     Raises:
-        UserError: the name is no name, the run was removed, or it exists with another recipe, flow or origin; fields
+        UserError: the name is invalid, the run was removed, or it exists with another recipe, flow or origin; fields
             and remedies are named.
     """
-    check_run(store, name, flow, recipe, origin)  # before anyone is fenced off
+    check_run(store, name, flow, recipe, origin)  # before an owner is fenced off
     record, mine = _create(store, name, flow, recipe.seed, origin)
     if mine and origin is not None:
-        tell(store, name, origin, prefect_flow_run_id)
+        log_child(store, name, origin, prefect_flow_run_id)
     owner = _claim(store, name, prefect_flow_run_id)
-    check_run_kept(store, name)  # a removal that has not seen this claim has left its tombstone before
+    check_run_kept(store, name)  # a removal that missed this claim left its tombstone before
     run = Run(store, name, record, owner, read_segments(store, name))
-    for first, there in segments[len(run.segments) :]:
-        run = replace(run, segments=(*run.segments, _write_segment(run, first, there)))
+    for first, part in segments[len(run.segments) :]:
+        run = replace(run, segments=(*run.segments, _write_segment(run, first, part)))
     return replace(run, segments=_add_segment(run, recipe))
 
 
@@ -261,7 +261,7 @@ def list_runs(store: Store) -> list[RunSummary]:
 
 
 def stage_ref(path: str, manifest: StageManifest) -> StageRef:
-    """How a commit names a stage manifest that this program has just written or read back."""
+    """The reference to a stage manifest that this program has just written or read back."""
     return _stage_ref(path, manifest, manifest.encode())
 
 
@@ -314,7 +314,7 @@ def _create(store: Store, name: str, flow: str, seed: int, origin: Origin | None
 
 
 def _parentage(origin: Origin | None) -> dict[str, Any]:
-    """The fields of `run.json` that tell a child's origin."""
+    """The fields of `run.json` that record a child's origin."""
     if origin is None:
         return {}
     return {
@@ -328,13 +328,13 @@ def _parentage(origin: Origin | None) -> dict[str, Any]:
 
 
 def _join(store: Store, child: str, origin: Origin) -> Run:
-    """The parent, after leaving a reference in it and checking that what it is to keep is still there.
+    """Leave a reference in the parent, check that the files it protects still exist, and return the parent.
 
-    A fork needs what lies before it; a replay keeps every iteration that is committed now.
+    A fork refers to the iterations before it; a replay to every iteration that is committed now.
     """
     parent = load_run(store, origin.parent)
     check_iteration(parent, origin.iteration)
-    check_first_start(parent, origin)  # before anything is left in the parent
+    check_first_start(parent, origin)  # before the reference is left
     needed = origin.iteration if origin.kind == "fork" else _next_iteration(parent)
     there = leave_reference(store, origin.parent, child, needed, origin.kind)
     parent = load_run(store, origin.parent)
@@ -346,7 +346,7 @@ def _join(store: Store, child: str, origin: Origin) -> Run:
 
 
 def _claim(store: Store, name: str, prefect_flow_run_id: str) -> int:
-    """The next owner number, which is now mine."""
+    """Claim the next owner number and return it."""
     n = last_present(lambda n: store.exists(paths.owner(name, n)), 1)
     mine = False
     while not mine:
@@ -369,7 +369,7 @@ def _add_segment(run: Run, recipe: BaseRecipe) -> tuple[Segment, ...]:
     while not segments or extends(compare(segments[-1], recipe)):
         first = _next_iteration(run) if segments else run.first
         segments = (*segments, _write_segment(replace(run, segments=segments), first, recipe))
-    check_same(run.name, run.record.flow, run.record.flow, segments, recipe)  # a start beside this one may have won
+    check_same(run.name, run.record.flow, run.record.flow, segments, recipe)  # a concurrent start may have won
     return segments
 
 

@@ -28,7 +28,7 @@ from schemas.errors import UserError
 
 T = TypeVar("T")
 
-#: How long a store that has answered before is asked again while it is overloaded or away.
+#: How long requests are retried while a store that has answered before is overloaded or unreachable.
 PATIENCE_SECONDS = 20.0
 _CONNECT_SECONDS: Final = 2  # three attempts: an endpoint that does not answer is reported in less than 10 s
 _READ_SECONDS: Final = 30
@@ -40,7 +40,7 @@ _TORN: Final = (
     *(aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError),
     *(FlexibleChecksumError, IncompleteReadError, ResponseStreamingError),
 )
-_ALTERED: Final = ("BadDigest", "XAmzContentChecksumMismatch")  # what the server says of bytes that came to it
+_ALTERED: Final = ("BadDigest", "XAmzContentChecksumMismatch")  # the server received altered bytes
 _SCAN_THREADS: Final = 32
 
 _KEYS_REMEDY: Final = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN"
@@ -57,7 +57,7 @@ _REMEDIES: Final = {
     "QuotaExceeded": "the bucket's quota is used up: free some space, then run again",
 }
 _OTHER_REMEDY: Final = "check that the server is healthy and has free space, then run again"
-_TORN_REMEDY: Final = "check the network and whatever stands before the server, then run again"
+_TORN_REMEDY: Final = "check the network and any proxy before the server, then run again"
 _UNREACHABLE: Final = "check AWS_ENDPOINT_URL, the network and that the server is up, then run again"
 
 
@@ -74,23 +74,23 @@ class S3Backend:
         options = _options(self.endpoint)
         self.fs = s3fs.S3FileSystem(**options)
         self.fs.retries = 1  # botocore retries already
-        self.known = False  # it has answered: what fails from then on is more likely to pass than a mistake
-        self.bulk = Bulk(self.root, bulk_options(options), self._patiently)
+        self.known = False  # it has answered: from then on a failure is more likely temporary than a wrong URL
+        self.bulk = Bulk(self.root, bulk_options(options), self._retried)
 
     def read(self, path: str) -> bytes:
-        data: bytes = self._patiently(path, lambda: self.fs.cat_file(self._at(path)))
+        data: bytes = self._retried(path, lambda: self.fs.cat_file(self._at(path)))
         return data
 
     def create(self, path: str, data: bytes) -> None:
         for attempt in range(_CONFLICT_ATTEMPTS):
             try:
                 return self._put(path, data, mode="create")
-            except _Conflict:  # another put of the same name was under way: ask again who won
+            except _Conflict:  # another put of the same name was in flight: retry to see which won
                 time.sleep(0.05 * 2**attempt)
         raise StoreError(f"The store's object {self.uri(path)} stays contended: {_OTHER_REMEDY}.")
 
     def settle(self, path: str) -> None:
-        """Nothing to do: S3 answers when an object is durable."""
+        """Nothing to do: S3 acknowledges a put once the object is durable."""
 
     def put(self, path: str, data: bytes) -> None:
         self._put(path, data, mode="overwrite")
@@ -106,12 +106,12 @@ class S3Backend:
 
     def size(self, path: str) -> int:
         bucket, key, _ = self.fs.split_path(self._at(path))
-        head = self._patiently(path, lambda: self.fs.call_s3("head_object", Bucket=bucket, Key=key))
+        head = self._retried(path, lambda: self.fs.call_s3("head_object", Bucket=bucket, Key=key))
         return int(head["ContentLength"])
 
     def children(self, prefix: str) -> list[str]:
         try:
-            found = self._patiently(prefix, lambda: self.fs.ls(self._at(prefix), detail=False))
+            found = self._retried(prefix, lambda: self.fs.ls(self._at(prefix), detail=False))
         except Missing:
             return []
         return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
@@ -142,15 +142,15 @@ class S3Backend:
         return f"{self.root}/{path}" if path else self.root
 
     def _put(self, path: str, data: bytes, mode: str) -> None:
-        self._patiently(path, lambda: self.fs.pipe_file(self._at(path), data, mode=mode))
+        self._retried(path, lambda: self.fs.pipe_file(self._at(path), data, mode=mode))
 
-    def _patiently(self, path: str, ask: Callable[[], T]) -> T:
-        """The answer of `ask`, which may be repeated. Errors are StoreErrors, once asking again has not helped."""
+    def _retried(self, path: str, request: Callable[[], T]) -> T:
+        """The answer of `request`, which may be repeated. Errors are StoreErrors, once retries have not helped."""
         started, attempt = time.monotonic(), 0
         while True:
             try:
                 with self._errors(path):
-                    answer = ask()
+                    answer = request()
                 self.known = True
                 return answer
             except Unavailable as error:
@@ -193,20 +193,20 @@ class S3Backend:
         return kind(f"The store at {where} refused {self.uri(path)} ({code}): {remedy}.")
 
     def list(self, prefix: str) -> list[str]:
-        found = self._patiently(prefix, lambda: self.fs.find(self._at(prefix)))
+        found = self._retried(prefix, lambda: self.fs.find(self._at(prefix)))
         return sorted(str(path).removeprefix(f"{self.root}/") for path in found)
 
 
 class _Conflict(Exception):
-    """S3 answered 409: two conditional puts met."""
+    """S3 answered 409: two conditional puts collided."""
 
 
 class _Torn(Unavailable):
-    """The answer was damaged on its way."""
+    """Bytes were lost or altered in transit."""
 
 
 def _pause(attempt: int, first: float) -> float:
-    """Seconds before the next attempt: longer each time, and different for everybody who waits."""
+    """Seconds before the next attempt: exponential backoff with jitter."""
     return float(min(_LONGEST_PAUSE, first * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0))
 
 
@@ -224,7 +224,7 @@ def _options(endpoint: str | None) -> dict[str, Any]:
             "retries": {"mode": "standard", "total_max_attempts": _ATTEMPTS},
         },
         "use_listings_cache": False,
-        "max_concurrency": 1,  # more would ask for an object's size before each read
+        "max_concurrency": 1,  # with more, s3fs asks for an object's size before each read
     }
 
 
@@ -239,7 +239,7 @@ def _credential(name: str) -> str:
 
 
 def _error_code(error: BaseException) -> str:
-    """S3's error code, which s3fs keeps as the cause of its own exception; empty when no answer came."""
+    """S3's error code, which s3fs keeps as the cause of its own exception; empty if there was no answer."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, ClientError):

@@ -1,8 +1,8 @@
-"""Files of any size into and out of a bucket: in parts, by many threads.
+"""Transfers of files of any size to and from a bucket, in parts, by many threads.
 
 s3fs runs every request in the one thread of its event loop. That is enough for records and tables; for weights it is
-what they wait for. Here each part is one request of botocore, which s3fs is built on, in a thread of its own: the
-interpreter's lock is free while bytes are sent, received, written or hashed, and no byte is copied on its way out.
+the bottleneck. Here each part is one request of botocore, which s3fs is built on, in a thread of its own: the GIL is
+released while bytes are sent, received, written or hashed, and uploads copy no bytes.
 """
 
 from __future__ import annotations
@@ -30,96 +30,96 @@ from areal_tasks.store.backend import Content, Missing, StoreError
 
 T = TypeVar("T")
 
-#: Larger files go and come in parts of this size, or of more where S3 would not take so many.
+#: Larger files are transferred in parts of this size, or larger ones where S3 would not take so many.
 PART_BYTES: Final = 16 << 20
 _MOST_PARTS: Final = 10_000
-_RUN_BYTES: Final = 256 << 10  # sent or received at once: what a timeout is for, and what a thread holds in memory
+_RUN_BYTES: Final = 256 << 10  # sent or received at once: a timeout is per run, and a thread holds one in memory
 _HASH_BYTES: Final = 1 << 20
 _THREADS: Final = 32  # of a store: they wait for the network
 _SEND_SECONDS: Final = 10  # botocore's timeout for connecting is also that for sending a run
 
 
-class Ask(Protocol):
-    """Asks, again where that may help; errors are StoreErrors that name the path."""
+class Call(Protocol):
+    """Calls `request`, again where that may help; errors are StoreErrors that name the path."""
 
-    def __call__(self, path: str, ask: Callable[[], T]) -> T: ...
+    def __call__(self, path: str, request: Callable[[], T]) -> T: ...
 
 
 @dataclass
 class Bulk:
     """Transfers of objects below `root` (`bucket/prefix`); one for all threads of a process.
 
-    A part carries its CRC32, which the server compares; requests are signed without a hash of their bodies. What is
-    fetched is hashed while it comes. Bytes lie in the caller's memory, or in a file, and a run of them in each thread.
+    A part is sent with its CRC32, which the server checks; requests are signed without a hash of their bodies. Fetched
+    bytes are hashed as they arrive. Bytes lie in the caller's memory, or in a file, and a run of them in each thread.
     """
 
     root: str
     options: dict[str, Any]  # of botocore's client
-    ask: Ask
+    call: Call
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS, "s3"))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _made: Any = None
 
     def put(self, path: str, pieces: Content) -> None:
-        """Write an object that consists of `pieces`, end to end. They must stay as they are until it returns."""
+        """Write an object of the concatenated `pieces`, which must not change until it returns."""
         views = [view for piece in pieces if len(view := memoryview(piece).cast("B"))]
         size = sum(len(view) for view in views)
         if size <= PART_BYTES:
-            told = _described(views)
-            self.ask(path, lambda: self._client().put_object(**self._at(path), Body=_body(views), **told))
+            meta = _described(views)
+            self.call(path, lambda: self._client().put_object(**self._at(path), Body=_body(views), **meta))
         else:
             self._put_parts(path, views, size)
 
     def put_file(self, path: str, source: Path) -> None:
-        """Write a file, which must stay as it is until it returns."""
+        """Write a file, which must not change until it returns."""
         with source.open("rb") as file:
-            empty = not os.fstat(file.fileno()).st_size  # what has no bytes cannot be mapped
+            empty = not os.fstat(file.fileno()).st_size  # an empty file cannot be mapped
             self.put(path, [] if empty else [memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))])
 
     def fetch(self, path: str, target: Path) -> str:
-        """Copy an object into a local file; returns its SHA-256 in hex, made while the parts come."""
-        size = int(self.ask(path, lambda: self._client().head_object(**self._at(path)))["ContentLength"])
+        """Copy an object into a local file; returns its SHA-256 in hex, computed as the parts arrive."""
+        size = int(self.call(path, lambda: self._client().head_object(**self._at(path)))["ContentLength"])
         with target.open("w+b", buffering=0) as file:
             starts = range(0, max(size, 1), PART_BYTES)
-            coming = [self._pool.submit(self._fetch_part, path, file, size, start) for start in starts]
+            fetches = [self._pool.submit(self._fetch_part, path, file, size, start) for start in starts]
             try:
-                return _hashed(file, coming)
+                return _hashed(file, fetches)
             finally:
-                _stop(coming)
+                _stop(fetches)
 
     def _fetch_part(self, path: str, file: FileIO, size: int, start: int) -> None:
         end = min(start + PART_BYTES, size)
-        # a checksum that the server sends is of the whole object
+        # a checksum that the server sends covers the whole object
         what = {"ChecksumMode": "ENABLED"} if size <= PART_BYTES else {"Range": f"bytes={start}-{end - 1}"}
-        self.ask(path, lambda: _receive(self._client().get_object(**self._at(path), **what)["Body"], file, start, end))
+        self.call(path, lambda: _receive(self._client().get_object(**self._at(path), **what)["Body"], file, start, end))
 
     def _put_parts(self, path: str, views: Sequence[memoryview], size: int) -> None:
         client, at = self._client(), self._at(path)
-        opened = self.ask(path, lambda: client.create_multipart_upload(**at, ChecksumAlgorithm="CRC32"))
+        opened = self.call(path, lambda: client.create_multipart_upload(**at, ChecksumAlgorithm="CRC32"))
         at["UploadId"] = opened["UploadId"]
         step = max(PART_BYTES, -(-size // _MOST_PARTS))
         cuts = [(number, _cut(views, start, start + step)) for number, start in enumerate(range(0, size, step), 1)]
-        going = [self._pool.submit(self._put_part, path, at, *cut) for cut in cuts]
+        sends = [self._pool.submit(self._put_part, path, at, *cut) for cut in cuts]
         try:
-            self._complete(path, at, [part.result() for part in going], size)
+            self._complete(path, at, [part.result() for part in sends], size)
         except BaseException:
-            _stop(going)
+            _stop(sends)
             with suppress(Exception):  # the first error is the one to report
                 client.abort_multipart_upload(**at)
             raise
 
     def _put_part(self, path: str, at: dict[str, Any], number: int, views: Sequence[memoryview]) -> dict[str, Any]:
-        """Upload one part; returns how the end of the upload names it."""
-        told = _described(views)
-        answer = self.ask(path, lambda: self._client().upload_part(**at, PartNumber=number, Body=_body(views), **told))
-        return {"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32": told["ChecksumCRC32"]}
+        """Upload one part; returns its entry for the completion of the upload."""
+        meta = _described(views)
+        answer = self.call(path, lambda: self._client().upload_part(**at, PartNumber=number, Body=_body(views), **meta))
+        return {"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32": meta["ChecksumCRC32"]}
 
     def _complete(self, path: str, at: dict[str, Any], parts: list[dict[str, Any]], size: int) -> None:
-        """End an upload. Its answer may have been lost: then S3 knows the upload no more, and the object is there."""
+        """Complete an upload. If an earlier answer was lost, S3 no longer knows the upload, and the object exists."""
         try:
-            self.ask(path, lambda: self._client().complete_multipart_upload(**at, MultipartUpload={"Parts": parts}))
+            self.call(path, lambda: self._client().complete_multipart_upload(**at, MultipartUpload={"Parts": parts}))
         except Missing:
-            head = self.ask(path, lambda: self._client().head_object(**self._at(path)))
+            head = self.call(path, lambda: self._client().head_object(**self._at(path)))
             if head["ContentLength"] != size:
                 raise
 
@@ -128,7 +128,7 @@ class Bulk:
         return {"Bucket": bucket, "Key": key}
 
     def _client(self) -> Any:
-        """Made when it is first needed, which takes a tenth of a second."""
+        """The botocore client, made on first use, which takes a tenth of a second."""
         with self._lock:
             if self._made is None:
                 self._made = botocore.session.Session().create_client("s3", **self.options)
@@ -136,7 +136,7 @@ class Bulk:
 
 
 def bulk_options(s3fs_options: dict[str, Any]) -> dict[str, Any]:
-    """The options of botocore's client that mean what those of s3fs mean."""
+    """The options of botocore's client that correspond to those of s3fs."""
     config = s3fs_options["config_kwargs"] | {
         "connect_timeout": _SEND_SECONDS,
         "s3": {"payload_signing_enabled": False},  # over http it would hash every body once more
@@ -161,7 +161,7 @@ class _Body:
         self.next = 0
 
     def read(self, size: int = -1) -> bytes | memoryview:
-        """The next run, whatever size is asked for: 16 KiB, each sent by itself, of which a GB has 61,000."""
+        """The next run, whatever `size` is: callers ask for 16 KiB, which would be 61,000 sends per GB."""
         self.next += 1
         return self.runs[self.next - 1] if self.next <= len(self.runs) else b""
 
@@ -169,7 +169,7 @@ class _Body:
         return sum(len(run) for run in self.runs[: self.next])
 
     def seek(self, to: int) -> None:
-        """Back to the beginning, to be sent again; botocore seeks nothing else."""
+        """Rewind, to be sent again; botocore seeks to no other place."""
         if to:
             raise ValueError(f"only to the beginning, not to {to}")
         self.next = 0
@@ -189,7 +189,7 @@ def _described(views: Sequence[memoryview]) -> dict[str, Any]:
 
 
 def _cut(views: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
-    """The bytes from `start` to `end` of `views`, laid end to end."""
+    """The bytes from `start` to `end` of the concatenated `views`."""
     found, at = [], 0
     for view in views:
         if start < at + len(view) and at < end:
@@ -204,7 +204,7 @@ def _receive(body: Any, file: FileIO, start: int, end: int) -> None:
     try:
         while run := body.read(_RUN_BYTES):
             at += _write(file, run, at)
-    except HTTPError as error:  # botocore knows some of urllib3's; of TLS, for one, it does not
+    except HTTPError as error:  # botocore translates only some of urllib3's; not those of TLS
         raise ResponseStreamingError(error=error) from error
     finally:
         body.close()
@@ -213,20 +213,20 @@ def _receive(body: Any, file: FileIO, start: int, end: int) -> None:
 
 
 def _write(file: FileIO, run: bytes, at: int) -> int:
-    """A full disk is no fault of the store, which would be asked again."""
+    """Write `run` at the offset `at`. A full disk is not `Unavailable`, so that the request is not retried."""
     try:
         written = os.pwrite(file.fileno(), run, at)
         while written < len(run):  # nearly full
             written += os.pwrite(file.fileno(), run[written:], at + written)
     except OSError as error:
-        raise StoreError(f"{file.name!s} cannot be written ({error.strerror}): make room, then run again.") from error
+        raise StoreError(f"{file.name!s} cannot be written ({error.strerror}): free space, then run again.") from error
     return written
 
 
-def _hashed(file: FileIO, coming: Sequence[Future[None]]) -> str:
-    """SHA-256 of a file, of which each part is there when its future has ended."""
+def _hashed(file: FileIO, fetches: Sequence[Future[None]]) -> str:
+    """SHA-256 of a file, each part of which is complete when its future has ended."""
     digest, buffer, at = hashlib.sha256(), memoryview(bytearray(_HASH_BYTES)), 0
-    for number, part in enumerate(coming, 1):
+    for number, part in enumerate(fetches, 1):
         part.result()
         end = number * PART_BYTES
         while at < end and (read := os.preadv(file.fileno(), [buffer[: end - at]], at)):
@@ -236,7 +236,7 @@ def _hashed(file: FileIO, coming: Sequence[Future[None]]) -> str:
 
 
 def _stop(futures: Sequence[Future[Any]]) -> None:
-    """Let none begin any more, and wait until those that have begun are done with what they were given."""
+    """Cancel those that have not begun, and wait for the others, which still use the caller's memory or file."""
     for future in futures:
         future.cancel()
     wait(futures)

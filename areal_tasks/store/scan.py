@@ -1,4 +1,4 @@
-"""Tables as lazy Arrow data sets: whoever scans one says which columns and rows, and only then is anything opened."""
+"""Tables as lazy Arrow data sets: files are opened only once a scan has named its columns and rows."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from schemas.tables import REPEATED, TABLES
 
 #: Makes the data set that is scanned, given the columns and the filter.
 Build = Callable[[Sequence[str], ds.Expression | None], ds.Dataset]
-#: The fragments to scan in the place of these, once they are known to be sound.
+#: Checks fragments, and returns those to scan in their place.
 Check = Callable[[Sequence[Any]], Sequence[Any]]
 
-#: Files that are looked at before the first of them is scanned: small ones are in memory.
+#: Files that are checked before the first of them is scanned; small ones are then in memory.
 _AT_ONCE: Final = 64
-_WORD: Final = pa.dictionary(pa.int32(), pa.string())  # a text to DuckDB all the same
+_WORD: Final = pa.dictionary(pa.int32(), pa.string())  # DuckDB treats it as text
 _ITERATION: Final = pa.field("iteration", pa.int32(), nullable=False)
 
 
 @dataclass(frozen=True)
 class CheckedScan:
-    """What DuckDB takes for a scanner: the fragments that the filter leaves, some at a time, looked at before."""
+    """A scanner for DuckDB: the fragments that may match the filter, checked and scanned some at a time."""
 
     dataset: ds.Dataset
     filter: ds.Expression | None
@@ -50,18 +50,18 @@ class CheckedScan:
 
 
 @dataclass(frozen=True)
-class NotedScan(CheckedScan):
-    """A scan that reports which error has ended it: DuckDB says only that some scan has failed."""
+class RecordingScan(CheckedScan):
+    """A scan that records the error that ended it: DuckDB reports only that some scan has failed."""
 
-    noted: Callable[[], AbstractContextManager[None]]
+    recording: Callable[[], AbstractContextManager[None]]
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
-        with self.noted():
+        with self.recording():
             yield from super()._batches()
 
 
 class Lazy(ds.InMemoryDataset):  # type: ignore[misc]
-    """A data set that is made when DuckDB asks it for a scanner. An error is kept: DuckDB hides where it came from."""
+    """A data set that is made when DuckDB asks it for a scanner. An error is kept: DuckDB hides which scan failed."""
 
     def __init__(self, schema: pa.Schema, build: Build, check: Check = lambda fragments: fragments) -> None:
         super().__init__(schema.empty_table())
@@ -72,19 +72,19 @@ class Lazy(ds.InMemoryDataset):  # type: ignore[misc]
     def scanner(self, columns: Any = None, filter: ds.Expression | None = None, **options: Any) -> ds.Scanner:
         """As `Dataset.scanner`, of the data set that `build` makes."""
         names = self.schema.names if columns is None else list(columns)
-        with self.noted():
+        with self.recording():
             dataset = self.build(names, filter)
             if isinstance(dataset, ds.InMemoryDataset):
                 return dataset.scanner(columns=columns, filter=filter, **options)
-            return NotedScan(dataset, filter, {"columns": columns, **options}, self._checked, self.noted)
+            return RecordingScan(dataset, filter, {"columns": columns, **options}, self._checked, self.recording)
 
     def _checked(self, fragments: Sequence[Any]) -> Sequence[Any]:
-        with self.noted():
+        with self.recording():
             return self.check(fragments)
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Keep the error that ends this."""
+    def recording(self) -> Iterator[None]:
+        """Keep an error of the block in `failure`."""
         try:
             yield
         except Exception as error:
@@ -99,7 +99,7 @@ def table_schema(table: str) -> pa.Schema:
 
 
 def table_dataset(catalog: Catalog, table: str) -> Lazy:
-    """A table of the run, from compactions where they are believed and from its shards elsewhere."""
+    """A table of the run, from valid compactions where there are any, and from its shards elsewhere."""
     schema = table_schema(table)
     filesystem, root = catalog.run.store.arrow()
     check = CheckedShards(catalog.run.store, root)
@@ -129,7 +129,7 @@ def table_dataset(catalog: Catalog, table: str) -> Lazy:
 
 
 def derived_dataset(schema: pa.Schema, make: Callable[[], pa.Table]) -> Lazy:
-    """A table that `make` makes, once it is asked for."""
+    """A table that `make` computes on the first scan."""
     made: list[pa.Table] = []
 
     def build(columns: Sequence[str], filter: ds.Expression | None) -> ds.Dataset:

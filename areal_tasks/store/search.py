@@ -1,7 +1,7 @@
-"""Finding the end of a numbered sequence without listing it, and records that a run must have, and has lost.
+"""Finding the end of a numbered sequence without listing it, and detecting records that a run has lost.
 
-Numbered records are found by asking for them one by one. So one that is missing looks like the end, and a start would
-go on from there, over the history that follows. What comes later betrays it, before a start writes it a second time.
+Numbered records are found by reading them one by one, so a missing one looks like the end, and a start would continue
+there, against the history that follows. Later records show that it is missing, before a start writes it a second time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from areal_tasks.store.backend import Store, StoreError
 from areal_tasks.store.commit import read_record
 from schemas.manifest import IterationCommit, RunRecord
 
-_AHEAD: Final = (2, 3, 5, 9, 17, 33, 65)  # how far beyond the end is looked for what should not be there
+_AHEAD: Final = (2, 3, 5, 9, 17, 33, 65)  # distances beyond the end at which no record should exist
 
 
 def last_present(present: Callable[[int], bool], first: int = 0) -> int:
@@ -33,9 +33,9 @@ def last_present(present: Callable[[int], bool], first: int = 0) -> int:
 
 
 def check_gaps(store: Store, name: str, record: RunRecord | None, segments: int) -> None:
-    """StoreError that names a missing record of the run, if others show that it was there. Changes nothing.
+    """StoreError that names a missing record of the run, if others show that it existed. Changes nothing.
 
-    `record` is its `run.json`, none if there is none; `segments`, how many of them were found.
+    `record` is its `run.json`, None if there is none; `segments` is the number of segments found.
     """
     if record is None:
         if any(store.exists(path) for path in (paths.owner(name, 1), paths.segment(name, 0))):
@@ -53,7 +53,7 @@ def check_gaps(store: Store, name: str, record: RunRecord | None, segments: int)
 
 
 def _end(store: Store, path: Callable[[int], str], first: int) -> int:
-    """The last number from `first` on that is there, unless there are some beyond the next."""
+    """The last number from `first` on that exists; StoreError if there are some beyond a gap."""
     last = last_present(lambda n: store.exists(path(n)), first)
     beyond = any(store.exists(path(last + ahead)) for ahead in _AHEAD)
     if beyond and not store.exists(path(last + 1)):  # else another start has just written it

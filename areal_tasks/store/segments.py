@@ -1,4 +1,4 @@
-"""A run's recipe is a list of segments, and each is the same recipe except that it lasts longer."""
+"""A run's recipe as a list of segments, each of which is the same recipe with more iterations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from schemas.recipe.recipe import BaseRecipe
 from schemas.recipe.recorded import keep_recorded, read_recorded
 
 R = TypeVar("R", bound=BaseRecipe)
-Difference = dict[str, tuple[Any, Any]]  # field -> what the run has, what is asked for
+Difference = dict[str, tuple[Any, Any]]  # field -> the run's value, the recipe's value
 
 _LENGTH: Final = "schedule.iterations"
 _NOTHING: Final = "unset"
@@ -31,8 +31,8 @@ def read_segments(store: Store, run: str) -> tuple[Segment, ...]:
 
 
 def continued(store: Store, name: str, recipe: R) -> tuple[R, dict[str, Any]]:
-    """`recipe` as it continues the run `name`, which keeps the values that it was begun with where only a default has
-    changed since; and what is kept, by dotted path. As it is where there is no such run.
+    """`recipe` for continuing the run `name`, with the run's recorded values where only a default has changed since;
+    and those values, by dotted path. Unchanged if there is no such run.
     """
     segments = read_segments(store, name)
     if not segments or segments[-1].recipe.get("flow") != recipe.flow:
@@ -42,33 +42,32 @@ def continued(store: Store, name: str, recipe: R) -> tuple[R, dict[str, Any]]:
 
 def compare(segment: Segment, recipe: BaseRecipe) -> Difference:
     """The semantic fields in which `recipe` differs from the segment's."""
-    there, here = semantic_values(_parse(segment, type(recipe))), semantic_values(recipe)
-    names = sorted(there.keys() | here.keys())
-    pairs = {name: (there.get(name, _NOTHING), here.get(name, _NOTHING)) for name in names}
+    recorded, given = semantic_values(_parse(segment, type(recipe))), semantic_values(recipe)
+    names = sorted(recorded.keys() | given.keys())
+    pairs = {name: (recorded.get(name, _NOTHING), given.get(name, _NOTHING)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def extends(difference: Difference) -> bool:
-    """Whether all that differs is that more iterations are asked for."""
+    """Whether the recipe differs only by more iterations."""
     return difference.keys() == {_LENGTH} and difference[_LENGTH][1] > difference[_LENGTH][0]
 
 
-def check_same(name: str, flow_there: str, flow: str, segments: tuple[Segment, ...], recipe: BaseRecipe) -> None:
-    """UserError unless `recipe` can continue the run: equal where it is semantic, or longer."""
-    if flow_there != flow:
-        raise UserError(f"Run {name!r} belongs to the flow {flow_there!r}, not {flow!r}: {_remedy(name)}")
+def check_same(name: str, run_flow: str, flow: str, segments: tuple[Segment, ...], recipe: BaseRecipe) -> None:
+    """UserError unless `recipe` can continue the run: equal semantic fields, or only more iterations."""
+    if run_flow != flow:
+        raise UserError(f"Run {name!r} belongs to the flow {run_flow!r}, not {flow!r}: {_remedy(name)}")
     difference = compare(segments[-1], recipe) if segments else {}
     if difference and not extends(difference):
         listed = "; ".join(
-            f"{field} is {there!r} there and {here!r} here" for field, (there, here) in difference.items()
+            f"{field} is {recorded!r} in the run and {given!r} here" for field, (recorded, given) in difference.items()
         )
         raise UserError(f"Run {name!r} exists with another recipe: {listed}. {_remedy(name)}")
 
 
 def _remedy(name: str) -> str:
     return (
-        f"Choose another name (run=NAME), or take {name}'s own values to continue it. "
-        "Only schedule.iterations may grow."
+        f"Choose another name (run=NAME), or use {name}'s own values to continue it. Only schedule.iterations may grow."
     )
 
 
@@ -79,6 +78,6 @@ def _parse(segment: Segment, model: type[BaseRecipe]) -> BaseRecipe:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "recipe"
         raise UserError(
-            f"The run's recipe is not one that this version reads ({where}: {first['msg']}): "
+            f"This version cannot read the run's recipe ({where}: {first['msg']}): "
             "continue it with the version that began it, or choose another name (run=NAME)."
         ) from error

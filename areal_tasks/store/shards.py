@@ -34,11 +34,11 @@ def write_table(
 ) -> TableRef:
     """Write `table` as shards below `prefix` (an attempt's folder) and return the reference to commit.
 
-    `file`: how the shards' names begin, for one of several parts of a table; else they are named like the table.
+    `file`: prefix of the shards' names, for one of several parts of a table; default: the table's name.
 
     Raises:
-        ValueError: it is not what `schemas.tables.TABLES[name]` says: other columns or types, nulls, lists that do
-            not speak of the row's `num_tokens` tokens.
+        ValueError: it violates `schemas.tables.TABLES[name]`: other columns or types, nulls, lists that are not
+            `num_tokens` long.
     """
     _check(name, table)
     step = _rows_per_shard(table, max_rows)
@@ -78,10 +78,10 @@ def _write_shard(store: Store, path: str, table: pa.Table) -> ShardRef:
 
 
 def encode(table: pa.Table) -> bytes:
-    """The table as the bytes of a Parquet file, whose footer has a checksum before it.
+    """The table as the bytes of a Parquet file, with a checksum of the footer before the footer.
 
-    Parquet gives checksums to pages alone. Readers go to the footer from the file's end and from there to the pages by
-    their places, so that none of them looks at what lies between.
+    Parquet has checksums only for pages. Readers find the footer from the file's end, and the pages by their offsets in
+    it, so they ignore what lies between.
     """
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, **_options(table.schema))
@@ -91,9 +91,9 @@ def encode(table: pa.Table) -> bytes:
 
 
 def footer_holds(file: pa.NativeFile, size: int) -> bool:
-    """Whether the footer of an open shard of `size` bytes is to the bit what was written, as far as can be told.
+    """Whether the footer of an open shard of `size` bytes is unaltered, as far as its checksum shows.
 
-    Shards of programs before this had no checksum: nothing is known of theirs, whatever their rows and footers say.
+    Shards of earlier versions have no checksum; they pass.
     """
     tail: bytes = file.read_at(min(size, _TAIL_BYTES), max(size - _TAIL_BYTES, 0))
     footer = int.from_bytes(tail[-8:-4], "little") + 8
@@ -106,29 +106,29 @@ def footer_holds(file: pa.NativeFile, size: int) -> bool:
 
 
 def _misses_seal(tail: bytes) -> bool:
-    """Whether there is a checksum elsewhere, which holds for the footer with the file's last bytes as they should be.
+    """Whether a checksum elsewhere in `tail` holds for the footer with the last 8 bytes as they should be.
 
-    They are the footer's length, by which its beginning and what stands before that are found.
+    These contain the footer's length, which locates the footer and the checksum before it.
     """
     digest, footer = (rest := tail.rpartition(_MARK)[2])[:_DIGEST_BYTES], rest[_DIGEST_BYTES:-8]
     return hashlib.sha256(footer + len(footer).to_bytes(4, "little") + b"PAR1").digest() == digest
 
 
 def _options(schema: pa.Schema) -> dict[str, Any]:
-    """How a table is laid out. No dictionaries: zstd finds by itself what a group's samples share."""
+    """Parquet options. No dictionaries: zstd itself finds what a group's samples share."""
     return {
         "row_group_size": _GROUP_ROWS,
         "compression": "zstd",
         "compression_level": 1,
         "use_dictionary": False,
-        "write_page_checksum": True,  # SQL reads parts of a shard, whose SHA-256 cannot tell of an altered bit
+        "write_page_checksum": True,  # SQL reads parts of a shard, which its SHA-256 cannot verify
         "use_byte_stream_split": [f"{f.name}.list.element" for f in schema if f.type == FLOATS] or False,
         "write_statistics": [f.name for f in schema if not pa.types.is_list(f.type) and f.name not in TEXTS],
     }
 
 
 def _tokens(table: pa.Table) -> int:
-    """Tokens the rows speak of: their `num_tokens`, else the elements of their first list."""
+    """Number of tokens in the rows: their `num_tokens`, else the elements of their first list."""
     if "num_tokens" in table.column_names:
         return int(pc.sum(table.column("num_tokens")).as_py() or 0)
     lists = [f.name for f in table.schema if pa.types.is_list(f.type)]
@@ -180,7 +180,7 @@ def read_shard(store: Store, shard: ShardRef, columns: Sequence[str] | None = No
 
 
 def all_false(lists: pa.ChunkedArray) -> pa.ListArray:
-    """A list of False for each list, of its length."""
+    """For each list, a list of False of the same length."""
     whole = lists.combine_chunks()
     offsets = pc.cumulative_sum(
         pa.concat_arrays([pa.array([0], pa.int32()), pc.list_value_length(whole).cast(pa.int32())])

@@ -1,7 +1,7 @@
-"""The root hash of a run, one value that vouches for its recipes and for every byte that its commits select; and its
-signatures: Ed25519 (RFC 8032), so that whoever verifies cannot sign.
+"""The root hash of a run, one value that covers its recipes and every byte that its commits select; and its
+signatures: Ed25519 (RFC 8032), so that the key that verifies cannot sign.
 
-Prefect depends on `cryptography`, which is therefore there. It is imported when a key is used and not before.
+Prefect depends on `cryptography`, so it is installed. It is imported only when a key is used.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Verified:
 def root_hash(run: Run, iterations: int) -> str:
     """SHA-256 over the last of the first `iterations` commits, and over `run.json` and the recipe segments until then.
 
-    A commit names the one before it and, through manifests, every file: it vouches for the whole history. What comes
-    later (more iterations, lines of the log, tags) does not change the root of what was there.
+    A commit has the digests of the one before it and, through manifests, of every file: it covers the whole history.
+    Later records (more iterations, lines of the log, tags) do not change the root.
 
     Raises:
         StoreError: one of these files is missing.
@@ -60,9 +60,9 @@ def _records(run: Run, iterations: int) -> Iterator[str]:
 
 
 def sign(store: Store, name: str, root: str, iterations: int, key_file: Path) -> tuple[Signature, bool]:
-    """Vouch with a private key for a run whose audit has just given `root`, and for its log as it is now.
+    """Sign the `root` that an audit of the run has just given, and its log as it is now, with a private key.
 
-    Returns the signature, and whether it was made now: one by this key that holds and covers all there is stays.
+    Returns the signature, and whether it is new: an existing one by this key that holds and covers everything is kept.
 
     Raises:
         UserError: the file holds no Ed25519 key that can sign.
@@ -91,7 +91,7 @@ def sign(store: Store, name: str, root: str, iterations: int, key_file: Path) ->
 
 
 def _covering(store: Store, name: str, root: str, public: str) -> Signature | None:
-    """A signature of this root that holds, by this key, if nothing worth signing has been added to the log since."""
+    """A signature of this root by this key that holds, if the log has since got only lines about signatures."""
     mine = [s for s in read_signatures(store, name) if (s.root, s.public_key) == (root, public)]
     newest = max(mine, key=lambda s: s.log_records, default=None)
     covers = newest and not unsigned_lines(store, name, newest) and not _problem(store, name, newest)
@@ -99,14 +99,14 @@ def _covering(store: Store, name: str, root: str, public: str) -> Signature | No
 
 
 def unsigned_lines(store: Store, name: str, signature: Signature) -> int:
-    """How many lines the log has that this signature does not cover; those that tell of signatures do not count."""
+    """How many lines the log has that this signature does not cover; lines about signatures do not count."""
     return sum(line.action != "signed" for line in read_log(store, name, signature.log_records))
 
 
 def verify(store: Store, name: str, key_file: Path | None = None) -> list[Verified]:
     """The signatures of a run, newest last, each checked by the public key that it names itself.
 
-    Whether that key is anybody's whom one trusts, only `key_file` tells: signatures by the key in it are `known`.
+    Only `key_file` shows whether that key is trusted: signatures by the key in it are `known`.
 
     Raises:
         UserError: the file holds no Ed25519 key, or none of the signatures is by it.
@@ -119,7 +119,7 @@ def verify(store: Store, name: str, key_file: Path | None = None) -> list[Verifi
 
 
 def read_signatures(store: Store, name: str) -> list[Signature]:
-    """All signatures of a run, whoever made them."""
+    """All signatures of a run, by any key."""
     names = [child for child in store.children(f"{name}/signatures") if child.endswith(".json")]
     return [read_record(store, f"{name}/signatures/{child}", Signature) for child in names]
 
@@ -127,7 +127,7 @@ def read_signatures(store: Store, name: str) -> list[Signature]:
 def _problem(store: Store, name: str, signature: Signature) -> str:
     """Why a signature does not hold; empty if it does."""
     if not _is_by_its_key(name, signature):
-        return "it was not made with this key, or what it says was altered"
+        return "it was not made with this key, or its content was altered"
     run, until = load_run(store, name), signature.iteration
     if until != -1 and not store.exists(run.commit_path(until)):
         return f"iteration {until} was signed and is gone: the history was cut"
@@ -153,8 +153,8 @@ def _is_by_its_key(name: str, signature: Signature) -> bool:
 
 
 def _message(name: str, signature: Signature) -> bytes:
-    said = signature.model_dump(include={"root", "iteration", "log", "log_records", "algorithm", "public_key"})
-    return f"arealflow run {digest_json({'run': name, **said})}".encode()
+    signed = signature.model_dump(include={"root", "iteration", "log", "log_records", "algorithm", "public_key"})
+    return f"arealflow run {digest_json({'run': name, **signed})}".encode()
 
 
 def _private_key(file: Path) -> Ed25519PrivateKey:
@@ -185,7 +185,7 @@ def _load(file: Path, private: bool) -> Any:
     try:
         data = file.read_bytes()
     except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}): name a key's file, or {_MAKE}.") from error
+        raise UserError(f"{file} cannot be read ({error.strerror}): name a key file, or {_MAKE}.") from error
     attempts: list[Any] = [lambda: keys.load_pem_private_key(data, None), lambda: keys.load_ssh_private_key(data, None)]
     if not private:
         attempts += [lambda: keys.load_pem_public_key(data), lambda: keys.load_ssh_public_key(data)]

@@ -1,7 +1,7 @@
 """The spool: finished groups that wait for their iteration, and groups that were rejected, as records in the store.
 
-Each process that has something to record, a rollout worker or the flow, opens a start: records of its own, numbered
-from 0 and created once. What a record says has happened; what a process held in memory only has not. The starts are
+Each process that has something to record, a rollout worker or the flow, opens a start: its own records, numbered from 0
+and created once. Only what is recorded has happened; what a process held in memory is lost with it. The starts are
 numbered without gaps too, so that all records of a run are found without a listing.
 """
 
@@ -20,7 +20,7 @@ from schemas.manifest import RejectedGroup, SpooledGroup, SpoolRecord, TableRef
 
 
 class StartClosed(UserError):
-    """Whoever takes over has closed this start: what it has not recorded begins again, and its process must end."""
+    """Another process has closed this start and taken over: unrecorded groups begin again; this process must end."""
 
 
 def number_of_starts(store: Store, run: str) -> int:
@@ -29,7 +29,7 @@ def number_of_starts(store: Store, run: str) -> int:
 
 
 def open_start(store: Store, run: str, owner: int, made_with: str) -> int:
-    """Claim the number of the next start; its first record says with which settings its groups are made."""
+    """Claim the number of the next start; its first record has the settings with which its groups are made."""
     number = number_of_starts(store, run)
     while not commit_once(store, paths.spool_record(run, number, 0), _record("opened", number, 0, owner, made_with))[1]:
         number += 1
@@ -37,7 +37,7 @@ def open_start(store: Store, run: str, owner: int, made_with: str) -> int:
 
 
 def made_with(store: Store, run: str, start: int) -> str:
-    """With which settings the groups of a start are made."""
+    """The settings with which the groups of a start are made."""
     return read_record(store, paths.spool_record(run, start, 0), SpoolRecord).made_with
 
 
@@ -53,12 +53,12 @@ def append(
     rejected: tuple[RejectedGroup, ...] = (),
     tables: dict[str, TableRef] | None = None,
 ) -> SpoolRecord:
-    """Commit record `n` of a start, whose tables lie below `attempt` already. Only the process that opened it does.
+    """Commit record `n` of a start, whose tables lie below `attempt` already. Only the process that opened it may.
 
-    Returns the record that is there: another attempt's where the store took one before without an answer.
+    Returns the record that is there: an earlier attempt's if the store took it and its answer was lost.
 
     Raises:
-        StartClosed: another process has put an end to this start.
+        StartClosed: another process has closed this start.
     """
     record = _record("groups", start, n, owner).model_copy(
         update={"attempt": attempt, "finished": finished, "rejected": rejected, "tables": tables or {}}
@@ -89,7 +89,7 @@ def read_spool(store: Store, run: str) -> list[SpoolRecord]:
 
 
 def close_start(store: Store, run: str, start: int, owner: int, first: int = 0) -> list[SpoolRecord]:
-    """End a start, unless it has ended: nothing can be added from here on. Its records from `first` on."""
+    """Close a start, unless it is closed: nothing can be added then. Returns its records from `first` on."""
     found = read_start(store, run, start, first)
     while not found or found[-1].kind != "closed":
         n = first + len(found)

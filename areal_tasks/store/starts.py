@@ -76,15 +76,15 @@ def placed_gpus(line: LogRecord) -> set[str]:
 
 
 def _asked(run: Run) -> int:
-    """The GPUs of a start whose placement the log does not tell; a replay need not have engines."""
+    """The number of GPUs of a start whose placement is not in the log; 0 for a replay, which may have no engines."""
     known = run.segments and run.record.kind != "replay"
     return asked_gpus(read_recorded(run.segments[-1].recipe)) if known else 0
 
 
 def asked_gpus(recipe: Mapping[str, Any]) -> int:
-    """How many GPUs a recipe asks for, as if its services shared those only that it names for both; 0: it names none.
+    """How many GPUs a recipe asks for; its services share only those that it names for both. 0: it names none.
 
-    For starts whose placement the log does not tell: they had none, or an earlier version ran them.
+    For starts whose placement is not in the log: they had none, or an earlier version ran them.
     """
     trainer, inference = recipe.get("trainer", {}), recipe.get("inference", {})
     training, serving = set(trainer.get("gpus", ())), set(inference.get("gpus", ()))

@@ -1,4 +1,4 @@
-"""Names for weights, and weights that `gc` must leave alone. A tag is given once and never moved."""
+"""Names for weights, and weights that `gc` must keep. A tag is given once and never moved."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ NEWEST: Final = "newest"
 
 
 def tag_weights(store: Store, run: str, name: str, ref: WeightsRef) -> Tag:
-    """Name the weights `ref` of `run`; they are safe from `gc` from here on.
+    """Name the weights `ref` of `run`; `gc` keeps them from then on.
 
     Raises:
-        UserError: the name cannot be one, or is that of other weights; or they were removed.
+        UserError: the name is invalid or names other weights, or these were removed.
     """
     if not _NAME.fullmatch(name) or name.startswith(PROTECTED):
         raise UserError(f"{name!r} cannot be a tag: begin with a letter; letters, digits, '.', '_' and '-' may follow.")
@@ -45,7 +45,7 @@ def read_tags(store: Store, run: str) -> list[Tag]:
 
 
 def find_tag(store: Store, run: str, name: str) -> Tag | None:
-    """The tag of this name."""
+    """The tag of this name; None if there is none."""
     return find_record(store, paths.tag(run, name), Tag)
 
 

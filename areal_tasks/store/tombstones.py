@@ -1,7 +1,7 @@
-"""What was removed on purpose. A tombstone is there before anything goes, so that whoever needs it can still object.
+"""Tombstones: records of what was removed on purpose, written before the removal.
 
-`gc` leaves a tombstone and then looks for references; a child leaves a reference and then looks for tombstones. Whoever
-comes second sees the other: what a child refers to is never removed under it.
+`gc` leaves a tombstone and then looks for references; a child leaves a reference and then looks for tombstones. The
+second of them sees the other's record, so that files to which a child refers are never removed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from schemas.errors import UserError
 from schemas.manifest import IterationCommit, Tombstone, WeightsRef
 
 
-def bury(store: Store, path: str, kind: str, named: str, size: int, reason: str, version: int = -1) -> Tombstone:
-    """Leave a tombstone at `path` for what `named` names; the one that is there already counts."""
+def write_tombstone(
+    store: Store, path: str, kind: str, named: str, size: int, reason: str, version: int = -1
+) -> Tombstone:
+    """Write a tombstone at `path` for the files of `named`, unless there is one; returns the one there."""
     tombstone = Tombstone(
         kind=kind,
         path=named,
@@ -58,12 +60,12 @@ def check_run_kept(store: Store, run: str) -> None:
     if tombstone is not None:
         raise UserError(
             f"Run {run!r} was removed by {tombstone.user} on {tombstone.provenance.committed[:10]}: choose another "
-            "name (run=NAME); `arealflow log` tells what became of it."
+            "name (run=NAME); `arealflow log` shows its removal."
         )
 
 
 def check_history_kept(store: Store, run: str, commit: IterationCommit | None) -> None:
-    """UserError unless what a child needs of its parent, of which `commit` is the last that it shares, is there."""
+    """UserError if weights or the checkpoint of `commit`, the last that a child shares, or the run were removed."""
     check_run_kept(store, run)
     if commit is not None:
         for ref in commit.stored:

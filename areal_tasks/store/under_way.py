@@ -1,4 +1,4 @@
-"""What this process asks of its store right now: for whoever must say why nothing moves, and what moves."""
+"""The store operations of this process that are in flight, for the watchdog and the trainer's health report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Asked:
+class Operation:
     """An operation that the store has not answered yet; `since` on the monotonic clock."""
 
     number: int
@@ -24,32 +24,32 @@ class Asked:
 
 
 class Ledger:
-    """The operations under way, of all threads, and how many have ended. `clock` gives seconds."""
+    """The operations in flight, of all threads, and how many have ended. `clock` gives seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.ended = 0
         self._numbers = itertools.count()
-        self._open: dict[int, Asked] = {}
+        self._open: dict[int, Operation] = {}
         self._lock = threading.Lock()
 
     @contextmanager
     def entry(self, operation: str, where: str) -> Iterator[None]:
-        """While inside, `operation` on `where` is under way."""
-        asked = Asked(next(self._numbers), f"{operation} {where}", self.clock())
-        self._open[asked.number] = asked
+        """List `operation` on `where` as in flight during the block."""
+        entry = Operation(next(self._numbers), f"{operation} {where}", self.clock())
+        self._open[entry.number] = entry
         try:
             yield
         finally:
-            del self._open[asked.number]
+            del self._open[entry.number]
             with self._lock:
                 self.ended += 1
 
-    def under_way(self) -> list[Asked]:
-        """What has not been answered, the oldest first."""
+    def under_way(self) -> list[Operation]:
+        """The operations that have not been answered, the oldest first."""
         with self._lock:
-            return sorted(self._open.copy().values(), key=lambda asked: asked.since)
+            return sorted(self._open.copy().values(), key=lambda entry: entry.since)
 
 
-#: Of this process.
+#: The ledger of this process.
 LEDGER = Ledger()

@@ -1,8 +1,8 @@
-"""Shards of which SQL reads parts: what can be said of a file's bytes without reading all of it.
+"""Verifying shards of which SQL reads only parts.
 
-The SHA-256 of a shard vouches for the whole alone. So a small one is read whole, in one request, hashed and scanned
-from memory; of a large one the length and the footer's own checksum are looked at, and Arrow checks each page that it
-decodes by the page's checksum.
+The SHA-256 of a shard covers only the whole file. So a small one is read whole, in one request, hashed and scanned
+from memory; of a large one the length and the footer's checksum are verified, and Arrow verifies the checksum of each
+page that it decodes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from schemas.manifest import ShardRef
 
 #: Hashing that many bytes takes about as long as opening one Parquet file, half a millisecond.
 WHOLE_BYTES: Final = 1 << 20
-#: So much of a table's small shards stays in memory for the next question of a session.
+#: As much of a table's small shards stays in memory for the next query of a session.
 KEPT_BYTES: Final = 32 << 20
 _THREADS: Final = 32  # they wait for the network
 
@@ -34,7 +34,7 @@ class CheckedShards:
     store: Store
     root: str  # of the store, in the file system that scans it
     known: dict[str, ShardRef] = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)  # by path, what to scan: small shards as far as there is room
+    kept: dict[str, Any] = field(default_factory=dict)  # by path, what to scan; small shards only while there is room
     room: int = KEPT_BYTES
 
     def add(self, shard: ShardRef) -> str:
@@ -44,7 +44,7 @@ class CheckedShards:
         return path
 
     def __call__(self, fragments: Sequence[Any]) -> list[Any]:
-        """What is to be scanned in the place of `fragments`; what is no known shard stays as it is.
+        """The fragments to scan in place of `fragments`; one that is no known shard stays as it is.
 
         Raises:
             StoreError: one of them is not what its manifest names.
@@ -67,7 +67,7 @@ class CheckedShards:
 
 
 def check_shard(store: Store, shard: ShardRef) -> None:
-    """StoreError, with the file's name, if the shard is not there or not what was written, as far as this can tell."""
+    """StoreError, with the file's name, if the shard is missing or altered; of a large one, length and footer count."""
     if shard.bytes <= WHOLE_BYTES:
         verified(store, shard.path, shard.sha256)
         return

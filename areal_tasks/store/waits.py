@@ -1,6 +1,6 @@
-"""What a run waits for, as its flow tells other processes: a record in the run whenever that changes.
+"""What a run waits for, for other processes: its flow writes a record into the run whenever that changes.
 
-Only waits that last are told of, so that a run whose stages take seconds writes none.
+Only long waits are recorded, so that a run whose stages take seconds writes none.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from areal_tasks.store.runs import Run
 from areal_tasks.store.search import last_present
 from schemas.manifest import Wait, WaitsRecord
 
-#: For which a record may be late: the store is slow, or another machine's clock is wrong.
+#: How late a record may be: the store is slow, or another machine's clock is wrong.
 LATE_SECONDS: Final = 60.0
 
 
 def waits_record(waits: Sequence[Wait], seconds: float) -> WaitsRecord:
-    """What this process waits for now. `seconds`: the next record follows by then."""
+    """A record of what this process waits for now. `seconds`: the next record follows within them."""
     return WaitsRecord(host=socket.gethostname(), pid=os.getpid(), told=now(), seconds=seconds, waits=tuple(waits))
 
 
@@ -38,7 +38,7 @@ def tell_waits(run: Run, n: int, record: WaitsRecord) -> None:
 
 
 def standing_waits(run: Run) -> WaitsRecord | None:
-    """What the run waits for now; None if for nothing that lasts, or if the process that waited is gone."""
+    """What the run waits for now; None if there is no long wait, or if the process that waited is gone."""
     store, name = run.store, run.name
     owner = last_present(lambda n: store.exists(paths.owner(name, n)), 1)
     n = last_present(lambda n: store.exists(paths.waits(name, owner, n)), 1)
@@ -47,7 +47,7 @@ def standing_waits(run: Run) -> WaitsRecord | None:
 
 
 def holds(record: WaitsRecord, time: datetime) -> bool:
-    """Whether the process that has told so may still wait. On another machine, only its next record's delay tells."""
+    """Whether the process that wrote it may still wait. On another machine, only an overdue record shows its end."""
     due = datetime.fromisoformat(record.told) + timedelta(seconds=record.seconds + LATE_SECONDS)
     return time <= due and (record.host != socket.gethostname() or _runs(record.pid))
 

@@ -1,4 +1,4 @@
-"""Weights as versions of a run: which there are, whole Hugging Face folders of them, and how far two are apart."""
+"""Weights as versions of a run: listing them, exporting Hugging Face folders, and comparing two versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from schemas.manifest import Tag, WeightsManifest, WeightsRef
 
 @dataclass(frozen=True)
 class WeightsVersion:
-    """One version of a run's weights. `state`: `written`, `not written` (handed to the servers only), `removed`."""
+    """One version of a run's weights. `state`: `written`, `not written` (sent to the servers only), `removed`."""
 
     version: int
     attempt: str
@@ -72,7 +72,7 @@ def export_weights(store: Store, ref: WeightsRef, into: Path) -> int:
     """Copy weights into a folder as Hugging Face reads it; returns their bytes. Every file's SHA-256 is verified.
 
     Raises:
-        UserError: the folder has something in it, or a file is damaged.
+        UserError: the folder is not empty, or a file is damaged.
     """
     if into.exists() and any(into.iterdir()):
         raise UserError(f"{into} is not empty: name a folder that is, or that does not exist yet")
@@ -124,7 +124,7 @@ def _nearest(refs: Sequence[WeightsRef], version: int) -> str:
     return f"version {min(written, key=lambda v: (abs(v - version), v))}" if written else "none"
 
 
-# ── how far two versions are apart ──────────────────────────────────────────────────────────────────────────────────
+# ── differences of two versions ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def compare_folders(left: Path, right: Path) -> list[TensorDifference]:
 
 
 def _tensors(folder: Path) -> dict[str, Any]:
-    """For each tensor's name, the open file that holds it: safetensors alone, which can hold no code."""
+    """Tensor name -> the open file that holds it: only safetensors, which cannot hold code."""
     from safetensors import safe_open
 
     files = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]

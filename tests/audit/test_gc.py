@@ -314,7 +314,7 @@ def test_a_run_is_removed_when_nobody_needs_it(folder: Path) -> None:
     open_run(store, "child", "rlhf", short(), origin=Origin("r", 2))
     with pytest.raises(UserError, match=r"'r' stays: child would lose what they refer to"):
         whole_run(store, "r", 0.0)
-    with pytest.raises(UserError, match=r"'child' stays: its last start may still be at work"):
+    with pytest.raises(UserError, match=r"'child' stays: its last start may still be running"):
         whole_run(store, "child", 3600.0)
     append(store, "child", "cancelled", {"owner": 1})
     remove_run(store, whole_run(store, "child", 3600.0), 3600.0)

@@ -20,21 +20,21 @@ from areal_tasks.store.gc import Rule, plan
 from areal_tasks.store.gc_remove import execute
 from areal_tasks.store.runs import load_run, open_run
 from areal_tasks.store.tags import find_tag, tag_weights
-from areal_tasks.store.tombstones import bury
+from areal_tasks.store.tombstones import write_tombstone
 from schemas.errors import UserError
 from schemas.manifest import Reference
 
 
-def bury_run(store: Store) -> None:
+def write_tombstone_run(store: Store) -> None:
     """What a removal does before it looks who needs the run."""
-    bury(store, paths.run_tombstone("small"), "run", "small", 0, "it was named with --remove")
+    write_tombstone(store, paths.run_tombstone("small"), "run", "small", 0, "it was named with --remove")
 
 
 def test_who_begins_with_the_weights_of_a_run_that_is_being_removed_is_refused(
     small: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def late(*arguments: Any) -> Reference:
-        bury_run(small)
+        write_tombstone_run(small)
         return leave_reference(*arguments)
 
     monkeypatch.setattr(models, "leave_reference", late)
@@ -47,7 +47,7 @@ def test_a_start_of_a_run_that_is_being_removed_is_refused(small: Store, monkeyp
     claim, before = runs._claim, load_run(small, "small")
 
     def late(*arguments: Any) -> int:
-        bury_run(small)
+        write_tombstone_run(small)
         return claim(*arguments)
 
     monkeypatch.setattr(runs, "_claim", late)

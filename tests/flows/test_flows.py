@@ -223,7 +223,7 @@ def test_code_that_does_not_exist_is_refused_before_there_is_a_run(
 def test_another_recipe_under_the_name_of_a_run_is_refused(prefect: Prefect, resumed: Resumed) -> None:
     with pytest.raises(UserError):
         rlhf(resumed.recipe, run="r", overrides="algorithm.clip_ratio=0.3")
-    assert "algorithm.clip_ratio is 0.2 there and 0.3 here" in failure(prefect)
+    assert "algorithm.clip_ratio is 0.2 in the run and 0.3 here" in failure(prefect)
     assert digests(resumed.folder, "r") == resumed.whole
 
 
@@ -259,7 +259,7 @@ def test_a_run_of_an_earlier_version_is_resumed_by_todays_recipe(
     assert len(run.segments) == 1 and run.recipe_at(2)["algorithm"]["std_unbiased"] is False
     with pytest.raises(UserError):
         rlhf(moved(recipe, tmp_path), run="grpo", overrides="algorithm.max_log_ratio=10")
-    assert "algorithm.max_log_ratio is 0.0 there and 10.0 here" in failure(prefect)
+    assert "algorithm.max_log_ratio is 0.0 in the run and 10.0 here" in failure(prefect)
 
 
 def test_a_persons_mistake_is_logged_without_a_traceback(

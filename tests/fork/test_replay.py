@@ -193,7 +193,7 @@ def test_a_replay_is_continued_as_the_replay_it_is(whole: Path) -> None:
         reopened(0.003, None)
     with pytest.raises(UserError, match=r"'lr' exists and is a replay of 'whole' from train.*, not .* from advantage"):
         reopened(0.003, kept("advantage"))
-    with pytest.raises(UserError, match=r"trainer.lr is 0.003 there and 0.004 here"):
+    with pytest.raises(UserError, match=r"trainer.lr is 0.003 in the run and 0.004 here"):
         reopened(0.004, kept("train"))
 
 

@@ -141,7 +141,7 @@ def test_a_longer_run_replays_its_past_with_the_learning_rates_of_then(
 
 def test_another_recipe_under_the_same_name_is_refused(whole: Path) -> None:
     with pytest.raises(
-        UserError, match=r"'whole' exists with another recipe: rollout.temperature is 1.0 there and 0.5 here"
+        UserError, match=r"'whole' exists with another recipe: rollout.temperature is 1.0 in the run and 0.5 here"
     ):
         drive(whole, "whole", tiny(rollout={"temperature": 0.5}))
 

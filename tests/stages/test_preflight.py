@@ -86,7 +86,7 @@ def test_a_store_whose_folder_cannot_be_made() -> None:
 def test_a_run_of_that_name_with_another_recipe(store: str) -> None:
     open_run(open_store(store), "taken", "rlhf", tiny(rollout={"groups": 8}))
     recipe = tiny(store={"url": store})
-    assert "rollout.groups is 8 there and 4 here" in refused(recipe, "taken")
+    assert "rollout.groups is 8 in the run and 4 here" in refused(recipe, "taken")
     check_inputs(recipe, "free")
 
 

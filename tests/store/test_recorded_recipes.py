@@ -117,17 +117,17 @@ def test_a_run_is_resumed_by_the_same_file(begun: Store, newer: None) -> None:
 
 def test_todays_defaults_alone_do_not_open_it(begun: Store, newer: None) -> None:
     """A caller that omits `continued` is refused: no run goes on with another recipe."""
-    with pytest.raises(UserError, match=r"algorithm\.whitening is 'old' there and 'new' here"):
+    with pytest.raises(UserError, match=r"algorithm\.whitening is 'old' in the run and 'new' here"):
         check_run(begun, "run", "rlhf", now())
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("algorithm.bound=5", "algorithm.bound is 0.0 there and 5.0 here"),
-        ("algorithm.clip_ratio=0.25", "algorithm.clip_ratio is 0.2 there and 0.25 here"),
-        ("algorithm.clip_ratio=0.1", "algorithm.clip_ratio is 0.2 there and 0.1 here"),
-        ("rollout.groups=7", "rollout.groups is 32 there and 7 here"),
+        ("algorithm.bound=5", "algorithm.bound is 0.0 in the run and 5.0 here"),
+        ("algorithm.clip_ratio=0.25", "algorithm.clip_ratio is 0.2 in the run and 0.25 here"),
+        ("algorithm.clip_ratio=0.1", "algorithm.clip_ratio is 0.2 in the run and 0.1 here"),
+        ("rollout.groups=7", "rollout.groups is 32 in the run and 7 here"),
     ],
 )
 def test_a_value_other_than_the_default_is_refused(begun: Store, newer: None, override: str, message: str) -> None:

@@ -74,8 +74,8 @@ def test_more_iterations_are_a_new_segment(local_store: Store) -> None:
 @pytest.mark.parametrize(
     ("overrides", "fields"),
     [
-        (["rollout.temperature=0.9"], ["rollout.temperature is 1.0 there and 0.9 here"]),
-        (["seed=7", "rollout.groups=16"], ["seed is", "rollout.groups is 32 there and 16 here"]),
+        (["rollout.temperature=0.9"], ["rollout.temperature is 1.0 in the run and 0.9 here"]),
+        (["seed=7", "rollout.groups=16"], ["seed is", "rollout.groups is 32 in the run and 16 here"]),
         (["schedule.iterations=1"], ["schedule.iterations is"]),
         (["schedule.iterations=9999", "rollout.groups=16"], ["schedule.iterations is", "rollout.groups is"]),
     ],
