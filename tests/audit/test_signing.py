@@ -157,7 +157,7 @@ def test_what_a_signature_says_cannot_be_altered(small: Store, tmp_path: Path) -
     made, _ = sign(small, "small", audit(small, "small").root, 2, private)
     [name] = small.children("small/signatures")
     Path(small.uri(f"small/signatures/{name}")).write_bytes(made.model_copy(update={"log_records": 0}).encode())
-    assert verify(small, "small")[0].problem == "it was not made with this key, or what it says was altered"
+    assert verify(small, "small")[0].problem == "it was not made with this key, or its content was altered"
 
 
 def test_lines_of_the_log_that_were_signed_cannot_be_exchanged(small: Store, tmp_path: Path) -> None:

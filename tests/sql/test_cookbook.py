@@ -169,7 +169,7 @@ def test_every_question_has_an_answer(answers: dict[str, pa.Table], title: str) 
 def test_answers_are_the_same_from_a_compaction_and_with_all_joins(
     folder: Path, answers: dict[str, pa.Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RunViews, "spared", lambda self, words: set())
+    monkeypatch.setattr(RunViews, "unused", lambda self, words: set())
     compact_all(load_run(store_in(folder), "asked"))
     with Session(store_in(folder), "asked") as session:
         assert [region.compaction is None for region in session.runs[0].catalog.regions] == [False]

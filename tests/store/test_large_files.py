@@ -115,7 +115,7 @@ def test_a_full_disk_is_not_taken_for_a_store_that_is_away(
     store = open_store(f"s3://{BUCKET}/{tmp_path.name}")
     store.put_pieces(PATH, [DATA])
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(StoreError, match=r"out cannot be written \(No space left on device\): make room"):
+    with pytest.raises(StoreError, match=r"out cannot be written \(No space left on device\): free space"):
         store.fetch_file(PATH, tmp_path / "out")
 
 
