@@ -59,7 +59,7 @@ def check_loaded_kept(parent: Run, origin: Origin) -> None:
 
 
 def loaded_weights(parent: Run, origin: Origin) -> list[WeightsRef]:
-    """The weights and the checkpoint that the first start of a child loads, those in the store, each once.
+    """The weights and the checkpoint in the store that the first start of a child loads, each once.
 
     They are the initial weights; the checkpoint that the trainer begins with; the last weights, which it is compared
     with; and for servers the newest written weights, if the last ones were not written.

@@ -120,7 +120,7 @@ def _initial_path(store: Store, manifest: StageManifest) -> str:
 
 
 def read_run(store: Store, name: str, now: float) -> RunFiles:
-    """Everything that lies in a run's folder now."""
+    """The run `name` with all files in its folder."""
     return RunFiles(load_run(store, name), tuple(entries(store, name)), now)
 
 

@@ -48,7 +48,7 @@ def service(run: str, owner: int, name: str, restart: int) -> str:
 
 
 def waits(run: str, owner: int, n: int) -> str:
-    """The n-th record, from 1, of what that start of the flow waited for."""
+    """The n-th record, from 1, of what a start of the flow waited for."""
     return f"{run}/waits/owner={owner}/{n}.json"
 
 

@@ -168,7 +168,7 @@ def _difference(wanted: pa.Schema, given: pa.Schema) -> str:
 
 
 def read_shard(store: Store, shard: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows of one shard, verified; those of `columns` that it has, or all that it has."""
+    """The rows of one shard, verified; those of `columns` that it has (None: all)."""
     file = pq.ParquetFile(pa.BufferReader(verified(store, shard.path, shard.sha256)))
     names = file.schema_arrow.names if columns is None else list(columns)
     lacking = [name for name in names if name in LATER and name not in file.schema_arrow.names]

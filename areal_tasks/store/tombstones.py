@@ -38,7 +38,7 @@ def find_weights_tombstone(store: Store, ref: WeightsRef) -> Tombstone | None:
 
 
 def tombstone_path(manifest: str, version: int, attempt: str) -> str:
-    """Where the tombstone of the weights or checkpoint with this manifest lies."""
+    """The path of the tombstone of the weights or checkpoint with this manifest."""
     kind = "checkpoint" if "/checkpoints/" in manifest else "weights"
     return paths.tombstone(manifest.split("/")[0], kind, version, attempt)
 

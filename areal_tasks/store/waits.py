@@ -27,7 +27,7 @@ LATE_SECONDS: Final = 60.0
 
 
 def waits_record(waits: Sequence[Wait], seconds: float) -> WaitsRecord:
-    """A record of what this process waits for now. `seconds`: the next record follows within them."""
+    """A record of what this process waits for now. `seconds`: the next one follows within this time."""
     return WaitsRecord(host=socket.gethostname(), pid=os.getpid(), told=now(), seconds=seconds, waits=tuple(waits))
 
 
