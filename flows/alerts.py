@@ -1,4 +1,4 @@
-"""What a run warns about. Each warning is a small function of an iteration's metrics and the recipe's `alerts`."""
+"""The warnings of a run. Each is a small function of an iteration's metrics and the recipe's `alerts`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEVIATION_OF_JUMP: Final = math.sqrt(math.pi) / 2
 
 @dataclass(frozen=True)
 class Alert:
-    """A named cause, what a person reads, and the figure beside its threshold."""
+    """A named cause, the message for the user, the measured value and its threshold."""
 
     cause: str
     message: str
@@ -37,10 +37,9 @@ class Alert:
 
 
 class Watch:
-    """Told of each iteration's metrics, gives the warnings that were not in force in the one before.
+    """Called with each iteration's metrics, returns the warnings that the previous iteration did not raise.
 
-    `eta` is `rollout.max_head_offpolicyness`. The best reward is that of this start of the flow: a resumed run begins
-    anew.
+    `eta` is `rollout.max_head_offpolicyness`. The best reward covers this start of the flow only, not earlier starts.
     """
 
     def __init__(self, settings: Alerts, eta: int = 0) -> None:
@@ -78,15 +77,15 @@ class Watch:
 
 
 class Earlier:
-    """The rewards before the last window: their best mean over a window, and how much single ones scatter.
+    """The rewards before the last window: their best mean over a window, and their standard deviation.
 
-    The scatter is taken from the steps between iterations, so that a trend is none.
+    The deviation is estimated from differences of successive iterations, so that a trend does not count as noise.
     """
 
     def __init__(self, window: int) -> None:
         self.window: deque[float] = deque(maxlen=window)
         self.best = -math.inf
-        self.steps: list[float] = [0.0, 0.0]  # their sum and number
+        self.steps: list[float] = [0.0, 0.0]  # sum and number of the absolute differences
 
     def add(self, reward: float) -> None:
         if self.window:
@@ -103,28 +102,28 @@ class Earlier:
 
 
 def reward_collapse(earlier: Earlier, last: list[float], settings: Alerts) -> Alert | None:
-    """The mean of the last window is far below the best of an earlier one, and not by noise."""
+    """The mean of the last window is far below the best of an earlier one, by more than noise."""
     best = earlier.best
     if not settings.reward_drop or not math.isfinite(best):
         return None
     mean, threshold = fmean(last), best - settings.reward_drop * abs(best)
     if mean >= threshold or best - mean <= NOISE_DEVIATIONS * earlier.deviation:
         return None
-    told = f"the mean reward of the last {len(last)} iterations is {mean:.4g}; it was {best:.4g}"
-    return Alert(REWARD_COLLAPSE, f"{told} (alerts.reward_drop {settings.reward_drop:g})", mean, threshold)
+    fall = f"the mean reward of the last {len(last)} iterations is {mean:.4g}; it was {best:.4g}"
+    return Alert(REWARD_COLLAPSE, f"{fall} (alerts.reward_drop {settings.reward_drop:g})", mean, threshold)
 
 
 def all_unjudged(verify: Mapping[str, float]) -> bool:
-    """Whether no completion of the iteration could be judged: its mean reward of 0 is then none."""
+    """Whether no completion of the iteration could be judged: its mean reward of 0 is then meaningless."""
     return verify.get("timeout", 0.0) + verify.get("error", 0.0) >= 1.0
 
 
 def kl_explosion(train: Mapping[str, float], limit: float) -> Alert | None:
-    """A KL to version 0, or to the policy before the step, is above the limit or no number."""
+    """A KL to version 0, or to the policy before the step, is above the limit or NaN."""
     for name, meaning in (("kl", "version 0"), ("approx_kl", "the policy before the step")):
         value = train.get(name, 0.0)
         if limit and not value <= limit:
-            message = f"the KL to {meaning} is {value:.4g} nats a token (alerts.max_kl {limit:g})"
+            message = f"the KL to {meaning} is {value:.4g} nats per token (alerts.max_kl {limit:g})"
             return Alert(KL_EXPLOSION, message, value, limit)
     return None
 
@@ -139,16 +138,16 @@ def verifier_failures(verify: Mapping[str, float], limit: float) -> Alert | None
 
 
 def engines_disagree(train: Mapping[str, float], limit: float) -> Alert | None:
-    """The logprobs of inference engine and trainer are too far apart, or one of them is no number."""
+    """The logprobs of inference engine and trainer differ too much, or one of them is NaN."""
     gap = train.get("logprob_gap_mean", 0.0)
-    if not limit or gap <= limit:  # NaN is above every limit
+    if not limit or gap <= limit:  # False for NaN
         return None
     message = f"engine and trainer are {gap:.4g} nats apart on average (alerts.max_logprob_gap {limit:g})"
     return Alert(ENGINES_DISAGREE, message, gap, limit)
 
 
 def few_effective_samples(train: Mapping[str, float], limit: float) -> Alert | None:
-    """The behaviour weights are so unequal that a few tokens decide the step. Not measured in synchronous runs."""
+    """The behaviour weights are so unequal that few tokens dominate the step. Not measured in synchronous runs."""
     share = train.get("effective_sample_size", 1.0)
     if not limit or share >= limit:
         return None
@@ -160,7 +159,7 @@ def few_effective_samples(train: Mapping[str, float], limit: float) -> Alert | N
 
 
 def behaviour_clipped(train: Mapping[str, float], limit: float) -> Alert | None:
-    """The bound of the behaviour weights acts on many tokens: what is trained on is too old, or of other engines."""
+    """Many behaviour weights are capped or masked: the samples are too stale, or the engines disagree."""
     share = train.get("behaviour_clipped", 0.0)
     if not limit or share <= limit:
         return None
@@ -169,7 +168,7 @@ def behaviour_clipped(train: Mapping[str, float], limit: float) -> Alert | None:
 
 
 def old_samples(train: Mapping[str, float], limit: float, eta: int) -> Alert | None:
-    """With `rollout.bound: admission` slow groups are older than η allows; these are much older."""
+    """A token's lag exceeds η by more than `limit`, which `rollout.bound: admission` allows for slow groups."""
     beyond = train.get("lag_max", 0.0) - eta
     if not limit or beyond <= limit:
         return None

@@ -1,7 +1,7 @@
-"""Makes artifacts beside the run: in a thread and over a connection of their own.
+"""Creates artifacts concurrently with the run, in a thread and over a connection of their own.
 
-They cost the server more than the run, and the server may be gone for a while. Neither makes an iteration wait or fail:
-what cannot be made is counted, and the log says so.
+They load the Prefect server more than the run does, and the server may be down for a while. Neither delays or fails an
+iteration: artifacts that cannot be created are counted and logged.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.runtime import flow_run
 
-#: Iterations whose artifacts may wait; those of further ones are left out.
+#: Iterations whose artifacts may be queued; those of further iterations are dropped.
 WAITING: Final = 8
 REQUEST_SECONDS: Final = 30.0
 #: How long the end of a run waits for its last artifacts.
 CLOSE_SECONDS: Final = 60.0
-HURRIED_SECONDS: Final = 2.0  # where the run is cancelled
+HURRIED_SECONDS: Final = 2.0  # the same when the run is cancelled
 
 Make = Callable[["Artifacts"], None]
 
@@ -44,20 +44,20 @@ class Artifacts:
         self._thread.start()
 
     def offer(self, what: str, make: Make) -> None:
-        """Have `make` called soon; at once it is left out if too much waits already."""
+        """Queue `make` for the artifact thread; drop it if the queue is full."""
         try:
             self._queue.put_nowait((what, make))
         except Full:
             self._lose(what, "the Prefect server is too slow for them")
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Wait for what was offered, but no longer than `seconds`, and say what was lost."""
+        """Wait for the queued work for at most `seconds`, and log how much was lost."""
         deadline = time.monotonic() + seconds
         try:
             self._queue.put(None, timeout=seconds)
             self._thread.join(max(0.0, deadline - time.monotonic()))
         except Full:
-            pass  # the count below tells
+            pass  # what remains is counted below
         self.lost += _left_in(self._queue)
         if self.lost or self._thread.is_alive():
             self.log.warning("artifacts of %d iterations are missing or incomplete; the run is not", max(1, self.lost))
@@ -65,14 +65,14 @@ class Artifacts:
     def create(
         self, kind: str, data: Any, key: str | None = None, description: str = "", task_run: UUID | None = None
     ) -> UUID:
-        """An artifact of the flow run, or of one of its task runs. Raises what Prefect's client does."""
+        """Create an artifact of the flow run, or of one of its task runs. Raises what Prefect's client raises."""
         wanted = ArtifactCreate(
             type=kind, key=key, description=description, data=data, flow_run_id=self.flow_run, task_run_id=task_run
         )
         return self._connected().create_artifact(wanted).id
 
     def update(self, artifact: UUID, data: Any) -> None:
-        """Replace an artifact's data. Raises what Prefect's client does."""
+        """Replace an artifact's data. Raises what Prefect's client raises."""
         self._connected().update_artifact(artifact, ArtifactUpdate(data=data))
 
     def _connected(self) -> SyncPrefectClient:
@@ -86,7 +86,7 @@ class Artifacts:
                 try:
                     self._client = self._client or stack.enter_context(_new_client())
                     make(self)
-                except Exception as error:  # whatever it is, it must not cost the run an iteration
+                except Exception as error:  # no error here may fail an iteration
                     self._lose(what, f"{type(error).__name__}: {error}")
 
     def _lose(self, what: str, reason: str) -> None:
@@ -96,12 +96,12 @@ class Artifacts:
 
 
 def _new_client() -> SyncPrefectClient:
-    """A client that is not the flow engine's own."""
+    """A client separate from the flow engine's."""
     return get_client(httpx_settings={"timeout": REQUEST_SECONDS}, sync_client=True)
 
 
 def _left_in(queue: Queue[Any]) -> int:
-    """How much nobody has taken."""
+    """How many entries, other than None, were left in the queue; empties it."""
     left = 0
     while True:
         try:

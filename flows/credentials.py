@@ -1,8 +1,8 @@
 """S3 keys of a flow run: those of its environment, else those that the Prefect server keeps in a `Secret` block.
 
-They go into the environment of the flow process, which its services inherit, and nowhere else. Keys that the
-environment has are used as they are: they are never mixed with what Prefect keeps. All that belongs to a pair of keys
-is in one block, so that nobody ever reads the one of old keys and the other of new ones.
+They are put into the environment of the flow process, which its services inherit, and nowhere else. Keys already in the
+environment are used as they are, and never mixed with those that Prefect keeps. A pair of keys is stored in one block,
+so that no reader gets an old key id with a new secret.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from schemas.errors import UserError
 BLOCK: Final = "areal-s3-keys"
 NEEDED: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 SECRETS: Final = (*NEEDED, "AWS_SESSION_TOKEN")
-#: Variables that say where the store is, and what reads them, or others in their stead, from the environment.
+#: Variables that say where the store is, and the functions that read them (or their alternatives).
 PLACES: Final[Mapping[str, Callable[[], str]]] = {
     "AWS_ENDPOINT_URL": s3_endpoint,
     "AWS_REGION": s3_region,
 }
-#: How long a Prefect server that does not answer is asked again.
+#: How long requests to a Prefect server that does not answer are retried.
 AWAY_SECONDS = 60.0
 _LONGEST_PAUSE_SECONDS: Final = 8.0
 
 
 def take_s3_keys(store_url: str) -> bool:
-    """Where the store is on S3 and this process has no keys, give it those that Prefect keeps; whether it did.
+    """If the store is on S3 and the environment has no keys, set those that Prefect keeps. Returns whether it did.
 
     Raises:
-        UserError: what Prefect keeps is no pair of keys, or its server has not answered for a minute.
+        UserError: Prefect's block is not a pair of keys, or its server has not answered for a minute.
         httpx.HTTPStatusError: the Prefect server refuses.
     """
     if not on_s3(store_url) or in_environment():
@@ -51,12 +51,12 @@ def take_s3_keys(store_url: str) -> bool:
 
 
 def on_s3(store_url: str) -> bool:
-    """Whether this store, the default one if it is empty, needs keys."""
+    """Whether this store (empty: the default store) is on S3, so that it needs keys."""
     return (store_url or default_url()).startswith("s3://")
 
 
 def in_environment() -> list[str]:
-    """The variables with keys that are set."""
+    """Which of the variables NEEDED are set."""
     return [name for name in NEEDED if os.environ.get(name)]
 
 
@@ -67,7 +67,7 @@ def of_environment() -> dict[str, str]:
 
 
 def use(kept: Mapping[str, str]) -> None:
-    """Put kept keys into the environment, where nothing of other keys stays. Where it says itself goes first."""
+    """Put kept keys into the environment in place of all others; endpoint and region set there take precedence."""
     if not kept:
         return
     for name in SECRETS:
@@ -76,9 +76,9 @@ def use(kept: Mapping[str, str]) -> None:
 
 
 def may_be_kept() -> bool:
-    """Whether a server that is started over the database of this home may keep keys.
+    """Whether a server that uses the database of this home may keep keys.
 
-    The block is looked for as Prefect 3.8 writes it; whether it can be used is seen later.
+    Looks for the block as Prefect 3.8 writes it; whether its content is valid is checked later.
     """
     if os.environ.get("PREFECT_API_DATABASE_CONNECTION_URL"):
         return True
@@ -88,12 +88,12 @@ def may_be_kept() -> bool:
     try:
         with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
             return connection.execute("SELECT 1 FROM block_document WHERE name = ?", (BLOCK,)).fetchone() is not None
-    except sqlite3.Error:  # another Prefect's
+    except sqlite3.Error:  # the database of another version of Prefect
         return True
 
 
 def kept_by_prefect() -> dict[str, str]:
-    """The keys that the Prefect server keeps, with endpoint and region if it does; empty if it has none.
+    """The keys that the Prefect server keeps, with endpoint and region if it has them; empty if it has no keys.
 
     Raises:
         UserError: the block holds something else.
@@ -118,15 +118,15 @@ def _kept_patiently() -> dict[str, str]:
             if time.monotonic() - began >= AWAY_SECONDS:
                 raise UserError(
                     f"The Prefect server does not answer ({error or type(error).__name__}), and this environment has "
-                    f"no {NEEDED[0]}: see that it runs, or export S3 keys before `arealflow up`, then retry this run."
+                    f"no {NEEDED[0]}: check that it runs, or export S3 keys before `arealflow up`, then retry this run."
                 ) from error
-            _log().warning("The Prefect server, which may keep S3 keys, does not answer: asking again in %g s.", pause)
+            _log().warning("The Prefect server, which may keep S3 keys, does not answer: retrying in %g s.", pause)
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE_SECONDS, 2.0 * pause)
 
 
 def _log() -> logging.Logger | logging.LoggerAdapter[Any]:
-    """The log of the flow run, if this is one."""
+    """The logger of the flow run, or a plain one outside of a flow run."""
     from prefect.exceptions import MissingContextError
     from prefect.logging import get_logger, get_run_logger
 
@@ -137,7 +137,7 @@ def _log() -> logging.Logger | logging.LoggerAdapter[Any]:
 
 
 def _parsed(value: object) -> dict[str, str]:
-    """What the block holds: a JSON object, or the text of one, as the UI's form makes it."""
+    """The keys in the block, which holds a JSON object or, if the UI's form made it, the text of one."""
     again = "make it again with `arealflow s3-keys` (docs/operate/s3.md)"
     try:
         found = json.loads(value) if isinstance(value, str) else value

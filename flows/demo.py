@@ -1,4 +1,4 @@
-"""`make demo`: the quickstart through its deployment, watched to its end, and what one can then ask of it."""
+"""`make demo`: runs the quickstart's deployment, follows it to its end, and queries the run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def interrupted(machine: Machine | None, stops: bool) -> str:
-    """What goes on after Ctrl-C, and how to end it."""
+    """The message after Ctrl-C: what keeps running, and how to stop it."""
     if machine is None or stops:
         return "\ninterrupted"
     return (
@@ -71,7 +71,7 @@ def interrupted(machine: Machine | None, stops: bool) -> str:
 
 
 def demo(store_url: str, iterations: int, stops: bool) -> None:
-    """Start what is needed, run, follow, and ask; say how to go on, unless the caller then `stops` what is there."""
+    """Start what is needed, run, follow and query; print next steps, unless the caller then `stops` everything."""
     began = time.monotonic()
     machine = start()
     store = open_store(store_url)
@@ -81,7 +81,7 @@ def demo(store_url: str, iterations: int, stops: bool) -> None:
     console.print(f"follow it in the Prefect UI: {ui_url(machine)}/runs/flow-run/{flow_run}", soft_wrap=True)
     follow(machine, store, run, flow_run, iterations)
     answer(store, run)
-    tell_cost(store, f"{run}-sft", run)
+    print_cost(store, f"{run}-sft", run)
     console.print(f"\nParquet: {store.uri(run)}", soft_wrap=True, markup=False)
     if not stops:
         console.print(f"Prefect UI: {ui_url(machine)}")
@@ -91,7 +91,7 @@ def demo(store_url: str, iterations: int, stops: bool) -> None:
 
 
 def deploy_run(machine: Machine, run: str, overrides: str) -> str:
-    """`prefect deployment run rlhf/quickstart`; the id of the flow run."""
+    """Call `prefect deployment run rlhf/quickstart`; returns the id of the flow run."""
     command = ["deployment", "run", DEPLOYMENT, "--param", f"run={run}", "--param", f"overrides={overrides}"]
     console.print(f"$ prefect {' '.join(command)}", soft_wrap=True, markup=False)
     done = subprocess.run(
@@ -104,7 +104,7 @@ def deploy_run(machine: Machine, run: str, overrides: str) -> str:
 
 
 def follow(machine: Machine, store: Store, run: str, flow_run: str, iterations: int) -> None:
-    """A bar for the SFT run and one for the RL run, until the flow run has ended. UserError unless it completed."""
+    """Show progress bars of the SFT run and the RL run until the flow run ends. UserError unless it completed."""
     totals = {f"{run}-sft": _planned("quickstart-sft"), run: iterations or _planned("quickstart")}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -124,7 +124,7 @@ def follow(machine: Machine, store: Store, run: str, flow_run: str, iterations: 
 
 
 def advance(progress: Progress, bar: TaskID, store: Store, run: str) -> None:
-    """Move a bar on to the first iteration that is not committed."""
+    """Advance a bar to the number of committed iterations."""
     done = int(progress.tasks[bar].completed)
     while store.exists(iteration_commit(run, done)):
         done += 1
@@ -134,7 +134,7 @@ def advance(progress: Progress, bar: TaskID, store: Store, run: str) -> None:
 
 
 def states(machine: Machine, flow_run: str) -> Iterator[str]:
-    """The flow run's state, again and again."""
+    """The type of the flow run's state, polled every second; polls without an answer are skipped."""
     while True:
         with contextlib.suppress(httpx.TransportError):
             yield httpx.get(f"{machine.api_url}/flow_runs/{flow_run}", timeout=30).json()["state_type"]
@@ -142,7 +142,7 @@ def states(machine: Machine, flow_run: str) -> Iterator[str]:
 
 
 def answer(store: Store, run: str) -> None:
-    """Did it learn, and three questions in SQL."""
+    """Print how rewards and accuracy changed, and the answers to three SQL queries."""
     rewards = run_sql(
         store,
         run,
@@ -164,8 +164,8 @@ def answer(store: Store, run: str) -> None:
         show(run_sql(store, run, query).to_pylist(), as_json=False)
 
 
-def tell_cost(store: Store, *runs: str) -> None:
-    """What these runs cost together, in one line."""
+def print_cost(store: Store, *runs: str) -> None:
+    """Print the total cost of these runs in one line."""
     total = Cost()
     for run in runs:
         with Session(store, run) as session, session.explained() as connection:

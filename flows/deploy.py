@@ -1,4 +1,4 @@
-"""Steps of deployments: what `prefect deploy` does with a recipe, and a flow run before its flow is loaded."""
+"""Deployment steps: `prefect deploy` calls the first two, a flow run calls `enter` before its flow is loaded."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from schemas.recipe.load import load_recipe
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    """`{values, folder}`: every field of the recipe, and the folder that relative paths in it start from."""
+    """`{values, folder}`: every field of the recipe, and the folder to which its relative paths refer."""
     return {"values": load_recipe(name).model_dump(mode="json"), "folder": str(Path.cwd())}
 
 
 def this_folder() -> dict[str, str]:
-    """`{folder}`: for a deployment whose parameters hold no recipe."""
+    """`{folder}`: for a deployment without a recipe among its parameters."""
     return {"folder": str(Path.cwd())}
 
 
 def enter(directory: str, modules: str) -> dict[str, str]:
-    """`{directory}`, in which the flow run goes on; rewards and workflows are also looked for in `modules`.
+    """`{directory}`: the flow run's working directory. Rewards and workflows may also be imported from `modules`.
 
     Raises:
-        UserError: one of the folders is not there.
+        UserError: one of the folders does not exist.
     """
     for folder in (directory, modules):
         if not Path(folder).is_dir():
-            raise UserError(f"{folder} is not there any more: `arealflow deploy` the recipe again from where it is now")
+            raise UserError(f"{folder} no longer exists: `arealflow deploy` the recipe again from where it is now")
     for package in PACKAGES:
-        import_module(package)  # before Prefect looks for the flow, which it does in the current folder first
+        import_module(package)  # before Prefect imports the flow, for which it searches the current folder first
     look_in(Path(modules))
     return {"directory": directory}

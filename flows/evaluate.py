@@ -16,8 +16,8 @@ def evaluate(recipe: EvaluateRecipe, run: str = "", overrides: str = "") -> dict
 
     Args:
         recipe: The whole configuration; a deployment fills it in from its file.
-        run: Name of the run that holds the result. Empty: recipe and flow run name.
-        overrides: Fields to change, as `section.field=value` with blanks between, such as `model.path=run://NAME`.
+        run: Name of the run that holds the result. Empty: recipe name and flow run name.
+        overrides: Fields to change, as `section.field=value` separated by blanks, such as `model.path=run://NAME`.
     """
     recipe = prepared(recipe, overrides)
     return execute(recipe, run_name(recipe, run))

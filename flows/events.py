@@ -1,8 +1,8 @@
 """Prefect events of a run: each committed iteration with its metrics, and warnings.
 
-Their resource is the flow run, so they stand in its event feed, and automations can relate them to the flow run's own
-states: `deployments/automations/alerts.yaml` does. Prefect sends events in a thread of its own and drops them if the
-server is gone; nothing here fails a run.
+Their resource is the flow run, so they appear in its event feed, and automations can relate them to the flow run's own
+states: `deployments/automations/alerts.yaml` does. Prefect sends events in its own thread and drops them if the server
+is down; nothing here fails a run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ADVANCED: Final = "arealflow.run.advanced"
 ENDED: Final = "arealflow.run.ended"
 COMMITTED: Final = "arealflow.iteration.committed"
 ALERT: Final = "arealflow.alert"
-#: Least time between two events that tell a run from one that has stalled: Prefect's count of such events is wrong
-#: where they follow each other at once, and each is a write to its database.
+#: Least time between two ADVANCED events, by which the automation for stalled runs sees progress: Prefect miscounts
+#: such events if they follow each other immediately, and each is a write to its database.
 ADVANCED_SECONDS: Final = 10.0
 
 
@@ -46,11 +46,11 @@ class Events:
         self._emit(STARTED, {})
 
     def ended(self) -> None:
-        """This start of the run is over, however it ends; a process that is killed does not say so."""
+        """This start of the run ended, for whatever reason; a killed process does not emit this event."""
         self._emit(ENDED, {})
 
     def committed(self, result: IterationResult) -> None:
-        """An iteration is part of the run's history."""
+        """An iteration was committed; at most every ADVANCED_SECONDS an ADVANCED event follows."""
         where = {"iteration": result.iteration, "of": result.of, "seconds": round(result.seconds, 3)}
         self._emit(COMMITTED, {**where, "metrics": finite(metrics_of(result))})
         if time.monotonic() - self.advanced >= ADVANCED_SECONDS:
@@ -58,7 +58,7 @@ class Events:
             self._emit(ADVANCED, where)
 
     def alert(self, result: IterationResult, alert: Alert) -> None:
-        """Something is wrong from this iteration on."""
+        """A warning that this iteration raised."""
         figures = {"value": number(alert.value), "threshold": number(alert.threshold)}
         about = {"cause": alert.cause, "message": alert.message, "iteration": result.iteration}
         self._emit(f"{ALERT}.{alert.cause}", about | figures)
@@ -77,7 +77,7 @@ def metrics_of(result: IterationResult) -> Metrics:
 
 
 def finite(metrics: Metrics) -> dict[str, dict[str, float | None]]:
-    """For JSON, which knows no NaN."""
+    """The metrics for JSON, which has no NaN: None where a value is not finite."""
     return {stage: {name: number(value) for name, value in found.items()} for stage, found in metrics.items()}
 
 

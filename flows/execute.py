@@ -1,4 +1,4 @@
-"""What the three flows share: from a recipe to a run that has all its iterations."""
+"""Code shared by the flows: from a recipe to a run with all its iterations committed."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ from schemas.recipe.recipe import BaseRecipe, Recipe
 
 R = TypeVar("R", bound=BaseRecipe)
 
-#: What a signal means while the flow run is in a state of this type.
+#: How the log names the end of a flow process by a signal, by the type of the flow run's state.
 ENDS: Final = {"CANCELLING": "cancelled", "CANCELLED": "cancelled", "PAUSED": "suspended"}
-#: In seconds. Prefect's client tries four times to connect; a worker kills 7 s after it has asked a flow to end.
+#: In seconds. Prefect's client tries four times to connect; the worker kills a flow 7 s after asking it to end.
 ASK_TIMEOUT: Final = httpx.Timeout(2.0, connect=1.0)
 
 
 def prepared(recipe: R, overrides: str) -> R:
-    """The recipe with its overrides, after everything that can be checked before a run exists. Raises UserError."""
+    """The recipe with its overrides, after all checks that need no run. Raises UserError."""
     flow_begins(nested=flow_run.get_parent_flow_run_id() is not None)
     hide_tracebacks()
     look_in(Path.cwd())
@@ -65,7 +65,7 @@ def prepared(recipe: R, overrides: str) -> R:
 
 
 def with_overrides(recipe: R, overrides: str) -> R:
-    """The recipe with `section.field=value` fields changed, checked again."""
+    """The recipe with `section.field=value` overrides applied, validated again."""
     if not overrides.strip():
         return recipe
     changed = parse_recipe(apply_overrides(recipe.model_dump(mode="json"), split_overrides(overrides)), recipe.name)
@@ -75,27 +75,27 @@ def with_overrides(recipe: R, overrides: str) -> R:
 
 
 def split_overrides(overrides: str) -> list[str]:
-    """The words of `section.field=value …`; blanks within quotes belong to a word. UserError for an open quote."""
+    """The words of `section.field=value …`; quoted blanks do not separate words. UserError for an open quote."""
     try:
         return shlex.split(overrides)
     except ValueError as error:
-        raise UserError(f"overrides: {error} in {overrides!r}; write section.field=value with blanks between") from None
+        raise UserError(f"overrides: {error} in {overrides!r}; separate section.field=value by blanks") from None
 
 
 def run_name(recipe: BaseRecipe, run: str) -> str:
-    """`run`, or `<recipe>-<flow run name>`: a flow run that is run again then goes on with its own run."""
+    """`run`, or `<recipe>-<flow run name>`, so that a retried flow run resumes its own run."""
     flow_name = flow_run.get_name()
     return run or (f"{recipe.name}-{flow_name}" if flow_name else recipe.name)
 
 
 def child_recipe(recipe: R, name: str, fork: str) -> tuple[R, Origin | None]:
-    """The recipe of a run that shares its parent's history, and where it comes from; as it is for any other run.
+    """For a fork, its recipe with the parent's model, and its origin; for any other run, the recipe and None.
 
     Args:
-        fork: `PARENT@ITERATION` for a new child; who continues one that exists need not say it again.
+        fork: `PARENT@ITERATION` for a new child; may be omitted to continue an existing one.
 
     Raises:
-        UserError: there is no such parent, it has not come that far, or the recipe begins with other weights.
+        UserError: the parent does not exist or lacks that iteration, or the recipe begins with other weights.
     """
     store = open_store(recipe.store.url)
     record = find_record(store, run_record(name), RunRecord)
@@ -110,7 +110,7 @@ def child_recipe(recipe: R, name: str, fork: str) -> tuple[R, Origin | None]:
 def execute(
     recipe: Recipe, name: str, origin: Origin | None = None, segments: Sequence[tuple[int, Recipe]] = ()
 ) -> dict[str, Any]:
-    """Build and commit every iteration that the run does not have yet; all engines end when this returns or raises.
+    """Build and commit every iteration that the run lacks; all engines have ended when this returns or raises.
 
     `origin` and `segments` are those of `open_run`.
     """
@@ -124,7 +124,7 @@ def _start(
     segments: Sequence[tuple[int, Recipe]],
     patience: Patience,
 ) -> dict[str, Any]:
-    """One start of the run: from where it stands to its last iteration."""
+    """One start of the run: from its last commit to its last iteration."""
     startup = Startup()
     store, ids = open_store(recipe.store.url), PrefectIds(flow_run=flow_run.get_id() or "")
     if origin is None:
@@ -136,7 +136,7 @@ def _start(
     if origin is not None:
         log.info("run %s is %s", name, origin)
     if kept:
-        log.info("run %s keeps recorded values, whose defaults have changed since: %s", name, settings(kept))
+        log.info("run %s keeps its recorded values, whose defaults have changed since: %s", name, settings(kept))
     services = Engines(run, recipe, logs_folder(), generates=not run.record.counterfactual)
     patience.progressed()
 
@@ -146,7 +146,7 @@ def _start(
         observe(iteration)
         startup(run, iteration, list(services.supervisor.services), ids.flow_run)
 
-    # The log comes last, to have its last line first: a worker kills 7 s after it has asked a flow run to end.
+    # `logged` is entered last so that it exits first: the worker kills a flow run 7 s after asking it to end.
     with (
         Observer(run, recipe) as observe,
         Waits(run, services.watchdog, observe.artifacts),
@@ -155,20 +155,20 @@ def _start(
         logged(run, ids.flow_run),
     ):
         loop = loop_of(run)(run, recipe, engines, StageTasks(pauses.hold), closed, ids)
-        pauses.tell = loop.hold
+        pauses.on_stopping = loop.hold
         loop()
     head = run.head()
     return {"run": name, "store": store.url, "iterations": head.iteration + 1 if head else 0}
 
 
 def settings(values: Mapping[str, Any]) -> str:
-    """Fields and values as overrides are written: `algorithm.minibatches=2, …`."""
+    """Fields and values in the form of overrides: `algorithm.minibatches=2, …`."""
     return ", ".join(f"{path}={json.dumps(value)}" for path, value in values.items())
 
 
 @contextmanager
 def logged(run: Run, flow_run_id: str) -> Iterator[None]:
-    """Tell in the run's log how this start of the flow begins and how it ends, unless it is killed."""
+    """Write to the run's log how this start of the flow begins and, unless it is killed, how it ends."""
     note = partial(append, run.store, run.name, prefect_flow_run_id=flow_run_id)
     note("started" if run.owner == 1 else "resumed", standing(run))
     if (newest := run.segments[-1]).n and newest.provenance.owner == run.owner:
@@ -176,59 +176,56 @@ def logged(run: Run, flow_run_id: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        ended = "failed" if isinstance(error, Exception) else ended_as(error, flow_run_id)  # a signal is no Exception
+        ended = "failed" if isinstance(error, Exception) else ended_as(error, flow_run_id)  # not Exception: a signal
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:500]
-        if isinstance(error, KeyboardInterrupt):  # Ctrl-C: a worker sends SIGTERM
-            get_run_logger().info("run %s is interrupted: start it again with run=%s, and it goes on", *[run.name] * 2)
+        if isinstance(error, KeyboardInterrupt):  # Ctrl-C; the worker sends SIGTERM
+            get_run_logger().info("run %s is interrupted: start it again with run=%s to resume it", *[run.name] * 2)
         try:
             note(ended, standing(run) | {"reason": reason})
-        except StoreError as unsaid:  # why the run ended says more
-            get_run_logger().warning("the run's log could not be written: %s", unsaid)
+        except StoreError as unwritten:  # `error` matters more: it is raised below
+            get_run_logger().warning("the run's log could not be written: %s", unwritten)
         raise
     note("finished", standing(run))
 
 
 def ended_as(error: BaseException, flow_run_id: str) -> str:
-    """`suspended`, `cancelled`, or `interrupted`: ended by a signal for another reason, or for one nobody tells."""
+    """`suspended`, `cancelled`, or `interrupted` (a signal for any other or an unknown reason)."""
     if isinstance(error, Pause):
         return "suspended"
     return ENDS.get(state_type(flow_run_id), "interrupted")
 
 
 def state_type(flow_run_id: str) -> str:
-    """The type of the flow run's state, asked once: its process is about to be killed. Empty if nobody answers."""
+    """The type of the flow run's state; empty if the server does not answer. One request: the process ends soon."""
     if not PREFECT_API_URL.value() or not flow_run_id:
         return ""
-    briefly = get_client(sync_client=True, httpx_settings={"timeout": ASK_TIMEOUT})  # with the keys that settings name
+    impatient = get_client(sync_client=True, httpx_settings={"timeout": ASK_TIMEOUT})  # authenticated as in settings
     try:
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), briefly as client:
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), impatient as client:
             state = client.read_flow_run(UUID(flow_run_id)).state_type
     except (httpx.HTTPError, ObjectNotFound) as away:
-        get_run_logger().warning("cannot tell why this flow run ends: %s", away or type(away).__name__)
+        get_run_logger().warning("cannot find out why this flow run ends: %s", away or type(away).__name__)
         return ""
     return state.value if state else ""
 
 
 def standing(run: Run) -> dict[str, int | str]:
-    """Where a run stands: its owner, how many iterations are committed, and the digest of the last commit."""
+    """State of a run: its owner, the number of committed iterations, and the digest of the last commit."""
     head = run.head()
     return {"owner": run.owner, "iterations": head.iteration + 1 if head else 0, "head": run.digest_of(head)}
 
 
 def without_traceback(record: logging.LogRecord) -> bool:
-    """A logging filter that lets every record pass, those about a `UserError` without their traceback.
-
-    What is wrong is not in the code: in logs a person's mistake is its message.
-    """
+    """A logging filter that passes every record, those of a `UserError` without traceback: the code is not at fault."""
     if record.exc_info and isinstance(record.exc_info[1], UserError):
         record.exc_info = None
     return True
 
 
 def hide_tracebacks() -> None:
-    """Have Prefect's own log of failed flows and tasks be so too."""
+    """Apply `without_traceback` to Prefect's logs of failed flows and tasks."""
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(without_traceback)
 
 
-mark("imports")  # this module is the last that a flow imports, and the one that takes longest
+mark("imports")  # a flow imports this module last, and it takes longest

@@ -1,4 +1,4 @@
-"""Where this machine's own files lie: logs, Prefect's database, and the default store."""
+"""Local folders of this machine: logs, Prefect's database, and the default store."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def last_lines(log: Path, lines: int = 15) -> str:
 
 
 def logs_folder() -> Path:
-    """Services log to `<this>/<run>/<service>-<owner>-<restart>.log`."""
+    """Folder of the services' logs: `<logs>/<run>/<service>-<owner>-<restart>.log`."""
     return home() / "logs"
 
 
 def look_in(folder: Path) -> None:
-    """Have modules found in a folder, after everything that is installed: rewards and workflows that a recipe names.
+    """Append a folder to `sys.path`, for the rewards and workflows that a recipe names; child processes inherit it.
 
-    Also in the processes that this one starts. arealflow's own packages come before those of the folder, also where
-    they are installed by a finder, which Python asks last (pip install --editable).
+    arealflow's own packages take precedence over the folder's, even if they are installed by an import finder, which
+    Python asks last (pip install --editable).
     """
     for place in (INSTALLED, folder.resolve()):
         if str(place) not in sys.path:

@@ -1,4 +1,4 @@
-"""What a person sees of a run in the Prefect UI: a progress bar, each stage, sampled rollouts, a line an iteration."""
+"""What the Prefect UI shows of a run: a progress bar, each stage, sampled rollouts, and a log line per iteration."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ READ = (
     *("version_min", "version_max", "reward", "verdict", "detail"),
 )
 METRICS = {"verify": ("reward",), "train": ("loss", "grad_norm", "logprob_gap_mean", "lag_mean")}
-#: A stage of this many seconds always has its manifest beside its task run: there it costs nothing that counts.
+#: A stage that takes this long always gets its manifest as an artifact: the cost is negligible there.
 LONG_SECONDS: Final = 10.0
 LIBRARY = logging.getLogger("areal_tasks")
 
 
 class Observer:
-    """Told of every committed iteration. Use as a context: it also shows the log of `areal_tasks` in the UI."""
+    """Called with every committed iteration. As a context manager it also passes the log of `areal_tasks` to the UI."""
 
     def __init__(self, run: Run, recipe: Recipe) -> None:
         self.run = run
@@ -62,14 +62,14 @@ class Observer:
     def __enter__(self) -> Observer:
         LIBRARY.addHandler(self.handler)
         LIBRARY.setLevel(logging.INFO)
-        LIBRARY.propagate = False  # the run's log is on the terminal too: no line of it twice
+        LIBRARY.propagate = False  # the run's logger prints to the terminal too: no duplicate lines
         self.events.started()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        hurried = kind is not None and not issubclass(kind, Exception)  # a cancellation: the worker kills soon
+        hurried = kind is not None and not issubclass(kind, Exception)  # cancelled: the worker soon kills this process
         self.artifacts.close(HURRIED_SECONDS if hurried else CLOSE_SECONDS)
         self.events.ended()
         LIBRARY.removeHandler(self.handler)
@@ -90,10 +90,10 @@ class Observer:
             self.log.warning("%s: %s", alert.cause, alert.message)
             self.events.alert(result, alert)
 
-    # ── in the artifacts' thread ────────────────────────────────────────────────────────────────────────────────────
+    # ── in the artifact thread ──────────────────────────────────────────────────────────────────────────────────────
 
     def _show(self, artifacts: Artifacts, result: IterationResult, whole: bool) -> None:
-        """What is worth a look in one iteration: all of it, or only the manifests of its long stages."""
+        """Create the artifacts of one iteration: all of them, or only the manifests of its long stages."""
         pages = {
             label: self._manifest(artifacts, self._task_name(label, result), built.manifest)
             for label, built in result.built.items()
@@ -108,7 +108,7 @@ class Observer:
                 self._rollouts(artifacts, label, result)
 
     def _manifest(self, artifacts: Artifacts, task: str, manifest: StageManifest) -> UUID:
-        """A page of the task run that built the stage, with the whole manifest."""
+        """Attach a page with the whole manifest to the task run that built the stage."""
         page = manifest_page(task, self.run.store, manifest)
         task_run = UUID(manifest.provenance.prefect_task_run_id)
         return artifacts.create("markdown", page, None, f"Manifest of {task}", task_run)
@@ -148,28 +148,28 @@ class Observer:
 
 
 class _Relay(logging.Handler):
-    """Passes log records of the libraries below on to the flow run's log."""
+    """Passes log records of `areal_tasks` on to the flow run's log."""
 
     def __init__(self, target: Any) -> None:
         super().__init__(logging.INFO)
         self.target = target
-        self.context = copy_context()  # Prefect's settings: threads that watch and report have none of their own
+        self.context = copy_context()  # Prefect's settings, which background threads lack
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             log = partial(self.target.log, exc_info=record.exc_info)
             self.context.copy().run(log, record.levelno, record.getMessage())
-        except Exception:  # as logging's own handlers: a line that cannot be passed on fails nobody
+        except Exception:  # as in logging's own handlers: a failed log line must not raise
             self.handleError(record)
 
 
 def made_here(built: Built, result: IterationResult) -> bool:
-    """Whether the stage was made by this start of the flow in this iteration: neither found nor carried on."""
+    """Whether this start of the flow built the stage in this iteration: neither reused nor carried over."""
     return not built.reused and built.manifest.iteration == result.iteration
 
 
 def is_long(built: Built) -> bool:
-    """Whether the stage took a while."""
+    """Whether the stage took LONG_SECONDS or longer."""
     return seconds_of(built.manifest) >= LONG_SECONDS
 
 
@@ -180,14 +180,14 @@ def seconds_of(manifest: StageManifest) -> float:
 
 
 def by_stage(result: IterationResult) -> list[tuple[str, Built]]:
-    """The iteration's own stages in the order of their commits, then what was built once for the run."""
+    """The iteration's own stages in order of commit, then those built once for the run."""
     items = sorted(result.built.items(), key=lambda item: item[1].manifest.provenance.committed)
     own = [item for item in items if item[1].manifest.iteration == result.iteration]
     return own + [item for item in items if item[1].manifest.iteration != result.iteration]
 
 
 def stage_row(task: str, built: Built, made: bool, page: UUID | None) -> StageRow:
-    """A line of the iteration's page; without an address of the UI it links to nothing."""
+    """A row of the iteration's page; without links if the UI's address is unknown."""
     manifest, ui = built.manifest, PREFECT_UI_URL.value()
     task_run = manifest.provenance.prefect_task_run_id
     return StageRow(
@@ -231,12 +231,12 @@ def subject(label: str, result: IterationResult) -> str:
 
 
 def evaluated_version(label: str, result: IterationResult) -> int:
-    """An iteration evaluates the weights it began with; the label of a second evaluation names its version."""
+    """The version of the iteration's initial weights, or the one that the label of a second evaluation names."""
     return result.iteration if label == "evaluate" else int(label.split()[-1])
 
 
 def judged_samples(store: Store, built: Mapping[str, Built], label: str) -> pa.Table:
-    """Rows of a rollout with its verdicts beside them, by group; an evaluation holds both already."""
+    """Rows of a rollout joined with its verdicts, sorted by group; an evaluation's table has both already."""
     if label != "rollout":
         return read_table(store, built[label].manifest.tables["evaluate"], READ)
     texts = [name for name in READ if name in ROLLOUT.names]
@@ -247,5 +247,5 @@ def judged_samples(store: Store, built: Mapping[str, Built], label: str) -> pa.T
 
 
 def artifact_key(run: str, what: str) -> str:
-    """A key Prefect accepts: lower-case letters, digits and dashes."""
+    """A key that Prefect accepts: lower-case letters, digits and dashes."""
     return "".join(c if c.isalnum() else "-" for c in f"{run}-{what}".lower())

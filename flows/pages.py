@@ -1,6 +1,6 @@
-"""Rollouts as a person reads them in the Prefect UI. Texts come from models and data sets: all of it is escaped.
+"""Pages and tables for the Prefect UI. Texts come from models and data sets, so all of them are escaped.
 
-The UI renders markdown in tables too, so that a GSM8K answer `#### 72` would become a heading.
+The UI renders markdown in tables too: an unescaped GSM8K answer `#### 72` would become a heading.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ import pyarrow as pa
 from areal_tasks.store.backend import Store
 from schemas.manifest import StageManifest, Wait, WaitsRecord
 
-# What fits beside the numbers in a table of the UI, which neither wraps its cells nor a page's code blocks.
+# Widths in characters: the UI wraps neither the cells of its tables nor a page's code blocks.
 PROMPT_CUT, COMPLETION_CUT, ANSWER_CUT, NUMBERS_CUT, PAGE_WIDTH = 60, 40, 16, 52, 88
 BAR_WIDTH = 50
 _MARKUP = re.compile(r"([\\`*_{}\[\]()#+\-.!|~>$:])")
 
 
 def escape_markdown(text: str) -> str:
-    """`text` so that markdown shows it as it is, on one line."""
+    """`text` escaped so that markdown shows it literally, on one line."""
     return _MARKUP.sub(r"\\\1", html.escape(" ".join(text.split()), quote=False))
 
 
 def head(text: str, length: int) -> str:
-    """At most `length` characters from the start of a text, on one line, with … where something was left out."""
+    """At most `length` characters from the start of a text, on one line, ending in … if it was cut."""
     line = " ".join(text.split())
     return line if len(line) <= length else f"{line[: length - 1]}…"
 
 
 def tail(text: str, length: int) -> str:
-    """The same from the end, where an answer stands."""
+    """The same from the end, where the answer is."""
     line = " ".join(text.split())
     return line if len(line) <= length else f"…{line[1 - length :]}"
 
 
 def rollout_rows(samples: pa.Table, count: int, trained: int | None = None) -> list[dict[str, Any]]:
-    """Rows of the table artifact, taken from all over the table so that groups differ: numbers first, texts cut.
+    """Rows of the table artifact, evenly spaced over the samples so that groups differ: numbers first, texts cut.
 
-    Weights versions are shown if some of the samples are older than version `trained`, which trains on them.
+    Weight versions are shown if version `trained`, which trains on the samples, is newer than some of them.
     """
     shown = min(count, len(samples))
     rows = samples.take([i * len(samples) // shown for i in range(shown)]).to_pylist()
@@ -56,7 +56,7 @@ def rollout_rows(samples: pa.Table, count: int, trained: int | None = None) -> l
 
 
 def versions_text(row: dict[str, Any]) -> str:
-    """The weights versions that sampled a sample's tokens: `3`, or `3–5` if new weights came meanwhile."""
+    """The weight versions that sampled a sample's tokens: `3`, or `3–5` if weights were updated meanwhile."""
     oldest, newest = row["version_min"], row["version_max"]
     return f"{oldest}" if oldest == newest else f"{oldest}–{newest}"
 
@@ -76,7 +76,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StageRow:
-    """A stage of one iteration, as its page lists it. Addresses are empty where there is nothing to link to."""
+    """A stage of one iteration, as its page lists it. URLs are empty where there is nothing to link to."""
 
     task: str
     state: str
@@ -89,7 +89,7 @@ class StageRow:
 
 
 def iteration_page(run: str, store: str, summary: str, stages: Sequence[StageRow]) -> str:
-    """One iteration: its stages with their task runs and manifests, and the commands that go deeper."""
+    """The page of one iteration: its stages with task runs and manifests, and commands for more detail."""
     head_row = "| task run | state | manifest | rows | seconds | numbers |\n| --- | --- | --- | ---: | ---: | --- |"
     rows = [
         f"| {_link(s.task, s.task_url)} | {s.state} | {_link('manifest', s.page_url) if s.page_url else ''} "
@@ -112,12 +112,12 @@ def _deeper(run: str, store: str, stages: Sequence[StageRow]) -> str:
 
 
 def _commands(store: str, *commands: str) -> str:
-    """As code, to be copied into a shell."""
+    """Shell commands as a code block, after one that names the store."""
     return "\n".join(f"    {command}" for command in (f"export AREALFLOW_STORE={shlex.quote(store)}", *commands))
 
 
 def manifest_page(task: str, store: Store, manifest: StageManifest) -> str:
-    """What a stage committed: where its tables lie, how to query them, and the manifest itself."""
+    """The page of a committed stage: the files of its tables, how to query them, and the manifest itself."""
     shards = [store.uri(shard.path) for table in manifest.tables.values() for shard in table.shards]
     queries = [
         f'arealflow sql {manifest.run} "SELECT * FROM {name} WHERE iteration = {manifest.iteration} LIMIT 10"'
@@ -128,8 +128,8 @@ def manifest_page(task: str, store: Store, manifest: StageManifest) -> str:
         ("Query", _commands(store.url, *queries)),
         ("Manifest", "\n".join(f"    {line}" for line in manifest.model_dump_json(indent=2).splitlines())),
     )
-    told = [f"## {heading}\n\n{text}" for heading, text in parts if text]
-    return "\n\n".join([f"# {escape_markdown(task)} of run {escape_markdown(manifest.run)}", *told])
+    sections = [f"## {heading}\n\n{text}" for heading, text in parts if text]
+    return "\n\n".join([f"# {escape_markdown(task)} of run {escape_markdown(manifest.run)}", *sections])
 
 
 def _link(text: str, url: str) -> str:
@@ -137,39 +137,39 @@ def _link(text: str, url: str) -> str:
 
 
 def waits_page(run: str, record: WaitsRecord, shown_after: float) -> str:
-    """What a run waits for, as of when, and by when the page is renewed: it cannot say itself that its flow is gone."""
+    """What a run waits for, as of when, and when the page is next updated: if it is not, the flow process is gone."""
     title = f"# {escape_markdown(f'What run {run} waits for')}"
-    told = f"As of {clock_text(record.told)}."
+    as_of = f"As of {clock_text(record.told)}."
     if not record.waits:
-        return f"{title}\n\nNothing for longer than {shown_after:g} seconds. {told}"
-    renewed = f"This page is renewed within {record.seconds:g} seconds; if it is not, its process is gone."
-    return "\n\n".join([title, *map(_wait_section, record.waits), f"{told} {renewed}"])
+        return f"{title}\n\nNothing for longer than {shown_after:g} seconds. {as_of}"
+    renewed = f"This page is updated within {record.seconds:g} seconds; if it is not, its process is gone."
+    return "\n\n".join([title, *map(_wait_section, record.waits), f"{as_of} {renewed}"])
 
 
 def _wait_section(wait: Wait) -> str:
-    """Lines, and no row of a table: the UI cuts long cells."""
+    """A wait as separate lines, not a table row: the UI cuts long cells."""
     lines = (f"{wait.what}, since {clock_text(wait.since)}", wait.says, f"Deadline: {wait.limit}.")
     return "\n\n".join([f"## {escape_markdown(wait.at)}", *(escape_markdown(line) for line in lines if line)])
 
 
 def clock_text(time: str) -> str:
-    """An ISO time in UTC as people read it, to the second; without its date if it is today's."""
+    """An ISO time in UTC for display, to the second; without the date if it is today."""
     moment = datetime.fromisoformat(time)
     return f"{moment:%H:%M:%S} UTC" if moment.date() == datetime.now(UTC).date() else f"{moment:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def rollout_page(samples: pa.Table, title: str, trained: int | None = None) -> str:
-    """Whole rollouts worth reading: the best, the worst, the longest, and one of each kind that has no answer.
+    """Selected rollouts in full: the best, the worst, the longest, and one each without answer, timed out, unverified.
 
-    Before them how old the samples are, if some are older than version `trained`, which trains on them.
+    A histogram of lags precedes them if version `trained`, which trains on the samples, is newer than some of them.
     """
     rows = samples.to_pylist()
-    sections = [_section(heading, row) for heading, row in _worth_reading(rows)]
+    sections = [_section(heading, row) for heading, row in _selected(rows)]
     return "\n\n".join([f"# {escape_markdown(title)}", *_ages(rows, trained), *sections])
 
 
 def _ages(rows: Sequence[dict[str, Any]], trained: int | None) -> list[str]:
-    """A histogram of the samples' lag, as text; nothing where all are of the weights that train on them."""
+    """A text histogram of the samples' lag; empty if all lags are 0."""
     lags = Counter(trained - row["version_min"] for row in rows if trained is not None and row["num_generated"])
     if not any(lags):
         return []
@@ -178,7 +178,7 @@ def _ages(rows: Sequence[dict[str, Any]], trained: int | None) -> list[str]:
     return ["\n".join(["## Samples by the lag of their oldest token", "", *bars])]
 
 
-def _worth_reading(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+def _selected(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     judged = [row for row in rows if not math.isnan(row["reward"])]
     by_reward = sorted(judged, key=lambda row: (row["reward"], row["num_generated"]))
     found = [("Best", by_reward[-1]), ("Worst", by_reward[0])] if judged else []
@@ -189,7 +189,7 @@ def _worth_reading(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, 
 
 
 def _each_once(found: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
-    """Every sample under its headings together, in the order of the first."""
+    """Each sample once, under all of its headings, in order of first occurrence."""
     headings: dict[str, list[str]] = {}
     for heading, row in found:
         headings.setdefault(row["sample_id"], []).append(heading)
@@ -203,14 +203,14 @@ def _section(heading: str, row: dict[str, Any]) -> str:
         f"ended by {row['stop_reason']} · version {versions_text(row)} · sample {row['sample_id']}"
     )
     parts = (("Prompt", row["prompt"]), ("Completion", row["completion"]), ("Answer", row["answer"]))
-    told = (*parts, ("Verifier", row["detail"])) if row["detail"] else parts
+    shown = (*parts, ("Verifier", row["detail"])) if row["detail"] else parts
     return "\n\n".join(
-        [f"## {heading}", escape_markdown(facts), *(f"**{name}**\n\n{_block(text)}" for name, text in told)]
+        [f"## {heading}", escape_markdown(facts), *(f"**{name}**\n\n{_block(text)}" for name, text in shown)]
     )
 
 
 def _block(text: str) -> str:
-    """An indented code block: nothing in it is markup, whatever it holds. Long lines are folded: the UI does not."""
+    """An indented code block, in which nothing is markup. Long lines are folded, which the UI does not do."""
     return "\n".join(f"    {part}" for line in (text or "(empty)").splitlines() for part in _folded(line))
 
 

@@ -1,8 +1,8 @@
-"""A flow waits for a store or an engine that is away for a while, and then goes on where the run stands.
+"""Restarts a run in the same process while its store or an engine is unavailable.
 
-Waiting is a new start within the same process: new services, a new owner, what is committed is reused. A store that
-cannot be reached when a flow run first asks for it is more likely a mistake: that is reported at once. A start that
-lost an iteration to the last commit of the start before it begins anew in the same way.
+A restart has new services and a new owner, and reuses what is committed. A store that is unreachable at the flow run's
+first request is more likely a mistake, and reported immediately. A start whose iteration an earlier start has committed
+(`Behind`) is restarted in the same way.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from areal_tasks.store.runs import Behind
 T = TypeVar("T")
 
 AWAY: Final = (Unavailable, TrainerDown, ServerDown, Behind)
-#: How long a flow goes on trying without committing an iteration.
+#: How long a flow retries without committing an iteration.
 WAIT_SECONDS: Final = 600.0
 LONGEST_PAUSE_SECONDS: Final = 15.0
 
 
 class Patience:
-    """Counts what fails without anything being committed between. `known`: it is certain that there is something."""
+    """Counts failures since the last progress. `known`: the store is known to exist, so that retries make sense."""
 
     def __init__(self, known: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self.known = known
@@ -37,11 +37,11 @@ class Patience:
         self.since = 0.0
 
     def progressed(self) -> None:
-        """What was needed is there, and something has come of it."""
+        """Record progress: the store answered and the run was opened, or an iteration was committed."""
         self.known, self.failures = True, 0
 
     def pause(self, error: Exception) -> float:
-        """Seconds until the next try: 1, 2, 4, … Raises `error` when it is time to give up."""
+        """Seconds until the next retry: 1, 2, 4, … Raises `error` when retries are over or make no sense."""
         if not self.known:
             raise error
         self.since = self.since if self.failures else self.clock()
@@ -52,7 +52,7 @@ class Patience:
 
 
 def patiently(work: Callable[[Patience], T]) -> T:
-    """What `work` returns, tried again while something it needs is away. Raises what it raises otherwise."""
+    """Call `work`, retrying while it raises an error of AWAY; returns what it returns, raises its other errors."""
     patience = Patience(known=flow_run.get_run_count() > 1)
     while True:
         try:

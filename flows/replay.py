@@ -1,4 +1,4 @@
-"""The flow `replay`: what a change of settings makes of a run that is recorded."""
+"""The flow `replay`: builds stages of a recorded run again with changed settings."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def replay(
     on_policy: bool = False,
     store: str = "",
 ) -> dict[str, Any]:
-    """Build again what a change reaches in a run that is recorded, keeping its rollouts (counterfactual).
+    """Build the stages of a recorded run that a change affects again, keeping its rollouts (counterfactual).
 
     Args:
         original: Name of the run to replay.
-        start: The first stage that is built anew: verify, advantage or train.
-        overrides: Fields to change, as `section.field=value` with blanks between, such as `trainer.lr=1e-5`.
-        run: Name of the run that holds the result; the same name again resumes it. Empty: made of the flow run's name.
+        start: The first stage that is built again: verify, advantage or train.
+        overrides: Fields to change, as `section.field=value` separated by blanks, such as `trainer.lr=1e-5`.
+        run: Name of the run that holds the result; the same name again resumes it. Empty: from the flow run's name.
         until: The last stage that is built: verify or advantage, without training. Empty: all of them.
-        at: The first iteration that is replayed; what comes before is shared.
-        on_policy: Generate anew from the first iteration that the change has reached.
+        at: The first iteration that is replayed; earlier ones are shared.
+        on_policy: Generate again from the first iteration that the change affects.
         store: Folder or URL of the store. Empty: AREALFLOW_STORE, else the default folder.
     """
     flow_begins(nested=False)
@@ -71,7 +71,7 @@ def replay(
 
 
 def show(name: str, origin: Origin, comparison: list[Section]) -> None:
-    """The comparison as a page in the Prefect UI."""
+    """Create an artifact in the Prefect UI that shows the comparison."""
     page = "\n\n".join([f"# {escape_markdown(f'{name} is {origin}')}", *map(markdown_table, comparison)])
     create_markdown_artifact(page, key=artifact_key(name, "comparison"), description=f"{name} beside {origin.parent}")
 

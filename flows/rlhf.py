@@ -1,4 +1,4 @@
-"""The flow `rlhf`: rollout → verify → advantage → train → publish, iteration by iteration."""
+"""The flow `rlhf`: rollout → verify → advantage → train → publish, per iteration."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def rlhf(recipe: RlhfRecipe, run: str = "", overrides: str = "", fork: str = "")
 
     Args:
         recipe: The whole configuration; a deployment fills it in from its file.
-        run: Name of the run. The name of a run that exists resumes it. Empty: recipe and flow run name.
-        overrides: Fields to change, as `section.field=value` with blanks between, such as `schedule.iterations=50`.
-        fork: A run and an iteration, `NAME@40`: share all of its history before, and go on from there.
+        run: Name of the run. The name of an existing run resumes it. Empty: recipe name and flow run name.
+        overrides: Fields to change, as `section.field=value` separated by blanks, such as `schedule.iterations=50`.
+        fork: A run and an iteration, `NAME@40`: share its history before that iteration, and continue from there.
     """
     recipe = prepared(recipe, overrides)
     name = run_name(recipe, run)
@@ -33,7 +33,7 @@ def rlhf(recipe: RlhfRecipe, run: str = "", overrides: str = "", fork: str = "")
 
 
 def warm_started(recipe: RlhfRecipe, name: str) -> RlhfRecipe:
-    """The recipe with the last weights of its SFT recipe, which is run first, as its initial ones."""
+    """Run the recipe's SFT recipe; returns the recipe with the last weights of that run as its initial weights."""
     first, warm = warm_start(recipe, name)
     patiently(lambda _: check_inputs(recipe, name))  # of both runs, before the first
     sft(first, run=first_name(name))

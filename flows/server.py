@@ -1,7 +1,7 @@
 """`python -m flows.server FD`: the Prefect server of one `arealflow run`, behind the listening socket FD.
 
-It serves the API alone: no UI, no schedules, no work pools, and no table of all of Prefect's kinds of blocks. It ends
-with the process that started it (`lifeline`).
+It serves only the API: no UI, no schedules, no work pools, and no registration of Prefect's block types. It ends with
+the process that started it (`lifeline`).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ def main() -> None:
 
 
 def make_database(url: str) -> None:
-    """Make the file of Prefect's database, if there is to be one at `url` and there is none.
+    """Create the file of Prefect's SQLite database, if `url` names one that does not exist.
 
-    Prefect's own migrations make its tables, as they would at the server's start, but over a connection of this
-    thread: Prefect's is asynchronous and changes threads 34,000 times, which takes twice as long (4.3 instead of 2.3
-    CPU seconds with Prefect 3.8). Another process sees the whole file or none.
+    Applies Prefect's own migrations, as the server would at its start, but over a synchronous connection: Prefect's is
+    asynchronous and switches threads 34,000 times, which takes twice as long (4.3 instead of 2.3 CPU seconds with
+    Prefect 3.8). Another process sees the whole file or none.
     """
     from sqlalchemy import make_url
 
-    asked = make_url(url)
-    if asked.get_backend_name() != "sqlite" or asked.query or asked.database in (None, "", ":memory:"):
+    parsed = make_url(url)
+    if parsed.get_backend_name() != "sqlite" or parsed.query or parsed.database in (None, "", ":memory:"):
         return
-    path = Path(str(asked.database))
+    path = Path(str(parsed.database))
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def make_database(url: str) -> None:
         _migrate(partial)
         with partial.open("rb") as file:
             os.fsync(file.fileno())
-        with contextlib.suppress(FileExistsError):  # another server was quicker
+        with contextlib.suppress(FileExistsError):  # another server created it meanwhile
             os.link(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -73,7 +73,7 @@ def _migrate(path: Path) -> None:
     engine = create_engine(f"sqlite:///{path}")
     with warnings.catch_warnings(), engine.connect() as connection, environment as context:
         warnings.simplefilter("ignore")  # as Prefect does: SQLAlchemy cannot reflect all of its indices
-        connection.exec_driver_sql("PRAGMA synchronous=OFF")  # nothing reads the file before it is whole
+        connection.exec_driver_sql("PRAGMA synchronous=OFF")  # no process reads the file before it is complete
         connection.commit()
         metadata = database.Base.metadata
         context.configure(connection, target_metadata=metadata, render_as_batch=True, transaction_per_migration=True)

@@ -1,4 +1,4 @@
-"""The flow `sft`: batch → train → publish."""
+"""The flow `sft`: batch → train → publish, per iteration."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def sft(recipe: SftRecipe, run: str = "", overrides: str = "", fork: str = "") -
 
     Args:
         recipe: The whole configuration; a deployment fills it in from its file.
-        run: Name of the run. The name of a run that exists resumes it. Empty: recipe and flow run name.
-        overrides: Fields to change, as `section.field=value` with blanks between, such as `trainer.lr=1e-5`.
-        fork: A run and an iteration, `NAME@40`: share all of its history before, and go on from there.
+        run: Name of the run. The name of an existing run resumes it. Empty: recipe name and flow run name.
+        overrides: Fields to change, as `section.field=value` separated by blanks, such as `trainer.lr=1e-5`.
+        fork: A run and an iteration, `NAME@40`: share its history before that iteration, and continue from there.
     """
     recipe = prepared(recipe, overrides)
     name = run_name(recipe, run)

@@ -1,6 +1,6 @@
-"""What a start of a run waits for until its first iteration is committed: a line in its log, and a record of it.
+"""Reports how long each step of a start took until the first committed iteration: a log line and a log record.
 
-The process says by `mark` what it has been at until now; the rest is read from manifests and the services' records.
+The process calls `mark` after each of its own steps; the rest is read from manifests and the services' records.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ ACTION: Final = "first iteration"
 READY: Final = " ready"
 SHOWN_SECONDS: Final = 0.05
 
-#: What this process has been at, and until when, in seconds since the epoch. The first line says when it began.
+#: Steps of this process and when each ended, in seconds since the epoch. The first entry is the process's start.
 _marks: list[tuple[str, float]] = []
 _flows: list[float] = []  # when each flow of this process began
 
 
 def mark(what: str) -> None:
-    """This process has been at `what` since the mark before."""
+    """Record that step `what`, begun at the previous mark, ends now."""
     _marks.append((what, time.time()))
 
 
 def flow_begins(nested: bool) -> None:
-    """A flow begins, `nested` in another or not. The first of a process began with the process, a later one now."""
+    """A flow begins, `nested` in another or not. The first is timed from the process's start, later ones from now."""
     if _flows and not nested:
         _marks.clear()
     _flows.append(time.time())
@@ -47,7 +47,7 @@ def flow_begins(nested: bool) -> None:
 
 
 class Startup:
-    """One start of a run, since its flow began. A run that its flow starts later, or again, begins now."""
+    """One start of a run, timed from its flow's begin; from now, if the flow has started a run before."""
 
     def __init__(self) -> None:
         mark("checks")
@@ -56,7 +56,7 @@ class Startup:
         _marks.clear()
 
     def __call__(self, run: Run, result: IterationResult, services: Sequence[str], flow_run_id: str = "") -> None:
-        """Report the first committed iteration, in the flow's log and in the run's; later ones are ignored."""
+        """Report the first committed iteration in the flow's log and the run's; later ones are ignored."""
         if self.reported:
             return
         self.reported = True
@@ -67,12 +67,12 @@ class Startup:
         get_run_logger().info("%s", describe(details))
         try:
             append(run.store, run.name, ACTION, details, prefect_flow_run_id=flow_run_id)
-        except StoreError as error:  # the run does not end for a line of its log
+        except StoreError as error:  # a missing log record must not fail the run
             get_run_logger().warning("the run's log could not be written: %s", error)
 
 
 def between(marks: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Seconds for each thing that is marked, after the first mark; those of equal name together."""
+    """Seconds per step after the first mark; steps of equal name are summed."""
     found: dict[str, float] = {}
     for (_, before), (what, until) in pairwise(marks):
         found[what] = found.get(what, 0.0) + until - before
@@ -80,13 +80,13 @@ def between(marks: Sequence[tuple[str, float]]) -> dict[str, float]:
 
 
 def stage_seconds(manifests: Sequence[StageManifest]) -> dict[str, float]:
-    """Seconds of each stage, in the order of their commits; some overlap."""
+    """Seconds of each stage, in order of commit; stages may overlap."""
     spans = [(epoch(m.provenance.started), epoch(m.provenance.committed), m.stage) for m in manifests]
     return {stage: until - since for since, until, stage in sorted(spans, key=lambda span: span[1])}
 
 
 def ready_times(store: Store, run: Run, services: Sequence[str]) -> dict[str, float]:
-    """When each of these services, at its first start, said that it is ready, in seconds since the epoch."""
+    """When each of these services became ready at its first start, in seconds since the epoch."""
     records = [find_record(store, service(run.name, run.owner, name, 0), ServiceRecord) for name in services]
     return {record.name: epoch(record.started) for record in records if record is not None}
 
@@ -100,7 +100,7 @@ def describe(times: Mapping[str, float]) -> str:
 
 
 def epoch(text: str) -> float:
-    """A time of a record, in seconds since the epoch."""
+    """An ISO time in seconds since the epoch."""
     return datetime.fromisoformat(text).timestamp()
 
 
@@ -108,7 +108,7 @@ def process_began() -> float:
     """When this process was started, in seconds since the epoch."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    except FileNotFoundError:  # not Linux; there psutil is exact, and here it is up to a second off
+    except FileNotFoundError:  # not Linux; there psutil is exact, on Linux it is up to a second off
         return psutil.Process().create_time()
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 

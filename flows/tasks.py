@@ -20,7 +20,7 @@ from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
 
 RETRY_DELAYS = [1.0, 5.0, 20.0]
-#: What the message of a final state shows of a stage's metrics; `stages.metrics` in SQL has all of them.
+#: The metrics of a stage that the message of its final state shows; `stages.metrics` in SQL has all of them.
 SHOWN = {
     "rollout": ("mean_tokens", "truncated"),
     "verify": ("reward", "correct", "incorrect", "unparseable", "timeout", "error"),
@@ -44,18 +44,18 @@ SILENT_AT_0 = (
 class StageTasks:
     """Runs jobs as tasks of their stages. Prefect sees labels and manifest paths, never data.
 
-    `before` is called before a job begins, or several side by side. Several threads may have jobs run.
+    `before` is called before each batch of jobs. May be called from several threads.
     """
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = before
-        logging.getLogger("prefect.task_runs").setLevel(logging.WARNING)  # states say it; the log is for what does not
+        logging.getLogger("prefect.task_runs").setLevel(logging.WARNING)  # below that it only repeats the states
         self._tasks: dict[str, Task[..., Any]] = {}
         self._jobs: dict[str, Job] = {}
         self._built: dict[str, Built] = {}
 
     def __call__(self, jobs: Sequence[Job]) -> list[Built]:
-        """What the jobs built, run side by side if there are several. Raises what a job raised."""
+        """Run the jobs, concurrently if there are several; returns what they built. Raises what a job raised."""
         self._before()
         self._jobs |= {job.label: job for job in jobs}
         try:
@@ -67,7 +67,7 @@ class StageTasks:
                 for future in futures:
                     future.result()
         finally:
-            for job in jobs:  # it holds its iteration's manifests
+            for job in jobs:  # a job holds its iteration's manifests
                 del self._jobs[job.label]
         return [self._built.pop(job.label) for job in jobs]
 
@@ -87,7 +87,7 @@ class StageTasks:
             run_stage,
             name=stage.name,
             task_run_name="{label}",  # no tags: each would cost a request for its concurrency limit, up to 2 s
-            retries=max(len(RETRY_DELAYS), restarts + 1),  # the last of them finds that no restart is left, and why
+            retries=max(len(RETRY_DELAYS), restarts + 1),  # the last one raises that no restart is left, and why
             retry_delay_seconds=RETRY_DELAYS,
             retry_condition_fn=worth_retrying,
             persist_result=False,
@@ -99,16 +99,16 @@ def _paths(job: Job) -> dict[str, str]:
 
 
 def final_state(built: Built) -> State[Any]:
-    """`Reused` if the result was there already, else `Committed`; the message says what it holds and where it lies."""
+    """`Reused` if the result existed, else `Committed`; the message gives tables, metrics and the manifest's path."""
     tables = ", ".join(f"{name}: {ref.rows} rows" for name, ref in built.manifest.tables.items())
     metrics = metrics_text(built.manifest.stage, built.manifest.metrics)
     message = " · ".join(part for part in (tables, metrics, built.ref.path) if part)
-    # No data: the flow run's context would keep an entry for each result until the run ends.
+    # No data: the flow run's context would keep an entry per result until the run ends.
     return Completed(name="Reused" if built.reused else "Committed", message=message)
 
 
 def metrics_text(stage: str, metrics: Mapping[str, float]) -> str:
-    """`reward 0.45, correct 45.3%, unparseable 0.8%`: what a person looks for first."""
+    """The metrics of SHOWN as text: `reward 0.45, correct 45.3%, unparseable 0.8%`."""
     named = [(name, metrics[name]) for name in SHOWN.get(stage, metrics) if name in metrics]
     return ", ".join(
         f"{name} {value:.1%}" if name in SHARES else f"{name} {value:.4g}"
@@ -118,7 +118,7 @@ def metrics_text(stage: str, metrics: Mapping[str, float]) -> str:
 
 
 def worth_retrying(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
-    """An engine that failed, or a store that is away, may come back. All else needs a person or other code."""
+    """Whether to retry: an engine that failed or a store that is away may recover; other errors need a change."""
     error = state.result(raise_on_failure=False)
     if isinstance(error, Unavailable):
         return True

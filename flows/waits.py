@@ -1,4 +1,4 @@
-"""Shows what a run waits for, once that lasts, until it ends: on a page of the Prefect UI and in `arealflow runs`."""
+"""Shows long waits of a run while they last: on a page of the Prefect UI and in `arealflow runs`."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from flows.observe import artifact_key
 from flows.pages import waits_page
 from schemas.manifest import Wait, WaitsRecord
 
-#: A shorter wait is not shown: most stages of a small run are over by then, and a record in the store is for ever.
+#: Shorter waits are not shown: most stages of a small run are done by then, and records in the store are permanent.
 SHOWN_SECONDS: Final = 20.0
 LOOK_SECONDS: Final = 5.0
-#: Until what lasts is told of again, at first and at most; in between, twice as long each time.
+#: Interval between reports of an unchanged wait: at first and at most; it doubles each time.
 FIRST_SECONDS: Final = 30.0
 LONGEST_SECONDS: Final = 300.0
 
 
 class Waits:
-    """Use as a context around the loop. `clock` gives seconds, as the watchdog's does."""
+    """Use as a context around the loop. `clock` returns seconds, like the watchdog's."""
 
     def __init__(
         self, run: Run, watchdog: Watchdog, artifacts: Artifacts, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.run, self.watchdog, self.artifacts, self.clock = run, watchdog, artifacts, clock
-        self._shown: list[tuple[str, str]] | None = []  # None: what the store was to be told, it has not taken
+        self._shown: list[tuple[str, str]] | None = []  # None: the last record could not be stored
         self._pause, self._due = FIRST_SECONDS, 0.0
         self._records = 0
         self._page: UUID | None = None
@@ -55,21 +55,21 @@ class Waits:
 
     def _work(self) -> None:
         while not self._over.wait(LOOK_SECONDS):
-            self.tell(self.watchdog.waits(SHOWN_SECONDS))
-        self.tell(())
+            self.report(self.watchdog.waits(SHOWN_SECONDS))
+        self.report(())
 
-    def tell(self, waits: Sequence[Waited]) -> None:
-        """Show these waits unless they are shown already, and have been told of lately."""
+    def report(self, waits: Sequence[Waited]) -> None:
+        """Show and store these waits, unless they are unchanged and the next report of them is not due."""
         named = [(wait.at, wait.what) for wait in waits]
         again = named == self._shown
         if again and (not named or self.clock() < self._due):
             return
         self._pause = min(LONGEST_SECONDS, 2 * self._pause) if again else FIRST_SECONDS
-        record = waits_record([_wait(one) for one in waits], self._pause)
+        record = waits_record([_wait(wait) for wait in waits], self._pause)
         self._show(record)
         try:
             tell_waits(self.run, self._records + 1, record)
-        except StoreError:  # it is waited for, as the page says; it is told with the next look
+        except StoreError:  # the page shows that the run waits for the store; stored with the next poll
             self._shown = None
         else:
             self._shown, self._due = named, self.clock() + self._pause

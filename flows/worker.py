@@ -1,11 +1,11 @@
-"""The worker of `arealflow up`: Prefect's process worker, without what delays or disturbs a recovery.
+"""The worker of `arealflow up`: Prefect's process worker, without what delays or breaks a recovery.
 
 Written for Prefect 3.8.8, whose own worker
-- reports the death of a flow process twice: at once, and again after the flow's hooks have run. By then an automation
-  has long started the flow run anew, and the second report would make that start a crash;
-- runs these hooks in a process that imports the flow and with it torch, beside the new start. Our flows have no hooks;
-- starts each flow run through a process that looks for the flow's dependencies. Ours are installed;
-- gives a flow process that is cancelled 30 s before it is killed. Here everything is to be gone within 10 s.
+- reports the death of a flow process twice: immediately, and again after the flow's hooks have run. By then an
+  automation has restarted the flow run, and the second report would mark the new start as crashed;
+- runs these hooks in a process that imports the flow, and torch with it, concurrently with the new start;
+- starts each flow run through a process that resolves the flow's dependencies. Ours are installed;
+- gives a cancelled flow process 30 s before it is killed. Here it must be gone within 10 s.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CANCEL_SECONDS: Final = 7.0
 
 
 class NoHooks:
-    """Stands for hooks of a flow that has none."""
+    """A hook runner for flows without hooks."""
 
     async def run_cancellation_hooks(self, flow_run: FlowRun, state: State[Any]) -> None:
         """Nothing to run."""
@@ -53,7 +53,7 @@ class FlowWorker(ProcessWorker, abc.ABC):  # a direct base ABC keeps Prefect fro
         configuration: ProcessJobConfiguration,
         task_status: anyio.abc.TaskStatus[int] | None = None,
     ) -> ProcessWorkerResult:
-        """Run the flow in a process until it ends. The result is never a failure: that has been reported already."""
+        """Run the flow in a process until it ends. Always returns success: a failure has been reported already."""
         status = anyio.TASK_STATUS_IGNORED if task_status is None else task_status
         with _folder(configuration.working_dir) as folder:
             async with FlowRunExecutorContext() as context, anyio.create_task_group() as group:
@@ -74,7 +74,7 @@ class FlowWorker(ProcessWorker, abc.ABC):  # a direct base ABC keeps Prefect fro
 
 
 def hurry(processes: ProcessManager) -> None:
-    """Have it kill whoever has not ended CANCEL_SECONDS after being asked to; the services end with the flow."""
+    """Make the manager kill a flow CANCEL_SECONDS after asking it to end; the flow's services end with it."""
     kill = processes.kill
 
     async def soon(flow_run_id: UUID, grace_seconds: float = CANCEL_SECONDS, *, force: bool = False) -> None:

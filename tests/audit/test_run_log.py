@@ -47,7 +47,7 @@ def test_ctrl_c_says_how_the_run_goes_on(
     monkeypatch.setattr(execute, "get_run_logger", lambda: logging.getLogger("run"))
     with pytest.raises(KeyboardInterrupt), logged(start(tmp_path), ""):
         raise KeyboardInterrupt
-    assert "run r is interrupted: start it again with run=r, and it goes on" in caplog.messages
+    assert "run r is interrupted: start it again with run=r to resume it" in caplog.messages
     assert read_log(open_store(tmp_path.as_uri()), "r")[-1].action == "interrupted"
 
 

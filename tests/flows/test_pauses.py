@@ -30,7 +30,7 @@ def test_groups_ahead_are_held_whatever_stops_the_flow_run_until_it_goes_on(api:
     @flow
     def stopped() -> None:
         pauses = Pauses(logging.getLogger("run"), Watchdog(Launcher(), lambda name, why: None))
-        pauses.tell = told.append
+        pauses.on_stopping = told.append
         with pauses:
             set_state(api, kind, name)
             wait_until(lambda: told == [True], "the state to be noticed")

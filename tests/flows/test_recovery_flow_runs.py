@@ -201,7 +201,7 @@ def test_a_paused_flow_run_keeps_its_services_and_goes_on(scene: Scene) -> None:
     assert len(scene.services()) == 2
     asked = datetime.now(UTC)
     scene.resume()
-    assert wait_until(lambda: scene.logged("the flow run goes on"), "the flow to go on") >= asked
+    assert wait_until(lambda: scene.logged("the flow run is resumed"), "the flow to go on") >= asked
     wait_until(lambda: scene.committed() > k, "a commit")
     scene.gate.touch()
     wait_until(lambda: scene.ended(f"advantage {k}"), "the next stage, as the server knows it")

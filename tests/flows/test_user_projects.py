@@ -248,5 +248,5 @@ def test_up_says_where_there_is_nothing_to_deploy(api: str, work: Path, capsys: 
 
 
 def test_a_folder_that_is_gone_is_named_with_the_remedy(work: Path) -> None:
-    with pytest.raises(UserError, match=r"gone is not there any more: `arealflow deploy` the recipe again"):
+    with pytest.raises(UserError, match=r"gone no longer exists: `arealflow deploy` the recipe again"):
         enter(str(work), str(work / "gone"))

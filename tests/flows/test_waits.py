@@ -119,7 +119,7 @@ def test_what_lasts_is_told_of_again_ever_more_rarely_but_in_time(tmp_path: Path
     due = math.inf
     for _ in range(720):
         before = len(pages)
-        waits.tell([WAITED])
+        waits.report([WAITED])
         if len(pages) > before:
             assert now <= due + shown.LOOK_SECONDS
             record = standing_waits(run)
@@ -127,8 +127,8 @@ def test_what_lasts_is_told_of_again_ever_more_rarely_but_in_time(tmp_path: Path
             due = now + record.seconds
         now += shown.LOOK_SECONDS
     assert len(pages) < 20 and now < due + shown.LOOK_SECONDS
-    waits.tell([])
-    waits.tell([])
+    waits.report([])
+    waits.report([])
     assert standing_waits(run) is None and "Nothing" in pages.last()
 
 
@@ -137,9 +137,9 @@ def test_the_page_tells_of_a_store_that_takes_no_records(tmp_path: Path, monkeyp
     waits = shown.Waits(run, cast(Watchdog, None), cast(Artifacts, pages))
     with monkeypatch.context() as patch:
         patch.setattr(LocalBackend, "create", away)
-        waits.tell([WAITED])
+        waits.report([WAITED])
     assert "3 of 4" in pages.last() and standing_waits(run) is None
-    waits.tell([WAITED])
+    waits.report([WAITED])
     assert standing_waits(run) is not None
 
 

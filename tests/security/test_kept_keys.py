@@ -227,7 +227,7 @@ def test_a_server_that_stays_away_is_a_mistake_with_a_remedy(api: str, monkeypat
     with socket.socket() as mute:  # nobody listens there, or can
         mute.bind(("127.0.0.1", 0))
         nowhere = temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{mute.getsockname()[1]}"})
-        with nowhere, pytest.raises(UserError, match=r"does not answer \(.*see that it runs, or export S3 keys"):
+        with nowhere, pytest.raises(UserError, match=r"does not answer \(.*check that it runs, or export S3 keys"):
             take_s3_keys("s3://bucket/x")
 
 

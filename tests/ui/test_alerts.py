@@ -27,7 +27,7 @@ AUTOMATIONS = yaml.safe_load((ROOT / "deployments" / "automations" / "alerts.yam
 CAUSES = {
     "reward-collapse": "the mean reward of the last 1 iterations is 0; it was 0.92",
     "verifier-failures": "6% of the completions could not be verified",
-    "kl-explosion": "nats a token (alerts.max_kl 1e-09)",
+    "kl-explosion": "nats per token (alerts.max_kl 1e-09)",
     "engines-disagree": "nats apart on average (alerts.max_logprob_gap 1e-09)",
 }
 NAMES = [automation["name"] for automation in AUTOMATIONS]
