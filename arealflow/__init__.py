@@ -12,31 +12,31 @@ if TYPE_CHECKING:
 
 
 def connect(*runs: str, store: str = "") -> duckdb.DuckDBPyConnection:
-    """A DuckDB connection with the views of `arealflow sql` (docs/reference/views.md), as the runs are committed now.
+    """A DuckDB connection with the views of `arealflow sql` (docs/reference/views.md), for the runs' current commits.
 
-    It reads what the runs' commits select, and can open no other file. Close it, or use it as a context manager.
+    It reads only what the runs' commits select, and can open no other file. Close it, or use it as a context manager.
 
     Args:
-        runs: One run, or several: each view has their rows, and the column `run`. None: all runs of the store but those
-            that cannot be read, of which a warning says so.
+        runs: One or several: each view has the rows of all of them, and a column `run`. None given: all runs of the
+            store, with a warning for each that cannot be read.
         store: Folder or URL of the store. Empty: AREALFLOW_STORE, else the default folder.
 
     Raises:
-        ImportError: other packages have the names of arealflow's.
-        schemas.errors.UserError: there is no such run, or the store cannot be read.
+        ImportError: packages with the names of arealflow's hide them.
+        schemas.errors.UserError: a run does not exist, or the store cannot be read.
     """
     check_packages()
-    from areal_tasks.store.backend import open_store  # here: the `arealflow` command imports this module, too
+    from areal_tasks.store.backend import open_store  # here: the `arealflow` command imports this module too
     from areal_tasks.store.query import Session
     from areal_tasks.store.runs import list_runs
 
-    there = open_store(store)
-    every = [] if runs else list_runs(there)
+    place = open_store(store)
+    every = [] if runs else list_runs(place)
     for run in every:
         if run.problem:
             warnings.warn(f"left out: run {run.name}: {run.problem}", stacklevel=2)
     names = runs or [run.name for run in every if not run.problem]
-    return Session(there, *names, several=not runs).connection
+    return Session(place, *names, several=not runs).connection
 
 
 __all__ = ["connect"]

@@ -1,4 +1,4 @@
-"""The `arealflow` command. It looks for its own packages first: without them it could not say what is wrong."""
+"""The `arealflow` command. First checks that arealflow's packages are not hidden, else it could not report errors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The packages that come with arealflow have plain names, which a folder of a user's may have too.
+"""Detects packages of the user that hide arealflow's, whose names are generic: Python imports the first one it finds.
 
-Python takes whichever it finds first. This module needs none of them, so that it can say what is wrong.
+This module imports none of these packages, so that it can report the conflict.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Final
 
 PACKAGES: Final = ("flows", "areal_tasks", "schemas", "deployments")
-#: The folder that they are installed in: a checkout, or Python's site-packages.
+#: The folder in which they are installed: a checkout, or Python's site-packages.
 INSTALLED: Final = Path(__file__).resolve().parents[1]
 
 
 def check_packages() -> None:
-    """ImportError, with the remedy, if Python finds other packages of these names here."""
+    """Raise ImportError, with the remedy, if Python finds other packages of these names."""
     for name, folder in hidden():
         raise ImportError(
             f"Python finds {folder} instead of arealflow's own package {name!r}. Rename that folder, or take "
@@ -26,7 +26,7 @@ def check_packages() -> None:
 
 
 def hidden() -> Iterator[tuple[str, Path]]:
-    """Those of arealflow's packages in whose place Python finds others, and where these are."""
+    """Names of arealflow's packages that other packages hide, with the folders of these others."""
     for name in PACKAGES:
         folder = _found(name)
         if folder is not None and folder != INSTALLED / name:
@@ -34,7 +34,7 @@ def hidden() -> Iterator[tuple[str, Path]]:
 
 
 def _found(name: str) -> Path | None:
-    """The folder of the package that `import name` gives; of a module its file, None if there is neither."""
+    """The folder of the package, or the file of the module, that `import name` gives; None if there is neither."""
     spec = getattr(sys.modules.get(name), "__spec__", None) or find_spec(name)
     if spec is None:
         return None
@@ -43,21 +43,21 @@ def _found(name: str) -> Path | None:
 
 
 def namesakes(folder: Path) -> list[str]:
-    """Which of arealflow's packages have the name of something in `folder`, where arealflow itself is not."""
+    """Names of arealflow's packages that `folder` also has, unless arealflow is installed there."""
     if folder.resolve() == INSTALLED:
         return []
     return [name for name in PACKAGES if (folder / name).is_dir() or (folder / f"{name}.py").is_file()]
 
 
 def note(folder: Path) -> str:
-    """What a user must know who works in a folder with such names; empty for any other."""
+    """A note for users who work in `folder`, if it has packages of these names; else empty."""
     names = namesakes(folder)
     if not names:
         return ""
     listed = " and ".join(f"{name}/" for name in names)
     return (
-        f"{listed} in {folder.resolve()} and arealflow have packages of the same name. arealflow's own processes find "
-        "their own; but Python that is started in this folder (`python -m`, a notebook) finds yours, where "
-        "`arealflow.connect` ends with an ImportError; and rewards and workflows that import from it get arealflow's. "
+        f"{listed} in {folder.resolve()} and arealflow have packages of the same name. arealflow's processes import "
+        "its own, also where your rewards and workflows import these names; but Python started in this folder "
+        "(`python -m`, a notebook) imports yours, and `arealflow.connect` raises ImportError there. "
         "Rename the folder, or keep recipes and rewards in another one."
     )

@@ -1,4 +1,4 @@
-"""`arealflow alerts`: has the Prefect server call a webhook when a run fails, stalls or goes wrong."""
+"""`arealflow alerts`: makes the Prefect server call a webhook when a run fails, stalls or degrades."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from schemas.errors import UserError
 WEBHOOK_VARIABLE: Final = "AREALFLOW_ALERT_WEBHOOK"
 BLOCK: Final = "arealflow-alerts"
 STALLED: Final = "arealflow-stalled"
-#: Where the file leaves room for the block's id.
+#: Placeholder of the block's id in the YAML file.
 PLACE: Final = "{{ webhook }}"
 LEAST_SECONDS: Final = 10.0
 
@@ -22,23 +22,23 @@ def alerts(
     stalled_minutes: Annotated[
         float | None, typer.Option(help="Minutes without a committed iteration that count as a stall; 30 if not given.")
     ] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Take the alerts off the server again.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the alerts from the server.")] = False,
 ) -> None:
-    """Alerts of failed, crashed and stalled runs, and of what the recipe's `alerts` warns about, to a webhook.
+    """Send alerts of failed, crashed and stalled runs, and the warnings of the recipe's `alerts`, to a webhook.
 
-    The environment variable AREALFLOW_ALERT_WEBHOOK holds its address; the server keeps it in a block. Again without
-    it: the alerts are brought up to date, and the address stays.
+    The environment variable AREALFLOW_ALERT_WEBHOOK holds its address, which the server keeps in a block. Without the
+    variable, the alerts are updated and the address stays.
     """
     api_url = server()
     try:
-        said = remove_alerts(api_url) if remove else install_alerts(api_url, stalled_minutes)
+        message = remove_alerts(api_url) if remove else install_alerts(api_url, stalled_minutes)
     except httpx.HTTPError as error:
         raise UserError(f"no Prefect server answers at {api_url}: {error or type(error).__name__}") from error
-    typer.echo(said)
+    typer.echo(message)
 
 
 def server() -> str:
-    """The API of the server that runs are recorded on. UserError if there is none."""
+    """The API of the Prefect server that records runs. UserError if there is none."""
     from flows.cli.machine import named_server
 
     if not (api_url := named_server()):
@@ -47,7 +47,7 @@ def server() -> str:
 
 
 def install_alerts(api_url: str, stalled_minutes: float | None = None) -> str:
-    """Put the automations and the block that they call on the server. Returns what is to be said of it."""
+    """Save the automations and the block that they call on the server. Returns the message for the user."""
     from flows.cli.automations import put, read_automation
 
     file = read_automation("alerts")
@@ -59,16 +59,16 @@ def install_alerts(api_url: str, stalled_minutes: float | None = None) -> str:
 
 
 def remove_alerts(api_url: str) -> str:
-    """Delete the automations; the block with the address stays."""
+    """Delete the automations; the block with the address stays. Returns the message for the user."""
     from flows.cli.automations import read_automation, remove
 
     names = [automation["name"] for automation in read_automation("alerts")["automations"]]
-    gone = [name for name in names if remove(api_url, name)]
-    return f"removed {len(gone)} alerts from {api_url}; the address stays in the block {BLOCK}"
+    removed = [name for name in names if remove(api_url, name)]
+    return f"removed {len(removed)} alerts from {api_url}; the address stays in the block {BLOCK}"
 
 
 def filled(automation: dict[str, Any], block: str, stalled_minutes: float | None) -> dict[str, Any]:
-    """The automation, calling the webhook `block`."""
+    """The automation with the id of the webhook block and, for the one of stalled runs, its time limit."""
     actions = [{**action, "block_document_id": block} for action in automation["actions"]]
     if any(action["block_document_id"] != PLACE for action in automation["actions"]):
         raise UserError(f"deployments/automations/alerts.yaml: {automation['name']}: block_document_id is not {PLACE}")
@@ -81,9 +81,9 @@ def filled(automation: dict[str, Any], block: str, stalled_minutes: float | None
 
 
 def save_block(api_url: str, address: str) -> str:
-    """Id of the webhook block, with `address` in it; without one, of the block that is there.
+    """Save `address` in the webhook block; returns the block's id. An empty address keeps the existing block.
 
-    UserError if there is neither, or the address is none.
+    UserError if there is neither, or the address is not an http(s) URL.
     """
     from prefect.blocks.webhook import Webhook
     from prefect.settings import PREFECT_API_URL, temporary_settings

@@ -1,4 +1,4 @@
-"""`arealflow audit` and `arealflow log`: is every byte what was written, and who did what to a run."""
+"""`arealflow audit`: checks that every byte of a run is what was written, and signs or verifies its root hash."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def audit(
     else:
         _print(report, signatures, _coverage(place, report, signatures, made))
     if sign_with and not may_sign:
-        typer.echo("not signed: mend the run first, or delete the signature that does not hold", err=True)
+        typer.echo("not signed: repair the run first, or delete the invalid signature", err=True)
     if not (report.sound and as_signed):
         raise typer.Exit(1)
 
 
 def _signatures(store: Store, report: Report, key: Path | None) -> list[Verified]:
-    """The signatures, checked; none where the history has no end, or one of them is damaged, which the report says."""
+    """The signatures, checked; none if the history has no end, or if one is damaged, which the report says."""
     try:
         return verify(store, report.run, key) if report.root else []
     except UserError:
@@ -64,7 +64,7 @@ def _signatures(store: Store, report: Report, key: Path | None) -> list[Verified
 
 
 def _with_progress(store: Store, run: str) -> Report:
-    """The audit, with a bar on the terminal if there is one."""
+    """Run the audit, with a progress bar if stderr is a terminal."""
     columns = (TextColumn("audit"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
@@ -118,7 +118,7 @@ def _print(report: Report, signatures: list[Verified], coverage: str) -> None:
 
 
 def _verdict(found: Verified) -> str:
-    """Who signed until where, and whether that holds."""
+    """Who signed up to which iteration, and whether the signature holds."""
     signed = found.signature
     by = f"{signed.user}@{signed.provenance.host}, key {signed.public_key[:16]}…"
     holds = f"does NOT hold: {found.problem}" if found.problem else "holds"
@@ -126,27 +126,27 @@ def _verdict(found: Verified) -> str:
 
 
 def _coverage(store: Store, report: Report, signatures: list[Verified], made: tuple[Signature, bool] | None) -> str:
-    """What was signed now, or already; else what the newest signature that holds leaves out. Empty for none."""
+    """What is signed by now; or what the newest signature that holds does not cover. Empty without a signature."""
     if made is not None:
         until = f"iteration {made[0].iteration} and line {made[0].log_records} of the log"
-        said = "signed until" if made[1] else "not signed again: nothing has come since the signature until"
-        return f"{said} {until}"
-    asked = any(found.known for found in signatures)
-    holding = [found for found in signatures if not found.problem and found.known == asked]
+        verdict = "signed until" if made[1] else "not signed again: nothing was added since the signature until"
+        return f"{verdict} {until}"
+    any_known = any(found.known for found in signatures)
+    holding = [found for found in signatures if not found.problem and found.known == any_known]
     if not report.sound or not holding:
         return ""
     return _left_out(report, holding[-1], unsigned_lines(store, report.run, holding[-1].signature))
 
 
 def _left_out(report: Report, newest: Verified, lines: int) -> str:
-    """What a signature that holds leaves out: later iterations, and that many lines of the run's log."""
+    """What a signature that holds does not cover: later iterations, and `lines` lines of the run's log."""
     iterations = report.iterations - 1 - newest.signature.iteration
     whose = "" if newest.known else " by a key that was not verified here"
-    told = (
+    signed = (
         f"newest signature that holds: key {newest.signature.public_key[:16]}…{whose}, "
         f"until iteration {newest.signature.iteration}"
     )
     left = [f"{n} {what}" for n, what in ((iterations, "later iterations"), (lines, "lines of the log")) if n > 0]
     if not left:
-        return f"{told}, which is all"
-    return f"{told}; NOT signed: {' and '.join(left)}. `arealflow audit {report.run} --sign KEY` signs them"
+        return f"{signed}, which is all"
+    return f"{signed}; NOT signed: {' and '.join(left)}. `arealflow audit {report.run} --sign KEY` signs them"

@@ -1,4 +1,4 @@
-"""`arealflow compact`: merges a run's history into few files, so that questions to it stay fast."""
+"""`arealflow compact`: merges a run's history into few files, so that queries stay fast."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def compact(
     store: StoreUrl = "",
     as_json: AsJson = False,
 ) -> None:
-    """Merge a run's tables of scalars, commits and manifests into few files. Runs do this themselves as they go."""
+    """Merge a run's tables of scalars, commits and manifests into few files. Runs also do this themselves."""
     started, opened = time.monotonic(), load_run(open_store(store), run)
     tables = tuple(Catalog(opened).stages_of) if everything else SCALAR_TABLES
     made = compact_all(opened, tables)

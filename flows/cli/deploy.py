@@ -1,4 +1,4 @@
-"""`arealflow deploy`: recipes become deployments of the running Prefect server, wherever their files are."""
+"""`arealflow deploy`: creates deployments from recipes on the running Prefect server, wherever their files are."""
 
 from __future__ import annotations
 
@@ -18,23 +18,21 @@ from flows.cli import machine
 from schemas.errors import UserError
 from schemas.recipe.load import list_recipes, load_recipe
 
-Recipes = Annotated[
-    list[str], typer.Argument(metavar="RECIPE…", help="YAML files, or names of recipes that come along.")
-]
+Recipes = Annotated[list[str], typer.Argument(metavar="RECIPE…", help="YAML files, or names of shipped recipes.")]
 
 
 def deploy(recipes: Recipes) -> None:
-    """Make recipes deployments, with a form of their fields: mine.yaml of the flow rlhf becomes rlhf/mine."""
+    """Create deployments from recipes, with a form of their fields: mine.yaml of the flow rlhf becomes rlhf/mine."""
     names = deployment_names(recipes)
     if not (api_url := machine.named_server()):
         raise UserError("there is no Prefect server to deploy to: start it with `arealflow up`, or set PREFECT_API_URL")
-    tell_of_namesakes()
+    warn_of_namesakes()
     deploy_recipes(recipes, api_url)
-    tell_commands(names, api_url)
+    print_commands(names, api_url)
 
 
-def tell_commands(names: Sequence[str], api_url: str) -> None:
-    """Print what runs these deployments from this shell and folder, in the order in which it is to be pasted."""
+def print_commands(names: Sequence[str], api_url: str) -> None:
+    """Print the commands, in order, that run these deployments from this shell and folder."""
     if api_url_of_prefect() != api_url:
         typer.echo(f"export PREFECT_API_URL={api_url}")
     for name in names:
@@ -42,7 +40,7 @@ def tell_commands(names: Sequence[str], api_url: str) -> None:
 
 
 def api_url_of_prefect() -> str:
-    """The server that the `prefect` command uses in this shell and folder, as far as either names one."""
+    """The server that the environment or prefect.toml gives the `prefect` command here; empty if neither does."""
     if named := os.environ.get("PREFECT_API_URL"):
         return named
     try:
@@ -56,50 +54,50 @@ def deployment_names(recipes: Sequence[str]) -> list[str]:
     """`FLOW/FILE` for each recipe: its flow, and the name of its file without the suffix.
 
     Raises:
-        UserError: a recipe is none, or two would have one name.
+        UserError: a recipe is invalid, or two would have the same name.
     """
     names = [f"{load_recipe(recipe).flow}/{Path(recipe).stem}" for recipe in recipes]
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise UserError(f"two of these recipes would be the deployment {twice[0]}: give their files different names")
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise UserError(f"two of these recipes would be the deployment {repeated[0]}: give their files different names")
     return names
 
 
 def is_file(recipe: str) -> bool:
-    """Whether a recipe is a user's file, and not a shipped one of this name."""
+    """Whether a recipe is the path of a user's file, not the name of a shipped recipe."""
     return recipe not in list_recipes()
 
 
-def tell_of_namesakes() -> None:
-    """What to know where packages of this folder have the names of arealflow's."""
-    if told := note(Path.cwd()):
-        typer.echo(f"note: {told}", err=True)
+def warn_of_namesakes() -> None:
+    """Print a note if packages in this folder have the names of arealflow's."""
+    if text := note(Path.cwd()):
+        typer.echo(f"note: {text}", err=True)
 
 
 def deploy_recipes(recipes: Sequence[str], api_url: str) -> None:
-    """Deploy them, to run in the current folder. UserError as `deployment_names`, or if Prefect fails."""
+    """Deploy recipes, to run in the current folder. UserError as from `deployment_names`, or if Prefect fails."""
     names = deployment_names(recipes)
     typer.echo(f"deploying {', '.join(names)}")
-    with TemporaryDirectory() as folder:  # not the current one, in which Prefect would look for our packages first
+    with TemporaryDirectory() as folder:  # in the current folder Prefect would search for our packages first
         (Path(folder) / "prefect.yaml").write_text(json.dumps(project(recipes, names)))  # JSON is YAML
         machine.prefect(["--no-prompt", "deploy", "--all"], api_url, Path(folder))
 
 
 def project(recipes: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
-    """What prefect.yaml would say of these recipes."""
+    """The content of a prefect.yaml for these recipes."""
     return {"name": "arealflow", "deployments": [_deployment(*both) for both in zip(recipes, names, strict=True)]}
 
 
 def _deployment(recipe: str, name: str) -> dict[str, Any]:
     flow, _, short = name.partition("/")
-    here = Path.cwd()
+    current = Path.cwd()
     file = Path(os.path.abspath(recipe)) if is_file(recipe) else None
-    modules = file.parent if file else here
+    modules = file.parent if file else current
     return {
         "name": short,
         "entrypoint": f"flows.{flow}.{flow}",
         "work_pool": {"name": machine.POOL},
         "build": [{"flows.deploy.read_recipe": {"id": "recipe", "name": str(file or recipe)}}],
         "parameters": {"recipe": "{{ recipe.values }}"},
-        "pull": [{"flows.deploy.enter": {"directory": str(here), "modules": str(modules)}}],
+        "pull": [{"flows.deploy.enter": {"directory": str(current), "modules": str(modules)}}],
     }

@@ -26,7 +26,7 @@ def diff(a: Name, b: Name, store: StoreUrl = "", as_json: AsJson = False) -> Non
     if as_json:
         typer.echo(json.dumps(as_values(found), default=str, indent=1))
         return
-    for line in told(found):
+    for line in summary(found):
         typer.echo(line)
     if found.fields:
         typer.echo()
@@ -37,7 +37,7 @@ def diff(a: Name, b: Name, store: StoreUrl = "", as_json: AsJson = False) -> Non
 
 
 def as_values(found: Difference) -> dict[str, Any]:
-    """A difference as JSON."""
+    """A difference as values for JSON."""
     values = asdict(found)
     first = found.first
     return values | {
@@ -47,8 +47,8 @@ def as_values(found: Difference) -> dict[str, Any]:
     }
 
 
-def told(found: Difference) -> list[str]:
-    """What differs, in lines for a person; the tables say the rest."""
+def summary(found: Difference) -> list[str]:
+    """What differs, as lines of text; tables of fields and curves follow it."""
     lines = [
         f"{name}: {length} iterations{f', {origin}' if origin else ''}"
         for name, length, origin in zip(found.names, found.lengths, found.origins, strict=True)
@@ -89,7 +89,7 @@ def _field_row(found: Difference, change: dict[str, Any]) -> dict[str, Any]:
 
 
 def show_sections(sections: Sequence[Section]) -> None:
-    """Comparisons as tables for people: wide ones fold."""
+    """Print comparisons as tables; long cells are folded."""
     console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
     for section in sections:
         table = Table(title=section.title, title_justify="left")
@@ -101,7 +101,7 @@ def show_sections(sections: Sequence[Section]) -> None:
 
 
 def cell(value: Any) -> str:
-    """A value of a table."""
+    """A value as text in a table cell."""
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

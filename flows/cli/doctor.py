@@ -1,4 +1,4 @@
-"""`arealflow doctor`: what is installed, what is missing for which feature, and what can be reached."""
+"""`arealflow doctor`: what is installed, which features lack a package, and what can be reached."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ def packages() -> list[dict[str, Any]]:
 
 def _package(module: str, purpose: str, remedy: str) -> dict[str, Any]:
     found = importlib.util.find_spec(module)
-    if found is None or found.origin is None:  # a mere folder of that name is no package
+    if found is None or found.origin is None:  # None: a folder of that name (namespace package)
         state = "not installed" if remedy else "BROKEN"
         return _row(module, state, f"needed for {purpose}: {remedy or 'install arealflow again'}")
     return _row(module, "ok", f"{importlib.metadata.version(module.replace('_', '-'))}, for {purpose}")
 
 
 def same_names() -> list[dict[str, Any]]:
-    """A row where packages of the current folder have the names of arealflow's."""
+    """A row if packages of the current folder have the names of arealflow's."""
     found = ", ".join(f"{name}/" for name in namesakes(Path.cwd()))
-    told = f"rename {found}: arealflow has packages of the same names (docs/operate/processes.md)"
-    return [_row("this folder", "note", told)] if found else []
+    remedy = f"rename {found}: arealflow has packages of the same names (docs/operate/processes.md)"
+    return [_row("this folder", "note", remedy)] if found else []
 
 
 def gpu() -> dict[str, Any]:
@@ -87,17 +87,17 @@ def disk() -> dict[str, Any]:
 
 
 def s3_keys(store: str) -> dict[str, Any]:
-    """Where a flow run has the keys of an S3 store from; never the keys themselves.
+    """Where a flow run gets the keys of an S3 store from; never shows the keys themselves.
 
-    Those that Prefect keeps are taken for the check of the store, as a flow run would.
+    For an S3 store, sets the keys that Prefect keeps, as a flow run would, so that the store can be checked.
     """
-    if here := in_environment():
-        missing = [name for name in NEEDED if name not in here]
-        return _row("S3 keys", "incomplete" if missing else "ok", f"from this environment: {', '.join(here)}")
+    if found := in_environment():
+        missing = [name for name in NEEDED if name not in found]
+        return _row("S3 keys", "incomplete" if missing else "ok", f"from this environment: {', '.join(found)}")
     try:
         kept = _kept_keys()
     except (httpx.HTTPError, RuntimeError, UserError) as error:  # Prefect's client raises a RuntimeError as well
-        return _row("S3 keys", "unknown", f"not in this environment, and the Prefect server does not tell: {error}")
+        return _row("S3 keys", "unknown", f"not in this environment, and the Prefect server cannot be asked: {error}")
     if not kept:
         return _row("S3 keys", "none", "for stores at s3://: export AWS_…, or `arealflow s3-keys` (docs/operate/s3.md)")
     if on_s3(store):
@@ -106,7 +106,7 @@ def s3_keys(store: str) -> dict[str, Any]:
 
 
 def _kept_keys() -> dict[str, str]:
-    """What the Prefect server keeps, if there is one."""
+    """The keys that the Prefect server keeps; empty without keys or server."""
     if not (url := named_server()):
         return {}
     from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -116,7 +116,7 @@ def _kept_keys() -> dict[str, str]:
 
 
 def store_row(url: str) -> dict[str, Any]:
-    """Writes a small object, reads it back and removes it; it lies under `_doctor/`, which no run can be called."""
+    """Write a small object, read it back and remove it; it is in `_doctor/`, which cannot be the name of a run."""
     try:
         store = open_store(url)
         root, path = store.local(""), f"_doctor/{new_attempt()}"

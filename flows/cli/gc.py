@@ -1,4 +1,4 @@
-"""`arealflow gc`: removes what no run needs. Shows what it would do unless told to do it."""
+"""`arealflow gc`: removes what no run needs. Without --yes it only lists what it would remove."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def gc(
     run: Annotated[str, typer.Option("--run", help="Only this run.")] = "",
     whole: Annotated[bool, typer.Option("--remove", help="Remove the whole run that --run names.")] = False,
     keep_weights: Annotated[
-        int | None, typer.Option(help="Of each run's weights, keep the newest so many versions. Default: all.")
+        int | None, typer.Option(help="Newest versions of each run's weights to keep. Default: all.")
     ] = None,
     keep_checkpoints: Annotated[
-        int | None, typer.Option(help="Of each run's checkpoints, keep the newest so many. Default: all.")
+        int | None, typer.Option(help="Newest checkpoints of each run to keep. Default: all.")
     ] = None,
     older_than: Annotated[
         float,
         typer.Option(
-            min=0, help="Remove nothing written in the last so many hours; a whole run that has ended goes at any age."
+            min=0, help="Remove nothing newer than this many hours, except a whole run that has ended (--remove)."
         ),
     ] = 24.0,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it; else only show what would be done.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only list what would be removed.")] = False,
     store: StoreUrl = "",
     as_json: AsJson = False,
 ) -> None:
-    """Remove what crashes have left behind, and old versions where a rule says so.
+    """Remove what crashes left behind, and old versions by the rules given.
 
-    Nothing goes that a run at work, a fork, a replay, another run's beginning, a tag or a restart needs.
+    Keeps everything that a running run, a fork, a replay, another run's initial weights, a tag or a restart needs.
     """
     place, rule = open_store(store), Rule(keep_weights, keep_checkpoints, older_than * 3600)
     if whole and not run:
@@ -48,12 +48,12 @@ def gc(
     else:
         _print(items, done, yes)
         if older_than and not whole:
-            typer.echo(f"(nothing that was written in the last {older_than:g} hours goes: --older-than)")
+            typer.echo(f"(files written in the last {older_than:g} hours are kept: --older-than)")
 
 
 def _found(store: Store, rule: Rule, run: str) -> list[Item]:
-    halves = [whole_run(store, name, rule.older_than) for name in interrupted(store) if run in ("", name)]
-    return [*halves, *(plan(store, rule, run) if run not in {item.run for item in halves} else [])]
+    partial = [whole_run(store, name, rule.older_than) for name in interrupted(store) if run in ("", name)]
+    return [*partial, *(plan(store, rule, run) if run not in {item.run for item in partial} else [])]
 
 
 def _remove(store: Store, items: Sequence[Item], rule: Rule) -> list[Item]:
@@ -79,7 +79,7 @@ def _row(item: Item, removed: bool) -> dict[str, Any]:
 
 def _print(items: Sequence[Item], done: Sequence[Item], yes: bool) -> None:
     for item in items:
-        left = "" if not yes or item in done else " (stays: it has come into use)"
+        left = "" if not yes or item in done else " (kept: it is in use now)"
         typer.echo(f"{item.path}: {item.kind}, {len(item.files)} files, {item.bytes:,} bytes: {item.why}{left}")
     shown = done if yes else items
     total = f"{sum(len(item.files) for item in shown)} files, {sum(item.bytes for item in shown):,} bytes"

@@ -1,4 +1,4 @@
-"""Runs a flow in this process, against whichever Prefect server there is."""
+"""Runs a flow in this process, with the Prefect server that runs or a temporary one."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from flows.home import home
 from schemas.errors import UserError
 from schemas.recipe.recipe import Recipe
 
-#: What services that are threads of this process run.
+#: Modules of services that run as threads of this process.
 INLINE: Final = ("areal_tasks.engines.trainer.process", "areal_tasks.engines.embedded.process")
 
 
-def run_here(recipe: Recipe, name: str, **parameters: Any) -> dict[str, Any]:
-    """What the recipe's flow returns. Raises what it raises."""
+def run_recipe(recipe: Recipe, name: str, **parameters: Any) -> dict[str, Any]:
+    """Run the recipe's flow in this process; returns what it returns, raises what it raises."""
     services = INLINE if recipe.launcher.type == "inline" else ()
     return call_flow(recipe.flow, recipe, run=name, imports=services, **parameters)
 
 
 def call_flow(name: str, *arguments: Any, imports: Sequence[str] = (), **parameters: Any) -> dict[str, Any]:
-    """What the flow `name` returns, run in this process. Raises what it raises.
+    """Run the flow `name` in this process; returns what it returns, raises what it raises.
 
-    Prefect, the flow and `imports` are imported here, which takes seconds. Where there is no server, one starts
-    meanwhile.
+    Imports Prefect, the flow and `imports`, which takes seconds. Without a Prefect server, one starts meanwhile.
     """
     server = None
     if api_url := named_server():
@@ -50,7 +49,7 @@ def call_flow(name: str, *arguments: Any, imports: Sequence[str] = (), **paramet
 
 
 def check_server(api_url: str) -> None:
-    """UserError if the Prefect server that is named does not answer."""
+    """UserError if the Prefect server at `api_url` does not answer."""
     try:
         httpx.get(f"{api_url}/health", timeout=30).raise_for_status()
     except httpx.HTTPError as error:
@@ -59,7 +58,7 @@ def check_server(api_url: str) -> None:
 
 
 def prefect_settings(api_url: str, temporary: bool) -> AbstractContextManager[Any]:
-    """Prefect's settings for a flow that the server at `api_url` records; a temporary server has no UI to point to."""
+    """Prefect's settings for a flow recorded by the server at `api_url`; a temporary server has no UI."""
     from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_UI_URL, temporary_settings
 
     own = {PREFECT_HOME: home() / "prefect", PREFECT_UI_URL: ""} if temporary else {}

@@ -1,4 +1,4 @@
-"""`arealflow init FOLDER`: a recipe, a reward function and data that run as they are, to be changed step by step."""
+"""`arealflow init FOLDER`: writes a recipe, a reward function and data that run unchanged, as a starting point."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECIPE: Final = "recipe.yaml"
 FILES: Final = (RECIPE, "my_reward.py", "train.jsonl", "test.jsonl")
 
 
-def init(folder: Annotated[Path, typer.Argument(help="Folder to write to; made if it is not there.")]) -> None:
+def init(folder: Annotated[Path, typer.Argument(help="Folder to write to; created if it does not exist.")]) -> None:
     """Write a commented recipe, a reward function and a small data set that run as they are."""
     try:
         write(folder)
@@ -26,14 +26,14 @@ def init(folder: Annotated[Path, typer.Argument(help="Folder to write to; made i
     recipe = shlex.quote(str(folder / RECIPE))
     typer.echo(f"wrote {', '.join(FILES)} in {folder}")
     typer.echo(f"arealflow run {recipe}")
-    typer.echo(f"arealflow up {recipe}    # or so: prints the commands that run it as a deployment")
+    typer.echo(f"arealflow up {recipe}    # or: prints the commands that run it as a deployment")
 
 
 def write(folder: Path) -> None:
-    """The files, none of which may be there. Raises UserError if one is, OSError as the disk does."""
-    there = [name for name in FILES if (folder / name).exists()]
-    if there:
-        raise UserError(f"{folder} holds {' and '.join(there)} already: name another folder")
+    """Write the files. Raises UserError if one of them exists, OSError if writing fails."""
+    existing = [name for name in FILES if (folder / name).exists()]
+    if existing:
+        raise UserError(f"{folder} holds {' and '.join(existing)} already: name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         text = files("flows.cli").joinpath("template", name).read_text(encoding="utf-8")
@@ -41,14 +41,14 @@ def write(folder: Path) -> None:
 
 
 def filled(recipe: str, folder: Path) -> str:
-    """The recipe of this folder."""
+    """The recipe template with its placeholders replaced for `folder`."""
     values = {
-        "RECIPE_NAME": json.dumps(recipe_name(folder)),  # JSON is YAML, and no text of it is taken for a number
+        "RECIPE_NAME": json.dumps(recipe_name(folder)),  # quoted, so that YAML reads no number
         "RECIPE_FILE": shlex.quote(str(folder / RECIPE)),
     }
     return re.sub("|".join(values), lambda found: values[found[0]], recipe)
 
 
 def recipe_name(folder: Path) -> str:
-    """The folder's name as a recipe's: lower-case letters, digits, dots, dashes and underscores."""
+    """A recipe name made from the folder's: lower-case letters, digits, dots, dashes and underscores."""
     return re.sub(r"[^a-z0-9._-]+", "-", folder.absolute().name.lower()).strip("._-") or "mine"

@@ -1,4 +1,4 @@
-"""`arealflow plan`, `runs` and `sql`: what a recipe would build, what there is, and questions to it."""
+"""`arealflow plan`, `runs` and `sql`: what a recipe would build, the runs of a store, and SQL queries."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CELL = 100
 def plan(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe in deployments/, or a YAML file.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.field=value …; run=NAME: a run's state.")
+        list[str] | None, typer.Argument(help="section.field=value …; run=NAME shows a run's state.")
     ] = None,
     store: StoreUrl = "",
     as_json: AsJson = False,
@@ -52,14 +52,14 @@ def plan(
         plan_run(load_run(open_store(store or loaded.store.url), name), changes, as_json)
         return
 
-    from areal_tasks.stages.graphs import iteration_plan  # torch: seconds that no other command should wait for
+    from areal_tasks.stages.graphs import iteration_plan  # here: it imports torch, which takes seconds
 
     graph = iteration_plan(loaded, 0)
     show([stage_row(stage, graph) for stage in graph.stages], as_json, f"{loaded.flow} · {loaded.name}")
 
 
 def plan_run(run: Run, changes: Sequence[str], as_json: bool) -> None:
-    """The next iteration of a run by its own recipe, with changes such as a larger schedule.iterations."""
+    """Print the next iteration of a run by its own recipe, with changes such as a larger schedule.iterations."""
     from areal_tasks.engines.session import Engines
     from areal_tasks.stages.replay import loop_of
 
@@ -85,14 +85,14 @@ def progress(head: IterationCommit | None, last: int) -> str:
 def run_columns(
     stage: Stage, head: IterationCommit | None, found: Mapping[str, Built], complete: bool
 ) -> dict[str, Any]:
-    """What a run has of a stage: in its last commit, and in the iteration that is not committed yet."""
+    """A stage in a run's last commit, and in the iteration that is not committed yet."""
     refs = [r for r in head.stages if r.stage == stage.name] if head else []
     following = "-" if complete else f"reused: {found[stage.name].ref.path}" if stage.name in found else "built"
     return {"last committed": refs[-1].path if refs else "-", "next": following}
 
 
 def stage_row(stage: Stage, graph: Plan) -> dict[str, Any]:
-    """What a person wants to know of a stage before it runs."""
+    """A stage as a table row: what it reads, writes and waits for."""
     reads = [
         f"{table} ({len([r for r in stage.reads if r.startswith(table + '.')])} columns)" for table in stage.inputs
     ]
@@ -112,8 +112,8 @@ def runs(store: StoreUrl = "", as_json: AsJson = False) -> None:
     root = place.local("")
     if root is not None and not root.exists():
         if store:
-            raise UserError(f"there is no store in {place.url}: name another one")
-        typer.echo(f"there is no store in {place.url} yet: `arealflow run` makes one", err=True)
+            raise UserError(f"there is no store at {place.url}: name another one")
+        typer.echo(f"there is no store at {place.url} yet: `arealflow run` creates one", err=True)
     found = list_runs(place)
     waits = parallel(lambda summary: _waits(place, summary), found)
     row = run_object if as_json else run_row
@@ -121,7 +121,7 @@ def runs(store: StoreUrl = "", as_json: AsJson = False) -> None:
 
 
 def _waits(store: Store, summary: RunSummary) -> WaitsRecord | None:
-    """What a run waits for now. One damaged record does not hide the runs."""
+    """What a run waits for now; None, with a warning, if the record is damaged."""
     try:
         return None if summary.problem else standing_waits(load_run(store, summary.name))
     except UserError as error:
@@ -130,13 +130,13 @@ def _waits(store: Store, summary: RunSummary) -> WaitsRecord | None:
 
 
 def run_object(summary: RunSummary, waits: WaitsRecord | None) -> dict[str, Any]:
-    """A run for programs; `waits`, with the time `told`, is what it waits for now."""
+    """A run as a JSON object; `waits` is what it waits for, as of `told`."""
     found = [wait.model_dump() for wait in waits.waits] if waits else []
     return asdict(summary) | {"waits": found, "told": waits.told if waits else ""}
 
 
 def run_row(summary: RunSummary, waits: WaitsRecord | None) -> dict[str, Any]:
-    """A run as a line for people: a child with its parent, and with what it kept of it; and what it waits for now."""
+    """A run as a table row: its parent, whether it is counterfactual, and what it waits for now."""
     row = asdict(summary)
     forked_at, counterfactual = row.pop("forked_at"), row.pop("counterfactual")
     kept = {"kind": f"{summary.kind}, counterfactual"} if counterfactual else {}
@@ -145,7 +145,7 @@ def run_row(summary: RunSummary, waits: WaitsRecord | None) -> dict[str, Any]:
 
 
 def waits_text(waits: Sequence[Wait]) -> str:
-    """`since 10:04:31 UTC (and 1 more) trainer: /train of version 3`: the longest wait. Long cells are cut."""
+    """`since 10:04:31 UTC (and 1 more) trainer: /train of version 3`, the longest wait; a long cell's end is cut."""
     if not waits:
         return ""
     more = f" (and {len(waits) - 1} more)" if waits[1:] else ""
@@ -153,21 +153,21 @@ def waits_text(waits: Sequence[Wait]) -> str:
 
 
 def sql(
-    run: Annotated[str, typer.Argument(metavar="RUN[,RUN…]", help="Name of the run, or of several; none with --all.")],
+    run: Annotated[str, typer.Argument(metavar="RUN[,RUN…]", help="Name of one run or several; none with --all.")],
     query: Annotated[str, typer.Argument(help='One SELECT; views: "SHOW TABLES".')] = "",
     store: StoreUrl = "",
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV; lists, maps and structs as JSON.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="Ask all runs of the store.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Query all runs of the store.")] = False,
 ) -> None:
-    """Ask a run in SQL (DuckDB); or several. The column `run` of each view names the run that a row is of."""
+    """Query one run or several in SQL (DuckDB). The column `run` of each view names the row's run."""
     if every == bool(query):
-        raise UserError('Give a run and a question: arealflow sql RUN "SELECT …", or arealflow sql --all "SELECT …".')
-    there, question = open_store(store), query or run
-    check_statement(question)
+        raise UserError('Give a run and a query: arealflow sql RUN "SELECT …", or arealflow sql --all "SELECT …".')
+    place, statement = open_store(store), query or run
+    check_statement(statement)
     named = [name for name in map(str.strip, run.split(",")) if name]
-    with Session(there, *(readable_runs(there) if every else named), several=every) as session:
-        result = session.sql(question)
+    with Session(place, *(readable_runs(place) if every else named), several=every) as session:
+        result = session.sql(statement)
     if as_csv:
         pa.csv.write_csv(flat(result), pa.output_stream(sys.stdout.buffer))
     else:
@@ -175,7 +175,7 @@ def sql(
 
 
 def rows_of(table: pa.Table) -> list[dict[str, Any]]:
-    """The rows of an answer, with maps as objects."""
+    """The rows of a query's result, with maps as dicts of text keys."""
     rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
     return [{name: _with_text_keys(value) for name, value in row.items()} for row in rows]
 
@@ -191,7 +191,7 @@ def _is_no_cell(kind: pa.DataType) -> bool:
 
 
 def flat(table: pa.Table) -> pa.Table:
-    """The table with nested columns and intervals, which Arrow does not write as CSV, as texts of JSON."""
+    """The table with nested columns and intervals, which Arrow cannot write as CSV, as JSON text."""
     for name in [field.name for field in table.schema if _is_no_cell(field.type)]:
         rows = rows_of(table.select([name]))
         texts = [None if row[name] is None else json.dumps(row[name], default=str) for row in rows]
@@ -200,19 +200,19 @@ def flat(table: pa.Table) -> pa.Table:
 
 
 def readable_runs(store: Store) -> list[str]:
-    """All runs of a store, but those that cannot be read, of which a person is told."""
+    """All readable runs of a store; prints a warning for each other run. UserError if there is none."""
     found = list_runs(store)
     for summary in found:
         if summary.problem:
             typer.echo(f"left out: run {summary.name}: {summary.problem}", err=True)
     readable = [summary.name for summary in found if not summary.problem]
     if not readable:
-        raise UserError(f"There is no run in {store.url} that can be asked.")
+        raise UserError(f"There is no run in {store.url} that can be queried.")
     return readable
 
 
 def show(rows: Sequence[Mapping[str, Any]], as_json: bool, title: str = "", vertical: bool = False) -> None:
-    """Rows as JSON, or for people: as a table; with `vertical` as lines where the table is wider than the terminal."""
+    """Print rows as JSON or as a table; with `vertical`, a table wider than the terminal is printed as lines."""
     if as_json:
         typer.echo(json.dumps(list(rows), default=str, indent=1))
         return

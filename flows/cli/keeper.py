@@ -1,8 +1,8 @@
-"""The keeper: starts the Prefect server and the worker of `arealflow up` again when they die, until `down`.
+"""The keeper: restarts the Prefect server and the worker of `arealflow up` when they die, until `down`.
 
-A worker that is killed leaves its flow processes behind: nobody could cancel them any more or see how they end. So
-they are ended in an orderly way (SIGTERM: they stop their services and say that they crashed), and the automation runs
-them again on the new worker. A flow process rides out a server that is away for some seconds.
+A killed worker leaves its flow processes behind, which no process could cancel or observe. So the keeper ends them
+with SIGTERM (they stop their services and report a crash), and the automation runs them again on the new worker. A flow
+process survives a server that is down for some seconds.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ log = logging.getLogger("keeper")
 LOOK_SECONDS = 0.5
 UPKEEP_SECONDS = 2.0
 FLOW_GRACE_SECONDS = 10.0
-#: A process that lived this long has not failed at its start: the next restart is immediate again.
+#: After a process has lived this long, its next restart is immediate again.
 STEADY_SECONDS = 10.0
 LONGEST_DELAY_SECONDS = 30.0
 
 
 @dataclass
 class Backoff:
-    """Seconds to wait before a start: none at first, then 1, 2, 4, … while the process keeps dying soon."""
+    """Seconds to wait before a restart: none at first, then 1, 2, 4, … while the process dies soon after its start."""
 
     failures: int = 0
     started: float = field(default_factory=time.monotonic)
 
     def delay(self) -> float:
-        """The wait before the start that is due now; to be asked once for each."""
+        """The wait before the restart that is due now; call once per restart."""
         soon = time.monotonic() - self.started < STEADY_SECONDS
         self.failures = self.failures + 1 if soon else 0
         return min(LONGEST_DELAY_SECONDS, 2.0 ** (self.failures - 2)) if self.failures > 1 else 0.0
@@ -53,7 +53,7 @@ class Backoff:
 
 
 class Keeper:
-    """Watches what `up.json` names. `stopped` ends it between two steps, never within one."""
+    """Watches the processes in `up.json`. `stopped` ends it between two polls, never within one."""
 
     def __init__(self, watched: Machine, stopped: threading.Event) -> None:
         self.machine = watched
@@ -64,18 +64,18 @@ class Keeper:
         self.written = True
 
     def __call__(self) -> None:
-        """Watch until told to stop; a look that fails, as on a full disk, is followed by another."""
+        """Watch until stopped; a failed poll, as on a full disk, is retried."""
         while not self.stopped.wait(LOOK_SECONDS):
             try:
-                self.look()
+                self.poll()
             except Exception:
                 delay = self.trouble.delay()
-                log.exception("this look failed; going on in %g s", delay)
+                log.exception("this poll failed; the next one follows in %g s", delay)
                 self.stopped.wait(delay)
                 self.trouble.begin()
 
-    def look(self) -> None:
-        """Start again what has died, the server first: the worker needs it."""
+    def poll(self) -> None:
+        """Restart what has died, the server first, since the worker needs it."""
         if not machine.alive(self.machine.server):
             self._restart_server()
         elif not machine.alive(self.machine.worker):
@@ -94,7 +94,7 @@ class Keeper:
     def _restart_worker(self) -> None:
         try:
             end_cancelling(self.machine.api_url, "Its worker died while it was being cancelled.")
-        except httpx.HTTPError as error:  # the upkeep sees to it that they are not run again
+        except httpx.HTTPError as error:  # the upkeep cancels them later
             log.warning("cannot ask for cancelled flow runs: %s", error or type(error).__name__)
         left = ask_flows_to_end()
         if self._may_start("worker", self.worker):
@@ -102,9 +102,9 @@ class Keeper:
         kill(left, FLOW_GRACE_SECONDS)
 
     def _may_start(self, name: str, backoff: Backoff) -> bool:
-        """Wait as long as the backoff says; False if the keeper is to stop instead."""
+        """Wait for the backoff's delay; False if the keeper was stopped meanwhile."""
         delay = backoff.delay()
-        log.warning("the %s is gone; starting it again%s", name, f" in {delay:g} s" if delay else "")
+        log.warning("the %s is gone; restarting it%s", name, f" in {delay:g} s" if delay else "")
         stop = self.stopped.wait(delay)
         backoff.begin()
         return not stop
@@ -126,10 +126,10 @@ class Keeper:
 
 
 def ask_flows_to_end() -> list[psutil.Process]:
-    """Ask the flow processes that a dead worker has left to end; all processes of their flow runs."""
+    """Terminate the flow processes that a dead worker left; returns all processes of their flow runs."""
     left = _processes(flow_processes())
     ids = {process.pid for process in left}
-    roots = [process for process in left if _parent(process) not in ids]  # the others are theirs to stop
+    roots = [process for process in left if _parent(process) not in ids]  # a root stops its own descendants
     if roots:
         log.warning("ending the flow processes of the worker: %s", ", ".join(str(process.pid) for process in roots))
     for process in roots:
@@ -139,7 +139,7 @@ def ask_flows_to_end() -> list[psutil.Process]:
 
 
 def kill(processes: Sequence[psutil.Process], grace_seconds: float) -> None:
-    """Kill those that have not ended after `grace_seconds`."""
+    """Kill the processes that have not ended after `grace_seconds`."""
     _, alive = psutil.wait_procs(processes, grace_seconds)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -169,8 +169,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, lambda *_: stopped.set())
     watched = machine.read()
     if watched is None:
-        sys.exit("Nothing to keep: start it with `arealflow up`.")
-    log.info("keeping the server at %s and its worker", watched.api_url)
+        sys.exit("Nothing to watch: start the server and worker with `arealflow up`.")
+    log.info("watching the server at %s and its worker", watched.api_url)
     Keeper(replace(watched, keeper=machine.started(os.getpid())), stopped)()
 
 

@@ -13,7 +13,7 @@ import typer
 from areal_tasks.stages.preflight import check_code, check_engines, check_inputs
 from areal_tasks.store.backend import open_store, store_url
 from flows.cli.deploy import is_file
-from flows.cli.in_process import run_here
+from flows.cli.in_process import run_recipe
 from flows.cli.machine import named_server
 from flows.credentials import in_environment, may_be_kept, on_s3
 from flows.home import look_in
@@ -31,7 +31,7 @@ def run(
         str, typer.Option("--store", help="Folder or URL of the store, as store.url; else the recipe's.")
     ] = "",
 ) -> None:
-    """Run a recipe here, its services as threads of this process unless launcher.type says otherwise."""
+    """Run a recipe in this process; its services are threads unless launcher.type is given."""
     name, changes = run_and_changes(overrides)
     loaded = in_threads(recipe, [*changes, *in_store(store, changes)])
     if is_file(recipe):
@@ -41,7 +41,7 @@ def run(
     if not on_s3(loaded.store.url) or in_environment() or not (named_server() or may_be_kept()):
         check_inputs(loaded, name)
     check_code(loaded)
-    result = run_here(loaded, name)
+    result = run_recipe(loaded, name)
     typer.echo(outcome(result))
 
 
@@ -56,10 +56,10 @@ def in_store(store: str, changes: Sequence[str]) -> list[str]:
 
 
 def in_threads(recipe: str, changes: Sequence[str]) -> Recipe:
-    """The recipe, with its services in threads unless a change says otherwise.
+    """The recipe, with its services as threads unless a change sets the launcher.
 
     Raises:
-        UserError: the recipe cannot be used, or not so.
+        UserError: the recipe is invalid, or its services need processes.
     """
     loaded = load_recipe(recipe, changes)
     if any(change.startswith(("launcher.type=", "launcher=")) for change in changes):
@@ -71,16 +71,16 @@ def in_threads(recipe: str, changes: Sequence[str]) -> Recipe:
 
 
 def without_threads(recipe: str, loaded: Recipe) -> str:
-    """How to run a recipe whose services cannot be threads."""
+    """The error message for a recipe whose services cannot be threads, with what to do instead."""
     return (
-        f"`arealflow run` has services as threads of its own process, and those of {recipe} need processes. Run "
+        f"`arealflow run` runs services as threads of its own process, and those of {recipe} need processes. Run "
         f"it with `arealflow up {shlex.quote(recipe)}` and `prefect deployment run {loaded.flow}/{Path(recipe).stem}`; "
         f"or here, with launcher.type={loaded.launcher.type}"
     )
 
 
 def outcome(result: dict[str, Any]) -> str:
-    """Where a run stands now, and what comes next, for a person."""
+    """The message after a run: what is committed where, and the command that reads it."""
     elsewhere = "" if result["store"] == open_store().url else f" --store {shlex.quote(result['store'])}"
     done = f"run {result['run']}: {result['iterations']} iterations in {result['store']}"
     return f"{done}\nread it: arealflow report {result['run']}{elsewhere}"

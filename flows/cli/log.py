@@ -1,4 +1,4 @@
-"""`arealflow log`: who ran, cancelled, changed, forked, replayed and removed what, and when."""
+"""`arealflow log`: who ran, cancelled, changed, forked, replayed and removed what in a run, and when."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from schemas.manifest import LogRecord
 
 
 def log(run: RunName, store: StoreUrl = "", as_json: AsJson = False) -> None:
-    """The log of a run, oldest line first; that of a removed run too."""
+    """The log of a run, also of a removed one, oldest line first."""
     place = open_store(store)
     lines = read_log(place, _known(place, run))
     if as_json:
@@ -26,7 +26,7 @@ def log(run: RunName, store: StoreUrl = "", as_json: AsJson = False) -> None:
 
 
 def _known(store: Store, run: str) -> str:
-    """`run`, if there is or was one of this name; else the UserError that says which there are."""
+    """`run`, if a run of this name exists or was removed; else UserError with the names of the runs."""
     check_name(run)
     return run if store.exists(paths.run_tombstone(run)) else load_run(store, run).name
 

@@ -37,19 +37,19 @@ WORKER = "flows.worker"
 
 @dataclass(frozen=True)
 class Started:
-    """A process we started: its id, and when it started, so that a reused id is never mistaken for it."""
+    """A process we started: its id, and its start time, which distinguishes it from a later process of the same id."""
 
     pid: int
     created: float
 
 
 def started(pid: int) -> Started:
-    """The process of that id. Raises psutil.NoSuchProcess."""
+    """The process with that id. Raises psutil.NoSuchProcess."""
     return Started(pid, _created(pid))
 
 
 def _created(pid: int) -> float:
-    """When a process started; on Linux in clock ticks since boot, which no setting of the clock changes."""
+    """When a process started; on Linux in clock ticks since boot, which clock adjustments do not change."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     return psutil.Process(pid).create_time()
@@ -57,7 +57,7 @@ def _created(pid: int) -> float:
 
 @dataclass(frozen=True)
 class Machine:
-    """What runs on this machine; kept in `<home>/up.json`, which the keeper renews when it restarts something."""
+    """The processes of `up`, as `<home>/up.json` lists them; the keeper updates it when it restarts one."""
 
     api_url: str
     server: Started
@@ -73,19 +73,19 @@ def up(
 ) -> None:
     """Start a Prefect server, a worker and their keeper; deploy recipes, and prefect.yaml where there is one.
 
-    Does nothing that is done already.
+    Processes that run already are kept.
     """
-    from flows.cli.deploy import deployment_names, tell_commands, tell_of_namesakes  # which reads this module
+    from flows.cli.deploy import deployment_names, print_commands, warn_of_namesakes  # here: it imports this module
 
     names = deployment_names(recipes or [])  # before anything is started
-    tell_of_namesakes()
+    warn_of_namesakes()
     machine = start(port, recipes or [])
-    tell_commands(names, machine.api_url)
+    print_commands(names, machine.api_url)
     typer.echo(f"Prefect UI: {ui_url(machine)}")
 
 
 def down() -> None:
-    """Stop the worker, its flow runs and the Prefect server. The store stays."""
+    """Stop the worker, its flow runs, the keeper and the Prefect server. The store stays."""
     with alone():
         _down()
 
@@ -100,12 +100,12 @@ def _down() -> None:
     if machine is not None:
         _cancel_flow_runs(machine)
     _stop_all()
-    last_look().unlink(missing_ok=True)  # what crashes from here on is not to be run again by the next `up`
+    last_look().unlink(missing_ok=True)  # the next `up` must not retry flow runs that crash from here on
     typer.echo("stopped")
 
 
 def start(port: int = DEFAULT_PORT, recipes: Sequence[str] = ()) -> Machine:
-    """Server, worker, keeper and deployments; those that run already are kept."""
+    """Start server, worker and keeper, keeping those that run, and deploy recipes."""
     with alone():
         machine = _start(port)
         _deploy(machine.api_url, recipes)
@@ -116,18 +116,18 @@ def _start(port: int) -> Machine:
     machine = running()
     if machine is None:
         if read() is not None or parts():
-            _stop_all()  # half of it may still run, or an `up` was killed before it had written anything down
+            _stop_all()  # some parts may still run, or an `up` was killed before it wrote up.json
         machine = _server_and_worker(port)
     if not alive(machine.keeper):
-        _stop_parts("keeper")  # one that was started and not written down: two would start everything twice
+        _stop_parts("keeper")  # one missing from up.json: two keepers would start everything twice
         machine = replace(machine, keeper=_spawn("keeper", python(KEEPER), machine.api_url))
         write(machine)
     return machine
 
 
 def _deploy(api_url: str, recipes: Sequence[str]) -> None:
-    """What prefect.yaml in this folder names, and these recipes."""
-    from flows.cli.deploy import deploy_recipes  # which reads this module
+    """Deploy the prefect.yaml of this folder, if there is one, and these recipes."""
+    from flows.cli.deploy import deploy_recipes  # here: it imports this module
 
     wait_for_api(api_url)
     if Path("prefect.yaml").exists():
@@ -140,7 +140,7 @@ def _deploy(api_url: str, recipes: Sequence[str]) -> None:
 
 
 def _server_and_worker(port: int) -> Machine:
-    """Both, written down. The server gets another port if somebody else took its own while it was starting."""
+    """Start both and write up.json. If another process takes the port meanwhile, retry with the next one."""
     port = free_port(port)
     api_url = f"http://127.0.0.1:{port}/api"
     typer.echo(f"starting the Prefect server on port {port}")
@@ -148,7 +148,7 @@ def _server_and_worker(port: int) -> Machine:
     try:
         machine = Machine(api_url, server, start_worker(api_url, server))
         write(machine)
-    except BaseException as error:  # an interrupt too: `down` knows only what is written down
+    except BaseException as error:  # also an interrupt: `down` reads up.json
         stop(server)
         if isinstance(error, UserError) and _answers(port):
             return _server_and_worker(port + 1)
@@ -164,9 +164,9 @@ def _answers(port: int) -> bool:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Held by one `up` or `down` of this home at a time: what one starts is written down before the next one looks."""
+    """A lock of this home, held by one `up` or `down` at a time, so that the next one reads a complete up.json."""
     home().mkdir(parents=True, exist_ok=True)
-    with (home() / "up.lock").open("ab") as lock:  # closed, and so released, even where the process is killed
+    with (home() / "up.lock").open("ab") as lock:  # closed, and so released, even if the process is killed
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -176,14 +176,14 @@ def alone() -> Iterator[None]:
 
 
 def start_server(api_url: str) -> Started:
-    """A Prefect server that listens where `api_url` says. It does not answer yet: see `_wait_for`."""
+    """Start a Prefect server at `api_url`. It does not answer yet: see `_wait_for`."""
     port = str(urlsplit(api_url).port)
     return _spawn("server", _command(["server", "start", "--host", "127.0.0.1", "--port", port]), api_url)
 
 
 def start_worker(api_url: str, server: Started) -> Started:
-    """The worker, once the server answers and has a work pool and the automations for it."""
-    from flows.cli.automations import install  # PyYAML: not for commands that need none
+    """Wait for the server, create its work pool and automations, and start the worker."""
+    from flows.cli.automations import install  # here: PyYAML, which few commands need
 
     _wait_for(api_url, server)
     prefect(["work-pool", "create", POOL, "--type", "process", "--overwrite"], api_url)
@@ -196,7 +196,7 @@ def spawn_worker(api_url: str) -> Started:
 
 
 def running() -> Machine | None:
-    """What `up` has started, if its keeper or both server and worker still run; else None. Changes nothing."""
+    """What `up` started, if the keeper, or both server and worker, still run; else None. Changes nothing."""
     machine = read()
     if machine is None:
         return None
@@ -205,7 +205,7 @@ def running() -> Machine | None:
 
 
 def named_server() -> str:
-    """The API of the Prefect server that PREFECT_API_URL names, else that of `up`; empty without either."""
+    """The API URL in PREFECT_API_URL, else that of `up`'s server; empty without either."""
     if named := os.environ.get("PREFECT_API_URL"):
         return named
     machine = running()
@@ -213,21 +213,21 @@ def named_server() -> str:
 
 
 def _cancel_flow_runs(machine: Machine) -> None:
-    """Have the worker end its flow runs, so that they are seen to be cancelled and not to have crashed."""
-    from flows.cli.upkeep import stop_flow_runs  # which reads this module
+    """Cancel the flow runs through the worker, so that they end as cancelled, not as crashed."""
+    from flows.cli.upkeep import stop_flow_runs  # here: it imports this module
 
-    seconds = CANCEL_SECONDS if alive(machine.worker) or alive(machine.keeper) else 0.0  # who would end them?
+    seconds = CANCEL_SECONDS if alive(machine.worker) or alive(machine.keeper) else 0.0  # 0: no process ends them
     try:
-        stop_flow_runs(machine.api_url, "Stopped by `arealflow down`. Retry it to have it go on.", seconds)
+        stop_flow_runs(machine.api_url, "Stopped by `arealflow down`. Retry it to resume it.", seconds)
     except (httpx.HTTPError, ValueError, LookupError) as error:  # they end with the worker in any case
         why = str(error) or type(error).__name__
-        typer.echo(f"the Prefect server does not answer as it should ({why}): its flow runs are ended")
+        typer.echo(f"the Prefect server cannot cancel its flow runs ({why}): they are ended with the worker")
 
 
 def _stop_all() -> None:
-    """End the keeper, which would start the others again; then those, as the keeper has last written them down.
+    """End the keeper, which would restart the others, then the worker and server of the up.json that it wrote last.
 
-    What is not written down is ended too, and flow processes whose worker has died: nobody else would.
+    Also ends parts that are missing from up.json, and flow processes whose worker died.
     """
     machine = read()
     if machine is not None and machine.keeper is not None:
@@ -245,7 +245,7 @@ def _stop_all() -> None:
 
 
 def _stop_parts(name: str) -> None:
-    """End those parts of that name that still run, which nobody has written down."""
+    """End all running parts of that name, whether listed in up.json or not."""
     for pid, part in parts().items():
         if part == name:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -253,7 +253,7 @@ def _stop_parts(name: str) -> None:
 
 
 def _end_flows() -> None:
-    from flows.cli.keeper import FLOW_GRACE_SECONDS, ask_flows_to_end, kill  # which reads this module
+    from flows.cli.keeper import FLOW_GRACE_SECONDS, ask_flows_to_end, kill  # here: it imports this module
 
     kill(ask_flows_to_end(), FLOW_GRACE_SECONDS)
 
@@ -271,7 +271,7 @@ def state_file() -> Path:
 
 
 def read() -> Machine | None:
-    """What is written down; None if nothing is."""
+    """The content of up.json; None if it does not exist."""
     try:
         values = json.loads(state_file().read_text())
     except FileNotFoundError:
@@ -282,7 +282,7 @@ def read() -> Machine | None:
 
 
 def write(machine: Machine) -> None:
-    """Write down what runs; whoever reads meanwhile sees the old or the new."""
+    """Replace up.json atomically: a concurrent reader sees the old or the new content."""
     partial = state_file().with_name(f".up.json.{uuid.uuid4().hex}")
     try:
         partial.write_text(json.dumps(asdict(machine)))
@@ -292,7 +292,7 @@ def write(machine: Machine) -> None:
 
 
 def free_port(first: int) -> int:
-    """The first port from `first` on that nothing listens on; says so when it is not `first`."""
+    """The first free port from `first` on; prints a line if it is not `first`."""
     for port in range(first, first + 50):
         try:
             loopback_port(port)
@@ -305,11 +305,11 @@ def free_port(first: int) -> int:
 
 
 def environment(api_url: str) -> dict[str, str]:
-    """For everything that talks to our server: its address, and where our files lie."""
+    """The environment of processes that use our Prefect server: its API URL, and our folders."""
     store = {"AREALFLOW_STORE": store_url(named)} if (named := os.environ.get("AREALFLOW_STORE")) else {}
     return {
         **os.environ,
-        **store,  # absolute: flow runs have other current folders
+        **store,  # absolute, since flow runs have other working directories
         "AREALFLOW_HOME": str(home()),
         "PREFECT_API_URL": api_url,
         "PREFECT_HOME": str(home() / "prefect"),
@@ -331,7 +331,7 @@ def _command(arguments: Sequence[str]) -> list[str]:
 
 
 def python(module: str) -> list[str]:
-    """The command that runs a module: -P, since a folder of the current one may have the name of one of ours."""
+    """The command that runs a module; with -P, since the current folder may contain packages named like ours."""
     return [sys.executable, "-P", "-m", module]
 
 
@@ -353,7 +353,7 @@ def _spawn(name: str, command: Sequence[str], api_url: str) -> Started:
 def wait_for_api(
     api_url: str, give_up: Callable[[], bool] = lambda: False, believe: Callable[[], bool] = lambda: True
 ) -> bool:
-    """Whether a server that `believe` trusts answers before START_SECONDS have passed or `give_up` says so."""
+    """Whether a server answers, and `believe` holds, before START_SECONDS have passed or `give_up` holds."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and not give_up():
         with contextlib.suppress(httpx.TransportError):
@@ -364,13 +364,13 @@ def wait_for_api(
 
 
 def listens(started: Started, port: int) -> bool:
-    """Whether that process, or one below it, is who listens on the port: another's server may answer there."""
+    """Whether that process or a descendant listens on the port, rather than another user's server."""
     process = _process(started)
     if process is None:
         return False
     with contextlib.suppress(psutil.NoSuchProcess):
-        for one in (process, *process.children(recursive=True)):
-            sockets = one.net_connections("tcp")
+        for member in (process, *process.children(recursive=True)):
+            sockets = member.net_connections("tcp")
             if any(s.status == psutil.CONN_LISTEN and s.laddr.port == port for s in sockets):
                 return True
     return False
@@ -384,7 +384,7 @@ def _wait_for(api_url: str, server: Started) -> None:
 
 
 def stop(started: Started, grace_seconds: float = 15.0, family: bool = True) -> None:
-    """End a process of ours, with everything below it unless `family` is False."""
+    """End a process of ours, with its descendants unless `family` is False."""
     process = _process(started)
     if process is None:
         return

@@ -1,4 +1,4 @@
-"""The `arealflow` command: what the Prefect CLI lacks. A person's mistake is one message and exit code 1."""
+"""The `arealflow` command: what the Prefect CLI lacks. A UserError is printed as one message, with exit code 1."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from schemas.errors import UserError
 
-#: Every command, and the function behind it. Only the module of the command that is called is imported.
+#: Every command and its function, as `module:function`. Only the called command's module is imported.
 COMMANDS: Final = {
     "init": "init:init",
     "up": "machine:up",
@@ -39,7 +39,7 @@ COMMANDS: Final = {
 
 
 class Commands(UserDict[str, Any]):
-    """The commands, by name, each imported when it is asked for."""
+    """The commands by name, each imported on access."""
 
     def __getitem__(self, name: str) -> Any:
         module, _, function = COMMANDS[name].partition(":")
@@ -49,7 +49,7 @@ class Commands(UserDict[str, Any]):
 
 
 class Group(TyperGroup):
-    """Typer's group, of the commands that are not imported yet."""
+    """A Typer group whose commands are imported on access."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

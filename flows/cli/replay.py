@@ -1,4 +1,4 @@
-"""`arealflow replay`: what a change of settings makes of a run that is recorded, beside what was made then."""
+"""`arealflow replay`: builds stages of a recorded run again with changed settings, and compares the two runs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from areal_tasks.store.diff_curves import Section
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.runs import load_run
 from flows.cli.diff import show_sections
-from flows.cli.fork import child_name, parentage, told
+from flows.cli.fork import changes_text, child_name, parentage
 from flows.cli.in_process import call_flow
 from flows.cli.inspect import AsJson, StoreUrl
 from schemas.recipe.load import run_and_changes
 
 
 class Start(StrEnum):
-    """Where a replay may begin."""
+    """The stages at which a replay may begin."""
 
     verify = "verify"
     advantage = "advantage"
@@ -29,7 +29,7 @@ class Start(StrEnum):
 
 
 class Until(StrEnum):
-    """Where it may end before training."""
+    """The stages at which a replay may end before training."""
 
     verify = "verify"
     advantage = "advantage"
@@ -37,17 +37,17 @@ class Until(StrEnum):
 
 def replay(
     run: Annotated[str, typer.Argument(help="Name of the run to replay.")],
-    start: Annotated[Start, typer.Option("--from", help="First stage that is built anew.")],
+    start: Annotated[Start, typer.Option("--from", help="First stage that is built again.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="section.field=value …; run=NAME names the replay.")
     ] = None,
     until: Annotated[Until | None, typer.Option("--until", help="Last stage that is built; default: all.")] = None,
     at: Annotated[int, typer.Option("--at", min=0, help="First iteration that is replayed.")] = 0,
-    on_policy: Annotated[bool, typer.Option("--on-policy", help="Generate anew where weights differ.")] = False,
+    on_policy: Annotated[bool, typer.Option("--on-policy", help="Generate again where weights differ.")] = False,
     store: StoreUrl = "",
     as_json: AsJson = False,
 ) -> None:
-    """Build again only what a change reaches, keeping the recorded rollouts; then compare with the original."""
+    """Build only the stages that a change affects again, keeping the recorded rollouts; compare with the original."""
     name, changes = run_and_changes(overrides)
     there = load_run(open_store(store), run)
     origin = Origin(run, at, "replay", not on_policy, start, until or "")
@@ -59,7 +59,7 @@ def replay(
     ]
     name = name or child_name(f"{run}-{start}", settings)
 
-    typer.echo(f"run {name} is {origin}{told(changes)}", err=as_json)
+    typer.echo(f"run {name} is {origin}{changes_text(changes)}", err=as_json)
     result = call_flow(
         "replay",
         run,
@@ -75,7 +75,7 @@ def replay(
 
 
 def report(result: dict[str, Any], as_json: bool) -> None:
-    """The comparison, for people or as JSON."""
+    """Print the comparison, as tables or JSON."""
     if as_json:
         typer.echo(json.dumps(result, default=str, indent=1))
         return

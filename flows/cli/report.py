@@ -1,4 +1,4 @@
-"""`arealflow report`: curves and rollouts of some runs as one HTML page."""
+"""`arealflow report`: curves and rollouts of one run or several as one HTML page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def report(
     store: StoreUrl = "",
 ) -> None:
     """One self-contained HTML page of curves and rollouts, readable offline."""
-    from areal_tasks.report.page import make_page  # DuckDB and numpy: not for every command
+    from areal_tasks.report.page import make_page  # here: it imports DuckDB and numpy
 
     target = out or Path(f"report-{'-'.join(runs)}.html")
     html, made = make_page(open_store(store), runs, samples, int(max_mb * 1e6))

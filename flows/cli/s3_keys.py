@@ -1,4 +1,4 @@
-"""`arealflow s3-keys`: has the Prefect server keep the S3 keys of this shell, for flow runs that have none."""
+"""`arealflow s3-keys`: stores the S3 keys of this shell on the Prefect server, for flow runs without keys."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _REFUSED: Final = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
 
 
 def s3_keys(
-    remove: Annotated[bool, typer.Option("--remove", help="Delete the keys from the server again.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Delete the keys from the server.")] = False,
 ) -> None:
-    """Keep the S3 keys of this shell's environment in a Secret block of the Prefect server.
+    """Store the S3 keys of this shell's environment in a Secret block of the Prefect server.
 
-    A flow run whose environment has no keys takes them from there. Keeps AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and,
+    A flow run whose environment has no keys uses them. Stores AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and,
     if they are set, AWS_SESSION_TOKEN, the endpoint (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL) and the region (AWS_REGION,
     AWS_DEFAULT_REGION).
     """
@@ -29,37 +29,37 @@ def s3_keys(
     api_url = server()
     try:
         with temporary_settings({PREFECT_API_URL: api_url}):
-            said = remove_keys() if remove else keep_keys()
+            outcome = remove_keys() if remove else keep_keys()
     except (httpx.HTTPError, RuntimeError) as error:  # Prefect's client raises a RuntimeError as well
         raise UserError(why(api_url, error)) from error
-    typer.echo(f"{api_url}: {said}")
+    typer.echo(f"{api_url}: {outcome}")
 
 
 def why(api_url: str, error: Exception) -> str:
-    """What is wrong with the server, as an error of Prefect's client, or what caused that, tells; and what to do."""
+    """The message for an error of Prefect's client: what is wrong with the server, by its cause, and the remedy."""
     cause = error if isinstance(error, httpx.HTTPError) else error.__cause__
     if isinstance(cause, httpx.TransportError):
-        return f"no Prefect server answers at {api_url} ({cause or type(cause).__name__}): see that it runs"
+        return f"no Prefect server answers at {api_url} ({cause or type(cause).__name__}): check that it runs"
     if isinstance(cause, httpx.HTTPStatusError):
         status = cause.response.status_code
-        remedy = "check PREFECT_API_KEY or PREFECT_API_AUTH_STRING" if status in _REFUSED else "its own log says why"
+        remedy = "check PREFECT_API_KEY or PREFECT_API_AUTH_STRING" if status in _REFUSED else "see its log"
         return f"the Prefect server at {api_url} answers {status}: {remedy}"
     return f"Prefect's client cannot use the server at {api_url}: {error}"
 
 
 def keep_keys() -> str:
-    """Have the server hold what the environment has, and nothing that it has not. Returns what is to be said of it."""
+    """Replace the server's keys by those of the environment. Returns the message for the user."""
     from prefect.blocks.system import Secret
 
-    here = of_environment()
-    if missing := [name for name in NEEDED if name not in here]:
-        raise UserError(f"{missing[0]} is not set: export the keys that flow runs are to have, then try again")
-    Secret(value=json.dumps(here)).save(BLOCK, overwrite=True)
-    return f"keeps {', '.join(here)} in the Secret block {BLOCK}"
+    keys = of_environment()
+    if missing := [name for name in NEEDED if name not in keys]:
+        raise UserError(f"{missing[0]} is not set: export the keys for flow runs, then try again")
+    Secret(value=json.dumps(keys)).save(BLOCK, overwrite=True)
+    return f"keeps {', '.join(keys)} in the Secret block {BLOCK}"
 
 
 def remove_keys() -> str:
-    """Delete them from the server. Returns what is to be said of it."""
+    """Delete the keys from the server. Returns the message for the user."""
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
 

@@ -1,4 +1,4 @@
-"""Finds what `arealflow up` or its keeper has started and, killed just then, has not written down."""
+"""Finds processes that `arealflow up` or its keeper started but, killed just then, did not list in up.json."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import psutil
 
 from flows.home import home
 
-#: In the environment of each server, worker and keeper: which of them it is. What they start inherits it.
+#: Environment variable of each server, worker and keeper that says which it is. Their child processes inherit it.
 PART: Final = "AREALFLOW_PART"
 FLOW_RUN: Final = "PREFECT__FLOW_RUN_ID"
 
 
 def parts() -> dict[int, str]:
-    """`server`, `worker` or `keeper`, by process id: all of this home that run, whether written down or not."""
+    """`server`, `worker` or `keeper`, by process id: all running ones of this home, listed in up.json or not."""
     marked = {process.pid: (_part(process), _parent(process)) for process in psutil.process_iter()}
     return {pid: part for pid, (part, parent) in marked.items() if part and marked.get(parent, ("", 0))[0] != part}
 
 
 def environment_of(process: psutil.Process) -> dict[str, str]:
-    """The environment of a process of this home that still runs; empty for others', and where we may not look."""
+    """The environment of a running process of this home; empty for any other, and where access is denied."""
     with contextlib.suppress(psutil.Error, OSError):
         if process.status() != psutil.STATUS_ZOMBIE:
             values = process.environ()
@@ -30,7 +30,7 @@ def environment_of(process: psutil.Process) -> dict[str, str]:
 
 
 def _part(process: psutil.Process) -> str:
-    """Which part a process is or belongs to; empty for flow processes."""
+    """The part that a process is or belongs to; empty for flow processes."""
     values = environment_of(process)
     return "" if FLOW_RUN in values else values.get(PART, "")
 

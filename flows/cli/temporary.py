@@ -1,7 +1,7 @@
-"""The Prefect server of one `arealflow run`, where there is no other: it starts while this process imports Prefect.
+"""A Prefect server for one `arealflow run`, if there is no other: it starts while this process imports Prefect.
 
-Prefect would start one itself, but only after its own import, and would leave it running if this process is killed.
-This one has its listening socket from the first moment, so that a request waits until the server is ready.
+Prefect would start a server itself, but only after its import, and would leave it running if this process is killed.
+Here the listening socket exists before the server process starts, so that requests wait until the server is ready.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ STOP_SECONDS: Final = 5.0
 SETTINGS: Final = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
-    "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",  # it would note that they are registered
+    "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",  # it would record them as registered
 }
 
 
 class TemporaryServer:
-    """A Prefect server over the database of `<home>/prefect`, where `arealflow up` will find the flow runs later."""
+    """A Prefect server on the database of `<home>/prefect`, so that `arealflow up` shows its flow runs later."""
 
     def __init__(self) -> None:
         self.log = home() / "logs" / "temporary-server.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._read_end, self._write_end = os.pipe()  # the server ends when the write end is closed
+        self._read_end, self._write_end = os.pipe()  # the server ends when this process closes the write end or ends
         with listen() as listener:
             self.api_url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
             self._process = self._spawn(listener)
@@ -58,18 +58,18 @@ class TemporaryServer:
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 pass_fds=[listener.fileno(), self._read_end],
-                start_new_session=True,  # a Ctrl-C in the terminal is the flow's, which has more to say to the server
+                start_new_session=True,  # Ctrl-C must not reach the server: the flow still has states to report
             )
 
     def wait(self) -> None:
-        """Return when the server answers. UserError with the end of its log if it does not."""
+        """Wait until the server answers. UserError with the end of its log if it does not."""
         try:
             httpx.get(f"{self.api_url}/health", timeout=START_SECONDS).raise_for_status()
         except httpx.HTTPError as error:
             raise UserError(f"the temporary Prefect server did not start; {last_lines(self.log)}") from error
 
     def stop(self) -> None:
-        """End the server; returns when it is gone."""
+        """End the server and wait for its exit."""
         self._process.terminate()
         try:
             self._process.wait(STOP_SECONDS)

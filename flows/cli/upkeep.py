@@ -1,8 +1,8 @@
-"""What the keeper does for flow runs: finds those whose process is gone, and bounds how often one is run again.
+"""What the keeper does for flow runs: finds those whose process is gone, and bounds how often one is retried.
 
-The worker reports a flow process that dies, and an automation runs its flow run again. What neither of them can see is
-seen here: a process that died while the worker or the server was down, a crash whose event was lost with the server,
-and a flow run that crashes again and again without getting anywhere.
+The worker reports a flow process that dies, and an automation retries its flow run. This module handles what neither
+notices: a process that died while the worker or the server was down, a crash whose event was lost with the server, and
+a flow run that crashes repeatedly without progress.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from flows.cli.machine import POOL
 from flows.cli.strays import FLOW_RUN, environment_of
 from flows.home import home
 
-#: Seconds after which a flow run without a process is believed to have lost it: a worker that lives reports it sooner.
+#: Seconds after which a flow run without a process is declared lost: a living worker reports it sooner.
 GONE_SECONDS = {"RUNNING": 10.0, "CANCELLING": 10.0, "PAUSED": 10.0, "PENDING": 45.0}
-#: Seconds after which the worker does not end a flow run that was cancelled: it asks, and kills 7 s later.
+#: Seconds after which the worker will not end a cancelled flow run any more: it kills 7 s after asking it to end.
 STUCK_SECONDS = 45.0
-#: Seconds that the automation is given to run a crashed flow run again.
+#: Seconds within which the automation should have retried a crashed flow run.
 MISSED_SECONDS = 10.0
-#: Crashes in a row, without anything committed between them, after which a flow run is not run again.
+#: Consecutive crashes, without a committed stage in between, after which a flow run is not retried.
 CRASHES = 5
 TIMEOUT_SECONDS = 10.0
-#: How the message of a state begins by which the automation or the keeper, and no person, runs a flow run again.
+#: Start of the state message with which the automation or the keeper, rather than a user, retries a flow run.
 AGAIN = "Crashed; run again"
-#: The server's own name for a flow run that its deployment's concurrency limit has wait.
+#: Prefect's state name of a flow run that waits because of its deployment's concurrency limit.
 WAITS_FOR_SLOT = "AwaitingConcurrencySlot"
 CANCELLED_EARLIER = "It crashed while it was being cancelled."
 
 
 def flow_processes() -> dict[int, str]:
-    """The flow run that each process of our flow runs on this machine belongs to, services included, by process id."""
+    """The flow run of each process of our flow runs on this machine, services included, by process id."""
     found = ((process.pid, environment_of(process).get(FLOW_RUN, "")) for process in psutil.process_iter())
     return {pid: flow_run for pid, flow_run in found if flow_run}
 
 
 def last_look() -> Path:
-    """Its modification time: crashes before it have been seen to, by a keeper that may be gone. Removed by `down`."""
+    """A file whose modification time says up to when crashes were handled, by this keeper or an earlier one."""
     return home() / "last-look"
 
 
-def seen_to() -> float:
-    """Seconds since 1970 up to which crashes have been seen to; now where nothing says."""
+def handled_until() -> float:
+    """Time, in seconds since 1970, up to which crashes have been handled; now without a record of it."""
     try:
         return last_look().stat().st_mtime
     except FileNotFoundError:
@@ -60,15 +60,15 @@ def seen_to() -> float:
 
 @dataclass
 class Upkeep:
-    """One look after another at the flow runs of a server's work pool. Raises httpx.HTTPError while it is away."""
+    """Polls the flow runs of a server's work pool. Raises httpx.HTTPError while the server is down."""
 
     api_url: str
-    began: float = field(default_factory=seen_to)
+    began: float = field(default_factory=handled_until)
     seen_without: dict[str, float] = field(default_factory=dict)
     seen_running: set[str] = field(default_factory=set)  # ids of their states
 
     def __call__(self) -> None:
-        """Poll once, and do what is to be done."""
+        """Poll once and handle what is found."""
         until = time.time() - MISSED_SECONDS  # later crashes are left to the automation for now
         self._look()
         if until > self.began:
@@ -89,7 +89,7 @@ class Upkeep:
         self._end_unwanted({run["state_id"]: run for run in active if run["state_type"] == "RUNNING"})
 
     def _end_lost(self, runs: Iterable[dict[str, Any]]) -> None:
-        """Flow runs whose process has been gone for a while have crashed, or are cancelled if that was asked for."""
+        """Set flow runs without a process for GONE_SECONDS to crashed, or to cancelled if they were being cancelled."""
         runs = list(runs)
         alive = set(flow_processes().values()) if runs else set()
         lost = {f"{run['id']} {run['state_id']}": run for run in runs if run["id"] not in alive}
@@ -102,7 +102,7 @@ class Upkeep:
                 set_state(self.api_url, run, *state, "The flow run's process is gone and nobody has reported it.")
 
     def _end_unwanted(self, running: dict[str, dict[str, Any]]) -> None:
-        """Cancel what was run again although somebody had cancelled it, where no look came before it was running."""
+        """Cancel flow runs that were retried although cancelled, and ran before a poll could prevent it."""
         for state_id in running.keys() - self.seen_running:
             run = running[state_id]
             if crashed_while_cancelling(self._states(run)):
@@ -126,16 +126,15 @@ class Upkeep:
         return automation is not None and bool(automation["enabled"])
 
     def _bound(self, run: dict[str, Any]) -> None:
-        """Fail a flow run that has crashed CRASHES times in a row and committed nothing meanwhile."""
+        """Fail a flow run that crashed CRASHES times in a row without committing a stage in between."""
         states = self._states(run)
         if self._cancel_if_asked(run, states):
             return
         times = crashes_in_a_row(states)
         if len(times) >= CRASHES and not self._committed_since(run["id"], times[-CRASHES]):
-            why = f"Crashed {CRASHES} times in a row and committed nothing meanwhile; not run again by itself."
-            set_state(
-                self.api_url, run, "FAILED", "Failed", f"{why} Its log says why. Mend that, then retry the flow run."
-            )
+            why = f"Crashed {CRASHES} times in a row and committed nothing meanwhile; not retried automatically."
+            remedy = "Fix the cause that its log names, then retry the flow run."
+            set_state(self.api_url, run, "FAILED", "Failed", f"{why} {remedy}")
 
     def _states(self, run: dict[str, Any]) -> list[dict[str, Any]]:
         states: list[dict[str, Any]] = _answer(
@@ -144,11 +143,11 @@ class Upkeep:
         return states
 
     def _cancel_if_asked(self, run: dict[str, Any], states: Iterable[dict[str, Any]]) -> bool:
-        """Cancel a flow run that crashed while it was being cancelled, instead of having it run again."""
-        asked = crashed_while_cancelling(states)
-        if asked:
+        """Cancel a flow run that crashed while it was being cancelled, so that it is not retried; whether it did."""
+        cancelled = crashed_while_cancelling(states)
+        if cancelled:
             set_state(self.api_url, run, "CANCELLED", "Cancelled", CANCELLED_EARLIER)
-        return asked
+        return cancelled
 
     def _committed_since(self, flow_run: str, moment: str) -> bool:
         states = {"name": {"any_": ["Committed"]}}
@@ -160,9 +159,9 @@ class Upkeep:
 
 
 def end_cancelling(api_url: str, why: str, after_seconds: float = 0.0) -> None:
-    """Finish what no worker does: kill flows that have been cancelling for so long, and say that they are cancelled.
+    """Kill flows that have been cancelling for `after_seconds` without their worker ending them; set them to cancelled.
 
-    Ended in an orderly way, they would say that they crashed, and be run again.
+    Ended by SIGTERM, they would report a crash and be retried.
 
     Raises:
         httpx.HTTPError: the server does not answer.
@@ -176,7 +175,7 @@ def end_cancelling(api_url: str, why: str, after_seconds: float = 0.0) -> None:
 
 
 def stop_flow_runs(api_url: str, message: str, seconds: float) -> None:
-    """Cancel every flow run of the pool that has a process or is about to; returns when they are, or after `seconds`.
+    """Cancel all flow runs of the pool that have a process or soon will; wait until they end, at most `seconds`.
 
     Raises:
         httpx.HTTPError: the server does not answer.
@@ -190,7 +189,7 @@ def stop_flow_runs(api_url: str, message: str, seconds: float) -> None:
 
 
 def flow_runs(api_url: str, *types: str) -> list[dict[str, Any]]:
-    """The work pool's flow runs in states of these types, the latest first. Raises httpx.HTTPError."""
+    """The work pool's flow runs in states of these types, latest start first. Raises httpx.HTTPError."""
     query = {
         "flow_runs": {"state": {"type": {"any_": list(types)}}},
         "work_pools": {"name": {"any_": [POOL]}},
@@ -201,18 +200,18 @@ def flow_runs(api_url: str, *types: str) -> list[dict[str, Any]]:
 
 
 def set_state(api_url: str, run: dict[str, Any], kind: str, name: str, message: str) -> None:
-    """Propose a state for a flow run; the server may refuse it, as where another came first."""
+    """Propose a state for a flow run; the server may refuse it, for example after another transition."""
     state = {"type": kind, "name": name, "message": message}
     _answer("POST", f"{api_url}/flow_runs/{run['id']}/set_state", {"state": state})
 
 
 def _answer(method: str, url: str, body: dict[str, Any] | None = None, params: dict[str, str] | None = None) -> Any:
-    """The server's answer. Raises httpx.HTTPError."""
+    """The server's response as JSON. Raises httpx.HTTPError."""
     return ask(method, url, body, params, TIMEOUT_SECONDS).raise_for_status().json()
 
 
 def crashes_in_a_row(states: Iterable[dict[str, Any]]) -> list[str]:
-    """When the flow run crashed, since it last ended in another way; ISO times, the last one last."""
+    """ISO times, in order, of the flow run's crashes since it last ended in another way."""
     times: list[str] = []
     for state in sorted(states, key=lambda state: str(state["timestamp"])):
         if state["type"] == "CRASHED":
@@ -223,26 +222,26 @@ def crashes_in_a_row(states: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def crashed_while_cancelling(states: Iterable[dict[str, Any]]) -> bool:
-    """Whether the last crash came while the flow run was being cancelled, and nobody has ended or retried it since."""
+    """Whether the flow run last crashed while being cancelled, and has not ended or been retried by a user since."""
     ordered = sorted(states, key=lambda state: str(state["timestamp"]))
     last = max((i for i, state in enumerate(ordered) if state["type"] == "CRASHED"), default=0)
-    return last > 0 and ordered[last - 1]["type"] == "CANCELLING" and not any(map(_by_a_person, ordered[last:]))
+    return last > 0 and ordered[last - 1]["type"] == "CANCELLING" and not any(map(_settles, ordered[last:]))
 
 
-def _by_a_person(state: dict[str, Any]) -> bool:
-    """Whether somebody has decided upon the flow run: it came to an end, or was told to run again by hand."""
-    told = state["type"] == "SCHEDULED" and state["name"] != WAITS_FOR_SLOT
-    retried = told and not (state["message"] or "").startswith(AGAIN)
+def _settles(state: dict[str, Any]) -> bool:
+    """Whether this state ends the flow run, cancels it, or is a user's retry."""
+    scheduled = state["type"] == "SCHEDULED" and state["name"] != WAITS_FOR_SLOT
+    retried = scheduled and not (state["message"] or "").startswith(AGAIN)
     return retried or state["type"] in ("COMPLETED", "FAILED", "CANCELLED", "CANCELLING")
 
 
 def suspended(run: dict[str, Any]) -> bool:
-    """Whether a flow run is paused without a process, as one that waits to be resumed is."""
+    """Whether a flow run is suspended: paused without a process until it is resumed."""
     return bool(run["state_type"] == "PAUSED" and run["state"]["state_details"].get("pause_reschedule"))
 
 
 def timestamp(run: dict[str, Any]) -> float:
-    """When the flow run came into its state, in seconds since 1970."""
+    """When the flow run entered its state, in seconds since 1970."""
     return datetime.fromisoformat(run["state"]["timestamp"]).timestamp()
 
 

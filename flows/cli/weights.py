@@ -26,14 +26,14 @@ _USAGE = "list · export VERSION FOLDER · compare VERSION VERSION · tag VERSIO
 def weights(
     run: RunName,
     what: Annotated[str, typer.Argument(help=f"{_USAGE}. A VERSION is a number, a tag, or `newest`.")] = "list",
-    words: Annotated[list[str] | None, typer.Argument(help="What it is done with.")] = None,
+    words: Annotated[list[str] | None, typer.Argument(help="Arguments of that action.")] = None,
     store: StoreUrl = "",
     as_json: AsJson = False,
 ) -> None:
     """The versions of a run's weights: list, export as a Hugging Face folder, compare, tag, protect from gc."""
     given = words or []
     if what not in _WORDS or len(given) != _WORDS[what]:
-        raise UserError(f"arealflow weights {run}: {' '.join([what, *given])!r} is none of: {_USAGE}")
+        raise UserError(f"arealflow weights {run}: {' '.join([what, *given])!r} should be one of: {_USAGE}")
     place = open_store(store)
     there = load_run(place, run)
     if what == "list":

@@ -93,7 +93,7 @@ def test_the_command_says_what_a_signature_leaves_out(
     )
     assert json.loads(said("--verify", str(public), "--json"))["signatures"][0]["known"]
     assert "\nsigned until iteration 1 and line 5 of the log\n" in said("--sign", str(private))
-    assert "not signed again: nothing has come since the signature until iteration 1" in said("--sign", str(private))
+    assert "not signed again: nothing was added since the signature until iteration 1" in said("--sign", str(private))
     assert "until iteration 1, which is all" in said("--verify", str(public))
 
 

@@ -113,8 +113,8 @@ def test_a_run_without_iterations_has_no_weights(small: Store) -> None:
     [
         (["small", "export", "7", "x"], r"no weights '7': versions are 0 to 2, tags: first"),
         (["small", "export", "nosuch", "x"], r"no weights 'nosuch'"),
-        (["small", "export", "1"], r"'export 1' is none of: list"),
-        (["small", "burn"], r"'burn' is none of: list"),
+        (["small", "export", "1"], r"'export 1' should be one of: list"),
+        (["small", "burn"], r"'burn' should be one of: list"),
         (["nosuch"], r"no run 'nosuch'"),
     ],
 )

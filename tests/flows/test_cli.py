@@ -161,7 +161,7 @@ def test_a_folder_without_a_store_is_said_to_be_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = call(capsys, monkeypatch, "runs", "--store", str(tmp_path / "none"), "--json")
-    assert found.code == 1 and f"there is no store in {(tmp_path / 'none').as_uri()}" in found.err
+    assert found.code == 1 and f"there is no store at {(tmp_path / 'none').as_uri()}" in found.err
     assert call(capsys, monkeypatch, "runs", "--store", str(tmp_path), "--json").out == "[]\n"
     monkeypatch.setenv("AREALFLOW_STORE", str(tmp_path / "none"))
     found = call(capsys, monkeypatch, "runs", "--json")
@@ -274,7 +274,7 @@ def test_a_mistake_in_the_users_code_is_told_before_a_server_is_started(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(local, "run_here", lambda recipe, name: pytest.fail("the flow begins"))
+    monkeypatch.setattr(local, "run_recipe", lambda recipe, name: pytest.fail("the flow begins"))
     found = call(capsys, monkeypatch, "run", "quickstart", *overrides)
     assert found.code == 1 and found.err.startswith("error: ") and expected in found.err
 
@@ -287,11 +287,11 @@ def test_s3_keys_that_prefect_cannot_have_are_missed_before_a_server_is_started(
     monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
     begun: list[str] = []
 
-    def run_here(recipe: Recipe, name: str) -> dict[str, Any]:
+    def run_recipe(recipe: Recipe, name: str) -> dict[str, Any]:
         begun.append(name)
         raise UserError("begun")
 
-    monkeypatch.setattr(local, "run_here", run_here)
+    monkeypatch.setattr(local, "run_recipe", run_recipe)
     asked = ("run", "quickstart", "store.url=s3://bucket/x", "run=mine")
     assert "AWS_ACCESS_KEY_ID is not set" in call(capsys, monkeypatch, *asked).err and not begun
     (tmp_path / "prefect").mkdir()
@@ -313,13 +313,13 @@ def test_a_run_in_a_store_that_an_option_names(
 ) -> None:
     begun: list[str] = []
 
-    def run_here(recipe: Recipe, name: str) -> dict[str, Any]:
+    def run_recipe(recipe: Recipe, name: str) -> dict[str, Any]:
         begun.append(recipe.store.url)
         return {"run": name, "iterations": 1, "store": open_store(recipe.store.url).url}
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(local, "run_here", run_here)
+    monkeypatch.setattr(local, "run_recipe", run_recipe)
     for words in (("--store", "null #"), ("--store", "b", "store.url=./b"), ("store.url=b",)):
         found = call(capsys, monkeypatch, "run", "quickstart", "run=mine", *words)
         assert found.code == 0 and found.out.endswith(f"--store {shlex.quote(open_store(begun[-1]).url)}\n")

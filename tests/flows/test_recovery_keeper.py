@@ -53,7 +53,7 @@ def test_a_killed_process_is_started_again_and_written_down(sleepers: keeper.Kee
     dead = getattr(before, victim)
     os.kill(dead.pid, signal.SIGKILL)
     wait_until(lambda: not machine.alive(dead))
-    sleepers.look()
+    sleepers.poll()
     after = machine.read()
     assert after == sleepers.machine and machine.alive(getattr(after, victim)) and getattr(after, victim) != dead
     other = "worker" if victim == "server" else "server"
@@ -75,7 +75,7 @@ def test_the_flow_processes_of_a_dead_worker_end_with_it(
     assert set(upkeep.flow_processes()) == {process.pid for process in marked}
     os.kill(sleepers.machine.worker.pid, signal.SIGKILL)
     wait_until(lambda: not machine.alive(sleepers.machine.worker))
-    sleepers.look()
+    sleepers.poll()
     wait_until(lambda: not any(map(alive, marked)))
     assert other.poll() is None
     other.kill()

@@ -22,7 +22,7 @@ from areal_tasks.store.runs import load_run
 from arealflow.packages import INSTALLED, PACKAGES
 from flows.cli import machine, main
 from flows.cli.automations import ask
-from flows.cli.deploy import deployment_names, project, tell_commands
+from flows.cli.deploy import deployment_names, print_commands, project
 from flows.cli.init import FILES, filled, recipe_name
 from flows.deploy import enter
 from schemas.errors import UserError
@@ -231,7 +231,7 @@ def test_the_server_is_named_before_the_command_that_needs_it_unless_prefect_fin
     monkeypatch.setenv("PREFECT_API_URL", variable)
     if toml:
         (work / "prefect.toml").write_text(toml)
-    tell_commands(["rlhf/mine"], "http://here:1/api")
+    print_commands(["rlhf/mine"], "http://here:1/api")
     export = ["export PREFECT_API_URL=http://here:1/api"] if exported else []
     assert capsys.readouterr().out.splitlines() == [*export, "prefect deployment run rlhf/mine"]
 

@@ -239,5 +239,5 @@ def test_what_is_wrong_with_the_server_is_told_apart() -> None:
     assert s3_keys.why("U", refused) == (
         "the Prefect server at U answers 401: check PREFECT_API_KEY or PREFECT_API_AUTH_STRING"
     )
-    assert s3_keys.why("U", unreached) == "no Prefect server answers at U (refused): see that it runs"
+    assert s3_keys.why("U", unreached) == "no Prefect server answers at U (refused): check that it runs"
     assert s3_keys.why("U", RuntimeError("Found incompatible versions")).endswith(": Found incompatible versions")

@@ -179,7 +179,7 @@ def test_the_command_asks_some_runs_or_all(
     everything = asked(monkeypatch, capsys, "--all", query, "--store", store.url, "--csv")
     assert [row[0] for row in csv.reader(io.StringIO(everything))] == ["run", *NAMES]
     for words in (("--all", "a", query), ("a",)):
-        with pytest.raises(UserError, match="Give a run and a question"):
+        with pytest.raises(UserError, match="Give a run and a query"):
             asked(monkeypatch, capsys, *words, "--store", store.url)
     with pytest.raises(Exception, match="Missing parameter: run"):  # typer's own, which it does not export
         asked(monkeypatch, capsys, "--all", "--store", store.url)
