@@ -92,7 +92,7 @@ class Artifacts:
     def _lose(self, what: str, reason: str) -> None:
         self.lost += 1
         level = logging.WARNING if self.lost == 1 else logging.DEBUG
-        self.log.log(level, "artifacts of %s could not be made (%s); the run goes on without them", what, reason)
+        self.log.log(level, "artifacts of %s could not be created (%s); the run continues without", what, reason)
 
 
 def _new_client() -> SyncPrefectClient:

@@ -65,7 +65,7 @@ def interrupted(machine: Machine | None, stops: bool) -> str:
     if machine is None or stops:
         return "\ninterrupted"
     return (
-        "\ninterrupted; the Prefect server and the worker go on, and so does a run that has begun: see "
+        "\ninterrupted; the Prefect server, the worker and a run that has begun keep running: see "
         f"{ui_url(machine)}/runs. Stop everything: make down"
     )
 

@@ -79,7 +79,7 @@ def split_overrides(overrides: str) -> list[str]:
     try:
         return shlex.split(overrides)
     except ValueError as error:
-        raise UserError(f"overrides: {error} in {overrides!r}; separate section.field=value by blanks") from None
+        raise UserError(f"overrides: {error} in {overrides!r}; write section.field=value separated by blanks") from None
 
 
 def run_name(recipe: BaseRecipe, run: str) -> str:

@@ -1,8 +1,8 @@
-"""The JSON records of the store: whatever exists under these names is a commit.
+"""The JSON records of the store: a file that exists under one of these names is committed.
 
-Schema 2 adds a seal to every file, the log, references of children, tags, tombstones and signatures; schema 3 the
+Schema 2 added a seal to every file, the log, references to children, tags, tombstones and signatures; schema 3 the
 order of a run's prompts; schema 4 the spool, and the groups that an iteration took. Files of earlier schemas are read
-as they are: every field that they lack has a default.
+unchanged: every field that they lack has a default.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any, Final, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 SCHEMA_VERSION: Final = 4
-#: The order in which new runs read their prompts (`areal_tasks.data.sampler.permutation`).
+#: The version of the prompt order of new runs (`areal_tasks.data.sampler.permutation`).
 PROMPT_ORDER: Final = 2
 _SEAL: Final = re.compile(rb'\A\{\n "seal": "([0-9a-f]{64})",\n')
 
 
 class Record(BaseModel):
-    """A JSON value of the store. Unknown keys are refused, a newer schema is named."""
+    """A JSON value of the store. Unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 
 class StoredRecord(Record):
-    """A JSON file of the store, written once. Its seal betrays any altered byte, also where no other file vouches."""
+    """A JSON file of the store, written once. Its seal reveals any altered byte, even if no other file has a digest."""
 
     schema_version: int = SCHEMA_VERSION
 
     def encode(self) -> bytes:
-        """The bytes that are stored (and hashed): of earlier schemas as those programs wrote them; from 2 on sealed."""
+        """The bytes to store and hash: for an earlier schema as its programs wrote them; from schema 2 on sealed."""
         body = self.model_dump_json(indent=1, exclude_unset=self.schema_version < SCHEMA_VERSION).encode()
         if self.schema_version < 2:
             return body
@@ -39,17 +39,17 @@ class StoredRecord(Record):
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
-        """The record that `data` holds. Whether its seal holds is another question."""
+        """The record in `data`. Does not check its seal."""
         return cls.model_validate_json(_unsealed(data))
 
 
 def is_sealed(data: bytes) -> bool:
-    """Whether `data` begins with a seal, as every file of schema 2 does."""
+    """Whether `data` begins with a seal, as every file from schema 2 on does."""
     return _SEAL.match(data) is not None
 
 
 def seal_holds(data: bytes) -> bool:
-    """Whether the bytes of a file are those that were sealed, to the last bit; False if it has no seal."""
+    """Whether the bytes of a file match its seal; False if it has none."""
     found = _SEAL.match(data)
     return found is not None and _digest(_unsealed(data)) == found.group(1)
 
@@ -73,7 +73,7 @@ class FileRef(Record):
     @field_validator("path")
     @classmethod
     def _below_the_root(cls, path: str) -> str:
-        """A manifest may come from a stranger: what it names is never outside the store, nor where it is copied to."""
+        """Paths from an untrusted manifest must not leave the store, nor a folder that files are copied to."""
         if {"", ".", ".."} & set(path.split("/")):
             raise ValueError(f"{path!r} does not lie below the store's root: it must be relative, without '.' and '..'")
         return path
@@ -103,14 +103,14 @@ class TableRef(Record):
 
 
 class InputRef(Record):
-    """A manifest a stage read, by path and content digest."""
+    """A manifest that a stage read, by path and content digest."""
 
     path: str
     digest: str
 
 
 class Provenance(Record):
-    """Who made a record, where and when. Never part of a key or a content digest."""
+    """Which code and process made a record, where and when. Never part of a key or a content digest."""
 
     code_version: str
     host: str
@@ -137,7 +137,7 @@ class StageManifest(StoredRecord):
 
 
 class StageRef(Record):
-    """A stage manifest as another record names it: path, digest of the file's bytes, content digest."""
+    """A reference to a stage manifest: path, digest of the file's bytes, content digest."""
 
     stage: str
     key: str
@@ -159,10 +159,10 @@ class WeightsManifest(StoredRecord):
 
 
 class WeightsRef(Record):
-    """A weights or checkpoint manifest as another record names it.
+    """A reference to a weights or checkpoint manifest.
 
-    Weights that were handed to the servers and not written have no path; `digest` is then that of the train stage
-    that made them, from whose inputs they can be made again.
+    Weights that were sent to the servers but not written have no path; `digest` is then that of the train stage that
+    made them, from whose inputs they can be retrained.
     """
 
     version: int
@@ -173,39 +173,39 @@ class WeightsRef(Record):
 
     @property
     def written(self) -> bool:
-        """Whether the store has them."""
+        """Whether the weights are in the store."""
         return bool(self.path)
 
 
 class IterationCommit(StoredRecord):
-    """`iteration=K/commit.json` closes iteration K, which made weights version K+1. The commits are one hash chain."""
+    """`iteration=K/commit.json` commits iteration K, which made weights version K+1. Commits form a hash chain."""
 
     run: str
     iteration: int
     attempt: str
     previous: str = Field(description="SHA-256 of the previous commit's bytes; of run.json for iteration 0")
-    segment: int = Field(description="index of the recipe segment that was in force")
+    segment: int = Field(description="index of the recipe segment in force")
     stages: tuple[StageRef, ...]
     weights: WeightsRef
     checkpoint: WeightsRef | None = Field(description="newest checkpoint at or before this commit")
     state: dict[str, Any] = Field(default={}, description="state carried to the next iteration, as JSON")
     restored: WeightsRef | None = Field(
-        default=None, description="weights of version K published anew by a restored trainer, which this one began with"
+        default=None, description="weights of version K that a restored trainer published again, with which it began"
     )
     published: WeightsRef | None = Field(
-        default=None, description="weights of version K, written when the commit before this one was there already"
+        default=None, description="weights of version K, if written only after the previous commit"
     )
     provenance: Provenance
 
     @property
     def stored(self) -> tuple[WeightsRef, ...]:
-        """All weights and checkpoints in the store that this commit names."""
+        """All weights and checkpoints that this commit names and the store has."""
         named = (self.weights, self.restored, self.published, self.checkpoint)
         return tuple(ref for ref in named if ref is not None and ref.written)
 
 
 class RunRecord(StoredRecord):
-    """`run.json`: what never changes about a run."""
+    """`run.json`: the properties of a run that never change."""
 
     run: str
     flow: str
@@ -213,16 +213,16 @@ class RunRecord(StoredRecord):
     attempt: str
     parent: str = ""
     parent_iteration: int = 0
-    kind: str = Field(default="", description='how it came from its parent: "fork", "replay"; "" without a parent')
-    counterfactual: bool = Field(default=False, description="its rollouts are another policy's, kept on purpose")
-    replay_from: str = Field(default="", description="of a replay: the first stage that is built anew")
+    kind: str = Field(default="", description='how it derives from its parent: "fork", "replay"; "" without a parent')
+    counterfactual: bool = Field(default=False, description="its rollouts are another policy's, by intention")
+    replay_from: str = Field(default="", description="of a replay: the first stage that is built again")
     replay_until: str = Field(default="", description="of a replay: the last stage that is built")
-    order: int = Field(default=1, ge=1, le=PROMPT_ORDER, description="of its prompts; a child has its parent's")
+    order: int = Field(default=1, ge=1, le=PROMPT_ORDER, description="version of the prompt order, as in its parent")
     provenance: Provenance
 
 
 class Segment(StoredRecord):
-    """`segments/<n>.json`: the recipe in force from an iteration on."""
+    """`segments/<n>.json`: the recipe in force from iteration `from_iteration` on."""
 
     n: int
     from_iteration: int
@@ -232,7 +232,7 @@ class Segment(StoredRecord):
 
 
 class OwnerRecord(StoredRecord):
-    """`owners/<n>.json`: each start of the flow claims the next number; lower owners are refused for ever."""
+    """`owners/<n>.json`, the fencing token: each start of the flow claims the next number; lower ones are refused."""
 
     n: int
     attempt: str
@@ -256,18 +256,18 @@ class ServiceRecord(StoredRecord):
 class Wait(Record):
     """Something that a run waits for."""
 
-    at: str = Field(description="who is at it: a service, `the store`, `the verifiers`, `a person`, `this process`")
+    at: str = Field(description="who must act: a service, `the store`, `the verifiers`, `a person`, `this process`")
     what: str
     since: str = Field(description="in UTC, to the second")
     limit: str = Field(description="what ends the wait")
-    says: str = Field(description="how it got on, by its own words")
+    says: str = Field(description="its last report of progress")
 
 
 class WaitsRecord(StoredRecord):
-    """`waits/owner=<n>/<m>.json`: what a start of the flow waited for when it told so; the last one counts.
+    """`waits/owner=<n>/<m>.json`: what a start of the flow waited for at time `told`; the last record counts.
 
-    The next one follows within so many seconds, unless the process is gone or the store away; an empty one is the last
-    until something lasts again.
+    The next record follows within `seconds`, unless the process is gone or the store unavailable; after an empty one,
+    none follows until the next long wait.
     """
 
     host: str
@@ -278,7 +278,7 @@ class WaitsRecord(StoredRecord):
 
 
 class SpooledGroup(Record):
-    """A finished group in the spool. `version` is that of its oldest token."""
+    """A finished group in the spool. `version`: of the weights that sampled its oldest token."""
 
     index: int
     version: int
@@ -290,15 +290,15 @@ class RejectedGroup(Record):
     """A group that will not be trained on."""
 
     index: int
-    reason: str = Field(description="`failed` or the filter's name, a colon, and more about it")
-    reward: float | None = Field(default=None, description="mean of the samples that have one, where a filter asked")
+    reason: str = Field(description="`failed` or the filter's name, a colon, and details")
+    reward: float | None = Field(default=None, description="mean over samples with a reward, if a filter computed it")
 
 
 class SpoolRecord(StoredRecord):
     """`spool/<start>/<n>.json`: which groups a process has finished or rejected, in order.
 
-    The first record opens its start. A `closed` one ends it: whoever takes over writes it, so that the next put of a
-    process that lives on fails. `tables` holds the rows of the finished groups.
+    The first record opens a start. The successor writes a `closed` record, so that the next write of a predecessor that
+    still runs fails. `tables` has the rows of the finished groups.
     """
 
     start: int
@@ -313,7 +313,7 @@ class SpoolRecord(StoredRecord):
 
 
 class LogRecord(StoredRecord):
-    """`log/<n>.json`: who did what to the run, and when. The records are a hash chain of their own."""
+    """`log/<n>.json`: who did what to the run, and when. The records form a separate hash chain."""
 
     n: int
     attempt: str
@@ -329,7 +329,7 @@ class LogRecord(StoredRecord):
 
 #: How a start of the flow ends, unless it is killed.
 ENDINGS: Final = ("finished", "failed", "cancelled", "suspended", "interrupted")
-#: What a log tells of.
+#: The actions in a log.
 ACTIONS: Final = (
     *("started", "resumed", "placed", "first iteration"),
     *ENDINGS,
@@ -343,12 +343,12 @@ class Reference(StoredRecord):
     child: str
     iteration: int
     attempt: str
-    kind: str = Field(default="", description='"fork", "replay", or "weights": it begins with weights of this run')
+    kind: str = Field(default="", description='"fork", "replay", or "weights": the child begins with weights of it')
     provenance: Provenance
 
 
 class Tag(StoredRecord):
-    """`tags/<tag>.json`: a name for weights, which `gc` then never removes."""
+    """`tags/<tag>.json`: a name for weights, which protects them from `gc`."""
 
     tag: str
     version: int
@@ -359,7 +359,7 @@ class Tag(StoredRecord):
 
 
 class Tombstone(StoredRecord):
-    """`tombstones/<kind>-<version>-<attempt>.json`, or `tombstone.json` for a whole run: removed on purpose, by whom.
+    """`tombstones/<kind>-<version>-<attempt>.json`, or `tombstone.json` for a whole run: removed by `gc`, and by whom.
 
     It is written before anything is removed. Manifests and commits stay, so that the run can still be audited.
     """
@@ -375,11 +375,11 @@ class Tombstone(StoredRecord):
 
 
 class Signature(StoredRecord):
-    """`signatures/<key>-<root>-<lines of the log>.json`: somebody vouches for the run as it was after `iteration`."""
+    """`signatures/<key>-<root>-<lines of the log>.json`: a signature of the run's state after `iteration`."""
 
     root: str
     iteration: int
-    log: str = Field(description="SHA-256 of the last log record's bytes, which vouches for those before; or empty")
+    log: str = Field(description="SHA-256 of the last log record's bytes, which covers earlier ones; or empty")
     log_records: int
     algorithm: str
     public_key: str
@@ -389,7 +389,7 @@ class Signature(StoredRecord):
     provenance: Provenance
 
 
-#: Records of which there is one under a name, whoever comes first: `attempt` tells whose it is.
+#: Records of which the first writer of a name wins: `attempt` identifies the writer.
 Claimed = (
     StageManifest | WeightsManifest | IterationCommit | RunRecord | Segment | OwnerRecord
     | LogRecord | Reference | Tag | Tombstone | Signature | SpoolRecord

@@ -1,4 +1,4 @@
-"""Arrow schemas of every table a stage writes (one row per sample unless said otherwise).
+"""Arrow schemas of every table that a stage writes (one row per sample unless noted otherwise).
 
 Index convention: `logprobs`, `versions`, `stale_kv`, `loss_mask`, `ref_logprobs`, `prox_logprobs` and `advantages`
 share the length of `input_ids`; element *i* describes token *i* of `input_ids`. Prompt positions hold 0 (version -1,
@@ -43,7 +43,7 @@ ROLLOUT: Final = _schema(
     ("loss_mask", MASK),
     ("logprobs", FLOATS),
     ("versions", TOKENS),
-    ("stale_kv", MASK),  # sampled over keys and values that weights older than the token's version computed
+    ("stale_kv", MASK),  # sampled with a KV cache that weights older than the token's version computed in part
     ("num_tokens", pa.int32()),
     ("num_generated", pa.int32()),
     ("stop_reason", pa.string()),
@@ -67,11 +67,11 @@ VERIFY: Final = _schema(
     ("verify_seconds", pa.float32()),
 )
 
-JUDGED: Final = pa.schema(  # verdicts that accompany a rollout's samples, where filters have looked at them
+JUDGED: Final = pa.schema(  # verdicts of a rollout's samples that filters needed
     [
         *(ROLLOUT.field(name) for name in ("group_id", "sample_index")),
         *VERIFY,
-        pa.field("judged_with", pa.string(), nullable=False),  # digest of what they depend on besides the sample
+        pa.field("judged_with", pa.string(), nullable=False),  # digest of the verdict's inputs besides the sample
     ]
 )
 
@@ -89,7 +89,7 @@ ADVANTAGE: Final = _schema(
 )
 
 TRAIN_STEPS: Final = _schema(  # one row per optimizer step
-    ("version", pa.int32()),  # the version this step helps to make
+    ("version", pa.int32()),  # the version that this step contributes to
     ("step", pa.int32()),  # optimizer steps since version 0, this one included
     ("minibatch", pa.int32()),
     ("loss", pa.float64()),
@@ -102,16 +102,16 @@ TRAIN_STEPS: Final = _schema(  # one row per optimizer step
     ("ratio_max", pa.float64()),
     ("clamped", pa.int64()),  # tokens with a log-ratio above algorithm.max_log_ratio
     # Agreement of trainer and server: proximal policy (of the iteration's start, by the trainer) against behaviour.
-    # NaN where nobody measured it: in SFT, without tokens, and where server and trainer run the same code
-    # on the CPU from the second minibatch on, when the policy has moved and no proximal logprobs are kept.
-    # With η > 0, of tokens that the trainer's own version has sampled over its own KV cache; NaN with fewer than 256.
+    # NaN where it is not measured: in SFT, without tokens, and, where server and trainer run the same code on the CPU,
+    # from the second minibatch on, when the policy has changed and no proximal logprobs are kept.
+    # With η > 0, over tokens that the trainer's own version sampled with its own KV cache; NaN with fewer than 256.
     ("logprob_gap_mean", pa.float64()),  # |Δ logprob| in nats, token mean
     ("logprob_gap_max", pa.float64()),
     ("ratio_outside", pa.float64()),  # share of tokens whose ratio proximal / behaviour is not within [0.9, 1.1]
     ("grad_norm", pa.float64()),
     ("lr", pa.float64()),
-    ("tokens", pa.int64()),  # positions the loss counts
-    ("total_tokens", pa.int64()),  # positions the model computed, padding left out
+    ("tokens", pa.int64()),  # positions in the loss
+    ("total_tokens", pa.int64()),  # positions that the model computed, without padding
     ("samples", pa.int32()),
     ("micro_batches", pa.int32()),
     ("skipped", pa.bool_()),  # loss or gradient was not finite: no step was made
@@ -145,7 +145,7 @@ EVALUATE: Final = pa.schema(
     [*ROLLOUT, *[f for f in VERIFY if f.name != "sample_id"], pa.field("weights_version", pa.int32(), nullable=False)]
 )
 
-SFT_BATCH: Final = _schema(  # the demonstrations one SFT iteration trains on
+SFT_BATCH: Final = _schema(  # the demonstrations that one SFT iteration trains on
     ("sample_id", pa.string()),
     ("prompt_id", pa.int64()),
     ("epoch", pa.int32()),
@@ -159,22 +159,22 @@ SFT_BATCH: Final = _schema(  # the demonstrations one SFT iteration trains on
 
 TEXTS: Final = frozenset({"prompt", "completion", "answer", "parsed", "detail"})
 
-#: Columns of lists that tables of earlier programs lack: all False, as long as the named column.
+#: List columns that tables of earlier versions lack: read as all False, as long as the named column.
 LATER: Final = {"stale_kv": "versions"}
 
-#: Short texts of which there are few, whatever the number of rows.
+#: Short texts with few distinct values.
 REPEATED: Final = frozenset(
     {"stop_reason", "server", "status", "verdict", "verifier", "judged_with", "dropped_reason", "transport"}
 )
 
 
 def scalar_fields(*schemas: pa.Schema) -> list[pa.Field]:
-    """The short columns of `schemas`, each name once: no lists, no texts."""
+    """The columns of `schemas` that are neither lists nor texts, each name once."""
     found = {f.name: f for s in schemas for f in s if not pa.types.is_list(f.type) and f.name not in TEXTS}
     return list(found.values())
 
 
-#: The pre-joined table of scalars that most questions read, written at each commit.
+#: The pre-joined table of scalars that most queries read, written at each commit.
 SCALARS: Final = pa.schema(
     [pa.field("iteration", pa.int32(), nullable=False), *scalar_fields(ROLLOUT, VERIFY, ADVANTAGE, TRAIN_SAMPLES)]
 )
@@ -197,7 +197,7 @@ TABLES: Final[dict[str, pa.Schema]] = {
     "scalars": SCALARS,
 }
 
-#: Columns that differ between two runs of the same computation: left out of content digests.
+#: Columns that differ between two runs of the same computation: excluded from content digests.
 VOLATILE: Final = frozenset(
     {"server", "seconds", "verify_seconds", "step_seconds", "write_seconds", "load_seconds", "weights_attempt", "uri"}
 )

@@ -1,4 +1,4 @@
-"""The views that SQL sees besides one view per table: what they read and how they are made."""
+"""The SQL views besides one per table: their schemas and definitions."""
 
 from __future__ import annotations
 
@@ -93,28 +93,28 @@ STARTS: Final = pa.schema(  # one row per start of the run's flow
         ("pid", pa.int32()),
         ("prefect_flow_run_id", pa.string()),
         ("started", pa.timestamp("us")),  # UTC
-        ("ended", pa.timestamp("us")),  # null where neither the log nor a commit tells
-        ("ended_by", pa.string()),  # the log's word for it, or "last commit"
+        ("ended", pa.timestamp("us")),  # null if neither the log nor a commit has it
+        ("ended_by", pa.string()),  # the log's action, or "last commit"
         ("seconds", pa.float64()),
-        ("gpus", pa.int32()),  # that were assigned to its services
-        ("gpus_by", pa.string()),  # "log", or "recipe" where the log does not tell
+        ("gpus", pa.int32()),  # number assigned to its services
+        ("gpus_by", pa.string()),  # source: "log", or "recipe" if the log lacks it
     ]
 )
 
-SPOOL: Final = pa.schema(  # one row per group that the spool names, as its last record says
+SPOOL: Final = pa.schema(  # one row per group in the spool, by its last record
     [
         ("group_id", pa.int64()),
         ("state", pa.string()),  # waiting, consumed, rejected
         ("version", pa.int32()),  # of the weights that sampled its oldest token; null for rejected groups
-        ("lag", pa.int32()),  # of waiting groups: by how many versions the newest committed weights are ahead of that
+        ("lag", pa.int32()),  # of waiting groups: versions between that and the newest committed weights
         ("samples", pa.int32()),
-        ("tokens", pa.int64()),  # generated ones
-        ("reason", pa.string()),  # of rejected groups: `failed` or the filter's name, a colon, and more about it
-        ("reward", pa.float64()),  # mean of a rejected group, where a filter asked
+        ("tokens", pa.int64()),  # generated tokens
+        ("reason", pa.string()),  # of rejected groups: `failed` or the filter's name, a colon, and details
+        ("reward", pa.float64()),  # mean of a rejected group, if a filter computed it
         ("start", pa.int32()),
         ("record", pa.int32()),
         ("written", pa.timestamp("us")),  # UTC
-        ("waiting_seconds", pa.float64()),  # of waiting groups, since they were written
+        ("waiting_seconds", pa.float64()),  # of waiting groups: since they were written
     ]
 )
 
@@ -134,7 +134,7 @@ SEGMENTS: Final = pa.schema(  # one row per recipe of the run and of its parents
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a view that is read from a joined table: NULL of type `kind` where nobody asks for it."""
+    """A column of a view that is read from a joined table; NULL of type `kind` if the table is not joined."""
 
     name: str
     source: str
@@ -142,7 +142,7 @@ class Column:
     unnested: bool = False
 
     def select(self, table: str, joined: bool) -> str:
-        """Its text in the SELECT list."""
+        """The column's text in the SELECT list."""
         if not joined:
             return f"NULL::{self.kind} AS {self.name}"
         value = f"{table}.{self.source}"
@@ -151,7 +151,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Join:
-    """A table that a view joins by iteration and sample, where the run has it."""
+    """A table that a view joins by iteration and sample, if the run has it."""
 
     table: str
     columns: tuple[Column, ...]
@@ -159,9 +159,9 @@ class Join:
 
 @dataclass(frozen=True)
 class View:
-    """A view over tables: made where the run has all that it `needs`. `joins` add columns.
+    """A view over tables, created if the run has all tables that it `needs`. `joins` add columns.
 
-    If it is `complete`, it has the columns of tables that the run lacks, too.
+    A `complete` view also has the columns of joined tables that the run lacks.
     """
 
     name: str
@@ -171,14 +171,14 @@ class View:
     complete: bool = False
 
     def define(self, tables: Set[str], spared: Set[str] = frozenset(), schema: str = "main") -> str:
-        """The statement that creates the view, in a database schema, of a run that has `tables`.
+        """The statement that creates the view, in a database schema, for a run that has `tables`.
 
-        Joins with the tables `spared` are left out, and their columns are NULL: a join by the sample's identity adds
-        and removes no row.
+        Joins with the tables in `spared` are left out and their columns are NULL, which is safe because a join by
+        sample neither adds nor removes rows.
         """
-        there = [join for join in self.joins if self.complete or join.table in tables]
-        joined = [join.table for join in there if join.table in tables - spared]
-        columns = [column.select(join.table, join.table in joined) for join in there for column in join.columns]
+        used = [join for join in self.joins if self.complete or join.table in tables]
+        joined = [join.table for join in used if join.table in tables - spared]
+        columns = [column.select(join.table, join.table in joined) for join in used for column in join.columns]
         joins = "".join(f" LEFT JOIN {table} USING (iteration, sample_id)" for table in joined)
         text = self.sql.format(columns="".join(f", {column}" for column in columns), joins=joins)
         return f"CREATE OR REPLACE VIEW {schema}.{self.name} AS {text}"
@@ -197,16 +197,16 @@ def _per_token(table: str, **sources: str) -> Join:
 
 
 def judged(table: str) -> str:
-    """The column `reward`: NaN in its table where a completion could not be judged, NULL for those who average."""
+    """The column `reward`, with NULL, which averages ignore, for the table's NaN of completions not judged."""
     return f"CASE WHEN isnan({table}.reward) THEN NULL ELSE {table}.reward END AS reward"
 
 
-#: The column `sample_logprob_gap`: NaN in its table where nobody measured it, NULL for those who average.
+#: The column `sample_logprob_gap`, with NULL, which averages ignore, for the table's NaN where it is not measured.
 _GAP: Final = (
     "CASE WHEN isnan(scalars.sample_logprob_gap) THEN NULL ELSE scalars.sample_logprob_gap END AS sample_logprob_gap"
 )
 
-#: The column `lag`: versions between the weights that sampled a sample's oldest token and those that it trains.
+#: The column `lag`: versions between the weights that sampled a sample's oldest token and those that train on it.
 _LAG: Final = "CASE WHEN scalars.num_generated > 0 THEN scalars.iteration - scalars.version_min END AS lag"
 
 #: What the optimizer did with a demonstration.
@@ -218,7 +218,7 @@ _TRAINED: Final = Join(
     ),
 )
 
-#: The table `scalars` of a run that was not built to the end, under which it is shown as a view.
+#: Name of the view of the table `scalars` that a replay which ends early shares with its parent.
 SHARED: Final = "shared_scalars"
 _KINDS: Final = {
     pa.int32(): "INTEGER",
@@ -231,9 +231,9 @@ _KINDS: Final = {
 
 
 def _late_scalars() -> tuple[View, View]:
-    """`scalars` where a replay ends before it: the same columns joined now, NULL where a stage was not built.
+    """Views that replace the table `scalars` of a replay that ends early; columns of stages not built are NULL.
 
-    The iterations that such a replay shares with its parent have the table all the same.
+    The first also reads the table of the iterations that the replay shares with its parent.
     """
     early = {name: [f.name for f in scalar_fields(TABLES[name])] for name in ("rollout", "verify")}
     columns = [f"{table}.{name}" for table, names in early.items() for name in names if name != "sample_id"]
@@ -252,7 +252,7 @@ def _late_scalars() -> tuple[View, View]:
     return View("scalars", needs | {SHARED}, both, joins, True), View("scalars", needs, joined, joins, True)
 
 
-#: In order of preference: the first view of a name whose needs are met is made, unless there is a table of this name.
+#: In order of preference: of each name the first view whose needs are met is created, unless a table has this name.
 VIEWS: Final = (
     *_late_scalars(),
     _view(

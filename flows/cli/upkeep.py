@@ -99,7 +99,7 @@ class Upkeep:
             if now - self.seen_without[key] >= GONE_SECONDS[run["state_type"]]:
                 cancelled = run["state_type"] == "CANCELLING"
                 state = ("CANCELLED", "Cancelled") if cancelled else ("CRASHED", "Crashed")
-                set_state(self.api_url, run, *state, "The flow run's process is gone and nobody has reported it.")
+                set_state(self.api_url, run, *state, "The flow run's process is gone and no worker has reported it.")
 
     def _end_unwanted(self, running: dict[str, dict[str, Any]]) -> None:
         """Cancel flow runs that were retried although cancelled, and ran before a poll could prevent it."""

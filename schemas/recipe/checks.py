@@ -1,7 +1,7 @@
-"""Checks that need more than one field of a recipe: contradictions, and knobs that have no effect.
+"""Checks that need more than one field of a recipe: contradictions, and settings without effect.
 
-Each check is a small pure function from a recipe to a message (or None), listed in a table below. They run inside the
-pydantic models, so that the Prefect form is checked too. To add a check, add a row.
+Each check is a small pure function from a recipe to a message (or None), listed in one of the tables below. They run in
+pydantic's validators, so that the Prefect form is checked too. To add a check, add it to a table.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Message = str | None
 
 
 def refuse_problems(recipe: BaseRecipe, checks: Iterable[Callable[[Any], Message]]) -> None:
-    """Raise one pydantic error that lists every problem of `recipe`; nothing when there is none."""
+    """Raise one pydantic error that lists every problem of `recipe`, if there is any."""
     secret = no_credentials(recipe)
     problems = [secret] if secret else [message for check in checks if (message := check(recipe))]
-    problems += [] if secret else idle_knobs(recipe)  # other messages may repeat what must not be seen
+    problems += [] if secret else idle_knobs(recipe)  # other messages might repeat the secret
     if problems:
         raise PydanticCustomError(PROBLEMS, "{text}", {"text": "\n".join(problems), "problems": problems})
 
@@ -61,7 +61,7 @@ def scratch_heads(r: BaseRecipe) -> Message:
     if spec and spec.hidden % (2 * spec.heads):
         return (
             f"model.scratch: hidden {spec.hidden} should be an even multiple of heads {spec.heads}, "
-            "since rotary positions turn pairs of a head's numbers"
+            "since rotary embeddings rotate pairs of a head's dimensions"
         )
     return None
 
@@ -108,10 +108,10 @@ def split_placeholder(r: BaseRecipe) -> Message:
 
 
 def no_credentials(r: BaseRecipe) -> Message:
-    """A recipe is stored with its run, and shown by Prefect: what it holds is no secret."""
+    """A recipe is stored with its run and shown by Prefect, so it must contain no secret."""
     for field, url in (("store.url", r.store.url), ("data.source", r.data.source)):
         if holds_credentials(url):
-            return f"{field}: holds credentials; put them into the environment (AWS_ACCESS_KEY_ID, …) and renew them"
+            return f"{field}: holds credentials; replace them, and put them into the environment (AWS_ACCESS_KEY_ID, …)"
     return None
 
 
@@ -160,7 +160,7 @@ def weights_every_written(r: RlhfRecipe | SftRecipe) -> Message:
     if r.inference.engine == "embedded" or r.inference.transport == "store":
         return (
             f"trainer.weights_every: {r.trainer.weights_every} would keep new weights from the servers, which get them "
-            "through the store here; set it to 1, or inference.engine to sglang and inference.transport to auto"
+            "only through the store; set it to 1, or inference.engine to sglang and inference.transport to auto"
         )
     return None
 
@@ -185,7 +185,7 @@ def evaluation_fits(r: RlhfRecipe | EvaluateRecipe) -> Message:
 def _no_room(part: str, new_tokens: int, length: int) -> str:
     return (
         f"{part}.max_new_tokens: {new_tokens} leaves no room for a prompt in model.max_length {length}; "
-        "lower the one or raise the other"
+        "lower one or raise the other"
     )
 
 
@@ -196,7 +196,7 @@ def evaluation_samples(r: RlhfRecipe | EvaluateRecipe) -> Message:
 
 
 def evaluation_stops(r: RlhfRecipe | EvaluateRecipe) -> Message:
-    return "evaluation.stop: an empty string ends everything at once; remove it" if "" in r.evaluation.stop else None
+    return "evaluation.stop: an empty string ends every completion; remove it" if "" in r.evaluation.stop else None
 
 
 def wall_after_cpu(r: RlhfRecipe | EvaluateRecipe) -> Message:
@@ -204,7 +204,7 @@ def wall_after_cpu(r: RlhfRecipe | EvaluateRecipe) -> Message:
     if 0 < wall < cpu:
         return (
             f"reward.wall_seconds: {wall:g} ends a verifier before it can use reward.timeout_seconds {cpu:g} of CPU; "
-            "raise the one or lower the other"
+            "raise one or lower the other"
         )
     return None
 
@@ -227,7 +227,7 @@ def rollout_fits(r: RlhfRecipe) -> Message:
 
 
 def rollout_stops(r: RlhfRecipe) -> Message:
-    return "rollout.stop: an empty string ends everything at once; remove it" if "" in r.rollout.stop else None
+    return "rollout.stop: an empty string ends every completion; remove it" if "" in r.rollout.stop else None
 
 
 def group_has_spread(r: RlhfRecipe) -> Message:
@@ -266,12 +266,12 @@ def held_out(r: RlhfRecipe) -> Message:
         return None
     if not splits(r):
         return (
-            f"evaluation.every: data.source '{r.data.source}' is one file, so that evaluation would read what is "
-            f"trained on; use {SPLIT} in its name or set every to 0"
+            f"evaluation.every: data.source '{r.data.source}' is one file, so that evaluation would read the training "
+            f"data; use {SPLIT} in its name or set every to 0"
         )
     if r.data.train_split == r.data.eval_split:
         return (
-            f"data.eval_split: '{r.data.eval_split}' is what is trained on; "
+            f"data.eval_split: '{r.data.eval_split}' is the training split; "
             "name a held-out split or set evaluation.every to 0"
         )
     return None
@@ -287,7 +287,7 @@ GRPO_CHECKS: Final[tuple[Callable[[RlhfRecipe], Message], ...]] = (
 )
 
 
-# ── generation that runs ahead ──────────────────────────────────────────────────────────────────────────────────────
+# ── asynchronous generation ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def memory_is_not_lent(r: RlhfRecipe) -> Message:

@@ -1,7 +1,6 @@
-"""What follows from several fields of a recipe together.
+"""Properties derived from several fields of a recipe.
 
-How near server and trainer are to each other, and what training needs where they are not; what new weights do to the
-requests that inference servers have under way.
+How closely server and trainer agree, and what training needs if they do not; what new weights do to requests in flight.
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ if TYPE_CHECKING:
     from schemas.recipe.recipe import Recipe, RlhfRecipe
 
 
-#: What new weights do to the requests that inference servers have under way.
+#: What new weights do to requests in flight on the inference servers.
 Interruption = Literal["in_place", "abort", "drain"]
 
 
 def same_code_on_cpu(recipe: RlhfRecipe) -> bool:
     """Whether server and trainer run the same model code in float32 on the CPU.
 
-    Either then repeats itself bitwise, given as many threads. Their logprobs of a token are not bitwise identical: the
-    server computes a position at a time, and a pass over whole samples sums in another order. They differ by float32
-    rounding: measured, 1.2e-7 nats on average with the quickstart's 0.4 M parameters (231 of 478 tokens bitwise
-    identical) and 9e-6 with 135 M (1 of 365), whatever the threads, the layout and the size of the passes. So the
-    server's logprobs are taken for the policy's own, and there is nothing to correct.
+    Each is then bitwise reproducible with the same number of threads. Their logprobs of a token are not bitwise
+    identical: the server computes one position at a time, while a pass over whole samples sums in another order. They
+    differ by float32 rounding: measured, 1.2e-7 nats on average with the quickstart's 0.4 M parameters (231 of 478
+    tokens bitwise identical) and 9e-6 with 135 M (1 of 365), for any threads, layout and pass size. So the server's
+    logprobs are used as the policy's own, without a correction.
     """
     inference, trainer = recipe.inference, recipe.trainer
     return (
@@ -41,22 +40,22 @@ def same_policy(recipe: RlhfRecipe) -> bool:
 
 
 def is_decoupled(recipe: RlhfRecipe) -> bool:
-    """Whether the policy of the iteration's start (proximal) is told from the one that has sampled (behaviour)."""
+    """Whether the policy of the iteration's start (proximal) is distinguished from the sampling one (behaviour)."""
     return recipe.algorithm.decoupled and not same_policy(recipe)
 
 
 def needs_proximal(recipe: RlhfRecipe) -> bool:
-    """Whether the policy of the iteration's start is asked for its logprobs before training.
+    """Whether the proximal policy's logprobs are computed before training.
 
-    With one minibatch the step's own forward pass is that policy, token by token: the weight of a sequence
-    must be known before the loss of its first token.
+    With one minibatch the step's own forward pass gives them per token; but the weight of a whole sequence must be
+    known before the loss of its first token.
     """
     algorithm = recipe.algorithm
     return is_decoupled(recipe) and (algorithm.minibatches > 1 or algorithm.behaviour_level == "sequence")
 
 
 def interruption(recipe: Recipe) -> Interruption | None:
-    """What the recipe has new weights do, in place by default; none where nothing is under way: η is 0."""
+    """The recipe's interruption, by default in place; None if η is 0, since no request is then in flight."""
     if recipe.flow != "rlhf" or recipe.rollout.max_head_offpolicyness == 0:
         return None
     return recipe.rollout.interruption or "in_place"

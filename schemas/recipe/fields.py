@@ -1,4 +1,4 @@
-"""How a recipe's fields are declared: semantic ones enter the keys of the stages that read them, operational never."""
+"""Declaration of recipe fields: semantic ones are part of the keys of the stages that read them, operational never."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALWAYS_THERE: Final = ...
 
 
 class Section(BaseModel):
-    """A part of a recipe. Unknown keys are refused; a recipe does not change once it is checked."""
+    """A part of a recipe. Unknown keys are refused; a validated recipe is immutable."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, hide_input_in_errors=True
@@ -29,15 +29,15 @@ def semantic(
     formerly: Sequence[Any] = (),
     **bounds: Any,
 ) -> Any:
-    """A field that changes what is computed: it enters the keys of the stages that read it.
+    """A field that changes what is computed: it is part of the keys of the stages that read it.
 
-    A run keeps the values that it was begun with, whatever the defaults are when it is resumed
-    (`schemas.recipe.recorded`). So that it can, a field says what it has been:
+    A resumed run keeps the values that it was started with, even if defaults have changed (`schemas.recipe.recorded`).
+    For that, a field declares its history:
 
     Args:
-        before: For a field that was added later: the value that stands for how runs were computed before the field
-            existed. Recorded recipes that lack the field are read with it, and where a field has this value it is
-            left out of keys, so that those of recorded stages stay as they are.
+        before: For a field that was added later: the value equivalent to how runs were computed before the field
+            existed. Recorded recipes that lack the field are read with it, and a field with this value is left out of
+            keys, so that the keys of recorded stages stay valid.
         formerly: For a field whose default has changed: its former defaults. Recorded recipes and keys contain the
             value already.
     """
@@ -47,12 +47,12 @@ def semantic(
 
 
 def operational(default: Any = ..., *, description: str, **bounds: Any) -> Any:
-    """A field that changes how, where or how fast, never what: it enters no key."""
+    """A field that changes how, where or how fast something is computed, never what: it is part of no key."""
     return Field(default, description=description, json_schema_extra={"semantic": False}, **bounds)
 
 
 def section(model: type[Section], description: str) -> Any:
-    """A nested section whose fields all have defaults. Each of them says whether it is semantic."""
+    """A nested section whose fields all have defaults; each field declares whether it is semantic."""
     return Field(default_factory=model, description=description, json_schema_extra={"semantic": True})
 
 
@@ -61,28 +61,28 @@ def is_semantic(info: FieldInfo) -> bool:
 
 
 def before(info: FieldInfo) -> Any:
-    """What runs were computed with before the field existed; `ALWAYS_THERE` if it is not a later one."""
+    """The value equivalent to runs from before the field existed; `ALWAYS_THERE` if it was not added later."""
     return _extra(info).get("before", ALWAYS_THERE)
 
 
 def former_values(info: FieldInfo) -> list[Any]:
-    """The values that runs may have that did not set the field, besides today's default."""
+    """The values, besides today's default, that runs may have which did not set the field."""
     earlier = before(info)
     return [*([] if earlier is ALWAYS_THERE else [earlier]), *_extra(info).get("formerly", [])]
 
 
 def is_default(info: FieldInfo, value: Any) -> bool:
-    """Whether `value` is what the field has where nothing sets it."""
+    """Whether `value` is the field's default."""
     return bool(value == info.get_default(call_default_factory=True))
 
 
 def is_set(info: FieldInfo, value: Any) -> bool:
-    """Whether `value` was chosen: a former default, which a resumed run may have, was not."""
+    """Whether `value` was set explicitly: neither today's default nor a former one, which a resumed run may have."""
     return not is_default(info, value) and value not in former_values(info)
 
 
 def nested_section(info: FieldInfo) -> type[Section] | None:
-    """The section a field holds, also where it may be absent; None for a field that is a plain value."""
+    """The section type of a field, also of an optional one; None for a field with a plain value."""
     for kind in (info.annotation, *typing.get_args(info.annotation)):
         if isinstance(kind, type) and issubclass(kind, Section):
             return kind

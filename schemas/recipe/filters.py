@@ -1,4 +1,4 @@
-"""Dynamic sampling: by which rewards a finished group is rejected, so that another takes its place."""
+"""Dynamic sampling: rejects finished groups by their rewards, so that other groups replace them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any, Final
 
 from schemas.recipe.fields import Section, operational, semantic
 
-#: Why groups are rejected: their attempts have failed, or one of the filters below.
+#: Why groups are rejected: all attempts failed, or one of the filters below applies.
 REASONS: Final = ("failed", "equal_rewards", "min_success", "max_success", "function")
 
 
 class Filters(Section):
-    """Dynamic sampling (DAPO, arXiv:2503.14476, §3.2): finished groups that are rejected for their rewards.
+    """Dynamic sampling (DAPO, arXiv:2503.14476, §3.2): rejects finished groups by their rewards.
 
-    With a filter, groups are verified as they finish. Each rejected group lets the next prompt's begin: no more are
-    generated than that. A sample without a reward does not count; a group in which no sample has one is not rejected.
+    With a filter, groups are verified as they finish. Each rejected group is replaced by one group of the next prompt.
+    Samples without a reward do not count; a group in which no sample has a reward is not rejected.
     """
 
     equal_rewards: bool = semantic(
@@ -30,14 +30,14 @@ class Filters(Section):
         "",
         before="",
         description="Your own filter, as `package.module:object`: called with a group's samples, their rewards and "
-        "`arguments`, it returns why the group is rejected, or nothing.",
+        "`arguments`, it returns the reason to reject the group, or nothing.",
     )
     arguments: dict[str, Any] = semantic({}, before={}, description="Keyword arguments of `function`.")
     max_rejected: int | None = operational(
         None,
         ge=1,
         le=1_000_000_000,
-        description="So many rejected groups, while no batch is filled, end the run; none: ten batches' worth.",
+        description="The run stops at this many rejected groups while a batch is filled; none: ten batches' worth.",
     )
 
     @property

@@ -1,4 +1,4 @@
-"""The fields of a recipe that act only beside others: set where they have no effect, they are refused."""
+"""Recipe fields that have an effect only with certain values of others; setting them without effect is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Idle:
-    """`field` acts only where `acts` holds; elsewhere it must keep its default. `when` says where it does not act."""
+    """`field` has an effect only if `acts` holds, else it must keep its default. `when` describes the latter case."""
 
     field: str
     acts: Callable[[Any], bool]
@@ -51,22 +51,22 @@ SGLANG_ALONE: Final = (
 )  # fmt: skip
 BEHAVIOUR: Final = ("behaviour_bound", "behaviour_cap", "behaviour_low", "behaviour_high", "behaviour_level")
 IDLE: Final = (
-    Idle("inference.deterministic", _embedded, "with inference.engine sglang: it is the embedded engine's"),
-    Idle("inference.slots", _embedded, "with inference.engine sglang: it is the embedded engine's"),
-    Idle("inference.threads", _embedded, "with inference.engine sglang: it is the embedded engine's"),
+    Idle("inference.deterministic", _embedded, "with inference.engine sglang: only the embedded engine uses it"),
+    Idle("inference.slots", _embedded, "with inference.engine sglang: only the embedded engine uses it"),
+    Idle("inference.threads", _embedded, "with inference.engine sglang: only the embedded engine uses it"),
     *(
-        Idle(f"inference.{name}", lambda r: not _embedded(r), "with inference.engine embedded: it is SGLang's")
+        Idle(f"inference.{name}", lambda r: not _embedded(r), "with inference.engine embedded: only SGLang uses it")
         for name in SGLANG_ALONE
     ),
     *(
-        Idle(f"inference.{name}", lambda r: r.flow == "rlhf", "in an evaluate recipe: it trains nothing")
+        Idle(f"inference.{name}", lambda r: r.flow == "rlhf", "in an evaluate recipe, which trains nothing")
         for name in ("release_memory", "transport")
     ),
     Idle("data.system", lambda r: r.data.chat, "without data.chat: set data.chat to true"),
     Idle("data.subset", _source("hub"), "unless data.source is the name of a Hugging Face data set"),
     Idle("data.prompt_column", _source("hub", "file"), "with sums://, which has no columns"),
     Idle("data.answer_column", _source("hub", "file"), "with sums://, which has no columns"),
-    Idle("data.train_split", lambda r: r.flow != "evaluate", "in an evaluate recipe: it reads data.eval_split"),
+    Idle("data.train_split", lambda r: r.flow != "evaluate", "in an evaluate recipe, which reads data.eval_split"),
     Idle("data.train_split", splits, f"with a file whose name has no {SPLIT}"),
     Idle("data.eval_split", lambda r: r.flow == "evaluate" or evaluates(r), "where nothing is evaluated"),
     Idle("data.eval_split", splits, f"with a file whose name has no {SPLIT}"),
@@ -83,19 +83,19 @@ IDLE: Final = (
     Idle(
         "algorithm.clip_ratio",
         lambda r: r.algorithm.minibatches > 1 or not r.algorithm.decoupled,
-        "with one minibatch: the policy has not moved when the ratio is taken",
+        "with one minibatch: the policy has not changed when the ratio is computed",
     ),
     *(
         Idle(
             f"algorithm.{name}",
             lambda r: not same_policy(r),
             "with server and trainer on the CPU in float32 (embedded and deterministic, local without gpus) and "
-            "rollout.max_head_offpolicyness 0: they differ by rounding, and the weight is taken as 1",
+            "rollout.max_head_offpolicyness 0: their logprobs differ only by rounding, and the weight is 1",
         )
         for name in ("decoupled", *BEHAVIOUR)
     ),
     *(
-        Idle(f"algorithm.{name}", lambda r: r.algorithm.decoupled, "with algorithm.decoupled false: it has no weight")
+        Idle(f"algorithm.{name}", lambda r: r.algorithm.decoupled, "with algorithm.decoupled false: no weight is used")
         for name in BEHAVIOUR
     ),
     Idle("algorithm.behaviour_cap", lambda r: r.algorithm.behaviour_bound == "cap", "with behaviour_bound mask"),
@@ -119,7 +119,7 @@ IDLE: Final = (
     Idle(
         "trainer.head_chunk_tokens",
         lambda r: r.trainer.head_chunk_tokens < r.trainer.micro_batch_tokens,
-        "unless it is below trainer.micro_batch_tokens: all tokens of a pass are one chunk then",
+        "unless it is below trainer.micro_batch_tokens: all tokens of a pass are then one chunk",
     ),
     Idle(
         "trainer.lr_final",
@@ -142,7 +142,7 @@ IDLE: Final = (
     ),
     Idle("rollout.filters.arguments", lambda r: r.rollout.filters.function, "without rollout.filters.function"),
     Idle("rollout.filters.max_rejected", lambda r: r.rollout.filters.active, "without a filter"),
-    Idle("evaluation.every", lambda r: r.flow != "evaluate", "in an evaluate recipe: it evaluates once"),
+    Idle("evaluation.every", lambda r: r.flow != "evaluate", "in an evaluate recipe, which evaluates once"),
     *(
         Idle(
             f"evaluation.{name}",
@@ -155,7 +155,7 @@ IDLE: Final = (
 
 
 def idle_knobs(recipe: BaseRecipe) -> Iterator[str]:
-    """A message for each field of `IDLE` that this recipe has, sets, and does not use."""
+    """A message for each field of `IDLE` that this recipe sets without effect."""
     for idle in IDLE:
         owner, _, name = idle.field.rpartition(".")
         part = _section(recipe, owner)

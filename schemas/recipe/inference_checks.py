@@ -1,4 +1,4 @@
-"""Checks of GPUs, ports, and SGLang's flags that are not the recipe's to set."""
+"""Checks of GPUs, ports, and SGLang flags that a recipe must not set."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 Message = str | None
 
 SERVICE: Final = "the service sets it"
-ONE_PROCESS: Final = "the bearer token guards one HTTP process of the service's own"
-SAMPLING: Final = "sampling parameters are the recipe's (rollout, evaluation)"
+ONE_PROCESS: Final = "the bearer token protects a single HTTP process, which the service starts"
+SAMPLING: Final = "the recipe's sections rollout and evaluation set sampling parameters"
 
-#: Flags of SGLang that a recipe may not give, and why or what to use instead.
+#: Flags of SGLang that a recipe must not set, and the reason or the field to use instead.
 RESERVED_FLAGS: Final = {
     **dict.fromkeys(("model", "model-path"), "model.path"),
     **dict.fromkeys(("tp", "tp-size", "tensor-parallel-size"), "inference.tensor_parallel"),
@@ -30,7 +30,7 @@ RESERVED_FLAGS: Final = {
     **dict.fromkeys(("nnodes", "node-rank", "dist-init-addr", "nccl-init-addr"), "a server is on one machine"),
     **dict.fromkeys(("dp", "dp-size", "data-parallel-size"), "inference.servers"),
     **dict.fromkeys(("pp-size", "pipeline-parallel-size"), "inference.tensor_parallel"),
-    "skip-tokenizer-init": "answers hold text",
+    "skip-tokenizer-init": "responses contain text",
     "preferred-sampling-params": SAMPLING,
 }
 
@@ -40,11 +40,11 @@ def flags_allowed(r: RlhfRecipe | EvaluateRecipe) -> Message:
         name = key.strip("-").replace("_", "-")
         if reason := RESERVED_FLAGS.get(name):
             hint = f"set {reason} instead" if "." in reason or reason == "seed" else f"leave it out, since {reason}"
-            return f"inference.flags: {key} is not the recipe's to set; {hint}"
+            return f"inference.flags: a recipe cannot set {key}; {hint}"
         if key != key.strip("-"):
             return f"inference.flags: write {key.strip('-')} without the dashes"
         if value is False or value is None:
-            return f"inference.flags: {key}: {str(value).lower()} says nothing to SGLang; leave it out"
+            return f"inference.flags: {key}: {str(value).lower()} has no effect; leave it out"
     return None
 
 
@@ -62,7 +62,7 @@ def gpus_differ(r: RlhfRecipe | EvaluateRecipe) -> Message:
     gpus, width = r.inference.gpus, r.inference.tensor_parallel
     groups = [gpus[at : at + width] for at in range(0, len(gpus), width)]
     if any(len(set(group)) < len(group) for group in groups):
-        return "inference.gpus: one server's GPUs must differ; the same one may only be named for another server"
+        return "inference.gpus: one server's GPUs must differ; only different servers may share a GPU"
     return None
 
 

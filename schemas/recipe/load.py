@@ -1,6 +1,6 @@
-"""From a recipe's name or path, and overrides, to a checked recipe; from whatever is wrong to one readable message.
+"""Loads a recipe by name or path, with overrides, and validates it; turns all errors into one readable message.
 
-YAML as recipes mean it: `1e-6` is a number, a key given twice is an error, and errors name line and column.
+YAML is read so that `1e-6` is a number, a duplicate key is an error, and errors name line and column.
 """
 
 from __future__ import annotations
@@ -31,49 +31,49 @@ _FLOAT: Final = re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)$|^[-+]?(\d
 
 
 def list_recipes() -> list[str]:
-    """The names of the recipes that come with the package, sorted."""
+    """The names of the shipped recipes, sorted."""
     return sorted(f.name.removesuffix(".yaml") for f in files("deployments").iterdir() if f.name.endswith(".yaml"))
 
 
 def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of that name or in that file, with overrides like `rollout.groups=8`. UserError lists all faults.
+    """The recipe of that name or in that file, with overrides like `rollout.groups=8`. UserError lists all errors.
 
-    Relative data of a recipe in a file may lie in the current folder or in that of the file: see `beside`.
+    A relative data path in a recipe file may refer to the current folder or the file's: see `with_data`.
     """
     values = parse_yaml(_read(str(name_or_path)), str(name_or_path))
     if not isinstance(values, dict):
         raise UserError(f"recipe '{name_or_path}' should be a mapping of sections, not {type(values).__name__}")
     recipe = parse_recipe(apply_overrides(values, overrides), str(name_or_path))
-    return recipe if str(name_or_path) in list_recipes() else beside(recipe, Path(name_or_path).resolve().parent)
+    return recipe if str(name_or_path) in list_recipes() else with_data(recipe, Path(name_or_path).resolve().parent)
 
 
-def beside(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe, with the absolute path of its data if that is relative and lies in `folder` alone.
+def with_data(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe, with its data path made absolute if it is relative and its files exist only in `folder`.
 
-    What lies in the current folder keeps its relative path, by which runs have recorded it.
+    A path in the current folder stays relative, as runs have recorded it.
 
     Raises:
-        UserError: both folders have such data.
+        UserError: both folders have different files of these names.
     """
     data = recipe.data
     if source_kind(data.source) != "file" or "://" in data.source or Path(data.source).is_absolute():
         return recipe
     names = [data.source.replace(SPLIT, split) for split in (data.train_split, data.eval_split)]
-    there = [name for name in names if (folder / name).exists()]
-    here = [name for name in names if Path(name).exists()]
-    same = all((folder / name).samefile(name) for name in there if name in here)
-    if not there or (here and same):
+    in_folder = [name for name in names if (folder / name).exists()]
+    in_current = [name for name in names if Path(name).exists()]
+    same = all((folder / name).samefile(name) for name in in_folder if name in in_current)
+    if not in_folder or (in_current and same):
         return recipe
-    if here:
+    if in_current:
         raise UserError(
             f"data.source '{data.source}' is in the current folder ({Path.cwd()}) and in that of the recipe ({folder}"
-            "): name the one that is meant by its absolute path"
+            "): give the absolute path of the one to use"
         )
     return recipe.model_copy(update={"data": data.model_copy(update={"source": str(folder / data.source)})})
 
 
 def parse_recipe(values: Mapping[str, Any], origin: str = "") -> Recipe:
-    """The checked recipe of nested values. UserError lists every problem with its dotted field and the remedy."""
+    """The validated recipe of nested values. UserError lists every problem with its dotted field and the remedy."""
     model = _model_of(values, origin)
     try:
         return model.model_validate(dict(values))
@@ -83,7 +83,7 @@ def parse_recipe(values: Mapping[str, Any], origin: str = "") -> Recipe:
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """A copy of `values` with each `dotted.key=value` set; the value is read as YAML, nothing is an empty text."""
+    """A copy of `values` with each `dotted.key=value` set; the value is read as YAML, or is "" if it is blank."""
     result = copy.deepcopy(dict(values))
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -103,20 +103,20 @@ def warm_start(recipe: RlhfRecipe, name: str) -> tuple[SftRecipe, RlhfRecipe]:
     """The recipe of the SFT run that comes first, in the same store, and `recipe` with its last weights.
 
     Raises:
-        UserError: there is no such recipe, or it is for another flow.
+        UserError: the recipe does not exist, or is not for the flow sft.
     """
     first = load_recipe(recipe.model.warm_start)
     if not isinstance(first, SftRecipe):
         raise UserError(f"model.warm_start: {recipe.model.warm_start!r} is a recipe for {first.flow}; name one for sft")
     model = recipe.model.model_copy(update={"path": f"run://{first_name(name)}", "warm_start": ""})
-    here = {"store": recipe.store, "launcher": recipe.launcher}
-    return first.model_copy(update=here), recipe.model_copy(update={"model": model})
+    shared = {"store": recipe.store, "launcher": recipe.launcher}
+    return first.model_copy(update=shared), recipe.model_copy(update={"model": model})
 
 
 def run_and_changes(words: Sequence[str] | None) -> tuple[str, list[str]]:
-    """Of a command line's `key=value` words: the name in `run=NAME` ("" without one), and those that change the recipe.
+    """Split a command line's `key=value` words into the name in `run=NAME` ("" without one) and recipe overrides.
 
-    The last of a key counts.
+    The last value of a key counts.
     """
     settings = dict(word.partition("=")[::2] for word in words or [])
     name = settings.pop("run", "")
@@ -124,7 +124,7 @@ def run_and_changes(words: Sequence[str] | None) -> tuple[str, list[str]]:
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
-    """One line a problem: the dotted field, what is wrong with it, and what would be right."""
+    """One line per problem: the dotted field, what is wrong with it, and what would be right."""
     lines: list[str] = []
     for problem in error.errors(include_url=False):
         if problem["type"] == PROBLEMS:
@@ -212,10 +212,10 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 
 def parse_yaml(text: str, origin: str) -> Any:
-    """The value of a YAML text. UserError names `origin`, line and column."""
+    """The value of a YAML text. UserError with `origin`, line and column if it is invalid."""
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader: builds plain values only
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UserError(f"{origin}{where}: no valid YAML: {getattr(error, 'problem', None) or error}") from None
+        raise UserError(f"{origin}{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None

@@ -1,4 +1,4 @@
-"""The recipes of the three flows. Checks that need more than one field live in `schemas.recipe.checks`."""
+"""The recipes of the three flows. Checks that need more than one field are in `schemas.recipe.checks`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FLOW = "The flow that runs this recipe."
 
 
 class BaseRecipe(Section):
-    """What every flow needs."""
+    """The fields that every flow has."""
 
     CHECKS: ClassVar[tuple[Callable[[Any], str | None], ...]] = BASE_CHECKS
 
@@ -49,7 +49,7 @@ class BaseRecipe(Section):
     seed: int = semantic(1, ge=0, lt=2**31, description="Seed of the run: prompt order, sampling, initial weights.")
     model: Model = Field(description="Initial weights and tokenizer.")
     data: Data = Field(description="Prompts and answers.")
-    store: StoreSettings = section(StoreSettings, "Where everything lies.")
+    store: StoreSettings = section(StoreSettings, "Where everything is stored.")
     launcher: Launcher = section(Launcher, "Where services run.")
 
     @model_validator(mode="after")
@@ -71,8 +71,8 @@ class RlhfRecipe(BaseRecipe):
     trainer: Trainer = section(Trainer, "The optimizer.")
     inference: Inference = section(Inference, "The servers that generate.")
     evaluation: Evaluation = section(Evaluation, "Accuracy on the held-out split.")
-    alerts: Alerts = section(Alerts, "When it warns.")
-    schedule: Schedule = section(Schedule, "How long.")
+    alerts: Alerts = section(Alerts, "When the run warns.")
+    schedule: Schedule = section(Schedule, "How long the run is.")
 
 
 class SftRecipe(BaseRecipe):
@@ -83,7 +83,7 @@ class SftRecipe(BaseRecipe):
     flow: Literal["sft"] = Field("sft", description=FLOW)
     algorithm: Sft = section(Sft, "Batches of demonstrations.")
     trainer: Trainer = section(Trainer, "The optimizer.")
-    schedule: Schedule = section(Schedule, "How long.")
+    schedule: Schedule = section(Schedule, "How long the run is.")
 
 
 class EvaluateRecipe(BaseRecipe):

@@ -1,4 +1,4 @@
-"""Recipes of recorded runs: fields that were added later are filled in, and a run that is resumed keeps its values."""
+"""Recipes of recorded runs: fields that were added later are filled in, and a resumed run keeps its values."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ R = TypeVar("R", bound=BaseRecipe)
 def read_recorded(values: Mapping[str, Any]) -> dict[str, Any]:
     """The nested values of a recorded recipe, with the fields that it lacks because they were added later.
 
-    Each of these has the value that the run was computed with (`before` of its declaration), not today's default.
-    Whatever is read from a recorded recipe goes through here. A recipe of an unknown flow is returned as it is.
+    Each of these gets the value that the run was computed with (`before` in its declaration), not today's default.
+    Every reader of recorded recipes must call this. A recipe of an unknown flow is returned unchanged.
     """
     model = RECIPES.get(str(values.get("flow")))
     return dict(values) if model is None else _filled(values, model)
 
 
 def keep_recorded(recipe: R, recorded: Mapping[str, Any]) -> tuple[R, dict[str, Any]]:
-    """`recipe` as it continues the run whose recorded recipe is given, and the values kept of that one, by dotted path.
+    """The recipe with which to continue the run of `recorded`, and the values kept from that, by dotted path.
 
-    A field keeps its recorded value where `recipe` has today's default and the run was begun with a former one: it
-    differs because the default has changed, or the field has been added, since. All other fields are as in `recipe`.
+    A field keeps its recorded value if `recipe` has today's default and the run was started with a former one: they
+    differ only because the default has changed, or the field was added, since. All other fields are as in `recipe`.
 
     Raises:
-        UserError: with the values kept, `recipe` contradicts itself.
+        UserError: with the values kept, `recipe` is inconsistent.
     """
-    there = read_recorded(recorded)
-    kept = {path: known for path, value, info in leaves(recipe) if _is_kept(info, value, known := _at(there, path))}
+    known = read_recorded(recorded)
+    kept = {path: former for path, value, info in leaves(recipe) if _is_kept(info, value, former := _at(known, path))}
     if not kept:
         return recipe, {}
     values = recipe.model_dump(mode="json")
-    for path, known in kept.items():
-        _put(values, path, known)
+    for path, former in kept.items():
+        _put(values, path, former)
     found = parse_recipe(values, recipe.name)
     assert isinstance(found, type(recipe)), "the flow is the same"
     return found, kept

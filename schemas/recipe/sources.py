@@ -1,4 +1,4 @@
-"""What kind of thing `data.source` names, told from its spelling alone."""
+"""Classifies `data.source` by its text alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def holds_credentials(url: str) -> bool:
 
 
 def source_kind(source: str) -> Literal["sums", "file", "hub"]:
-    """`sums://…`; a file or object URL by its suffix or scheme; else the name or folder of a `datasets` repository."""
+    """`sums`: `sums://…`; `file`: a path or URL by its suffix or scheme; `hub`: a `datasets` repository or folder."""
     if source.startswith("sums://"):
         return "sums"
     if "://" in source or PurePosixPath(source).suffix in SUFFIXES:

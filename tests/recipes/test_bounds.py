@@ -95,7 +95,7 @@ NOT_HERE = (
     "a scratch model has no chat template",
     "both path and scratch are given",
     "in an evaluate recipe",
-    "it is SGLang's",
+    "only SGLang uses it",
 )
 
 

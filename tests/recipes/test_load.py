@@ -131,7 +131,7 @@ def test_overrides_make_missing_sections_and_leave_the_original() -> None:
         ("rollout..groups=1", "should look like"),
         ("=1", "should look like"),
         ("seed.x=1", "seed is a value, not a section"),
-        ("rollout.groups=[1", "override 'rollout.groups=.1', line 1.* no valid YAML"),
+        ("rollout.groups=[1", "override 'rollout.groups=.1', line 1.* not valid YAML"),
         ("rollout.grops=1", r"rollout\.grops: unknown key .did you mean 'groups'"),
     ],
 )
@@ -161,12 +161,12 @@ def test_unknown_recipes(name: str, message: str) -> None:
     [
         ("", "should be a mapping of sections, not NoneType"),
         ("- a", "should be a mapping of sections, not list"),
-        ("a: [", r"mine\.yaml, line 1, column 5: no valid YAML"),
-        ("seed: 1\nseed: 2", "line 2, column 1: no valid YAML: the key 'seed' occurs twice"),
+        ("a: [", r"mine\.yaml, line 1, column 5: not valid YAML"),
+        ("seed: 1\nseed: 2", "line 2, column 1: not valid YAML: the key 'seed' occurs twice"),
         ("name: x", "flow is missing; it should be one of rlhf, sft, evaluate"),
         ("flow: rlfh", "flow is 'rlfh' .did you mean 'rlhf'"),
         ("flow: [rlhf]", "flow is"),
-        ("1: 2", "line 1, column 1: no valid YAML: a key should be text"),
+        ("1: 2", "line 1, column 1: not valid YAML: a key should be text"),
         ("[a]: 2", "a key should be text"),
     ],
 )

@@ -219,7 +219,7 @@ def test_a_run_needs_no_artifacts(
     head = found.run.head()
     assert head is not None and head.iteration == 2
     assert found.observer.artifacts.lost == 3 and not found.client.made
-    assert caplog.text.count("could not be made (ConnectError: All connection attempts failed)") == 1
+    assert caplog.text.count("could not be created (ConnectError: All connection attempts failed)") == 1
     assert "artifacts of 3 iterations are missing or incomplete; the run is not" in caplog.text
 
 
