@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from arealflow.packages import PACKAGES
-from flows.home import look_in
+from flows.home import add_import_folder
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
 
@@ -33,5 +33,5 @@ def enter(directory: str, modules: str) -> dict[str, str]:
             raise UserError(f"{folder} no longer exists: `arealflow deploy` the recipe again from where it is now")
     for package in PACKAGES:
         import_module(package)  # before Prefect imports the flow, for which it searches the current folder first
-    look_in(Path(modules))
+    add_import_folder(Path(modules))
     return {"directory": directory}

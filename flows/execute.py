@@ -32,7 +32,7 @@ from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import Run, load_run, open_run
 from areal_tasks.store.segments import continued
 from flows.credentials import take_s3_keys
-from flows.home import logs_folder, look_in
+from flows.home import add_import_folder, logs_folder
 from flows.observe import Observer
 from flows.patience import Patience, patiently
 from flows.pauses import Pauses
@@ -56,7 +56,7 @@ def prepared(recipe: R, overrides: str) -> R:
     """The recipe with its overrides, after all checks that need no run. Raises UserError."""
     flow_begins(nested=flow_run.get_parent_flow_run_id() is not None)
     hide_tracebacks()
-    look_in(Path.cwd())
+    add_import_folder(Path.cwd())
     recipe = with_overrides(recipe, overrides)
     take_s3_keys(recipe.store.url)
     check_engines(recipe)  # type: ignore[arg-type]

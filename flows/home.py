@@ -24,7 +24,7 @@ def logs_folder() -> Path:
     return home() / "logs"
 
 
-def look_in(folder: Path) -> None:
+def add_import_folder(folder: Path) -> None:
     """Append a folder to `sys.path`, for the rewards and workflows that a recipe names; child processes inherit it.
 
     arealflow's own packages take precedence over the folder's, even if they are installed by an import finder, which

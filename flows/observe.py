@@ -81,7 +81,7 @@ class Observer:
         self.events.committed(result)
         self._warn(result)
         whole = result.iteration % self.every == 0 or result.iteration == result.of - 1
-        if whole or any(made_here(built, result) and is_long(built) for built in result.built.values()):
+        if whole or any(built_now(built, result) and is_long(built) for built in result.built.values()):
             what = f"iteration {result.iteration}"
             self.artifacts.offer(what, lambda artifacts: self._show(artifacts, result, whole))
 
@@ -97,7 +97,7 @@ class Observer:
         pages = {
             label: self._manifest(artifacts, self._task_name(label, result), built.manifest)
             for label, built in result.built.items()
-            if made_here(built, result) and built.manifest.provenance.prefect_task_run_id and (whole or is_long(built))
+            if built_now(built, result) and built.manifest.provenance.prefect_task_run_id and (whole or is_long(built))
         }
         if not whole:
             return
@@ -123,7 +123,7 @@ class Observer:
 
     def _iteration(self, artifacts: Artifacts, result: IterationResult, pages: Mapping[str, UUID]) -> None:
         rows = [
-            stage_row(self._task_name(label, result), built, made_here(built, result), pages.get(label))
+            stage_row(self._task_name(label, result), built, built_now(built, result), pages.get(label))
             for label, built in by_stage(result)
         ]
         page = iteration_page(self.run.name, self.run.store.url, summary_line(result), rows)
@@ -163,7 +163,7 @@ class _Relay(logging.Handler):
             self.handleError(record)
 
 
-def made_here(built: Built, result: IterationResult) -> bool:
+def built_now(built: Built, result: IterationResult) -> bool:
     """Whether this start of the flow built the stage in this iteration: neither reused nor carried over."""
     return not built.reused and built.manifest.iteration == result.iteration
 

@@ -19,7 +19,7 @@ from areal_tasks.store.fork import Origin
 from areal_tasks.store.runs import load_run
 from flows.credentials import take_s3_keys
 from flows.execute import execute, hide_tracebacks, split_overrides
-from flows.home import look_in
+from flows.home import add_import_folder
 from flows.observe import artifact_key
 from flows.pages import escape_markdown
 from flows.startup import flow_begins
@@ -53,7 +53,7 @@ def replay(
     """
     flow_begins(nested=False)
     hide_tracebacks()
-    look_in(Path.cwd())
+    add_import_folder(Path.cwd())
     take_s3_keys(store)
     there, name = load_run(open_store(store), original), run or f"{original}-{flow_run.get_name() or 'replay'}"
     origin = Origin(original, at, "replay", not on_policy, start, until)

@@ -16,7 +16,7 @@ from flows.cli.deploy import is_file
 from flows.cli.in_process import run_recipe
 from flows.cli.machine import named_server
 from flows.credentials import in_environment, may_be_kept, on_s3
-from flows.home import look_in
+from flows.home import add_import_folder
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe, run_and_changes
 from schemas.recipe.recipe import Recipe
@@ -35,8 +35,8 @@ def run(
     name, changes = run_and_changes(overrides)
     loaded = in_threads(recipe, [*changes, *in_store(store, changes)])
     if is_file(recipe):
-        look_in(Path(recipe).parent)
-    look_in(Path.cwd())
+        add_import_folder(Path(recipe).parent)
+    add_import_folder(Path.cwd())
     check_engines(loaded)
     if not on_s3(loaded.store.url) or in_environment() or not (named_server() or may_be_kept()):
         check_inputs(loaded, name)

@@ -86,7 +86,7 @@ def up(
 
 def down() -> None:
     """Stop the worker, its flow runs, the keeper and the Prefect server. The store stays."""
-    with alone():
+    with up_lock():
         _down()
 
 
@@ -106,7 +106,7 @@ def _down() -> None:
 
 def start(port: int = DEFAULT_PORT, recipes: Sequence[str] = ()) -> Machine:
     """Start server, worker and keeper, keeping those that run, and deploy recipes."""
-    with alone():
+    with up_lock():
         machine = _start(port)
         _deploy(machine.api_url, recipes)
     return machine
@@ -163,7 +163,7 @@ def _answers(port: int) -> bool:
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
+def up_lock() -> Iterator[None]:
     """A lock of this home, held by one `up` or `down` at a time, so that the next one reads a complete up.json."""
     home().mkdir(parents=True, exist_ok=True)
     with (home() / "up.lock").open("ab") as lock:  # closed, and so released, even if the process is killed

@@ -70,12 +70,12 @@ class Upkeep:
     def __call__(self) -> None:
         """Poll once and handle what is found."""
         until = time.time() - MISSED_SECONDS  # later crashes are left to the automation for now
-        self._look()
+        self._poll()
         if until > self.began:
             last_look().touch()
             os.utime(last_look(), (until, until))
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         active = flow_runs(self.api_url, "RUNNING", "CANCELLING", "PENDING", "PAUSED", "SCHEDULED", "CRASHED")
         self._end_lost([run for run in active if run["state_type"] in GONE_SECONDS and not suspended(run)])
         crashed = [run for run in active if run["state_type"] == "CRASHED" and seconds_in_state(run) > MISSED_SECONDS]
@@ -110,16 +110,11 @@ class Upkeep:
         self.seen_running = set(running)
 
     def _run_again(self, crashed: Iterable[dict[str, Any]]) -> None:
-        """Crashes that no keeper has seen to, and the automation has not answered: its event died with the server."""
+        """Schedule crashed flow runs that no keeper has handled and the automation has not retried (event lost)."""
         for run in crashed:
             if timestamp(run) > self.began and not self._cancel_if_asked(run, self._states(run)):
-                set_state(
-                    self.api_url,
-                    run,
-                    "SCHEDULED",
-                    "AwaitingRetry",
-                    f"{AGAIN} by the keeper of `arealflow up`",
-                )
+                message = f"{AGAIN} by the keeper of `arealflow up`"
+                set_state(self.api_url, run, "SCHEDULED", "AwaitingRetry", message)
 
     def _recovers(self) -> bool:
         automation = find(self.api_url, RECOVERY)

@@ -12,7 +12,7 @@ import pytest
 
 from arealflow.packages import INSTALLED, PACKAGES, namesakes, note
 from flows.cli import doctor
-from flows.home import look_in
+from flows.home import add_import_folder
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_folder_of_the_users_comes_after_arealflow_also_in_child_processes(
     (project / "schemas").mkdir()  # no __init__.py: found before an editable install, too
     (project / "mine.py").write_text("")
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(INSTALLED))])
-    look_in(project)
+    add_import_folder(project)
     assert sys.path[-1] == str(project)
     check = "import flows.home, schemas.errors, mine; print(mine.__file__)"
     done = run(project, "-P", "-c", check, PYTHONPATH=os.pathsep.join(sys.path))
