@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from areal_tasks.engines.trainer.optimizer import here
+from areal_tasks.engines.trainer.optimizer import local_share
 
 
 class LiveBytes(TorchDispatchMode):
@@ -52,4 +52,4 @@ def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
     """Of the tensors in nested values, the share of each that is here; none of those on `meta`."""
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor) and not leaf.is_meta:
-            yield here(leaf.detach()).untyped_storage()
+            yield local_share(leaf.detach()).untyped_storage()

@@ -16,7 +16,7 @@ from waiting import LIMIT
 from areal_tasks.data.batching import Layout, lay_out
 from areal_tasks.engines.trainer import ahead, service
 from areal_tasks.engines.trainer import learner as learner_module
-from areal_tasks.engines.trainer.ahead import Ahead, aside, one_core
+from areal_tasks.engines.trainer.ahead import Ahead, background_thread, one_core
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.commands import Logprobs
 from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan
@@ -32,7 +32,7 @@ LENGTHS = [9, 4, 13, 6, 11, 3, 8, 2, 10, 7, 12, 5]
 @pytest.fixture
 def threaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The learner as on a GPU; its thread must be gone afterwards."""
-    monkeypatch.setattr(learner_module, "aside", ahead._thread)
+    monkeypatch.setattr(learner_module, "background_thread", ahead._thread)
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) <= before
@@ -54,7 +54,7 @@ def _numbers(table: pa.Table) -> dict[str, str]:
 
 
 def test_on_a_cpu_there_is_no_thread() -> None:
-    with aside(CPU) as thread:
+    with background_thread(CPU) as thread:
         assert thread is None
 
 

@@ -86,8 +86,8 @@ def test_what_comes_through_a_buffer_is_the_tensor_alone_and_the_buffer_stays() 
     for shape in ((64, 4), (3,), (), (2, 8)):
         tensor = torch.randn(shape)
         found = host.through_buffer(tensor)
-        assert torch.equal(checkpoint_files.alone(found), tensor)
-        assert checkpoint_files.alone(found).untyped_storage().nbytes() == tensor.nbytes
+        assert torch.equal(checkpoint_files.with_own_storage(found), tensor)
+        assert checkpoint_files.with_own_storage(found).untyped_storage().nbytes() == tensor.nbytes
         assert found.data_ptr() == host.buffer.data_ptr()
 
 

@@ -21,8 +21,8 @@ from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.fsdp2 import whole
 from areal_tasks.engines.trainer.optimizer import (
     clip_gradients,
-    here,
     learning_rate,
+    local_share,
     make_optimizer,
     prepare_state,
     step_at,
@@ -95,15 +95,15 @@ def test_a_sharded_parameter_is_clipped_and_stepped_as_a_whole_one_is(one_rank: 
         norms.append(clip_gradients([parameter], 0.5))
         step_at(optimizer, 0.1)
         step_at(optimizer, 0.05)
-        results.append(here(parameter.detach()))
-        assert here(prepare_state(optimizer, parameter)["step"]) == 2.0
+        results.append(local_share(parameter.detach()))
+        assert local_share(prepare_state(optimizer, parameter)["step"]) == 2.0
     assert norms == pytest.approx([float(gradient.norm())] * 2, rel=1e-6)
     assert torch.equal(*results) and not torch.equal(results[0], start)
 
 
 def test_the_share_of_a_lone_rank_is_the_whole_tensor_and_no_copy(one_rank: DeviceMesh) -> None:
     shares = distribute_tensor(torch.randn(5, 3), one_rank, [Shard(0)])
-    assert whole(shares).data_ptr() == here(shares).data_ptr()
+    assert whole(shares).data_ptr() == local_share(shares).data_ptr()
     assert torch.equal(whole(shares), shares.full_tensor())
     assert whole(plain := torch.randn(2)) is plain
 

@@ -107,7 +107,7 @@ def test_a_rank_that_fails_alone_says_why_while_the_others_are_stuck() -> None:
         with pytest.raises(GroupBroken, match="rank 1: no memory") as broken:
             groups[1].follow(lambda text: _raises(UserError("no memory"))(), lambda: "same")
         assert broken.value.by_user
-        assert groups[0].last_words(1) == Outcome(1, "same", "no memory")
+        assert groups[0].failure_of(1) == Outcome(1, "same", "no memory")
         assert not leading.done()
         stuck.set()
         assert isinstance(leading.exception(LIMIT), UserError)
@@ -115,8 +115,8 @@ def test_a_rank_that_fails_alone_says_why_while_the_others_are_stuck() -> None:
 
 def test_a_rank_that_dies_without_a_word_has_none() -> None:
     groups, _ = _groups()
-    assert groups[0].last_words(1) is None
-    assert Group().last_words(0) is None
+    assert groups[0].failure_of(1) is None
+    assert Group().failure_of(0) is None
 
 
 def test_what_rank_0_finds_is_found_by_all() -> None:

@@ -1,5 +1,5 @@
-"""The trainer service: a resident process that holds a policy and its optimizer and obeys small JSON commands.
+"""The trainer service: a resident process that holds a policy and its optimizer and runs small JSON commands.
 
-`app` listens, `service` obeys, `fencing` refuses repeats and ghosts, `learner` runs the minibatches of an iteration,
-`objective` says what is minimised, and a `backend` owns model and optimizer.
+`app` serves HTTP, `service` runs commands, `fencing` handles retries and refuses superseded owners, `learner` runs an
+iteration's minibatches, `objective` defines the loss, and a `backend` owns model and optimizer.
 """

@@ -1,4 +1,4 @@
-"""`python -m areal_tasks.engines.trainer`: the trainer, which ends with its supervisor even while it starts."""
+"""`python -m areal_tasks.engines.trainer`: the trainer, which ends with its supervisor, also during startup."""
 
 from areal_tasks.engines.lifeline import watch_lifeline
 from areal_tasks.importing import importing

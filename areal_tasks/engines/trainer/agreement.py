@@ -1,8 +1,8 @@
-"""Whether the server and the trainer mean the same policy: how far apart their logprobs of the same tokens are.
+"""Whether server and trainer compute the same policy: the difference between their logprobs of the same tokens.
 
-The server's are those a token was sampled with; the trainer's are its own under the weights the iteration began with.
-Rounding sets them apart: by 1e-7 to 1e-5 nats on average in float32, by hundredths in bfloat16. More is a fault that
-training would hide.
+The server's logprobs are those that tokens were sampled with; the trainer computes its own with the weights at the
+start of the iteration. Rounding alone gives a mean difference of 1e-7 to 1e-5 nats in float32, of hundredths in
+bfloat16. A larger difference is a fault that training would hide.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RATIOS: Final = (0.9, 1.1)
 
 
 class EnginesDisagree(Declined):
-    """Server and trainer are too far apart to train on what the server sampled. No step was made."""
+    """The logprobs of server and trainer differ too much to train on the server's samples. No step was made."""
 
 
 def gaps(proximal: Float[Tensor, " T"], behaviour: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
@@ -38,7 +38,7 @@ def outside(proximal: Float[Tensor, " T"], behaviour: Float[Tensor, " T"]) -> Fl
 
 
 def agreement(gap: Float[Tensor, " T"], beyond: Float[Tensor, " T"]) -> dict[str, float]:
-    """The columns of `train_steps` that tell of it, over tokens' `gaps` and `outside`. NaN without tokens."""
+    """The agreement columns of `train_steps` from the tokens' `gaps` and `outside`; NaN without tokens."""
     if not gap.numel():
         return dict.fromkeys(("logprob_gap_mean", "logprob_gap_max", "ratio_outside"), math.nan)
     return {
@@ -52,7 +52,7 @@ def check_agreement(found: Mapping[str, float], bound: float, tokens: int) -> No
     """Refuse a mean gap above `bound` (`algorithm.max_logprob_gap`). A NaN passes: a loss of NaN skips the step.
 
     Raises:
-        EnginesDisagree: with what was measured, what usually causes it, and the knob.
+        EnginesDisagree: states the measurement, the usual causes, and the field to change.
     """
     if found["logprob_gap_mean"] > bound:
         raise EnginesDisagree(
@@ -60,7 +60,7 @@ def check_agreement(found: Mapping[str, float], bound: float, tokens: int) -> No
             f"{found['logprob_gap_mean']:.4g} nats on average and {found['logprob_gap_max']:.4g} at most, and "
             f"{found['ratio_outside']:.1%} of the probability ratios are outside [{RATIOS[0]}, {RATIOS[1]}]; "
             f"algorithm.max_logprob_gap allows {bound:g} on average. No step was made. Likely causes: a server that "
-            "generates at another temperature or with other weights than it says, another dtype or quantisation there, "
+            "generates at another temperature or with other weights than it reports, another dtype or quantisation, "
             "or tokens shifted by a chat template or a BOS token. Where the difference is understood and small enough, "
             "raise algorithm.max_logprob_gap."
         )

@@ -1,4 +1,4 @@
-"""What the host does for the device: on one core, and an item ahead, beside a GPU in a thread that launches nothing."""
+"""Host work for the device: on one core, one item ahead, and for a GPU in a thread that launches no kernels."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """While inside, torch does its work here: to wake other threads takes several times as long as the work.
+    """Inside this context torch uses one CPU thread: waking others takes several times as long as the work.
 
-    The number holds for the whole process; a thread that first uses torch meanwhile keeps it.
+    The setting is process-wide; a thread that first uses torch inside the context keeps it.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -30,42 +30,42 @@ def one_thread() -> Iterator[None]:
 
 
 def one_core(device: torch.device, settings: Trainer) -> AbstractContextManager[None]:
-    """While inside, torch's work in host memory takes one core where `device` is a GPU.
+    """Inside this context torch's host work uses one core if `device` is a GPU.
 
-    There it is a few passes over the batch, and to wake the other cores takes longer than all of them. A CPU that
-    computes keeps its threads, on whose number its bits hang, and so does an optimizer in host memory. What has been
-    compiled is compiled again for another number of threads: enter this before every pass, or before none.
+    That work is a few passes over the batch, and waking the other cores takes longer than all of them. A CPU that
+    trains keeps its threads, since results depend bitwise on their number; so does an optimizer in host memory.
+    torch.compile recompiles for another number of threads: enter this before every pass, or before none.
     """
     return one_thread() if device.type == "cuda" and not settings.cpu_offload else nullcontext()
 
 
-def aside(device: torch.device) -> AbstractContextManager[Executor | None]:
-    """A thread beside the one that launches the work of `device`, gone with the context; None where that is a CPU.
+def background_thread(device: torch.device) -> AbstractContextManager[Executor | None]:
+    """A thread next to the one that launches the work of `device`, ended with the context; None if that is a CPU.
 
-    A CPU computes what is launched at once: a thread would only take cores from it.
+    A CPU computes at once what is launched: another thread would only take cores from it.
     """
     return _thread(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
 def _thread(device: torch.device) -> Iterator[Executor]:
-    with ThreadPoolExecutor(1, "ahead", _settle, (device,)) as thread:
-        thread.submit(torch.get_num_threads).result()  # it has settled
-        torch.set_num_threads(torch.get_num_threads())  # what one thread sets, later ones begin with
+    with ThreadPoolExecutor(1, "ahead", _initialise, (device,)) as thread:
+        thread.submit(torch.get_num_threads).result()  # `_initialise` has run
+        torch.set_num_threads(torch.get_num_threads())  # new threads inherit the last setting: restore this one's
         yield thread
 
 
-def _settle(device: torch.device) -> None:
-    """Take the device, for the memory that is pinned, and one core: torch would start a pool of threads for this."""
+def _initialise(device: torch.device) -> None:
+    """Select the device, for pinning memory, and one core: torch would start a pool of threads for this thread."""
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 class Ahead(Iterator[T], Generic[T]):
-    """The items of `source`. In a `thread` each is made while the one before is used, else when it is asked for.
+    """The items of `source`. With a `thread` each is made while the previous one is used, otherwise on request.
 
-    What making an item raises, taking it raises.
+    An exception raised while making an item is raised when the item is taken.
     """
 
     def __init__(self, source: Iterator[T], thread: Executor | None) -> None:
@@ -83,7 +83,7 @@ class Ahead(Iterator[T], Generic[T]):
         raise StopIteration
 
     def prepare(self) -> None:
-        """Have the next item made, in the thread or now, unless it is."""
+        """Make the next item, now or in the thread, unless it is already made."""
         self._prepared()
 
     def _prepared(self) -> Future[list[T]]:

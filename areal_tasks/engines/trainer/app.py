@@ -1,8 +1,8 @@
-"""The trainer's HTTP face, on rank 0: /health and the commands (`COMMANDS`).
+"""The trainer's HTTP API, on rank 0: /health and the commands (`COMMANDS`).
 
-One worker thread runs the commands in the order they came, so a repeat waits for the original; /health is answered at
-once. What is about weights that the trainer keeps, rank 0 does beside them, in another thread. Errors are JSON:
-{"error": "..."}.
+One worker thread runs the commands in order of arrival, so a retry waits for the original; /health is answered at
+once. Commands that need only weights that the trainer keeps (`KEPT`) run concurrently, in another thread of rank 0.
+Errors are JSON: {"error": "..."}.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 log = logging.getLogger(__name__)
 
 
-#: The commands: each is the method of `Trainer` of that name, and takes this body.
+#: The commands: the names of methods of `Trainer`, and the type of each body.
 COMMANDS: Final[Mapping[str, type[Command]]] = {
     "load": Load,
     "train": Train,
@@ -46,23 +46,23 @@ COMMANDS: Final[Mapping[str, type[Command]]] = {
     "compare": Compare,
 }
 
-#: Those that rank 0 obeys by itself, beside the others, where the trainer keeps the weights that they are about.
+#: Commands that rank 0 runs alone, concurrently with others, if the trainer keeps the weights of their version.
 KEPT: Final = frozenset({"publish", "send"})
 
 
 def make_app(spec: ServiceSpec, group: Group | None = None) -> Starlette:
-    """The trainer that `spec` describes, with nothing loaded. With a `group`, this is its rank 0."""
-    desk = _Desk(Trainer(spec, group))
+    """The application of the trainer that `spec` describes, with nothing loaded. With a `group`, this is its rank 0."""
+    queue = _CommandQueue(Trainer(spec, group))
 
     async def health(_request: Request) -> Response:
-        return _json(desk.trainer.health(desk.waiting > 0))
+        return _json(queue.trainer.health(queue.waiting > 0))
 
-    routes = [Route(f"/{name}", _endpoint(desk, name), methods=["POST"]) for name in COMMANDS]
+    routes = [Route(f"/{name}", _endpoint(queue, name), methods=["POST"]) for name in COMMANDS]
     return Starlette(routes=[Route("/health", health), *routes])
 
 
 def follow(spec: ServiceSpec, group: Group) -> None:
-    """On the other ranks of `group`: obey what rank 0 is told.
+    """On the other ranks of `group`: run the commands that rank 0 passes on.
 
     Raises:
         GroupBroken: this process must end.
@@ -83,11 +83,11 @@ def _method(trainer: Trainer, name: str) -> Callable[[Command], Message]:
     return method
 
 
-class _Desk:
-    """Takes commands and lets the trainer run them one at a time, all in one thread, in the order they came.
+class _CommandQueue:
+    """Accepts commands; the trainer runs them one at a time, all in one thread, in order of arrival.
 
-    One thread, because torch keeps a thread pool for each that calls it. The size of that pool is set by the thread
-    itself: bits depend on it, and other threads' settings do not reach it.
+    One thread, because torch keeps a thread pool for each calling thread. That thread itself sets the pool's size:
+    results depend on it bitwise, and settings made in other threads do not reach it.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -95,16 +95,16 @@ class _Desk:
         self.group = trainer.group
         self.gate: Fence[None] = Fence()
         self.gate.admit(trainer.fence.owner)
-        self.beside = ThreadPoolExecutor(1, "kept")
+        self.kept_thread = ThreadPoolExecutor(1, "kept")
         self.thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (cpu_threads(trainer.settings.trainer),))
         self.waiting = 0
 
     async def run(self, name: str, command: Command) -> Message:
-        """The answer to `command`. Raises Superseded at once for a superseded owner, also while others wait."""
+        """The answer to `command`. Raises Superseded at once for a superseded owner, even if other commands wait."""
         self.gate.admit(command.owner)
         self.waiting += 1
         alone = name in KEPT and self.trainer.snapshot.version == command.version
-        thread, obey = (self.beside, self._obey_alone) if alone else (self.thread, self._obey)
+        thread, obey = (self.kept_thread, self._obey_alone) if alone else (self.thread, self._obey)
         try:
             work = asyncio.get_running_loop().run_in_executor(thread, obey, name, command)
             broken = asyncio.wrap_future(self.group.broken)
@@ -117,7 +117,7 @@ class _Desk:
             self.waiting -= 1
 
     def _obey(self, name: str, command: Command) -> Message:
-        self.gate.admit(command.owner)  # again: what a lower owner has queued is refused too, and on all ranks
+        self.gate.admit(command.owner)  # again: refuses what a superseded owner has queued, on all ranks
         text = f"{name} {command.for_ranks()}"
         try:
             return self.group.lead(text, lambda: _method(self.trainer, name)(command), self.trainer.state)
@@ -125,21 +125,21 @@ class _Desk:
             Thread(target=end_group, args=(self.group, error), daemon=True).start()
             raise
         finally:
-            self.trainer.clear()  # here all ranks have ended the command
+            self.trainer.clear()  # all ranks have ended the command by now
 
     def _obey_alone(self, name: str, command: Command) -> Message:
-        """On this rank only, whose copy of the weights stays as it is: nothing that others hold is asked for."""
+        """Run a command on this rank only: its copy of the weights is complete and locked meanwhile."""
         self.gate.admit(command.owner)
         with self.trainer.snapshot.lock:
             if self.trainer.snapshot.version != command.version:
-                raise StaleCommand(f"version {command.version} is not kept any more")
+                raise StaleCommand(f"version {command.version} is no longer kept")
             return _method(self.trainer, name)(command)
 
 
-def _endpoint(desk: _Desk, name: str) -> Endpoint:
+def _endpoint(queue: _CommandQueue, name: str) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         try:
-            return _json(await desk.run(name, COMMANDS[name].model_validate_json(await request.body())))
+            return _json(await queue.run(name, COMMANDS[name].model_validate_json(await request.body())))
         except Exception as error:
             return _failure(error)
 
@@ -150,8 +150,8 @@ def _json(message: Message) -> Response:
     return Response(message.model_dump_json(), media_type="application/json")
 
 
-#: What the status of an answer says of the error (`TrainerClient` reads it). All else is 500: this process failed by
-#: itself, and is not to be trusted any more.
+#: The HTTP status of each error (`TrainerClient` reads it). Any other error is 500: this process failed internally, and
+#: its state is no longer reliable.
 STATUSES: Final = ((Superseded, 403), (StaleCommand, 409), (ValidationError, 422), (Unavailable, 503), (UserError, 400))
 
 

@@ -1,6 +1,6 @@
-"""Causal attention of a training pass, without padding and without masks of its square.
+"""Causal attention of a training pass, without padding, and without length × length masks but for sliding windows.
 
-Packed samples are told apart by their bounds: on a GPU in one variable-length kernel (FlashAttention-2, Dao,
+Packed samples are separated by their bounds: on a GPU in one variable-length kernel (FlashAttention-2, Dao,
 arXiv:2307.08691), elsewhere sample by sample. Registered with transformers under `NAME`.
 """
 
@@ -21,7 +21,7 @@ from schemas.errors import UserError
 NAME: Final = "arealflow_training"
 _UNSUPPORTED: Final = ("softcap", "s_aux", "position_bias")
 _VARLEN: Final[Any] = varlen_attn  # its signature changes between releases of torch
-#: The kernel takes fewer heads of keys than of queries; later releases want that said.
+#: The kernel accepts fewer key heads than query heads; later releases of torch need this option for it.
 _GROUPED: Final = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 _HALF: Final = (torch.bfloat16, torch.float16)
 
@@ -38,14 +38,14 @@ def training_attention(
     max_length_q: int = 0,
     **options: Any,
 ) -> tuple[Float[Tensor, "n length heads value_dim"], None]:
-    """Transformers' attention interface. With `cu_seq_lens_q` the one row holds samples that end where it says.
+    """Transformers' attention interface. With `cu_seq_lens_q` the single row holds packed samples with these bounds.
 
     Raises:
-        UserError: the model's attention is of a kind that this lacks.
+        UserError: the model needs a kind of attention that is not supported.
     """
     if attention_mask is not None or any(options.get(name) is not None for name in _UNSUPPORTED):
         raise UserError(
-            f"the trainer lacks this model's kind of attention ({type(module).__name__}): use another model"
+            f"the trainer does not support this model's kind of attention ({type(module).__name__}): use another model"
         )
     if cu_seq_lens_q is None:
         mixed = causal(query, key, value, scaling, sliding_window)
@@ -65,7 +65,7 @@ def in_one_kernel(
     scaling: float | None,
     window: int | None,
 ) -> Float[Tensor, "1 heads length value_dim"]:
-    """Causal attention within samples that start at bounds[i] and end before bounds[i + 1], each ≤ `longest`."""
+    """Causal attention within samples: sample i is bounds[i] to bounds[i + 1] (exclusive), of length ≤ `longest`."""
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     left = -1 if window is None else window - 1
     out: Tensor = _VARLEN(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(left, 0), **_GROUPED)
@@ -81,7 +81,7 @@ def one_by_one(
     scaling: float | None,
     window: int | None,
 ) -> Float[Tensor, "1 heads length value_dim"]:
-    """The same, a sample at a time: no kernel takes fp32 samples of unequal length together."""
+    """As `in_one_kernel`, one sample at a time: no kernel supports fp32 samples of unequal length together."""
     lengths = bounds.diff().tolist()
     parts = zip(*(torch.split(tensor, lengths, dim=2) for tensor in (query, key, value)), strict=True)
     return torch.cat([causal(q, k, v, scaling, window) for q, k, v in parts], dim=2)
@@ -94,7 +94,7 @@ def causal(
     scaling: float | None,
     window: int | None,
 ) -> Float[Tensor, "n heads length value_dim"]:
-    """Every position attends to itself and those before it, at most `window` in all."""
+    """Every position attends to itself and earlier ones, at most `window` in total."""
     length = query.shape[2]
     mask = None if window is None or length <= window else _band(length, window, query.device)
     grouped = query.shape[1] != key.shape[1]

@@ -1,7 +1,7 @@
-"""What a backend is: the owner of model and optimizer, on one process or on every rank of a torchrun group.
+"""The interface of a backend, which owns model and optimizer, in one process or on every rank of a group.
 
-Each rank runs the same commands in the same order with the same tables; of an iteration's micro-batches it takes every
-`world`-th, and as many as the others (`Learner` adds empty ones). Losses are weighted over the whole minibatch, so
+Each rank runs the same commands in the same order with the same tables. It takes every `world`-th micro-batch of a
+minibatch, and all ranks take equally many (`Learner` adds empty ones). Losses are weighted over the whole minibatch, so
 gradients are *summed* over micro-batches and ranks, never averaged.
 """
 
@@ -22,20 +22,20 @@ from schemas.recipe.sections import Trainer
 
 Which = Literal["policy", "reference"]
 
-#: From the logprobs (with gradient) and the entropies of a run of counted tokens, those of `layout.where[part]`, to the
-#: rows of `objective.STATS`, token by token: a token's column depends on nothing but that token.
+#: Maps logprobs (with gradient) and entropies of consecutive counted tokens, `layout.where[part]`, to the rows of
+#: `objective.STATS`: each token's column depends on that token alone.
 TokenLoss = Callable[[Float[Tensor, " t"], Float[Tensor, " t"], slice], Float[Tensor, "K t"]]
 
 
 class Scores(NamedTuple):
-    """What one forward pass says of the tokens that count, in nats."""
+    """Results of one forward pass for the counted tokens, in nats."""
 
     logprobs: Float[Tensor, " T"]
-    entropy: Float[Tensor, " T"]  # of the distribution each was drawn from; carries no gradient
+    entropy: Float[Tensor, " T"]  # of the distribution at each token; without gradient
 
 
 class TokenStats(NamedTuple):
-    """Per-token quantities of a minibatch, a row each; see `objective.STATS`."""
+    """Per-token quantities of a minibatch, one row per quantity; see `objective.STATS`."""
 
     values: Float[Tensor, "K T"]
     samples: Int[Tensor, " T"]
@@ -43,7 +43,7 @@ class TokenStats(NamedTuple):
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training stands; saved with every checkpoint."""
+    """Training progress, saved with every checkpoint."""
 
     step: int = 0  # optimizer steps since version 0, skipped and empty ones included
     skipped_in_row: int = 0
@@ -51,7 +51,7 @@ class Progress:
 
 @runtime_checkable
 class Backend(Protocol):
-    """Model and optimizer. `rank` and `world` say which share of the micro-batches is this process's."""
+    """Model and optimizer. `rank` and `world` determine this process's share of the micro-batches."""
 
     rank: int
     world: int
@@ -66,30 +66,30 @@ class Backend(Protocol):
         ...
 
     def use(self, settings: Trainer) -> None:
-        """From now on take steps with AdamW's options and the gradient norm of `settings`, and all else as it is."""
+        """Use AdamW's options and the maximal gradient norm of `settings` from now on, and change nothing else."""
         ...
 
     def learn(
         self, layout: Layout, weights: Float[Tensor, " T"], loss: TokenLoss, temperature: float, last: bool
     ) -> Float[Tensor, "K T"]:
-        """One forward and backward pass: adds the gradient of Σ_t weights[t] · loss(…)[0, t] to what has accumulated.
+        """One forward and backward pass, which accumulates the gradient of Σ_t weights[t] · loss(…)[0, t].
 
-        `last` marks the minibatch's last pass on this rank: sharded backends reduce gradients with it. `weights` may
-        be on the host or on `device`. Returns the rows of `loss`, on `device`, without gradient and without waiting.
+        `last` marks the minibatch's last pass on this rank: sharded backends reduce gradients with it. `weights` may be
+        on the host or on `device`. Returns the rows of `loss` on `device`, without gradient, not waiting for it.
         """
         ...
 
     def score(self, layout: Layout, temperature: float, which: Which, last: bool = True) -> Scores:
-        """Logprobs and entropies of the tokens that count, without gradient and without waiting for the device.
+        """Logprobs and entropies of the counted tokens, without gradient and without waiting for the device.
 
-        Unless it is the `last` pass, another of the same policy follows before anything else is asked.
+        Unless this is the `last` pass, the next call must be another pass of the same policy.
         """
         ...
 
     def step(self, lr: float, wanted: bool) -> float:
         """Clip and apply the accumulated gradient, then clear it; returns its norm before clipping.
 
-        Nothing is applied unless the step is `wanted` and the norm finite.
+        The gradient is applied only if the step is `wanted` and the norm is finite.
         """
         ...
 
@@ -102,7 +102,7 @@ class Backend(Protocol):
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under the model's names: weights in the dtype they are published in (`model.dtype`), buffers.
+        """Whole tensors under the model's names: weights in `model.dtype`, as they are published, and buffers.
 
         One at a time, on `device`; every rank takes part.
         """
@@ -111,10 +111,10 @@ class Backend(Protocol):
     def save_checkpoint(self, folder: Path, progress: Progress) -> Mapping[str, str]:
         """Write model, optimizer, RNG and progress. Every rank takes part.
 
-        Returns, on rank 0, the SHA-256 of files that were hashed while they were written, by name.
+        Returns, on rank 0, the SHA-256 by name of the files that were hashed during writing.
         """
         ...
 
     def load_checkpoint(self, folder: Path) -> Progress:
-        """Restore them, bit by bit, over a policy that was loaded before."""
+        """Restore all of these bitwise, into a policy that was loaded before."""
         ...

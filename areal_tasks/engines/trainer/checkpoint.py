@@ -1,7 +1,7 @@
-"""Training state on disk through torch.distributed.checkpoint (DCP): any backend on any number of ranks reads it back.
+"""Training state on disk through torch.distributed.checkpoint (DCP): any backend on any number of ranks can load it.
 
-It holds tensors and nothing else: of every parameter, under its Hugging Face name, the fp32 weight and AdamW's state;
-the random state; and the progress. What is read is taken for data: no code that a file may name is run.
+A checkpoint holds only tensors: for every parameter, under its Hugging Face name, the fp32 weight and AdamW's state;
+the random state; and the progress. Loading treats files as data and runs no code that they name.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.checkpoint_files import HashingWriter, PiecesPlanner
 from areal_tasks.engines.trainer.memory import ran_out
-from areal_tasks.engines.trainer.optimizer import here, prepare_state
+from areal_tasks.engines.trainer.optimizer import local_share, prepare_state
 from schemas.errors import UserError
 
-#: A parameter's `weight`, and what AdamW keeps of it: `step`, `exp_avg`, `exp_avg_sq`. Sharded ones are DTensors.
+#: A parameter's `weight` and its AdamW state: `step`, `exp_avg`, `exp_avg_sq`. Sharded tensors are DTensors.
 Parameter = Mapping[str, Tensor]
 Parameters = Mapping[str, Parameter]
 
-#: A rank's share goes into files of about so many bytes, or more where they would be too many.
+#: A rank writes files of about this size, or larger ones if they would be more than MOST_FILES.
 FILE_BYTES: Final = 256 * 2**20
 MOST_FILES: Final = 32
-#: What DCP's metadata is pickled from; some of it since torch 2.11, some before.
+#: Modules and names in DCP's pickled metadata; some since torch 2.11, some before it.
 _MODULES: Final = ("torch.distributed.checkpoint.", "torch.distributed.tensor.")
 _NAMES: Final = frozenset(
     {
@@ -54,10 +54,10 @@ def save_state(
 
 
 def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Put back into `model` and `optimizer`, in place, what `save_state` wrote; every bit of it.
+    """Restore `model` and `optimizer`, in place and bitwise, from what `save_state` wrote.
 
     Raises:
-        UserError: the checkpoint is of another model, damaged, or holds more than tensors.
+        UserError: the checkpoint belongs to another model, is damaged, or holds more than tensors.
         Exception: memory ran out.
     """
     return load_parameters(folder, held_parameters(model, optimizer))
@@ -72,21 +72,21 @@ def held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Param
 
 
 def save_parameters(folder: Path, parameters: Parameters, progress: Progress) -> Mapping[str, str]:
-    """As `save_state`, of tensors that the backend has made for it. OSError where the disk refuses."""
+    """As `save_state`, for tensors that the backend made for this purpose. Raises OSError if writing fails."""
     counts = torch.tensor([progress.step, progress.skipped_in_row])
     state = {"parameters": parameters, "rng": torch.get_rng_state(), "progress": counts}
     writer = HashingWriter(folder, _files(parameters))
     try:
-        with _quiet():
-            dcp.save(state, storage_writer=writer, planner=PiecesPlanner(), no_dist=_alone())
-    except CheckpointException as error:  # no Exception of Python's, and it hides the one there was
+        with _without_warnings():
+            dcp.save(state, storage_writer=writer, planner=PiecesPlanner(), no_dist=_is_single_process())
+    except CheckpointException as error:  # a BaseException, which hides its cause
         raise _cause(error) from error
     return writer.digests
 
 
 def _files(parameters: Parameters) -> int:
-    """How many files this rank writes; they are written and hashed side by side."""
-    held = sum(here(tensor).nbytes for parameter in parameters.values() for tensor in parameter.values())
+    """How many files this rank writes; they are written and hashed concurrently."""
+    held = sum(local_share(tensor).nbytes for parameter in parameters.values() for tensor in parameter.values())
     return min(max(held // FILE_BYTES, 1), MOST_FILES)
 
 
@@ -96,8 +96,8 @@ def load_parameters(folder: Path, parameters: Parameters) -> Progress:
     state = {"parameters": parameters, "rng": rng, "progress": counts}
     check_metadata(folder)
     try:
-        with _quiet():
-            dcp.load(state, checkpoint_id=folder, planner=_TensorsOnly(), no_dist=_alone())
+        with _without_warnings():
+            dcp.load(state, checkpoint_id=folder, planner=_TensorsOnly(), no_dist=_is_single_process())
     except (CheckpointException, RuntimeError, ValueError) as error:
         if ran_out(cause := _first(error)):
             raise cause from error
@@ -108,7 +108,7 @@ def load_parameters(folder: Path, parameters: Parameters) -> Progress:
 
 
 def check_metadata(folder: Path) -> None:
-    """Refuse a checkpoint whose index, which DCP unpickles, names anything but DCP's own types. Raises UserError."""
+    """Raise UserError if the checkpoint's index, which DCP unpickles, names more than DCP's types and `_NAMES`."""
     with (folder / ".metadata").open("rb") as file:
         _Guarded(file).load()
 
@@ -124,7 +124,7 @@ class _Guarded(pickle.Unpickler):
 
     @staticmethod
     def _known(module: str, name: str) -> bool:
-        """Only names that say what they are: `filesystem` of DCP has imported `os`, and `os.system` is a name too."""
+        """No dotted names, which reach imported modules: DCP's `filesystem` imports `os` and thus has `os.system`."""
         return f"{module}.{name}" in _NAMES or (f"{module}.".startswith(_MODULES) and "." not in name)
 
 
@@ -133,12 +133,12 @@ class _TensorsOnly(DefaultLoadPlanner):  # type: ignore[misc]
         raise ValueError(f"{read_item.dest_index.fqn} is not a tensor")
 
 
-def _alone() -> bool:
+def _is_single_process() -> bool:
     return not dist.is_initialized()
 
 
-def _quiet() -> warnings.catch_warnings[None]:
-    """DCP warns where there is no process group, which is what one process means."""
+def _without_warnings() -> warnings.catch_warnings[None]:
+    """DCP warns if there is no process group, as in a single process."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)
 
 

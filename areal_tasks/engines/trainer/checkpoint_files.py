@@ -1,8 +1,8 @@
-"""How the bytes of a checkpoint get into files: in pieces, by as many threads as there are cores, each byte once.
+"""Writing a checkpoint's tensors to files: in pieces, by as many threads as there are cores, each byte once.
 
-DCP's own reader reads them. Its writer would copy every tensor into fresh pageable memory, and make a checksum of it
-(CRC32) that nobody reads; the files would then be read again for their SHA-256. Here a piece goes from the device
-through page-locked memory that its thread uses again and again, and is hashed and written from there.
+DCP's own reader reads the files. DCP's writer would copy every tensor into new pageable memory and compute an unused
+checksum (CRC32); the files would then be read again for their SHA-256. Here each thread copies its pieces from the
+device into one page-locked buffer that it reuses, and hashes and writes them from there.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from areal_tasks.store.parallel import parallel
 
-#: A larger tensor is cut along its first dimension, so that no file and no page-locked buffer has to hold all of it.
+#: A larger tensor is split along its first dimension, so that no file and no page-locked buffer has to hold all of it.
 PIECE_BYTES: Final = 32 * 2**20
-#: So much is hashed and then written while it is in a cache; the interpreter's lock changes hands twice for it.
+#: Bytes that are hashed and then written at a time, while in a CPU cache; each time the GIL is released twice.
 _RUN_BYTES: Final = 4 * 2**20
 
 
 class PiecesPlanner(DefaultSavePlanner):  # type: ignore[misc]
-    """DCP's planner, for pieces of at most PIECE_BYTES, or a row where that is more."""
+    """DCP's planner, with tensors split into pieces of at most PIECE_BYTES (or one row if that is larger)."""
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -48,7 +48,7 @@ class PiecesPlanner(DefaultSavePlanner):  # type: ignore[misc]
         return super().lookup_object(index) if found is None else found
 
     def _cut(self, item: WriteItem) -> list[WriteItem]:
-        """The item, or several in its place; their tensors are views."""
+        """The item, or the pieces that replace it, whose tensors are views."""
         if item.tensor_data is None or _size(item) <= PIECE_BYTES:
             return [item]
         rows = item.tensor_data.chunk.sizes[0]
@@ -82,7 +82,7 @@ class _Hashed(WriteResult):  # type: ignore[misc]
 
 
 class HashingWriter(dcp.FileSystemWriter):  # type: ignore[misc]
-    """DCP's writer, which hashes what it writes. `digests` (rank 0): the SHA-256 of every rank's files."""
+    """DCP's writer, which also hashes the files. `digests` (rank 0): the SHA-256 of every rank's files by name."""
 
     def __init__(self, folder: Path, files: int) -> None:
         super().__init__(folder, sync_files=False)
@@ -90,7 +90,7 @@ class HashingWriter(dcp.FileSystemWriter):  # type: ignore[misc]
         self.digests: dict[str, str] = {}
 
     def write_data(self, plan: SavePlan, planner: PiecesPlanner) -> Future[list[WriteResult]]:
-        shares = [share for share in _shared(plan.items, self.files) if share]
+        shares = [share for share in _distributed(plan.items, self.files) if share]
         named = [(f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}", share) for n, share in enumerate(shares)]
         written = parallel(lambda one: _write_file(self.path, planner, *one), named, os.cpu_count() or 1)
         future: Future[list[WriteResult]] = Future()
@@ -102,8 +102,8 @@ class HashingWriter(dcp.FileSystemWriter):  # type: ignore[misc]
         super().finish(metadata, results)
 
 
-def _shared(items: Sequence[WriteItem], files: int) -> list[list[WriteItem]]:
-    """The items in so many shares of about the same size: the largest first, each into the smallest share."""
+def _distributed(items: Sequence[WriteItem], files: int) -> list[list[WriteItem]]:
+    """The items in `files` shares of about the same size: the largest first, each into the smallest share."""
     shares: list[list[WriteItem]] = [[] for _ in range(files)]
     sizes = [0] * files
     for item in sorted(items, key=_size, reverse=True):
@@ -114,7 +114,7 @@ def _shared(items: Sequence[WriteItem], files: int) -> list[list[WriteItem]]:
 
 
 def _write_file(folder: Path, planner: PiecesPlanner, name: str, items: Sequence[WriteItem]) -> list[_Hashed]:
-    """Write the tensors of `items` one after another, each as torch.save does it."""
+    """Write the tensors of `items` one after another, each in torch.save's format."""
     places, host = [], Host()
     with (folder / name).open("wb") as file, _no_checksums():
         sink = _Sink(file)
@@ -127,7 +127,7 @@ def _write_file(folder: Path, planner: PiecesPlanner, name: str, items: Sequence
 
 
 class _Sink:
-    """What torch.save writes to: a file and the SHA-256 of what goes into it."""
+    """The file object for torch.save: writes to a file and updates its SHA-256."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -143,18 +143,18 @@ class _Sink:
         return len(data)
 
     def flush(self) -> None:
-        """torch.save asks for it after every tensor; closing the file is enough."""
+        """torch.save calls this after every tensor; closing the file is enough."""
 
 
 class Host:
-    """One thread's way to host memory, through one buffer. What it gave is void when the next is taken."""
+    """Copies tensors to host memory through one thread's buffer. Each copy is valid until the next one is made."""
 
     def __init__(self) -> None:
         self.buffer = torch.empty(0, dtype=torch.uint8)
 
     def take(self, tensor: Tensor) -> Tensor:
         """`tensor` in host memory, contiguous and alone in its storage."""
-        return alone(tensor.contiguous() if tensor.device.type == "cpu" else self.through_buffer(tensor))
+        return with_own_storage(tensor.contiguous() if tensor.device.type == "cpu" else self.through_buffer(tensor))
 
     def through_buffer(self, tensor: Tensor) -> Tensor:
         """A copy at the beginning of the buffer, which is page-locked for tensors of a GPU."""
@@ -165,8 +165,8 @@ class Host:
         return there.copy_(tensor)
 
 
-def alone(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's bytes under a storage that holds nothing else: torch.save writes whole storages."""
+def with_own_storage(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's bytes in a storage that holds nothing else: torch.save writes whole storages."""
     if not tensor.nbytes:
         return torch.empty_like(tensor)
     raw = torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy())
@@ -175,7 +175,7 @@ def alone(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _no_checksums() -> Iterator[None]:
-    """Without torch.save's CRC32 in this thread: torch.load does not look at it, and the store keeps a SHA-256."""
+    """Turn off torch.save's CRC32 in this thread: torch.load does not check it, and the store keeps a SHA-256."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:

@@ -1,4 +1,4 @@
-"""The bodies of the trainer's HTTP commands and of its answers. They name tables and weights; they hold no tensors."""
+"""Request and response bodies of the trainer's HTTP commands: they refer to tables and weights, without tensors."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from schemas.manifest import FileRef, TableRef, WeightsRef
 
 
 class Message(BaseModel):
-    """A command or an answer. Unknown keys are refused; numbers that are not finite are text in JSON."""
+    """A command or an answer. Unknown keys are refused; non-finite numbers are strings in JSON."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 
 class Command(Message):
-    """What every command carries: the number of the flow start that sends it, and the policy version it expects."""
+    """Fields of every command: the number of the flow start that sends it, and the policy version it expects."""
 
     owner: int = Field(ge=0)
     version: int = Field(ge=0)
 
     def for_ranks(self) -> str:
-        """The command as rank 0 passes it to the other ranks: without secrets, since their store asks for no token."""
+        """The JSON that rank 0 passes to the other ranks: without secrets, since their store is not authenticated."""
         return self.model_dump_json()
 
 
 class Load(Command):
-    """Throw the policy away and load `weights`; with `checkpoint`, the optimizer and its progress as well."""
+    """Replace the policy by `weights`; with `checkpoint`, restore the optimizer and the progress as well."""
 
     weights: WeightsRef
     checkpoint: WeightsRef | None = None
@@ -36,15 +36,15 @@ class Load(Command):
 class Train(Command):
     """Make version + 1 from the tables of one iteration."""
 
-    digest: str = Field(description="key of the input: a repeat with the same version and digest never steps twice")
+    digest: str = Field(description="key of the input: a retry with the same version and digest makes no second step")
     kind: Literal["grpo", "sft"]
     iteration: int = Field(ge=0)
     recipe: dict[str, Any] | None = Field(
-        None, description="in force in this iteration; none: the one that this trainer was started with"
+        None, description="of this iteration; none: the recipe that the trainer was started with"
     )
     tables: dict[str, TableRef] = Field(description="grpo: rollout, advantage and perhaps reference; sft: batch")
     plan: TableRef | None = Field(None, description="train_samples of the committed iteration, to repeat its batches")
-    prefix: str | None = Field(None, description="where the tables go; none: it is retrained, and nothing is written")
+    prefix: str | None = Field(None, description="where the tables are written; none: a retrain, which writes nothing")
 
 
 class Logprobs(Command):
@@ -62,7 +62,7 @@ class Write(Command):
 
 
 class Keep(Command):
-    """Copy the weights of that version, so that /publish and /send have them while the trainer trains on."""
+    """Copy the weights of that version, for /publish and /send while training continues."""
 
 
 class Kept(Message):
@@ -78,26 +78,26 @@ class Compare(Command):
 
 
 class Receiver(Message):
-    """An inference server that takes weights: its address and how many GPUs hold its model."""
+    """An inference server that receives weights: its address and how many GPUs hold its model."""
 
     url: str
     ranks: int = Field(1, ge=1)
 
 
 class Send(Command):
-    """Hand the weights to servers (/send) without the store: as tensors on a GPU that they share, or by NCCL."""
+    """Send the weights to servers without the store: as tensors on a shared GPU, or by NCCL."""
 
     transport: Literal["tensor", "nccl"]
     receivers: tuple[Receiver, ...] = Field(min_length=1)
-    token: str = Field("", repr=False, description="the servers' bearer token; rank 0 alone talks to them")
-    keep_cache: bool = Field(False, description="requests under way stand still and go on with their caches")
+    token: str = Field("", repr=False, description="the servers' bearer token; only rank 0 uses it")
+    keep_cache: bool = Field(False, description="requests in flight are paused and keep their KV caches")
 
     def for_ranks(self) -> str:
         return self.model_dump_json(exclude={"token"})
 
 
 class Sent(Message):
-    """Answer to /send: `gone` says why servers did not take the weights, by their addresses. All others hold them."""
+    """Answer to /send: `gone` maps the address of each failed server to the reason. All others hold the weights."""
 
     seconds: float
     gone: dict[str, str] = Field(default_factory=dict)
@@ -132,7 +132,7 @@ class Written(Message):
 
 
 class Compared(Message):
-    """Answer to /compare: the largest difference between two weights; 0 where all of them are bitwise identical."""
+    """Answer to /compare: the largest difference of a weight; 0 if all weights are bitwise identical."""
 
     difference: float
 
@@ -140,8 +140,8 @@ class Compared(Message):
 class Health(Message):
     """Answer to /health. `version` is none before the first /load and after a failed step. `kept`: see /keep.
 
-    `done` of `of` samples have been through the command that is running, or that ran last. `stored` counts what the
-    store has answered, and `storing` says what it has not.
+    The running command, or the last one, has processed `done` of `of` samples. `stored` counts the store's answers;
+    `storing` describes the request that the store has not answered.
     """
 
     version: int | None
@@ -156,10 +156,10 @@ class Health(Message):
 
     @property
     def progress(self) -> tuple[int | None, ...]:
-        """What changes while the trainer gets on with a command."""
+        """Values that change while a command makes progress."""
         return self.version, self.step, self.done, self.of, self.stored
 
     def describe(self) -> str:
-        """For people: where a command is."""
+        """A command's progress as text."""
         asked = f"; its store has not answered: {self.storing}" if self.storing else ""
         return f"it answers: {self.done} of {self.of} samples done{asked}"

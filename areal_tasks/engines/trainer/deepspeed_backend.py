@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed will have it, also from a process on its own
+os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it, also of a single process
 
 import deepspeed
 from deepspeed.utils import (
@@ -48,7 +48,7 @@ from areal_tasks.engines.trainer.shares import Share, share_of
 from areal_tasks.engines.trainer.skeleton import replace_parameters, with_memory
 from schemas.recipe.sections import Model, Trainer
 
-#: More steps than any run takes: DeepSpeed is not to print.
+#: More steps than any run takes, so that DeepSpeed does not print.
 _NEVER: Final = 10**12
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
@@ -56,8 +56,8 @@ MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 class GatedAdamW(torch.optim.AdamW):
     """AdamW that steps only while `open`.
 
-    DeepSpeed sums, clips and clears gradients in one call with the step, so that a step that is not wanted can be left
-    out only here.
+    DeepSpeed sums, clips and clears gradients in the same call as the step, so only the optimizer itself can leave out
+    an unwanted step.
     """
 
     open = False
@@ -70,8 +70,8 @@ class GatedAdamW(torch.optim.AdamW):
 class DeepSpeedBackend:
     """This rank's share of policy and optimizer. The frozen reference is split at stage 3, else whole on every rank.
 
-    With bfloat16, the fp32 weights that the optimizer changes begin as the rounded ones. At stage 0 they do not: there
-    DeepSpeed adds gradients up in fp32 only for fp32 weights, which is what it is given, and passes go through a copy.
+    With bfloat16, the optimizer's fp32 weights start from the rounded ones, except at stage 0: there DeepSpeed
+    accumulates gradients in fp32 only for fp32 weights, so it is given those, and passes use a working copy.
     """
 
     def __init__(self, settings: Trainer, model: Model) -> None:
@@ -82,10 +82,10 @@ class DeepSpeedBackend:
         self.dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
         self.optimizer: GatedAdamW
         self.models: dict[Which, Any] = {}  # the policy inside DeepSpeed's engine
-        self.mesh = init_device_mesh("cpu", (self.world,))  # checkpoints are put together in host memory
-        self.gradients = False  # the passes of a minibatch are done, its step is not
+        self.mesh = init_device_mesh("cpu", (self.world,))  # checkpoints are assembled in host memory
+        self.gradients = False  # a minibatch's passes are done, its step is not
         deepspeed_logger.setLevel(logging.WARNING)
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would have to be compiled
 
     def load(self, weights: Path, seed: int) -> None:
         torch.manual_seed(seed)
@@ -97,7 +97,7 @@ class DeepSpeedBackend:
         self.models["policy"] = self._wrap(policy, self.optimizer)
         for shard in self._shards():
             prepare_state(self.optimizer, shard)
-        if hasattr(self.engine.optimizer, "_lazy_init_hp_params_optimizer_state"):  # stages 1 and 2: tells where it is
+        if hasattr(self.engine.optimizer, "_lazy_init_hp_params_optimizer_state"):  # stages 1, 2: links the state
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def load_reference(self, weights: Path) -> None:
@@ -113,11 +113,11 @@ class DeepSpeedBackend:
     def learn(
         self, layout: Layout, weights: Float[Tensor, " T"], loss: TokenLoss, temperature: float, last: bool
     ) -> Float[Tensor, "K T"]:
-        if self.gradients:  # of a minibatch in which nothing counted
+        if self.gradients:  # left by a minibatch without counted tokens
             self.step(0.0, wanted=False)
         self.engine.set_gradient_accumulation_boundary(last)
         total, values = self.engine(to_device(layout, self.device), temperature, move(weights, self.device), loss)
-        self.engine.backward(total * self.world)  # it averages over ranks; losses are weighted to add up
+        self.engine.backward(total * self.world)  # DeepSpeed averages over ranks; losses are to be summed
         self.gradients = last
         return cast(Tensor, values)
 
@@ -167,13 +167,13 @@ class DeepSpeedBackend:
         return progress
 
     def _read(self, parameter: Tensor) -> checkpoint.Parameter:
-        """This rank's rows of a parameter's fp32 weight and state; DeepSpeed puts each together on all ranks."""
+        """This rank's rows of a parameter's fp32 weight and state; DeepSpeed gathers each whole on all ranks."""
         whole = {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
         whole["weight"] = safe_get_full_fp32_param(parameter)
         return {"step": self._counts()[0].cpu().clone(), **{key: self._rows(tensor) for key, tensor in whole.items()}}
 
     def _empty(self, parameter: Tensor) -> checkpoint.Parameter:
-        """Room for what `_read` gives."""
+        """Tensors shaped like those of `_read`, to be filled."""
         whole = torch.empty(getattr(parameter, "ds_shape", parameter.shape), dtype=torch.float32, device="meta")
         return {"step": torch.zeros(()), **{key: self._rows(whole) for key in ("weight", *MOMENTS)}}
 
@@ -181,15 +181,15 @@ class DeepSpeedBackend:
         """This rank's share of `whole`, in host memory."""
         parts = whole.chunk(self.world)
         mine = parts[self.rank] if self.rank < len(parts) else whole[:0]
-        here = torch.empty(mine.shape) if mine.is_meta else mine.cpu().clone()
+        local = torch.empty(mine.shape) if mine.is_meta else mine.cpu().clone()
         share: Tensor = DTensor.from_local(
-            here, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+            local, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
         )
         return share
 
     @torch.no_grad()
     def _write(self, parameter: Tensor, rows: checkpoint.Parameter) -> None:
-        """Put a parameter's fp32 weight and state in their places, and the weight into the passes too."""
+        """Restore a parameter's fp32 weight and state, and the weight that the passes use."""
         for count in self._counts():
             count.copy_(rows["step"])
         for key in MOMENTS:
@@ -201,11 +201,11 @@ class DeepSpeedBackend:
 
     @property
     def engine(self) -> Any:
-        """DeepSpeed's engine, of the policy last loaded."""
+        """DeepSpeed's engine of the loaded policy."""
         return self.models["policy"]
 
     def _read_policy(self, weights: Path) -> nn.Module:
-        """What DeepSpeed is given: weights in the precision of the passes, but at stage 0."""
+        """The module for DeepSpeed: weights in the precision of the passes, except at stage 0 (fp32)."""
         if self.settings.zero_stage == 0 and self.dtype != torch.float32:
             return Rounded(self._load(weights, torch.float32), self.dtype, self.settings)
         return prepare(self._load(weights, self.dtype), self.settings)
@@ -232,7 +232,7 @@ class DeepSpeedBackend:
         buffers = [buffer.clone() for buffer in policy.buffers()]
         engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=config)
         for buffer, exact in zip(policy.buffers(), buffers, strict=True):
-            buffer.data = exact  # rotary frequencies among them: rounded, they would turn long sequences wrong
+            buffer.data = exact  # includes rotary frequencies, whose rounding would corrupt long sequences
         return engine
 
     def _policy(self) -> Policy:
@@ -244,27 +244,27 @@ class DeepSpeedBackend:
             self.engine.module.round()
 
     def _shards(self) -> list[Tensor]:
-        """What the optimizer changes: this rank's part of all weights, end to end in fp32; at stage 0 the weights."""
+        """What the optimizer updates: this rank's flat fp32 part of all weights; at stage 0 the weights themselves."""
         if self.settings.zero_stage == 3:
             return list(self.engine.optimizer.fp32_partitioned_groups_flat)
         return [shard for group in self.optimizer.param_groups for shard in group["params"]]
 
     def _counts(self) -> list[Tensor]:
-        """AdamW's count of steps, of each shard: all the same."""
+        """AdamW's step count of each shard; all are equal."""
         return [self.optimizer.state[shard]["step"] for shard in self._shards()]
 
     def _clip(self) -> float:
-        """Stage 0 keeps plain gradients, and DeepSpeed would clip them without saying what their norm was."""
+        """Clip at stage 0, whose gradients are plain, and which DeepSpeed would clip without reporting their norm."""
         return clip_gradients(list(self._policy().parameters()), self.max_grad_norm)
 
     def _gathered(self, parameter: Tensor, modified: bool = False) -> Any:
-        """A context in which a parameter is whole; with `modified` all ranks then take what rank 0 has made of it."""
+        """A context in which a parameter is whole; with `modified` all ranks take rank 0's value of it afterwards."""
         if self.settings.zero_stage < 3:
             return nullcontext()
         return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if modified else None)
 
     def _forget(self) -> None:
-        """Free what a load replaces before it takes memory of its own."""
+        """Free what a load replaces before the load allocates memory."""
         if "policy" in self.models:
             self.engine.destroy()
             del self.models["policy"], self.optimizer
@@ -272,7 +272,7 @@ class DeepSpeedBackend:
 
 
 def _share_of(tensor: Any) -> Share:
-    """What is here of a parameter that ZeRO-3 has partitioned, or of a buffer."""
+    """This rank's share of a parameter that ZeRO-3 has partitioned, or of a buffer."""
     if not hasattr(tensor, "ds_tensor"):
         return share_of(tensor)
     part, size = tensor.ds_tensor, tensor.ds_tensor.ds_numel
@@ -285,7 +285,7 @@ def _whole(rows: Tensor) -> Tensor:
 
 
 def make_config(settings: Trainer, model: Model) -> dict[str, Any]:
-    """DeepSpeed's configuration: one optimizer step per minibatch, of as many passes as there are."""
+    """DeepSpeed's configuration: one optimizer step per minibatch, of any number of passes."""
     stage = settings.zero_stage
     zero: dict[str, Any] = {"stage": stage}
     if settings.cpu_offload:

@@ -1,4 +1,4 @@
-"""Fencing: who may command the trainer, and that a retried command does not act twice."""
+"""Fencing: which owner may command the trainer, and that a retried command takes effect only once."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ T = TypeVar("T")
 
 
 class StaleCommand(Exception):
-    """The command is out of order: it expects another version than is held. HTTP 409."""
+    """The command expects another version than the trainer holds: HTTP 409."""
 
 
 class Superseded(StaleCommand):
-    """The command comes from an owner after whom another one has begun: HTTP 403."""
+    """The command comes from an owner that a later one has superseded: HTTP 403."""
 
 
 class Declined(UserError):
-    """A change was not made for what its input is: the memory is as it was, and a repeat is declined again."""
+    """A change was refused because of its input: the state is unchanged, and a retry is refused again."""
 
 
 class Fence(Generic[T]):
-    """Remembers the highest owner seen, the version held and the last change made to it.
+    """Holds the highest owner seen, the version held and the last change.
 
-    Changes are made from the service's one command thread, so a repeat that arrives while the first is still at work
+    Changes are made from the service's single command thread, so a retry that arrives while the original is running
     waits for it and then recalls its result. Owners may be admitted from any thread.
     """
 
@@ -37,15 +37,15 @@ class Fence(Generic[T]):
         self._lock = threading.Lock()
 
     def admit(self, owner: int) -> None:
-        """Let `owner` in, for good: lower owners are refused from now on.
+        """Accept `owner`; lower owners are refused from now on.
 
         Raises:
-            Superseded: a higher owner has been here.
+            Superseded: a higher owner was admitted before.
         """
         with self._lock:
             if owner < self.owner:
                 raise Superseded(
-                    f"owner {owner} was superseded by owner {self.owner}: a later start of this run commands"
+                    f"owner {owner} was superseded by owner {self.owner}: a later start of this run is in command"
                 )
             self.owner = owner
 
@@ -53,7 +53,7 @@ class Fence(Generic[T]):
         """Check that the trainer holds `version`.
 
         Raises:
-            StaleCommand: it holds another one, or none.
+            StaleCommand: it holds another version, or none.
         """
         if self.version is None:
             raise StaleCommand(f"version {version} was expected, but nothing is loaded: send /load first")
@@ -61,17 +61,17 @@ class Fence(Generic[T]):
             raise StaleCommand(f"version {version} was expected, but version {self.version} is held")
 
     def restart(self, version: int | None) -> None:
-        """The memory was replaced (or, with None, given up): forget what was done to the old one."""
+        """The state was replaced by `version` (None: it was discarded); forget the last change."""
         self.version, self._last = version, None
 
     def recall(self, version: int, digest: str) -> T | None:
-        """The result of the last change, if that was this one."""
+        """The result of the last change, if it had this version and digest."""
         return self._last[2] if self._last is not None and self._last[:2] == (version, digest) else None
 
     def change(self, version: int, digest: str, action: Callable[[], T]) -> T:
-        """Do `action`, which turns `version` into its successor, and remember its result.
+        """Run `action`, which turns `version` into its successor, and remember its result.
 
-        Where it fails, the memory is neither version: nothing is held until the next load. Unless it was declined.
+        If it fails, the state is undefined and no version is held until the next load; if `Declined`, `version` stays.
 
         Raises:
             StaleCommand: another version is held.

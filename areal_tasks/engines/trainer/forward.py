@@ -1,4 +1,4 @@
-"""A layout on the device that computes, and the plain way from logits to log-probabilities."""
+"""Layouts on the computing device, and log-probabilities from logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal_tasks.engines.trainer.backend import Scores
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """What the model needs of a `Layout`, on its device; the fields are those of the same name there."""
+    """What the model needs of a `Layout`, on its device; the fields are those of the same name in `Layout`."""
 
     input_ids: Int[Tensor, "R L"]
     position_ids: Int[Tensor, "R L"] | None
@@ -26,7 +26,7 @@ class DeviceLayout:
 
 
 def to_device(layout: Layout, device: torch.device) -> DeviceLayout:
-    """Copy `layout` to `device` without waiting for what it computes."""
+    """Copy `layout` to `device` without waiting for the device."""
     return DeviceLayout(
         input_ids=move(layout.input_ids, device),
         position_ids=None if layout.position_ids is None else move(layout.position_ids, device),
@@ -38,7 +38,7 @@ def to_device(layout: Layout, device: torch.device) -> DeviceLayout:
 
 
 def staged(layout: Layout, device: torch.device) -> Layout:
-    """`layout` with what goes to `device` in memory that it is copied from without waiting."""
+    """`layout` with the tensors that go to `device` in page-locked memory, so that their copies do not block."""
     if device.type != "cuda":
         return layout
     moved = ("input_ids", "position_ids", "predictors", "targets", "bounds", "where")
@@ -48,19 +48,19 @@ def staged(layout: Layout, device: torch.device) -> Layout:
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor in memory that a copy to `device` need not wait for; itself where it lies in such."""
+    """A host tensor in page-locked memory, so that copies to `device` do not block; itself if `device` is a CPU."""
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on `device`. From ordinary memory the copy would wait for all that is queued there, so pin it."""
+    """A host tensor on `device`, pinned first: a copy from pageable memory would wait for all work queued there."""
     if tensor.device.type == device.type:
         return tensor
     return pinned(tensor, device).to(device, non_blocking=device.type == "cuda")
 
 
 def fetch(tensor: Tensor) -> Tensor:
-    """What `tensor` will hold, in host memory: it is there once the device has been waited for, which this does not."""
+    """A copy of `tensor` in host memory, valid once the device is synchronised, which this does not do."""
     if tensor.device.type != "cuda":
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
@@ -69,6 +69,6 @@ def fetch(tensor: Tensor) -> Tensor:
 def token_scores(logits: Float[Tensor, "T V"], targets: Int[Tensor, " T"], temperature: float) -> Scores:
     """log softmax(logits / temperature) at the targets, and the entropy of that distribution, in fp32 nats."""
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
-    with torch.no_grad():  # the clamp keeps 0 · -inf, of a token that the model rules out, at 0
+    with torch.no_grad():  # the clamp makes 0 · -inf, for a token of probability 0, be 0
         entropy = -(logprobs.exp() * logprobs.clamp_min(torch.finfo(logprobs.dtype).min)).sum(-1)
     return Scores(logprobs.gather(-1, targets[:, None])[:, 0], entropy)

@@ -18,15 +18,15 @@ from areal_tasks.engines.names import Names
 from areal_tasks.engines.trainer import checkpoint
 from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, TokenStats, Which
 from areal_tasks.engines.trainer.forward import move, to_device
-from areal_tasks.engines.trainer.optimizer import clip_gradients, here, make_optimizer, step_at, use_options
+from areal_tasks.engines.trainer.optimizer import clip_gradients, local_share, make_optimizer, step_at, use_options
 from areal_tasks.engines.trainer.policy import Policy, decoder_layers, empty_policy, fill_policy, prepare
 from areal_tasks.engines.trainer.process_group import gather_stats, ranks_here
 from areal_tasks.engines.trainer.skeleton import replace_parameters, with_memory
 from schemas.recipe.sections import Model, Trainer
 
-#: Whole weights and gradients may stay on a GPU between the passes of a minibatch while they need less than this of it.
+#: Whole weights and gradients stay on a GPU between a minibatch's passes if they need less than this share of it.
 ROOMY: Final = 0.2
-#: A lone rank gathers and reduces all at once while whole weights, gradients and two buffers of those need less.
+#: A single rank gathers and reduces all at once if whole weights, gradients and two gradient buffers need less.
 SMALL: Final = 0.1
 
 
@@ -42,7 +42,7 @@ class Fsdp2Backend:
         self.models: dict[Which, Policy] = {}
         self.optimizer: torch.optim.AdamW
         self.roomy = False
-        self.parts: list[FSDPModule] = []  # of the policy, what is gathered and reduced at once
+        self.parts: list[FSDPModule] = []  # the policy's modules that are each gathered and reduced at once
 
     def load(self, weights: Path, seed: int) -> None:
         torch.manual_seed(seed)
@@ -74,7 +74,7 @@ class Fsdp2Backend:
     def score(self, layout: Layout, temperature: float, which: Which, last: bool = True) -> Scores:
         scores = self.models[which](to_device(layout, self.device), temperature)
         if last:
-            _reshard(self.models[which])  # whole weights would outlive the next change of their shards
+            _reshard(self.models[which])  # whole weights would be stale after the next change of their shards
         return cast(Scores, scores)
 
     def step(self, lr: float, wanted: bool) -> float:
@@ -107,15 +107,15 @@ class Fsdp2Backend:
         self._sharded(prepare(policy, self.settings))
         home = torch.device("cpu") if self.settings.cpu_offload else self.device
         replace_parameters(policy, lambda parameter: with_memory(parameter, home, dtype))
-        policy.load_state_dict({}, strict=False)  # has FSDP see the new parameters
+        policy.load_state_dict({}, strict=False)  # makes FSDP use the new parameters
         fill_policy(policy, weights, self.device)
         return policy
 
     def _sharded(self, policy: Policy) -> None:
-        """Split each decoder layer, then what is left: embeddings, norm and head, which stay whole in a pass.
+        """Split each decoder layer, then the rest: embeddings, norm and head, which stay whole during a pass.
 
-        A lone rank takes a small model at once. No other waits for its layers, and what is done at each of them is a
-        quarter of the host's time in a pass, which small kernels do not hide; nor do they hide copies.
+        A single rank takes a small model as one part: no other rank waits for its layers, and FSDP's work per layer is
+        a quarter of the host's time in a pass, which small kernels do not hide; nor do they hide copies.
         """
         options: dict[str, Any] = {
             "mesh": self.mesh,
@@ -132,7 +132,7 @@ class Fsdp2Backend:
             module.set_force_sum_reduction_for_comms(True)
 
     def _forget(self) -> None:
-        """Free what a load replaces before it takes memory of its own."""
+        """Free what a load replaces before the load allocates memory."""
         if "policy" in self.models:
             del self.models["policy"], self.optimizer
             self.parts = []
@@ -143,13 +143,13 @@ class Fsdp2Backend:
         return OffloadPolicy()
 
     def _between_passes(self, last: bool) -> None:
-        """Where there is room, gradients are summed over ranks (and weights split again) in the last pass only."""
-        for part in self.parts:  # one by one: to look for them in the model takes a pass longer
+        """If there is memory, sum gradients over ranks (and split weights again) in the last pass only."""
+        for part in self.parts:  # one by one: recursion would search the model in every pass
             part.set_requires_gradient_sync(last or not self.roomy, recurse=False)
             part.set_reshard_after_backward(last or not self.roomy, recurse=False)
 
     def _has_room(self, policy: Policy, bytes_each: int, share: float) -> bool:
-        """Whether so many bytes for each parameter are less than this share of the GPU's memory."""
+        """Whether `bytes_each` per parameter are less than `share` of the GPU's memory. On a CPU they always are."""
         if self.device.type == "cpu" or self.settings.cpu_offload:
             return self.device.type == "cpu"
         held = sum(p.numel() * bytes_each for p in policy.parameters())
@@ -157,10 +157,10 @@ class Fsdp2Backend:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor behind a share of it; every rank takes part. A lone rank's share is all of it, and no copy."""
+    """The full tensor behind this rank's share; every rank takes part. A single rank's share is it, and not copied."""
     if not isinstance(tensor, DTensor):
         return tensor
-    return here(tensor) if tensor.device_mesh.size() == 1 else tensor.full_tensor()
+    return local_share(tensor) if tensor.device_mesh.size() == 1 else tensor.full_tensor()
 
 
 def _parts(policy: Policy) -> list[FSDPModule]:

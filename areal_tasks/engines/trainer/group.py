@@ -1,8 +1,8 @@
-"""Several ranks that act as one trainer: each command is given to all of them, and they agree on what came of it.
+"""Several ranks that act as one trainer: each command goes to all of them, and they compare its outcomes.
 
-Commands and outcomes travel through the group's key-value store, not through collectives: a rank that has failed alone
-can then still say so, while the others are stuck in a collective that it will never join. What the ranks cannot agree
-on ends the whole group (`GroupBroken`), and the supervisor starts a new one.
+Commands and outcomes travel through the group's key-value store, not through collectives: a rank that failed alone can
+then still report it while the others are stuck in a collective that it will never join. If the outcomes do not agree,
+the whole group ends (`GroupBroken`), and the supervisor starts a new one.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from schemas.errors import UserError
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-#: How long a rank that failed waits for the others to come to the same end.
+#: How long a failed rank waits for the outcomes of the others.
 GRACE_SECONDS: Final = 20.0
 _FOREVER: Final = timedelta(days=20)
 PACKAGE: Final = "areal_tasks/"
 
 
 class GroupBroken(Exception):
-    """A rank failed alone, or the ranks no longer hold the same: none of them can go on.
+    """A rank failed alone, or the ranks no longer hold the same state: none of them can continue.
 
-    `by_user`: it comes of something that a person can change, such as too little memory on one rank.
+    `by_user`: the cause is something that a user can change, such as too little memory on one rank.
     """
 
     def __init__(self, reason: str, by_user: bool = False) -> None:
@@ -43,16 +43,16 @@ class GroupBroken(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command came to on one rank: the state it left there, and the error if there was one."""
+    """The outcome of a command on one rank: the state it left there, and the error if there was one."""
 
     rank: int
     state: str
     error: str = ""
-    harmless: bool = True  # the error leaves rank and collectives as sound as they were
+    harmless: bool = True  # the error affects neither the rank's state nor the collectives
 
 
 def disagreement(outcomes: Sequence[Outcome]) -> str | None:
-    """Why ranks with these outcomes cannot go on together; none if they can."""
+    """Why ranks with these outcomes cannot continue together; none if they can."""
     broken = [f"rank {o.rank}: {o.error}" for o in outcomes if not o.harmless]
     if broken:
         return "; ".join(broken)
@@ -62,9 +62,9 @@ def disagreement(outcomes: Sequence[Outcome]) -> str | None:
 
 
 class Group:
-    """This process's place among the ranks. Without a store it is the only one, and nothing is exchanged.
+    """This process's place among the ranks. Without a store it is the only rank, and nothing is exchanged.
 
-    All ranks make the same calls in the same order. `survived` are errors that a single trainer survives too.
+    All ranks make the same calls in the same order. `survived` are errors that a single trainer also survives.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class Group:
         self.broken: Future[Exception] = Future()  # why the group must end; set once, and then this process ends
         self._command = 0
         self._shared = 0
-        self._posted: list[str] = []  # keys of this command, and of the one before
+        self._posted: list[str] = []  # keys of this command, and of the previous one
         self._stale: list[str] = []
 
     def lead(self, command: str, work: Callable[[], T], state: Callable[[], str]) -> T:
-        """On rank 0: let every rank do `command`, which is `work` here. Returns when all have done it.
+        """On rank 0: have every rank run `command`, which is `work` on this one. Returns when all have finished.
 
         Raises:
             GroupBroken: the ranks disagree; the process must end.
-            Exception: what `work` raised here, or a UserError for what it raised elsewhere.
+            Exception: what `work` raised on this rank, or a UserError for what it raised on another.
         """
         if self.store is None:
             return work()
@@ -100,7 +100,7 @@ class Group:
         return self._agreed(work, state)
 
     def follow(self, obey: Callable[[str], object], state: Callable[[], str]) -> None:
-        """On the other ranks: wait for the next command of rank 0, do it, and agree. GroupBroken as in `lead`."""
+        """On the other ranks: await rank 0's next command, run it, and compare outcomes. GroupBroken as in `lead`."""
         assert self.store is not None
         self._begin()
         self.store.wait([f"command/{self._command}"], _FOREVER)
@@ -108,10 +108,10 @@ class Group:
         try:
             self._agreed(lambda: obey(command), state)
         except self.survived as error:
-            log.info("rank %d: %s", self.rank, error)  # rank 0 answers with it
+            log.info("rank %d: %s", self.rank, error)  # rank 0 reports it
 
     def from_first(self, work: Callable[[], str]) -> str:
-        """Rank 0 does `work`; every rank returns its text, or raises its UserError."""
+        """Run `work` on rank 0; every rank returns its text, or raises its UserError."""
         if self.store is None:
             return work()
         self._shared += 1
@@ -124,8 +124,8 @@ class Group:
             raise UserError(found["error"])
         return found["text"]
 
-    def last_words(self, rank: int) -> Outcome | None:
-        """What `rank` said of the command under way, if it failed at it."""
+    def failure_of(self, rank: int) -> Outcome | None:
+        """The outcome that `rank` posted for the current command, if it failed."""
         key = f"outcome/{self._command}/{rank}"
         if self.store is None or not self.store.check([key]):
             return None
@@ -151,8 +151,8 @@ class Group:
             log.log(
                 logging.INFO if self._survives(error) else logging.ERROR, "rank %d failed", self.rank, exc_info=error
             )
-        said = "" if error is None else text_of(error)
-        self._settle(Outcome(self.rank, state(), said, self._survives(error)))
+        text = "" if error is None else text_of(error)
+        self._compare(Outcome(self.rank, state(), text, self._survives(error)))
         if error is not None:
             raise error
         return result
@@ -160,8 +160,8 @@ class Group:
     def _survives(self, error: Exception | None) -> bool:
         return error is None or isinstance(error, self.survived)
 
-    def _settle(self, mine: Outcome) -> None:
-        """Exchange outcomes. Raises GroupBroken, or a UserError where only other ranks have failed."""
+    def _compare(self, mine: Outcome) -> None:
+        """Exchange and compare outcomes. Raises GroupBroken, or a UserError if only other ranks have failed."""
         outcomes = self._exchange(mine)
         problem = disagreement(outcomes)
         failed = [o for o in outcomes if o.error]
@@ -176,10 +176,10 @@ class Group:
         self._post(keys[self.rank], json.dumps(asdict(mine)))
         try:
             self.store.wait(keys, self.grace if mine.error else _FOREVER)
-        except RuntimeError as error:  # torch's DistStoreError: a failed rank waits for the others in vain
+        except RuntimeError as error:  # torch's DistStoreError: this rank failed, and the others posted no outcome
             raise GroupBroken(f"rank {self.rank}: {mine.error}", mine.harmless) from error
         found = [Outcome(**json.loads(self.store.get(key))) for key in keys]
-        for key in self._stale:  # all have ended this command, so they have read what was posted for the last
+        for key in self._stale:  # all ranks have ended this command, so they have read the previous one's keys
             self.store.delete_key(key)
         return found
 
@@ -192,7 +192,7 @@ def _attempt(work: Callable[[], str]) -> dict[str, str]:
 
 
 def text_of(error: Exception) -> str:
-    """The error in a line: an unexpected one with its type and with the line of this program that it came from."""
+    """The error in one line: an unexpected one with its type and the line of this program that raised it."""
     if isinstance(error, (UserError, StaleCommand, GroupBroken)):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,8 +1,8 @@
-"""The output layer, softmax and loss in one: logits exist for a chunk of the tokens that count, and only once.
+"""Output layer, softmax and loss fused: logits exist for one chunk of the counted tokens at a time, and only once.
 
-The gradient of a token's loss with respect to its logits is known as soon as its logprob is, so it is taken on the way
-forward: nothing as large as the logits waits for the backward pass, and nothing is computed twice. (Fusing the output
-layer with the cross-entropy: Hsu et al., arXiv:2410.10989, §3; here the loss is any function of each token's logprob.)
+The gradient of a token's loss with respect to its logits follows from its logprob, so the forward pass computes it:
+nothing as large as the logits is kept for the backward pass, and nothing is computed twice. (Fusing the output layer
+with the cross-entropy: Hsu et al., arXiv:2410.10989, §3; here the loss is any function of each token's logprob.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from areal_tasks.engines.trainer.backend import Scores, TokenLoss
 
 
 class Softmax(NamedTuple):
-    """What a chunk's logits z say at temperature τ, in nats: log softmax(z/τ) at targets, entropy, log Σ exp(z/τ)."""
+    """Of a chunk's logits z at temperature τ, in nats: log softmax(z/τ) at the targets, entropy, log Σ exp(z/τ)."""
 
     logprobs: Float[Tensor, " t"]
     entropy: Float[Tensor, " t"]
@@ -31,7 +31,7 @@ class Softmax(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadTask:
-    """What is asked of the head: scores of `targets`, or with `loss` the sum of `weights` · loss."""
+    """What the head is to compute: scores of `targets`, or with `loss` the sum of `weights` · loss."""
 
     targets: Int[Tensor, " T"]
     temperature: float
@@ -41,7 +41,7 @@ class HeadTask:
     loss: TokenLoss | None = None
 
     def chunks(self) -> list[slice]:
-        """The counted tokens in equal runs of at most `chunk_tokens`; one, perhaps empty, at least."""
+        """The counted tokens in runs of about equal length, at most `chunk_tokens`; at least one, perhaps empty."""
         total = len(self.targets)
         count = max(-(-total // self.chunk_tokens), 1)
         ends = [total * (i + 1) // count for i in range(count)]
@@ -49,7 +49,7 @@ class HeadTask:
 
 
 class TokenHead(nn.Linear):
-    """An output layer in the place of `linear`, with its parameter; without a task it does the same."""
+    """Replaces the output layer `linear`, with its parameter; without a task it computes the same."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -73,7 +73,7 @@ def score_chunks(hidden: Float[Tensor, "T H"], weight: Float[Tensor, "V H"], tas
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Σ weights · loss, and the rows of the loss. The backward pass finds its gradients ready and scales them."""
+    """Σ weights · loss, and the rows of the loss. The backward pass only scales the gradients computed here."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, task: HeadTask) -> tuple[Tensor, Tensor]:
@@ -87,12 +87,12 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_total: Tensor, _of_values: Tensor) -> tuple[Tensor, Tensor | None, None]:
         of_hidden, of_weight = ctx.gradients
-        del ctx.gradients  # a second backward pass would scale them twice: let it fail
+        del ctx.gradients  # a second backward pass would scale them twice: make it fail
         return of_hidden.mul_(of_total), None if of_weight is None else of_weight.mul_(of_total), None
 
 
 class _Sweep:
-    """Goes through the chunks; adds up loss and gradients."""
+    """Accumulates loss and gradients over the chunks."""
 
     def __init__(self, hidden: Float[Tensor, "T H"], weight: Float[Tensor, "V H"], task: HeadTask) -> None:
         self.hidden, self.weight, self.task = hidden, weight, task
@@ -105,9 +105,9 @@ class _Sweep:
         for chunk in self.task.chunks():
             hidden, targets = self.hidden[chunk], self.task.targets[chunk]
             logits = F.linear(hidden, self.weight)
-            said = softmax(logits, targets, self.task.temperature)
-            values, slope = self._loss(said, chunk)
-            of_logits = to_logits(logits, targets, said.normaliser, slope, self.task.temperature)
+            scores = softmax(logits, targets, self.task.temperature)
+            values, slope = self._loss(scores, chunk)
+            of_logits = to_logits(logits, targets, scores.normaliser, slope, self.task.temperature)
             torch.mm(of_logits, self.weight, out=self.of_hidden[chunk])
             self._add(of_logits, hidden)
             yield values
@@ -116,19 +116,19 @@ class _Sweep:
         """With respect to the hidden states and the weight, in their dtype."""
         return self.of_hidden, None if self.of_weight is None else self.of_weight.to(self.weight.dtype)
 
-    def _loss(self, said: Softmax, chunk: slice) -> tuple[Float[Tensor, "K t"], Float[Tensor, " t"]]:
+    def _loss(self, scores: Softmax, chunk: slice) -> tuple[Float[Tensor, "K t"], Float[Tensor, " t"]]:
         """The rows of the loss, and the derivative of the weighted sum with respect to each logprob."""
         assert self.task.loss is not None and self.task.weights is not None
-        logprobs = said.logprobs.detach().requires_grad_()
+        logprobs = scores.logprobs.detach().requires_grad_()
         with torch.enable_grad():
-            values = self.task.loss(logprobs, said.entropy, chunk)
+            values = self.task.loss(logprobs, scores.entropy, chunk)
             total = (self.task.weights[chunk] * values[0]).sum()
         (slope,) = torch.autograd.grad(total, logprobs)
         self.total += total.detach()
         return values.detach(), slope
 
     def _add(self, of_logits: Float[Tensor, "t V"], hidden: Float[Tensor, "t H"]) -> None:
-        """Add this chunk's part to the weight's gradient, which is kept in fp32 while there is more to come."""
+        """Add this chunk's part to the weight's gradient, accumulated in fp32 if there are several chunks."""
         if not self.weight.requires_grad:
             return
         if len(self.task.chunks()) == 1:
@@ -150,9 +150,9 @@ def accumulate(total: Float[Tensor, "V H"], of_logits: Float[Tensor, "t V"], hid
 
 
 def softmax_chunk(logits: Float[Tensor, "t V"], targets: Int[Tensor, " t"], temperature: float) -> Softmax:
-    """`Softmax` in fp32 (or wider), in sums over rows: a compiler needs but two passes over the logits.
+    """`Softmax` in fp32 (or wider), as sums over rows, which a compiler fuses into two passes over the logits.
 
-    Entropy is log Σ exp(d) - Σ d·exp(d) / Σ exp(d), d the distance to the row's largest logit.
+    Entropy is log Σ exp(d) - Σ d·exp(d) / Σ exp(d), with d a scaled logit minus the row's largest.
     """
     scaled = logits.to(_wide(logits.dtype)) / temperature
     largest = scaled.amax(-1)
@@ -179,7 +179,7 @@ def logits_gradient(
 
 
 def kernels(compiled: bool) -> tuple[Callable[..., Softmax], Callable[..., Tensor]]:
-    """`softmax_chunk` and `logits_gradient`, as they are or fused into a few passes over the logits."""
+    """`softmax_chunk` and `logits_gradient`, eager or compiled into a few passes over the logits."""
     return (_fused(softmax_chunk), _fused(logits_gradient)) if compiled else (softmax_chunk, logits_gradient)
 
 

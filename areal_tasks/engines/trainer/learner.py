@@ -1,4 +1,4 @@
-"""One iteration of training: the plan of its minibatches, the optimizer steps, and what they say of themselves."""
+"""One iteration of training: the plan of its minibatches, the optimizer steps, and their metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from areal_tasks.data.batching import (
     minibatches,
 )
 from areal_tasks.engines.trainer.agreement import EnginesDisagree, agreement, check_agreement, gaps, outside
-from areal_tasks.engines.trainer.ahead import Ahead, aside
+from areal_tasks.engines.trainer.ahead import Ahead, background_thread
 from areal_tasks.engines.trainer.backend import Backend, Progress, TokenLoss, TokenStats
 from areal_tasks.engines.trainer.forward import fetch, move, pinned, staged
 from areal_tasks.engines.trainer.metrics import SampleMeans, over_ranks, step_statistics, steps_table, summary, totals
@@ -35,11 +35,11 @@ from areal_tasks.engines.trainer.settings import Settings
 from areal_tasks.engines.trainer.staleness import LEAST_COMPARED, staleness_metrics
 from schemas.errors import UserError
 
-Rows = Int[Tensor, " _"]  # samples by their place in the batch
+Rows = Int[Tensor, " _"]  # indices of samples in the batch
 
 
 class TrainingFailed(UserError):
-    """Training cannot go on: the loss or the gradient stays non-finite."""
+    """Training cannot continue: the loss or the gradient stays non-finite."""
 
 
 @dataclass(frozen=True)
@@ -52,30 +52,30 @@ class Plan:
 
 @dataclass
 class Work:
-    """How many of a command's samples have been through the model; of all ranks, as rank 0 can tell."""
+    """How many of a command's samples the model has processed: over all ranks, as one rank can estimate it."""
 
     of: int = 0
     done: int = 0
 
     def add(self, samples: int) -> None:
-        """Another `samples` are done."""
+        """Count further `samples` as done."""
         self.done = min(self.of, self.done + samples)
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """An optimizer step to come: its samples, what a token of each weighs, and this rank's passes through them."""
+    """The plan of an optimizer step: its samples, the weight of each sample's tokens, and this rank's passes."""
 
     number: int
     rows: Rows
     weights: Float[Tensor, " B"]
-    passes: int  # of all ranks
+    passes: int  # over all ranks
     mine: list[Rows]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward and backward pass to come: where its tokens lie, and what each weighs. On its way to the device."""
+    """The input of a forward and backward pass: its layout and token weights, page-locked if a GPU computes it."""
 
     layout: Layout
     weights: Float[Tensor, " T"]
@@ -83,15 +83,15 @@ class Pass:
 
 @dataclass(frozen=True)
 class Computed:
-    """What the passes of a minibatch have queued on the device; nobody has waited for it yet."""
+    """Results of a minibatch's passes, which may still be queued on the device."""
 
     totals: Float[Tensor, "3 K"]
-    stats: TokenStats  # in host memory, and there once the device has been waited for
+    stats: TokenStats  # in host memory, valid once the device is synchronised
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What an iteration leaves: its two tables, their summary, and where training stands."""
+    """The results of an iteration: its two tables, their summary, and the progress."""
 
     train_steps: pa.Table
     train_samples: pa.Table
@@ -100,9 +100,9 @@ class Learned:
 
 
 def make_plan(batch: Batch, settings: Settings, iteration: int, world: int = 1) -> Plan:
-    """Deal the kept samples out to minibatches, and each minibatch to micro-batches within the token budget.
+    """Divide the kept samples into minibatches, and each of these into micro-batches within the token budget.
 
-    The number of micro-batches is a multiple of `world`, the number of ranks, where there are samples enough.
+    The number of micro-batches is a multiple of `world`, the number of ranks, if there are enough samples.
     """
     assigned = batch.minibatch
     if assigned is None:
@@ -122,7 +122,7 @@ def recorded_plan(batch: Batch, train_samples: pa.Table) -> Plan:
 
 
 def make_objective(batch: Batch, settings: Settings, device: torch.device) -> Objective:
-    """What is minimised over `batch`, of tokens on `device`."""
+    """The objective that is minimised over `batch`, with its columns on `device`."""
     if settings.kind == "sft":
         return sft_objective
     more = {"log_ratio": _sequence_log_ratios(batch)} if settings.sequence_weights else {}
@@ -131,7 +131,7 @@ def make_objective(batch: Batch, settings: Settings, device: torch.device) -> Ob
 
 
 def _sequence_log_ratios(batch: Batch) -> Float[Tensor, " N"]:
-    """log π_proximal / π_behaviour of each token's whole sample, from the table `proximal`; 0 where none counts."""
+    """log π_proximal / π_behaviour of each token's whole sample, from the table `proximal`; 0 at uncounted tokens."""
     counted = batch.sequences.counted
     log_ratios = batch.columns["proximal"][counted] - batch.columns["behaviour"][counted]
     found = torch.zeros(len(counted))
@@ -140,7 +140,7 @@ def _sequence_log_ratios(batch: Batch) -> Float[Tensor, " N"]:
 
 
 def shared_out(passes: list[Rows], rank: int, world: int) -> list[Rows]:
-    """The samples of every `world`-th pass, and of none where other ranks have one more: sharded ranks work in step."""
+    """The samples of every `world`-th pass, and of an empty one if other ranks have one more: all need equally many."""
     rounds = -(-len(passes) // world)
     mine = passes[rank::world]
     return mine + [torch.zeros(0, dtype=torch.int64)] * (rounds - len(mine))
@@ -163,17 +163,17 @@ class Learner:
     def learn(self, version: int, progress: Progress) -> Learned:
         """Take every optimizer step of the iteration that makes `version` + 1.
 
-        While the device computes a minibatch, the host describes the samples of the one before and lays out the one
-        after; it waits for the device once, right before the step.
+        While the device computes a minibatch, the host collects sample statistics of the previous one and lays out the
+        next; it waits for the device once, right before the step.
 
         Raises:
             TrainingFailed: more non-finite steps in a row than the recipe allows.
-            EnginesDisagree: server and trainer are further apart than the recipe allows; no step was made.
+            EnginesDisagree: logprobs of server and trainer differ more than the recipe allows; no step was made.
         """
         self._check_table()
         self.backend.use(self.settings.trainer)
         minibatches = [self._minibatch(number) for number in range(self.settings.minibatches)]
-        with aside(self.backend.device) as thread:
+        with background_thread(self.backend.device) as thread:
             return self._learn(version, progress, minibatches, Ahead(self._passes(minibatches), thread))
 
     def _learn(self, version: int, progress: Progress, minibatches: list[Minibatch], passes: Ahead[Pass]) -> Learned:
@@ -183,7 +183,7 @@ class Learner:
         for minibatch in minibatches:
             started = time.perf_counter()
             computed = self._accumulate(minibatch, passes)
-            self._describe(done, samples)
+            self._collect(done, samples)
             passes.prepare()
             row = self._step(minibatch, computed, progress.step)
             row["step_seconds"] = time.perf_counter() - started
@@ -191,7 +191,7 @@ class Learner:
             progress = Progress(progress.step + 1, progress.skipped_in_row + 1 if row["skipped"] else 0)
             steps.append({"version": version + 1, "step": progress.step, "minibatch": minibatch.number, **row})
             self._check_skipped(progress, row)
-        self._describe(done, samples)
+        self._collect(done, samples)
         return Learned(steps_table(steps), self._samples_table(samples), summary(steps) | self._ages(), progress)
 
     def _minibatch(self, number: int) -> Minibatch:
@@ -203,7 +203,7 @@ class Learner:
         return Minibatch(number, rows, self._sample_weights(rows), len(passes), mine)
 
     def _passes(self, minibatches: list[Minibatch]) -> Iterator[Pass]:
-        """This rank's passes through all of them, one after the other."""
+        """This rank's passes over all minibatches, in order."""
         device, kind = self.backend.device, self.settings.trainer.layout
         for minibatch in minibatches:
             for rows in minibatch.mine:
@@ -211,7 +211,7 @@ class Learner:
                 yield Pass(layout, pinned(minibatch.weights[layout.samples], device))
 
     def _step(self, minibatch: Minibatch, computed: Computed, step: int) -> dict[str, Any]:
-        """The optimizer step and its row of `train_steps`. A minibatch without tokens makes none."""
+        """Make the optimizer step, unless no token counts; returns its row of `train_steps`."""
         rows = minibatch.rows
         found = self._statistics(minibatch, computed)
         if minibatch.number == 0:
@@ -225,23 +225,23 @@ class Learner:
             "skipped": not (math.isfinite(found["loss"]) and math.isfinite(norm)),
             "total_tokens": int(
                 (self.batch.sequences.lengths[rows] - 1).clamp(min=0).sum()
-            ),  # the last predicts nothing
+            ),  # the last token predicts nothing
             "samples": len(rows),
             "micro_batches": minibatch.passes,
         }
 
     def _statistics(self, minibatch: Minibatch, computed: Computed) -> dict[str, Any]:
-        """What the passes of all ranks found; waits for the device."""
-        here = TokenStats(computed.totals.cpu().view(-1, 1), torch.zeros(1, dtype=torch.int64))
-        everywhere = over_ranks(self.backend.gather(here).values)
-        return step_statistics(everywhere, int(self.counts[minibatch.rows].sum()), self._measures(minibatch.number))
+        """The statistics of all ranks' passes; waits for the device."""
+        own = TokenStats(computed.totals.cpu().view(-1, 1), torch.zeros(1, dtype=torch.int64))
+        overall = over_ranks(self.backend.gather(own).values)
+        return step_statistics(overall, int(self.counts[minibatch.rows].sum()), self._measures(minibatch.number))
 
     def _measures(self, number: int) -> bool:
-        """Whether the passes of a minibatch tell how far the engines are apart; later ones show the policy's drift."""
+        """Whether a minibatch measures the engines' agreement; without `proximal` later ones show policy drift."""
         return self.comparable and (number == 0 or "proximal" in self.batch.columns)
 
     def _is_comparable(self) -> bool:
-        """Whether tokens enough, of the minibatches that are compared, were sampled by the policy itself."""
+        """Whether enough tokens of the compared minibatches were sampled by the policy itself."""
         if self.batch.staleness is None:
             return True
         last = self.settings.minibatches - 1 if "proximal" in self.batch.columns else 0
@@ -249,16 +249,16 @@ class Learner:
         return int((self.batch.staleness.comparable & self._tokens_of(compared)).sum()) >= LEAST_COMPARED
 
     def _ages(self) -> dict[str, float]:
-        """How old the tokens are that were trained on; nothing where they cannot be older than the policy."""
+        """Staleness of the tokens that were trained on; empty if they cannot be older than the policy."""
         stale = self.batch.staleness
         return {} if stale is None else staleness_metrics(stale, self._tokens_of(self.plan.minibatch != LEFT_OUT))
 
     def _tokens_of(self, samples: Bool[Tensor, " B"]) -> Bool[Tensor, " N"]:
-        """The tokens of these samples that count."""
+        """The counted tokens of these samples."""
         return self.batch.sequences.counted & samples.repeat_interleave(self.batch.sequences.lengths)
 
-    def _describe(self, done: list[tuple[TokenStats, bool]], samples: SampleMeans) -> None:
-        """Add what all ranks say of the samples of minibatches that are over."""
+    def _collect(self, done: list[tuple[TokenStats, bool]], samples: SampleMeans) -> None:
+        """Add all ranks' statistics of finished minibatches to `samples`."""
         while done:
             stats, measured = done.pop()
             samples.add(self.backend.gather(stats), measured)
@@ -269,13 +269,13 @@ class Learner:
         counted = counts > 0
         first = (counts.cumsum(0) - counts)[counted]
         weights = torch.zeros(len(self.counts))
-        weights[rows[counted]] = token_weights(counts, self.settings.mean)[first]  # the tokens of a sample weigh alike
+        weights[rows[counted]] = token_weights(counts, self.settings.mean)[first]  # equal for all tokens of a sample
         return weights
 
     def _accumulate(self, minibatch: Minibatch, passes: Ahead[Pass]) -> Computed:
-        """Forward and backward through this rank's passes; the gradients add up in the backend.
+        """Run this rank's forward and backward passes; the backend accumulates the gradients.
 
-        Never waits for the device.
+        Does not wait for the device.
         """
         device = self.backend.device
         values, weights = [torch.zeros(self.rows, 0, device=device)], [torch.zeros(0, device=device)]
@@ -294,7 +294,7 @@ class Learner:
         return lambda logprobs, entropy, part: self.objective(logprobs, entropy, where[part])
 
     def _check_table(self) -> None:
-        """Compare server and trainer over all tokens to be trained on, where the trainer was asked beforehand."""
+        """Check the agreement over all tokens to train on, if the table `proximal` holds the trainer's logprobs."""
         if "proximal" in self.batch.columns and self.comparable:
             counted = self._tokens_of(self.batch.kept)
             if self.batch.staleness is not None:
@@ -303,11 +303,11 @@ class Learner:
             check_agreement(agreement(gaps(*both), outside(*both)), self.settings.max_logprob_gap, len(both[0]))
 
     def _check_first(self, found: dict[str, Any]) -> None:
-        """The same over the first minibatch, of which the forward and backward pass are done and the step is not."""
+        """Check the agreement over the first minibatch, after its passes and before its step."""
         try:
             check_agreement(found, self.settings.max_logprob_gap, found["compared"])
         except EnginesDisagree:
-            self.backend.step(0.0, wanted=False)  # forgets the gradient
+            self.backend.step(0.0, wanted=False)  # discards the gradient
             raise
 
     def _check_skipped(self, progress: Progress, row: dict[str, Any]) -> None:

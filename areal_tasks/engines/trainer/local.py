@@ -24,7 +24,7 @@ from schemas.recipe.sections import Model, Trainer
 class LocalBackend:
     """Policy, optimizer and frozen reference in this process.
 
-    Weights and optimizer state are fp32. With `model.dtype` bfloat16 the passes go through a working copy.
+    Weights and optimizer state are fp32. With `model.dtype` bfloat16 the passes use a working copy.
     """
 
     rank = 0
@@ -35,8 +35,8 @@ class LocalBackend:
         self.max_grad_norm = settings.max_grad_norm
         self.dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
         self.device = choose_device(settings, model)
-        self.models: dict[Which, Policy] = {}  # what computes
-        self.master: Policy  # what the optimizer changes: the policy, or what its weights are rounded from
+        self.models: dict[Which, Policy] = {}  # used by the passes
+        self.master: Policy  # updated by the optimizer: the policy, or the fp32 weights that it is rounded from
         self.optimizer: torch.optim.AdamW
 
     def load(self, weights: Path, seed: int) -> None:
@@ -103,7 +103,7 @@ class LocalBackend:
             copy_weights(self.master, self.models["policy"])
 
     def _forget(self) -> None:
-        """Free what a load replaces before it takes memory of its own."""
+        """Free what a load replaces before the load allocates memory."""
         if "policy" in self.models:
             del self.models["policy"], self.master, self.optimizer
 
@@ -111,7 +111,7 @@ class LocalBackend:
 def choose_device(settings: Trainer, model: Model) -> torch.device:
     """The GPU, where there is one, for bfloat16 or when `trainer.gpus` names it; else the CPU.
 
-    fp32 belongs on the CPU by default: there training repeats itself bitwise, given as many threads.
+    fp32 uses the CPU by default: there training is bitwise reproducible with the same number of threads.
     """
     wanted = model.dtype == "bfloat16" or bool(settings.gpus)
     return (

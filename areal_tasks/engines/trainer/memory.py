@@ -1,4 +1,4 @@
-"""When memory runs out: which knobs to turn."""
+"""When memory runs out: which settings to change."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from schemas.errors import UserError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: What torch says in a RuntimeError when the host has no more memory, or none that can be page-locked.
+#: Texts of torch's RuntimeErrors when the host has no more memory, or none that can be page-locked.
 _HOST: Final = ("not enough memory", "can't allocate memory", "CUDA error: out of memory")
 
 
 def names_memory_knobs(command: Callable[P, T]) -> Callable[P, T]:
-    """`command`, raising a UserError that names what to change where it runs out of memory, of a GPU or of the host."""
+    """`command`, raising a UserError that names settings to change if it runs out of GPU or host memory."""
 
     @functools.wraps(command)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -36,7 +36,7 @@ def names_memory_knobs(command: Callable[P, T]) -> Callable[P, T]:
 
 
 def make_room() -> None:
-    """Give what torch keeps of the GPU's memory for later back to the other processes on it."""
+    """Release the GPU memory that torch caches, for other processes on that GPU."""
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -1,4 +1,4 @@
-"""What training says of itself: rows of `train_steps`, columns of `train_samples`, and the stage's summary."""
+"""The metrics of training: rows of `train_steps`, columns of `train_samples`, and the stage's summary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from areal_tasks.engines.trainer.rows import make_table
 from schemas.tables import TRAIN_STEPS
 
 _WEIGHTED: Final = ("loss", "policy_loss")  # the others are means over tokens
-_ELSEWHERE: Final = ("ratio", "clamped", "logprob_gap", "ratio_outside")  # no means, or under other names
+_ELSEWHERE: Final = ("ratio", "clamped", "logprob_gap", "ratio_outside")  # not means, or named differently
 #: Columns of `train_samples` and the rows of STATS they are means of.
 _OF_SAMPLES: Final = {
     "sample_ratio": "ratio",
@@ -29,29 +29,29 @@ _OF_SAMPLES: Final = {
     "sample_logprob_gap": "logprob_gap",
 }
 _GAP: Final = list(_OF_SAMPLES).index("sample_logprob_gap")
-_COMPARED: Final = len(STATS)  # the row after STATS, where there is one
+_COMPARED: Final = len(STATS)  # the row after STATS, if there is one
 _MEANS: Final = (
     "loss", "policy_loss", "kl", "approx_kl", "entropy", "clip_fraction", "ratio_mean", "grad_norm", "lr",
 )  # fmt: skip
 
 
 def totals(values: Float[Tensor, "K T"], weights: Float[Tensor, " T"]) -> Float[Tensor, "3 K"]:
-    """Of each row, over a rank's tokens: its sum, its weighted sum and its largest (-inf of none); on their device."""
+    """Of each row, over a rank's tokens: sum, weighted sum and maximum (-inf without tokens); on their device."""
     wide = values.double()
     largest = torch.nn.functional.pad(wide, (0, 1), value=-math.inf).amax(1)
     return torch.stack([wide.sum(1), wide @ weights.double(), largest])
 
 
 def over_ranks(parts: Float[Tensor, "N ranks"]) -> Float[Tensor, "3 K"]:
-    """The `totals` of all ranks' tokens, from those of each, a column each."""
+    """The `totals` over all ranks' tokens, from those of each rank, one column per rank."""
     each = parts.view(3, len(parts) // 3, -1)
     return torch.cat([each[:2].sum(2), each[2:].amax(2)])
 
 
 def step_statistics(found: Float[Tensor, "3 K"], tokens: int, measured: bool) -> dict[str, Any]:
-    """Loss (weighted as it is minimised), and means over the minibatch's `tokens`; zeros where it has none.
+    """Loss (weighted as it is minimised), and means over the minibatch's `tokens`; zeros without tokens.
 
-    The agreement of the engines is NaN where it was not `measured`.
+    The agreement of the engines is NaN unless it was `measured`.
     """
     sums, weighted, largest = (dict(zip((*STATS, *COMPARED, *WEIGHTS), row, strict=False)) for row in found.tolist())
     means = {name: total / max(tokens, 1) for name, total in sums.items()}
@@ -74,15 +74,15 @@ def step_statistics(found: Float[Tensor, "3 K"], tokens: int, measured: bool) ->
 
 
 class SampleMeans:
-    """Means over the tokens of each sample, of minibatches as they come."""
+    """Means over the tokens of each sample, accumulated minibatch by minibatch."""
 
     def __init__(self, samples: int) -> None:
         self.counts = torch.zeros(samples, dtype=torch.int64)
-        self.compared = torch.zeros(samples, dtype=torch.int64)  # of these the engines' agreement is a mean
+        self.compared = torch.zeros(samples, dtype=torch.int64)  # tokens that measure the engines' agreement
         self.sums = torch.zeros(len(_OF_SAMPLES), samples, dtype=torch.float64)
 
     def add(self, stats: TokenStats, measured: bool) -> None:
-        """The tokens of some samples, those of one after another; the engines' agreement only where `measured`."""
+        """Add the tokens of some samples, contiguous per sample; the engines' agreement is NaN unless `measured`."""
         if not len(stats.samples):
             return
         samples, lengths = torch.unique_consecutive(stats.samples, return_counts=True)
@@ -96,7 +96,7 @@ class SampleMeans:
         self.sums.index_add_(1, samples, sums)
 
     def columns(self) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
-        """Of `train_samples`. A sample without counted tokens gets ratio 1, no gap and otherwise zeros."""
+        """Columns of `train_samples`. A sample without counted tokens gets ratio 1, gap NaN and otherwise zeros."""
         counts = self.counts.repeat(len(_OF_SAMPLES), 1)
         counts[_GAP] = self.compared
         means = (self.sums / counts.clamp(min=1)).float()
@@ -107,7 +107,7 @@ class SampleMeans:
 
 
 def _compared(stats: TokenStats, starts: np.ndarray[Any, np.dtype[np.int64]], lengths: Tensor) -> Tensor:
-    """How many tokens of each sample tell how far engine and trainer are apart: all, where no row says otherwise."""
+    """How many tokens of each sample measure the engines' agreement: all, unless there is a row `compared`."""
     if len(stats.values) == len(STATS):
         return lengths
     return torch.from_numpy(np.add.reduceat(stats.values[_COMPARED].numpy(), starts, dtype=np.float64)).long()
@@ -137,7 +137,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _agreement_summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The agreement of the engines over all tokens of the iteration for which it was measured; nothing without any."""
+    """The agreement of the engines over all tokens of the iteration for which it was measured; empty without any."""
     measured = [row for row in rows if math.isfinite(row["logprob_gap_mean"])]
     tokens = sum(row["compared"] for row in measured)
     if not measured:
@@ -147,7 +147,7 @@ def _agreement_summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _weights_summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The behaviour weights of the iteration's tokens, as shares of the tokens; nothing where they were not kept."""
+    """Metrics of the behaviour weights, as shares of the iteration's tokens; empty if the weights were not recorded."""
     if not rows or WEIGHTS[0] not in rows[0]:
         return {}
     tokens = sum(row["tokens"] for row in rows)

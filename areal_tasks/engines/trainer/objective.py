@@ -1,4 +1,4 @@
-"""What training minimises, per token: GRPO's clipped objective with its KL term, or the cross-entropy of SFT."""
+"""The per-token training objective: GRPO's clipped objective with its KL term, or the cross-entropy of SFT."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ STATS: Final = (
     *("logprob_gap", "ratio_outside"),
 )
 
-#: A further row where tokens may be older than the policy: 1 at those that tell how far engine and trainer are apart.
+#: A further row if tokens may be older than the policy: 1 at those that measure the agreement of server and trainer.
 COMPARED: Final = ("compared",)
-#: And these, if the objective is decoupled there: the behaviour weights, their squares, 1 where a bound changed one.
+#: And these, if the objective is then decoupled: the behaviour weights, their squares, 1 where a bound changed one.
 WEIGHTS: Final = ("behaviour_weight", "behaviour_square", "behaviour_bounded")
 
-#: From the logprobs and entropies of some counted tokens and their index in the flat columns, to the rows of STATS.
+#: Maps the logprobs and entropies of counted tokens and their indices in the flat columns to the rows of STATS.
 Objective = Callable[[Float[Tensor, " T"], Float[Tensor, " T"], Int[Tensor, " T"]], Float[Tensor, "K T"]]
 
 
 def stat_names(columns: Container[str], settings: Settings) -> tuple[str, ...]:
-    """The names of the rows that the objective gives for a batch with these columns."""
+    """The names of the rows that the objective returns for a batch with these columns."""
     if "comparable" not in columns:
         return STATS
     return (*STATS, *COMPARED, *(WEIGHTS if "proximal" in columns or settings.own_proximal else ()))
 
 
 def grpo_objective(columns: dict[str, Float[Tensor, " N"]], settings: Settings) -> Objective:
-    """GRPO over flat columns `behaviour`, `advantages` and perhaps `reference` and `proximal`, decoupled (AReaL,
-    arXiv:2505.24298, §5.2): the ratio to the proximal policy is clipped, proximal / behaviour weighs the result: of the
-    token, or where there is a column `log_ratio`, as that says.
+    """GRPO over flat columns `behaviour`, `advantages` and optionally `reference` and `proximal`, decoupled (AReaL,
+    arXiv:2505.24298, §5.2): the ratio to the proximal policy is clipped, and the result is weighted by proximal /
+    behaviour, of the token or, if there is a column `log_ratio`, from that.
 
-    The proximal policy is the one the iteration began with: column `proximal`; without it the step's own forward pass
-    where `settings` say that the step begins the iteration, else the behaviour policy, which makes every weight 1. The
-    agreement is then measured by the step's own forward pass: meaningless once the policy has moved, and at tokens that
-    are not `comparable`, if there is that column. KL to the reference is estimated from tokens of the behaviour policy,
-    which is the policy to within η + 1 iterations.
+    The proximal policy is the one at the start of the iteration: column `proximal`; without it the step's own forward
+    pass if `settings.own_proximal`, else the behaviour policy, which makes every weight 1. Without the column, the
+    step's own forward pass measures the agreement: meaningless once the policy has changed, and at tokens that are not
+    `comparable`, if there is that column. KL to the reference is estimated from tokens of the behaviour policy, which
+    is within η + 1 iterations of the policy.
     """
     names = stat_names(columns, settings)
 

@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 from schemas.recipe.sections import Trainer
 
 Named = Iterable[tuple[str, Tensor]]
-_MATRICES: Final = "matrices"  # whether a group of the optimizer is that of `is_matrix`
+_MATRICES: Final = "matrices"  # key of an optimizer group: whether its parameters are matrices (`is_matrix`)
 
 
 def learning_rate(step: int, total: int, settings: Trainer) -> float:
@@ -33,7 +33,7 @@ def learning_rate(step: int, total: int, settings: Trainer) -> float:
 
 
 def _remaining(done: float, schedule: str) -> float:
-    """The share of the decay that is still to come, from 1 to 0, after the share `done` of the steps."""
+    """The remaining share of the decay, from 1 to 0, after the share `done` of the steps."""
     if schedule == "constant":
         return 1.0
     return 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
@@ -45,7 +45,7 @@ def make_optimizer(named: Named, settings: Trainer) -> torch.optim.AdamW:
 
 
 def parameter_groups(named: Named, settings: Trainer) -> list[dict[str, Any]]:
-    """Groups for torch's AdamW: matrices and embeddings, then norms and biases. A group without any is left out."""
+    """Groups for torch's AdamW: matrices and embeddings, then norms and biases. Empty groups are left out."""
     parts: dict[bool, list[Tensor]] = {True: [], False: []}
     for name, parameter in named:
         parts[is_matrix(name, parameter)].append(parameter)
@@ -57,19 +57,19 @@ def parameter_groups(named: Named, settings: Trainer) -> list[dict[str, Any]]:
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether the parameter is a matrix or an embedding, and neither a norm nor a bias (of experts: a row for each)."""
+    """Whether the parameter is a matrix or an embedding, and neither a norm nor a bias (experts' have a row each)."""
     shape: Sequence[int] = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves an empty tensor in its place
     return len(shape) > 1 and not name.endswith("bias")
 
 
 def use_options(optimizer: torch.optim.Optimizer, settings: Trainer) -> None:
-    """Go on with AdamW's options of other settings: what it remembers of the gradients stays."""
+    """Continue with AdamW's options of other settings, keeping its state."""
     for group in optimizer.param_groups:
         group.update(_options(group[_MATRICES], settings))
 
 
 def _options(matrices: bool, settings: Trainer) -> dict[str, Any]:
-    """The options of a group that a recipe sets, but for the learning rate, which each step sets."""
+    """The options of a group that a recipe sets, except the learning rate, which each step sets."""
     decays = matrices or settings.decay_norms_and_biases
     return {
         "betas": (settings.beta1, settings.beta2),
@@ -79,7 +79,7 @@ def _options(matrices: bool, settings: Trainer) -> dict[str, Any]:
 
 
 def prepare_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """What AdamW keeps of a parameter: the zeros it would begin with, if it has made no step yet."""
+    """AdamW's state of a parameter, initialised with zeros if it has made no step yet."""
     if not optimizer.state[parameter]:
         optimizer.state[parameter].update(
             step=torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -94,9 +94,9 @@ def prepare_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[s
 def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> float:
     """Scale the gradients down to the global L2 norm `max_norm`; returns the norm they had, which may be NaN or inf.
 
-    Of sharded parameters every rank brings its share; what is not sharded must be in one process.
+    Every rank contributes its share of each sharded parameter; either all parameters are sharded or none.
     """
-    gradients = [here(p.grad) for p in parameters if p.grad is not None]
+    gradients = [local_share(p.grad) for p in parameters if p.grad is not None]
     norm = get_total_norm(gradients)
     if any(isinstance(p, DTensor) for p in parameters) and dist.get_world_size() > 1:
         norm = _over_ranks(norm)
@@ -114,20 +114,20 @@ def _over_ranks(norm: Tensor) -> Tensor:
 
 @torch.no_grad()
 def step_at(optimizer: torch.optim.AdamW, lr: float) -> None:
-    """One optimizer step at the learning rate `lr`, of the share of each parameter that is here.
+    """One optimizer step at the learning rate `lr`, on this rank's share of each parameter.
 
-    Element by element, so shares need not know of each other; a step through DTensors launches its one kernel some
-    milliseconds later.
+    AdamW is elementwise, so shares are independent; a step through DTensors launches its kernel some milliseconds
+    later.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
         taken = [parameter for parameter in group["params"] if parameter.grad is not None]
         states = [prepare_state(optimizer, parameter) for parameter in taken]
         adamw(
-            [here(parameter) for parameter in taken],
-            [here(parameter.grad) for parameter in taken],
-            [here(state["exp_avg"]) for state in states],
-            [here(state["exp_avg_sq"]) for state in states],
+            [local_share(parameter) for parameter in taken],
+            [local_share(parameter.grad) for parameter in taken],
+            [local_share(state["exp_avg"]) for state in states],
+            [local_share(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             fused=True,
@@ -141,6 +141,6 @@ def step_at(optimizer: torch.optim.AdamW, lr: float) -> None:
         )
 
 
-def here(tensor: Tensor) -> Tensor:
-    """This rank's share of a sharded tensor, in the same memory; another tensor itself."""
+def local_share(tensor: Tensor) -> Tensor:
+    """This rank's share of a sharded tensor, in the same memory; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

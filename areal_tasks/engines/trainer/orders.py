@@ -1,4 +1,4 @@
-"""What a trainer asks of all its inference servers at once while it does its own part, and what came of it."""
+"""Concurrent requests of a trainer to all its inference servers while it does its own part, and their outcome."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from schemas.errors import UserError
 
 log = logging.getLogger(__name__)
 TIMEOUT_SECONDS: Final = 120.0
-REMEDY: Final = "its log says more; with inference.transport=store the weights take another way"
+REMEDY: Final = "see its log; inference.transport=store sends the weights another way"
 
-Gone = dict[str, str]  # why a server did not do what it was asked to, by its address
+Gone = dict[str, str]  # from the address of a server that failed to the reason
 Calls = dict[str, Future[None]]  # by the address
 
 
@@ -32,16 +32,16 @@ class WeightTransferRejected(UserError):
 
 
 class Unanswered(Exception):
-    """A server died, hangs, or failed by itself: nobody's mistake."""
+    """A server died, hangs, or failed internally: the request is not at fault."""
 
 
 def end_stuck(group: Group, error: Exception) -> None:
-    """End this trainer, which waits for a server that failed, and which nothing can call back.
+    """End this trainer, which waits for a server that failed and cannot be interrupted.
 
-    It answers with a refusal before: to start it again would bring the same. Of a server that died, or failed by
-    itself, nobody is told: whoever waits for the trainer has what ended started again, and gives the command anew.
+    It first answers with a refusal, which a restart would only repeat. If a server died or failed internally, it sends
+    no answer: the client of the trainer has ended services restarted, and retries the command.
     """
-    log.critical("waiting for a server that failed (%s) cannot be ended; the trainer ends", error)
+    log.critical("the trainer cannot stop waiting for a server that failed (%s), and ends", error)
     sys.stderr.flush()
     if isinstance(error, WeightTransferRejected):
         end_group(group, error)
@@ -51,15 +51,15 @@ def end_stuck(group: Group, error: Exception) -> None:
 
 @dataclass(frozen=True)
 class Watch:
-    """What is done when this end has not ended so many `seconds` after another one failed."""
+    """What to do if the trainer's part has not ended `seconds` after a server failed."""
 
-    stuck: Callable[[Exception], None]  # is told how the other one failed: a WeightTransferRejected if it refused
+    stuck: Callable[[Exception], None]  # receives the server's failure: a WeightTransferRejected if it refused
     seconds: float = 20.0
 
 
 @dataclass(frozen=True)
 class Orders:
-    """One POST to every receiver of `command`, a body for each."""
+    """One POST to every receiver of `command`, with one body per receiver."""
 
     command: Send
     path: str
@@ -71,17 +71,17 @@ def together(
     mine: Callable[[], None] | None = None,
     give_up: Callable[[], None] | None = None,
     grace_seconds: float = TIMEOUT_SECONDS,
-    over: Watch | None = None,
+    watch: Watch | None = None,
 ) -> Gone:
-    """Give the orders, do `mine` beside them, and wait for the answers; the receivers that failed.
+    """Send the requests, run `mine` concurrently, and wait for the answers; returns the receivers that failed.
 
-    Where they do something with each other, one's failure is everybody's: `give_up` says that nobody need go on, and
-    those that have not answered `grace_seconds` later count as failed, too. `over` watches that `mine` ends after a
-    failure: NCCL waits for a member that failed before the group had met, and nothing can call it back.
+    In a collective operation one failure fails all: `give_up` aborts it, and receivers that have not answered
+    `grace_seconds` later count as failed too. `watch` checks that `mine` ends after a failure: NCCL waits for a member
+    that failed before the group was connected, and cannot be interrupted.
 
     Raises:
-        WeightTransferRejected: a receiver refused, and none failed; the others may be at it still.
-        Exception: what `mine` raised, where all receivers did what they were asked to.
+        WeightTransferRejected: a receiver refused, and none failed; the others may still be working.
+        Exception: what `mine` raised, if no receiver failed.
     """
     urls = [receiver.url for receiver in orders.command.receivers]
     pool = ThreadPoolExecutor(len(urls))
@@ -90,7 +90,7 @@ def together(
         url: pool.submit(_post, url + orders.path, token, body) for url, body in zip(urls, orders.bodies, strict=True)
     }
     pool.shutdown(wait=False)
-    error = _beside(calls, mine, over) if mine is not None else None
+    error = _run(mine, calls, watch) if mine is not None else None
     if error is None:
         wait(calls.values(), return_when="ALL_COMPLETED" if give_up is None else FIRST_EXCEPTION)
     if give_up is not None and (error or any(not call.done() or call.exception() for call in calls.values())):
@@ -99,41 +99,41 @@ def together(
     return _gone(calls, error)
 
 
-def _beside(calls: Calls, mine: Callable[[], None], over: Watch | None) -> Exception | None:
-    """What `mine` raised, while `over` watches it."""
+def _run(mine: Callable[[], None], calls: Calls, watch: Watch | None) -> Exception | None:
+    """Run `mine`, checked by `watch`; returns what it raised."""
     ended = threading.Event()
-    if over is not None:
-        threading.Thread(target=_watch, args=(over, calls, ended), daemon=True).start()
+    if watch is not None:
+        threading.Thread(target=_check_end, args=(watch, calls, ended), daemon=True).start()
     try:
         mine()
     except Exception as error:
-        clear_frames(error.__traceback__)  # lets go of a group that is given up
+        clear_frames(error.__traceback__)  # releases a group that was aborted
         return error
     finally:
         ended.set()
     return None
 
 
-def _watch(over: Watch, calls: Calls, ended: threading.Event) -> None:
+def _check_end(watch: Watch, calls: Calls, ended: threading.Event) -> None:
     wait(calls.values(), return_when=FIRST_EXCEPTION)
-    if _errors(calls) and not ended.wait(over.seconds):
+    if _errors(calls) and not ended.wait(watch.seconds):
         errors = _errors(calls)
-        over.stuck(_refusal(errors) or Unanswered("; ".join(f"{url}: {error}" for url, error in errors.items())))
+        watch.stuck(_refusal(errors) or Unanswered("; ".join(f"{url}: {error}" for url, error in errors.items())))
 
 
 def _refusal(errors: dict[str, BaseException]) -> WeightTransferRejected | None:
-    """The first refusal, if nobody failed otherwise: one beside a failure may be its consequence."""
+    """The first refusal, if all errors are refusals: next to another failure it may be a consequence of that."""
     refusals = [error for error in errors.values() if isinstance(error, WeightTransferRejected)]
     return refusals[0] if refusals and len(refusals) == len(errors) else None
 
 
 def _errors(calls: Calls) -> dict[str, BaseException]:
-    """How receivers failed that have done so."""
+    """The errors of the receivers that have failed."""
     return {url: error for url, call in calls.items() if call.done() and (error := call.exception())}
 
 
 def _gone(calls: Calls, mine: Exception | None) -> Gone:
-    """Who failed. Beside a failure silence may be its consequence, and so may an error of our own."""
+    """The receivers that failed. If one did, others' silence and an error of the trainer may be consequences."""
     errors = _errors(calls)
     silent = {url: Unanswered("no answer yet") for url, call in calls.items() if not call.done()}
     if (refusal := _refusal(errors)) is not None:
@@ -141,7 +141,7 @@ def _gone(calls: Calls, mine: Exception | None) -> Gone:
     if not errors and not silent and mine is not None:
         raise mine
     if mine is not None:
-        log.warning("servers failed while new weights were handed over, and so did this end: %r", mine)
+        log.warning("servers failed during a transfer of weights, and so did the trainer's part: %r", mine)
     return {url: f"{url}: {error}" for url, error in (errors | silent).items()}
 
 

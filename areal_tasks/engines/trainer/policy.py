@@ -1,4 +1,4 @@
-"""The policy as a module: a Hugging Face causal language model that scores the tokens that count, and their loss."""
+"""The policy as a module: a Hugging Face causal language model that returns scores of counted tokens, or their loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from areal_tasks.engines.trainer.shares import Share, fill, share_of
 from areal_tasks.engines.trainer.skeleton import empty_model, replace_parameters, with_memory
 from schemas.recipe.sections import Trainer
 
-#: The loss to minimise, a scalar with gradient, and the rows of the `TokenLoss` behind it, without.
+#: The loss to minimise, a scalar with gradient, and the rows of its `TokenLoss`, without gradient.
 Loss = tuple[Float[Tensor, ""], Float[Tensor, "K T"]]
 #: Models whose logits are their last hidden states times a matrix, and nothing after (read in transformers 5.12, 5.23).
 PLAIN_HEADS: Final = frozenset(
@@ -31,16 +31,16 @@ PLAIN_HEADS: Final = frozenset(
         "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2",
     }
 )  # fmt: skip
-_MARKED: Final = "_arealflow_sizes_vary"  # an attribute of tensors of which the compiler was told so
+_MARKED: Final = "_arealflow_sizes_vary"  # attribute of tensors whose sizes are marked as dynamic for the compiler
 log = logging.getLogger(__name__)
 
 
 class Policy(nn.Module):
-    """`model` with a head that sees only the positions that predict a counted token, some at a time.
+    """`model` with a head that computes only the positions that predict a counted token, in chunks.
 
-    Call it, never its `forward`: sharding hangs on the call's hooks. Wrappers must not cast its floating-point
-    arguments (`MixedPrecisionPolicy(cast_forward_inputs=False)`). Its parameters have the model's own names, after
-    `model.`; `names` says what they are called in the checkpoint. A model without one has the same names there.
+    Call the module, never `forward`: sharding relies on the call's hooks. Wrappers must not cast its floating-point
+    arguments (`MixedPrecisionPolicy(cast_forward_inputs=False)`). Its parameters have the model's names with the prefix
+    `model.`; `names` maps them to those of the checkpoint, by default the same.
     """
 
     def __init__(self, model: Any, head_chunk_tokens: int, compiled: bool = False, names: Names | None = None) -> None:
@@ -73,14 +73,14 @@ class Policy(nn.Module):
         return (weights * values[0]).sum(), values.detach()
 
     def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """What belongs to the checkpoint and is no parameter; whole on every rank."""
+        """The buffers that belong to the checkpoint; whole on every rank."""
         return ((name, self.model.get_buffer(name)) for name in self.names.buffers)
 
     def _logits(self, layout: DeviceLayout) -> Float[Tensor, "T V"]:
-        """Logits at the positions that predict counted tokens, and nowhere else, all at once.
+        """Logits at the positions that predict counted tokens only, all at once: for models without a plain head.
 
-        The positions are picked right before the output layer. Whatever the model does to its logits afterwards still
-        happens, which is why models with other heads go this way.
+        The positions are picked right before the output layer, so whatever the model does to its logits afterwards
+        still happens.
         """
 
         def pick(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -118,7 +118,7 @@ def read_policy(folder: Path, settings: Trainer, device: torch.device, dtype: to
 def fill_policy(
     policy: Policy, folder: Path, device: torch.device, share: Callable[[Tensor], Share] = share_of
 ) -> None:
-    """Read what is here of each parameter, which has its memory, from `folder`; put the buffers on `device`."""
+    """Read this rank's share of each parameter, already allocated, from `folder`; put the buffers on `device`."""
     for buffer in policy.buffers():
         buffer.data = buffer.data.to(device)
     held = [*policy.model.named_parameters(), *policy.saved_buffers()]
@@ -126,9 +126,9 @@ def fill_policy(
 
 
 def prepare(policy: Policy, settings: Trainer) -> Policy:
-    """Let layers and final norm be compiled at their first call, or activations recomputed, as the settings say."""
+    """Set up compilation of layers and final norm at their first call, and recomputation of activations, if set."""
     if not policy.fused:
-        log.warning("models of type %s take all logits of a pass at once", policy.model.config.model_type)
+        log.warning("models of type %s compute all logits of a pass at once", policy.model.config.model_type)
     for layer in decoder_layers(policy):
         if settings.compile:
             layer.forward = compiled(layer.forward)
@@ -143,15 +143,15 @@ def prepare(policy: Policy, settings: Trainer) -> Policy:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` compiled at its first call, for any number of tokens; layers share one compiled graph.
 
-    Which sizes vary is said of each tensor. Were it left to `dynamic=True`, the integers that a sharded module holds
-    would vary too (dynamo takes only those of other modules for constants), such as the width of its heads: kernels
-    that find their place by dividing by it need up to nine times as long.
+    Varying sizes are marked on each tensor. `dynamic=True` would also make the integers of a sharded module dynamic
+    (dynamo treats only those of other modules as constants), such as its head dimension: kernels that divide by it to
+    compute indices take up to nine times as long.
     """
     found = torch.compile(function)
 
     def call(*args: Any, **options: Any) -> Any:
         for tensor in _tensors((*args, *options.values())):
-            if not hasattr(tensor, _MARKED):  # most are the same for every layer
+            if not hasattr(tensor, _MARKED):  # most tensors are the same for every layer
                 torch._dynamo.maybe_mark_dynamic(tensor, [0, 1][: tensor.ndim])  # rows and positions, or bounds
                 setattr(tensor, _MARKED, True)
         return found(*args, **options)
@@ -160,7 +160,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among the arguments of a layer and in their tuples: torch's own walk takes as long as its guards."""
+    """The tensors among a layer's arguments and in their tuples: torch's own traversal takes as long as its guards."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -169,7 +169,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def decoder_layers(policy: Policy) -> list[nn.Module]:
-    """The transformer's layers: what Hugging Face says must stay together."""
+    """The transformer's layers: the modules that Hugging Face says must not be split."""
     names = set(policy.model._no_split_modules or ())
     return [module for module in policy.model.modules() if type(module).__name__ in names]
 
@@ -185,7 +185,7 @@ def _picked(hidden: Float[Tensor, "R L H"], layout: DeviceLayout) -> Float[Tenso
 
 
 class _Pick(torch.autograd.Function):
-    """Rows of a matrix, none of them twice: so their gradients need only be put in place, not added up there."""
+    """Distinct rows of a matrix, so that the backward pass copies their gradients instead of adding them up."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Float[Tensor, "N H"], rows: Int[Tensor, " T"]) -> Float[Tensor, "T H"]:

@@ -1,4 +1,4 @@
-"""Computing in a lower precision than the weights are kept in: a copy for the passes, fp32 for the optimizer."""
+"""Computing in lower precision than that of the weights: a copy for the passes, fp32 for the optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def working_copy(master: Policy, dtype: torch.dtype) -> Policy:
     Buffers keep their precision: rotary frequencies need it.
     """
     taken: dict[int, Any] = {id(p): nn.Parameter(p.detach().to(dtype), p.requires_grad) for p in master.parameters()}
-    work = copy.deepcopy(master, taken | {id(master.names): master.names})  # takes these as they are: no fp32 copy
+    work = copy.deepcopy(master, taken | {id(master.names): master.names})  # reuses these: no fp32 copy
     for low, high in zip(work.parameters(), master.parameters(), strict=True):
         low.register_post_accumulate_grad_hook(_Adder(high))  # type: ignore[no-untyped-call]
     return work
@@ -31,18 +31,18 @@ def copy_weights(master: Policy, work: Policy) -> None:
 
 
 class Rounded(nn.Module):
-    """`master`, whose passes go through a working copy in `dtype`; whoever wraps this sees the fp32 weights alone.
+    """`master`, whose passes use a working copy in `dtype`; wrappers of this module see only the fp32 weights.
 
-    After each change of the weights, `round`.
+    Call `round` after each change of the weights.
     """
 
     def __init__(self, master: Policy, dtype: torch.dtype, settings: Trainer) -> None:
         super().__init__()
         self.master = master
-        self._work = [prepare(working_copy(master, dtype), settings)]  # in a list: no part of this module
+        self._work = [prepare(working_copy(master, dtype), settings)]  # in a list: not a submodule
 
     def forward(self, *arguments: Any) -> Any:
-        """What the working copy makes of the arguments of a `Policy`."""
+        """The working copy's result for the arguments of a `Policy`."""
         return self._work[0](*arguments)
 
     def round(self) -> None:

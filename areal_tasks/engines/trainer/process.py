@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Serve, or follow rank 0, until told to end."""
+    """Serve, or follow rank 0, until terminated."""
     spec = read_spec()
     group = join(read_settings(spec.recipe).trainer)
     if group.rank == 0:
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def _follow(spec: ServiceSpec, group: Group) -> None:
-    """Be another rank until rank 0 ends; its end is this process's, whatever signals its group is sent before."""
+    """Run as another rank until rank 0 ends, which ends this process; earlier signals to its group are ignored."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -37,4 +37,4 @@ def _follow(spec: ServiceSpec, group: Group) -> None:
     except GroupBroken as error:
         log.error("rank %d ends: %s", group.rank, error)
         sys.stderr.flush()
-        os._exit(1)  # no farewell to the other ranks: they may be stuck in a collective
+        os._exit(1)  # without cleanup: the other ranks may be stuck in a collective

@@ -1,10 +1,10 @@
-"""The process groups of a trainer: gloo between CPUs; NCCL between GPUs, beside gloo for what lies on the host.
+"""The process groups of a trainer: gloo between CPUs; NCCL between GPUs, with gloo for tensors on the host.
 
-Weights are broadcast over another: that of the trainer's first rank, who `lead`s it, and of every rank of its
-inference servers. These are other programs, which join as SGLang's `init_custom_process_group` does. torch has no
-public call that leads such a group: `new_group` and the helper below it derive a new NCCL communicator from the
-default group's (ncclCommSplit) where that one is bound to a GPU, as the trainer's is; servers, being no part of it,
-would wait forever. So it is made here, beside the default group, over the store keys at which the others look for it.
+Weights are broadcast over another group, of the trainer's rank 0, which `lead`s it, and every rank of its inference
+servers. Servers are other programs, which join as SGLang's `init_custom_process_group` does. torch has no public call
+that leads such a group: `new_group` and the helper below it derive a new NCCL communicator from the default group's
+(ncclCommSplit) if that is bound to a GPU, as the trainer's is; servers, which are not in it, would wait forever. So
+this module makes the group independently of the default one, under the store keys that the servers expect.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from areal_tasks.engines.ports import HOST, loopback_interface
 from areal_tasks.engines.trainer.backend import TokenStats
 from schemas.errors import UserError
 
-#: A collective that waits longer has lost a rank that looks alive.
+#: A collective that waits longer waits for a rank that hangs.
 TIMEOUT: Final = timedelta(minutes=30)
 
-
-#: The device under whose name torch keeps a backend's keys: the first that the backend serves.
+#: The device whose name prefixes a backend's keys in torch's store: the first that the backend supports.
 DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
 
 
@@ -48,12 +47,12 @@ def rank_device(local_rank: int, world: int) -> torch.device:
 
 
 def meet(rank: int, world: int, store: dist.Store, device: torch.device) -> None:
-    """Make this process rank `rank` of `world`, all on this machine; returns when all are there."""
+    """Make this process rank `rank` of `world`, all on this machine; returns when all have joined."""
     stay_on_loopback()
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
-        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # as SGLang sets it: both ends of a group must map memory alike
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # as SGLang does: all ranks must map memory alike
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=store,
@@ -71,9 +70,9 @@ def stay_on_loopback() -> None:
 
 
 def serve_store(host: str, port: int, size: int, timeout: timedelta = TIMEOUT) -> dist.TCPStore:
-    """A key-value store for `size` processes that listens at `host` alone, on a free port if `port` is 0.
+    """A key-value store for `size` processes that listens on `host` only, on a free port if `port` is 0.
 
-    torch would open the socket on every interface, whatever host it is given, and the store asks for no password.
+    torch would listen on every interface, whatever host it is given, and the store has no authentication.
     """
     listener = socket.create_server((host, port))
     port = listener.getsockname()[1]
@@ -81,7 +80,7 @@ def serve_store(host: str, port: int, size: int, timeout: timedelta = TIMEOUT) -
 
 
 def ranks_here() -> tuple[int, int, torch.device]:
-    """This process's rank, their number and its device. One that has met nobody becomes a group of its own."""
+    """This process's rank, the number of ranks and its device. Without a process group, it makes one of its own."""
     if not dist.is_initialized():
         meet(0, 1, dist.HashStore(), rank_device(0, 1))
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -89,7 +88,7 @@ def ranks_here() -> tuple[int, int, torch.device]:
 
 
 def gather_stats(stats: TokenStats) -> TokenStats:
-    """The statistics of all ranks in their order, on the CPU."""
+    """The statistics of all ranks, in the order of ranks, on the CPU."""
     return TokenStats(_gather_columns(stats.values.cpu()), _gather_columns(stats.samples.cpu()[None])[0])
 
 
@@ -106,9 +105,9 @@ def _gather_columns(mine: Tensor) -> Tensor:
 
 
 def lead(name: str, port: int, size: int, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Open the store at which `size` - 1 others meet this process, rank 0, in a group called `name`.
+    """Form the group `name` of `size` processes, as its rank 0, which serves the store where the others join.
 
-    Over gloo this returns when all are there; over NCCL they meet at the first broadcast.
+    Over gloo this returns when all have joined; over NCCL they connect at the first broadcast.
     """
     device = DEVICES[backend]
     stay_on_loopback()

@@ -1,8 +1,8 @@
-"""The processes behind a `Group`: who starts whom, where each computes, and that all of them end together.
+"""The processes of a `Group`: which process starts the others, the device of each, and that all end together.
 
 Rank 0 is the service that the supervisor started. It starts the other ranks in its own process group, with the
 environment that torchrun would give them; under torchrun itself (RANK and WORLD_SIZE are set) it starts none.
-The others hold the read end of a pipe whose write end lives in rank 0 alone, so they end with it however it ends;
+The others hold the read end of a pipe whose write end only rank 0 has, so they end with rank 0 however it ends;
 rank 0 ends, with everything in its process group, as soon as one of them does.
 """
 
@@ -39,7 +39,7 @@ ANSWER_SECONDS: Final = 1.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands, in torchrun's words."""
+    """This process's rank, in torchrun's terms."""
 
     rank: int
     local_rank: int
@@ -48,7 +48,7 @@ class Place:
 
 
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """What torchrun tells rank `rank` of a group on one machine."""
+    """The environment that torchrun gives to rank `rank` of a group on one machine."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     return {"MASTER_ADDR": HOST, **{name: str(number) for name, number in names.items()}}
 
@@ -57,7 +57,7 @@ def find_place(settings: Trainer, given: Mapping[str, str]) -> Place:
     """This process's place in a trainer of `settings.ranks` ranks.
 
     Raises:
-        UserError: torchrun started another number of processes, or several machines.
+        UserError: torchrun started another number of processes, or runs on several machines.
     """
     if not {"RANK", "WORLD_SIZE"} <= given.keys():
         return Place(0, 0, settings.ranks, spawned=False)
@@ -78,7 +78,7 @@ def cpu_threads(settings: Trainer) -> int:
 
 
 def join(settings: Trainer) -> Group:
-    """Make this process a rank of its trainer, start the others if that is left to it, and meet them.
+    """Make this process a rank of its trainer, start the others unless they are started elsewhere, and join them.
 
     Raises:
         UserError: there are fewer GPUs than ranks.
@@ -112,26 +112,26 @@ def _start_others(world: int, port: int, threads: int, group: Group) -> None:
     read_end, _write_end = os.pipe()  # the write end is never closed: it lives as long as this process
     for rank in range(1, world):
         inherited = {name: value for name, value in os.environ.items() if name != TOKEN}
-        told = {**environment(rank, world, port), LIFELINE: str(read_end), "OMP_NUM_THREADS": str(threads)}
+        own = {**environment(rank, world, port), LIFELINE: str(read_end), "OMP_NUM_THREADS": str(threads)}
         command = [sys.executable, "-m", "areal_tasks.engines.trainer"]
-        process = subprocess.Popen(command, env={**inherited, **told}, stdin=subprocess.DEVNULL, pass_fds=[read_end])
+        process = subprocess.Popen(command, env={**inherited, **own}, stdin=subprocess.DEVNULL, pass_fds=[read_end])
         threading.Thread(target=_end_with, args=(process, rank, group), name=f"rank-{rank}", daemon=True).start()
 
 
 def _end_with(process: subprocess.Popen[bytes], rank: int, group: Group) -> None:
     """Wait for the end of a rank's process, then end all."""
     code = process.wait()
-    words = group.last_words(rank)
-    log.error("rank %d ended with %d, and with it the whole trainer. %s", rank, code, words.error if words else "")
-    if words is not None:
-        end_group(group, GroupBroken(words.error, words.harmless))
+    failure = group.failure_of(rank)
+    log.error("rank %d ended with %d; ending the whole trainer. %s", rank, code, failure.error if failure else "")
+    if failure is not None:
+        end_group(group, GroupBroken(failure.error, failure.harmless))
     else:
         os.killpg(0, signal.SIGKILL)
 
 
 def end_group(group: Group, reason: Exception) -> None:
     """Let rank 0 answer with `reason`, then kill every process of the group, this one included."""
-    with suppress(InvalidStateError):  # another rank has said why already
+    with suppress(InvalidStateError):  # another rank has already set its reason
         group.broken.set_result(reason)
     time.sleep(ANSWER_SECONDS)
     os.killpg(0, signal.SIGKILL)

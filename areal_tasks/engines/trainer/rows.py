@@ -1,4 +1,4 @@
-"""From the tables an iteration trains on to tensors, and from training to the tables it writes."""
+"""Tensors from the tables that an iteration trains on, and tables from the results of training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from schemas.tables import FLOATS, TABLES
 
 TEXT = ("sample_id", "input_ids", "loss_mask", "num_tokens")
 
-#: The columns `train` and `logprobs` read of each table; nothing else is fetched (but see `read_of`).
+#: The columns that `train` and `logprobs` read of each table; no others are fetched (but see `read_of`).
 COLUMNS = {
     "rollout": (*TEXT, "logprobs", "version_max"),
     "advantage": ("sample_id", "advantages", "kept"),
@@ -27,7 +27,7 @@ COLUMNS = {
     "batch": (*TEXT, "minibatch"),
     "train_samples": ("sample_id", "minibatch", "micro_batch"),
 }
-#: Where tokens may be older than the policy, `train` reads these of the rollout too.
+#: Columns of the rollout that `train` also reads if tokens may be older than the policy.
 AGES = ("versions", "stale_kv")
 
 
@@ -39,21 +39,21 @@ class Batch:
     sequences: Sequences
     kept: Bool[Tensor, " B"]
     columns: dict[str, Float[Tensor, " N"]]
-    minibatch: Int[Tensor, " B"] | None  # where the table prescribes it
-    staleness: Staleness | None = None  # where tokens may be older than the policy
+    minibatch: Int[Tensor, " B"] | None  # if the table prescribes it
+    staleness: Staleness | None = None  # if tokens may be older than the policy
 
 
 def read_of(table: str, ages: bool) -> tuple[str, ...]:
-    """The columns that `train` reads of a table; with `ages`, those that tell how old a token is too."""
+    """The columns that `train` reads of a table; with `ages`, also those with the age of tokens."""
     return (*COLUMNS[table], *AGES) if ages and table == "rollout" else COLUMNS[table]
 
 
 def grpo_batch(tables: Mapping[str, pa.Table], version: int, max_lag: float | None = None) -> Batch:
-    """The batch in tables `rollout`, `advantage` and perhaps `reference` and `proximal`, joined by `sample_id`.
+    """The batch in tables `rollout`, `advantage` and optionally `reference` and `proximal`, joined by `sample_id`.
 
     Args:
-        max_lag: how many versions a token may be older than `version`; none where its age is not looked at. Otherwise
-            the column `comparable` is 1 at tokens that `version` itself has sampled, over its own KV cache.
+        max_lag: by how many versions a token may be older than `version`; none: ages are not read. Otherwise the column
+            `comparable` is 1 at tokens that `version` itself sampled, with its own KV cache.
 
     Raises:
         UserError: rows are missing or lists differ in length, or a token is newer than `version` or too old.
@@ -77,7 +77,7 @@ def grpo_batch(tables: Mapping[str, pa.Table], version: int, max_lag: float | No
 
 
 def sft_batch(table: pa.Table) -> Batch:
-    """The batch in an SFT `batch` table, which says itself which minibatch each demonstration belongs to."""
+    """The batch in an SFT `batch` table, which assigns each demonstration to a minibatch."""
     kept = torch.ones(table.num_rows, dtype=torch.bool)
     return Batch(_whole(table["sample_id"]), read_sequences(table), kept, {}, _tensor(table["minibatch"]).long())
 
@@ -153,5 +153,5 @@ def _whole(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _tensor(column: pa.Array | pa.ChunkedArray) -> Tensor:
-    """A tensor with its own memory: Arrow's is read-only, which torch does not know."""
+    """A tensor with its own memory: Arrow's is read-only, which torch does not support."""
     return torch.tensor(column.to_numpy(zero_copy_only=False) if isinstance(column, pa.Array) else column.to_numpy())

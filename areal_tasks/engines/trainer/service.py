@@ -1,4 +1,4 @@
-"""Obeys the trainer's commands. Every rank of a trainer group runs this; only rank 0 listens (see `app`)."""
+"""Runs the trainer's commands, on every rank of a trainer group; only rank 0 listens (see `app`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from areal_tasks.data.batching import Sequences, lay_out, micro_batches
 from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.trainer.ahead import Ahead, aside, one_core
+from areal_tasks.engines.trainer.ahead import Ahead, background_thread, one_core
 from areal_tasks.engines.trainer.backend import Backend, Progress, TokenStats, Which
 from areal_tasks.engines.trainer.commands import (
     Command,
@@ -60,7 +60,7 @@ from areal_tasks.engines.trainer.rows import (
     sft_batch,
 )
 from areal_tasks.engines.trainer.settings import Settings, read_settings
-from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, hand_on, largest_difference, remove_weights
+from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, copy_description, largest_difference, remove_weights
 from areal_tasks.engines.trainer.transport import Sender
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.files import materialise, read_weights, upload
@@ -91,7 +91,7 @@ def make_backend(settings: Settings) -> Backend:
 
 
 def _deepspeed(settings: Settings) -> Backend:
-    """DeepSpeed is optional, and imported only where it is asked for."""
+    """DeepSpeed is optional, and imported only if a recipe names it."""
     try:
         from areal_tasks.engines.trainer.deepspeed_backend import DeepSpeedBackend
     except ModuleNotFoundError as error:
@@ -101,25 +101,25 @@ def _deepspeed(settings: Settings) -> Backend:
 
 @dataclass
 class Change:
-    """What one /train did, kept for its repeats. `tables` is empty until they are written."""
+    """The result of one /train, kept for retries. `tables` is empty until they are written."""
 
     learned: Learned
     tables: dict[str, TableRef]
 
 
-def _beside_the_device(command: Callable[[Trainer, C], M]) -> Callable[[Trainer, C], M]:
-    """A command that makes passes; see `one_core`."""
+def _on_one_core(command: Callable[[Trainer, C], M]) -> Callable[[Trainer, C], M]:
+    """`command`, which makes passes, inside `one_core`."""
 
     @functools.wraps(command)
-    def obeyed(trainer: Trainer, body: C) -> M:
+    def wrapped(trainer: Trainer, body: C) -> M:
         with one_core(trainer.backend.device, trainer.settings.trainer):
             return command(trainer, body)
 
-    return obeyed
+    return wrapped
 
 
 class Trainer:
-    """The state behind the commands. Not for several threads at once: `app` runs one command at a time."""
+    """The state that commands act on. Not thread-safe: `app` runs one command at a time (but see `KEPT` there)."""
 
     def __init__(self, spec: ServiceSpec, group: Group | None = None) -> None:
         self.group = group or Group()
@@ -132,15 +132,15 @@ class Trainer:
         self.work = Work()
         self._own_scratch = tempfile.TemporaryDirectory(prefix="areal-trainer-")
         self.scratch = Path(self.group.from_first(lambda: self._own_scratch.name))  # one for all ranks
-        self.weights: Path | None = None  # the folder last loaded; its tokenizer goes with new weights
+        self.weights: Path | None = None  # the folder last loaded; its tokenizer is published with new weights
         self.initial = spec.weights
         self.has_reference = False
         self.snapshot = Snapshot(DTYPES[self.settings.model.dtype])
-        self.sender = Sender(over=Watch(functools.partial(end_stuck, self.group)))
+        self.sender = Sender(watch=Watch(functools.partial(end_stuck, self.group)))
 
     @names_memory_knobs
     def load(self, command: Load) -> Loaded:
-        """Replace policy and optimizer. Without a checkpoint it is fresh, at the step the version implies."""
+        """Replace policy and optimizer. Without a checkpoint the optimizer is new, at the step the version implies."""
         self.fence.admit(command.owner)
         source = command.checkpoint or command.weights
         if source.version != command.version:
@@ -160,9 +160,9 @@ class Trainer:
         return Loaded(version=command.version, step=self.progress.step)
 
     @names_memory_knobs
-    @_beside_the_device
+    @_on_one_core
     def train(self, command: Train) -> Trained:
-        """Make the next version, or recall that it was made; write the tables unless it is retrained."""
+        """Train the next version, or recall the result in a retry; write the tables unless this is a retrain."""
         self.fence.admit(command.owner)
         done = self.fence.recall(command.version, command.digest)
         if done is None:
@@ -174,11 +174,11 @@ class Trainer:
         return Trained(version=command.version + 1, tables=done.tables, metrics=done.learned.metrics)
 
     @names_memory_knobs
-    @_beside_the_device
+    @_on_one_core
     def logprobs(self, command: Logprobs) -> Tables:
         """Score a rollout under the policy (which must be of that version) or the frozen version 0.
 
-        The former makes the table `proximal`, the latter `reference`.
+        The policy gives the table `proximal`, version 0 the table `reference`.
         """
         self.fence.admit(command.owner)
         if command.which == "policy":
@@ -195,7 +195,7 @@ class Trainer:
 
     @names_memory_knobs
     def keep(self, command: Keep) -> Kept:
-        """Copy the weights, to be published or sent while later commands are obeyed."""
+        """Copy the weights, to be published or sent while later commands run."""
         with self._kept(command):
             return Kept(version=command.version)
 
@@ -208,7 +208,7 @@ class Trainer:
 
     @names_memory_knobs
     def send(self, command: Send) -> Sent:
-        """Hand the weights to inference servers directly; returns when all of them hold it, but those that failed."""
+        """Send the weights to inference servers directly; returns when all servers that did not fail hold them."""
         started = time.perf_counter()
         with self._kept(command) as snapshot:
             gathered = time.perf_counter()
@@ -221,7 +221,7 @@ class Trainer:
 
     @names_memory_knobs
     def checkpoint(self, command: Write) -> Written:
-        """Write everything that training goes on from. Nothing is visible until the caller commits the files."""
+        """Write the whole training state. Nothing is visible until the caller commits the files."""
         started = self._begun(command)
         with self._folder(command.prefix) as folder:
             with self._usable(command.prefix):
@@ -232,7 +232,7 @@ class Trainer:
 
     @names_memory_knobs
     def compare(self, command: Compare) -> Compared:
-        """How far the policy, as it would be published, is from weights of that version in the store."""
+        """Compare the policy, as it would be published, with weights of that version in the store."""
         self.fence.admit(command.owner)
         self.fence.expect(command.version)
         folder = self._fetch(command.weights)
@@ -241,10 +241,10 @@ class Trainer:
         return Compared(difference=apart)
 
     def clear(self) -> None:
-        """Delete what a command has fetched from the store, when no rank needs it any more.
+        """Delete what a command has fetched from the store, once no rank needs it.
 
-        Of the weights that are loaded, what describes model and tokenizer stays: it goes with new weights. What cannot
-        go now goes with the next command: this is no reason for the one that has ended to fail.
+        The files of the loaded weights that describe model and tokenizer stay: they are published with new weights.
+        What cannot be deleted now is deleted after the next command; the one that has ended does not fail for it.
         """
         with suppress(OSError):
             for folder in self.scratch.iterdir():
@@ -262,7 +262,7 @@ class Trainer:
         return f"version {self.fence.version}, step {self.progress.step}, owner {self.fence.owner}"
 
     def health(self, busy: bool) -> Health:
-        """Where the trainer stands. Safe while a command runs."""
+        """The trainer's state. Safe while a command runs."""
         asked = LEDGER.under_way()
         return Health(
             version=self.fence.version,
@@ -277,7 +277,7 @@ class Trainer:
         )
 
     def _learner(self, command: Train) -> Learner:
-        """Everything that can fail without harm to the memory: reading and checking the input."""
+        """Read and check the input: everything that can fail without changing the trainer's state."""
         if command.kind != self.settings.kind:
             raise UserError(f"this trainer was started for {self.settings.kind}, not for {command.kind}")
         settings = self.settings if command.recipe is None else read_settings(command.recipe)
@@ -286,7 +286,7 @@ class Trainer:
             plan = make_plan(batch, settings, command.iteration, self.backend.world)
         else:
             plan = recorded_plan(batch, self._read({"train_samples": command.plan})["train_samples"])
-            settings = replace(settings, max_logprob_gap=math.inf)  # it is history: the threshold of then has passed it
+            settings = replace(settings, max_logprob_gap=math.inf)  # it passed the threshold of its time
         return Learner(self.backend, settings, batch, plan)
 
     def _batch(self, command: Train, max_lag: float | None) -> Batch:
@@ -316,7 +316,7 @@ class Trainer:
         self.work = Work(len(sequences.lengths))
         mine = shared_out(passes, self.backend.rank, world)
         layouts = (staged(lay_out(sequences, rows, kind), self.backend.device) for rows in mine)
-        with aside(self.backend.device) as thread:
+        with background_thread(self.backend.device) as thread:
             for number, (rows, layout) in enumerate(zip(mine, Ahead(layouts, thread), strict=False), 1):
                 found = self.backend.score(layout, self.settings.temperature, which, number == len(mine))
                 scores.append(found.logprobs)
@@ -336,19 +336,19 @@ class Trainer:
         if self.has_reference:
             return
         if self.initial is None:
-            raise UserError("the trainer was not told where version 0 lies: name it in the service's `weights`")
+            raise UserError("the trainer does not know where version 0 is: name it in the service's `weights`")
         self.backend.load_reference(self._fetch(self.initial))
         self.has_reference = True
 
     def _begun(self, command: Write) -> float:
-        """When the command was admitted."""
+        """Admit the command; returns the time."""
         self.fence.admit(command.owner)
         self.fence.expect(command.version)
         return time.perf_counter()
 
     @contextmanager
     def _usable(self, prefix: str) -> Iterator[None]:
-        """Where a file cannot be written, the error names it and the remedy."""
+        """If a file cannot be written, the error names it and the remedy."""
         try:
             yield
         except OSError as error:
@@ -356,23 +356,23 @@ class Trainer:
 
     @contextmanager
     def _folder(self, prefix: str) -> Iterator[Path]:
-        """The same empty folder for all ranks: the store's own where that is on this disk."""
+        """The same empty folder for all ranks: the store's own if that is on this disk."""
         with tempfile.TemporaryDirectory(dir=self.scratch) as temporary:
             yield Path(self.group.from_first(lambda: _made(self.store.local(prefix) or Path(temporary))))
 
     def _published(self, snapshot: Snapshot, command: Write) -> tuple[FileRef, ...]:
-        """The snapshot's files, sorted by name, written by rank 0 from memory; what describes the model goes beside."""
+        """On rank 0: write the snapshot and the files that describe the model; returns the files sorted by path."""
         if self.backend.rank > 0 or self.weights is None:
             return ()
-        with tempfile.TemporaryDirectory(prefix="areal-published-") as folder:  # `clear` does not know of it
+        with tempfile.TemporaryDirectory(prefix="areal-published-") as folder:  # `clear` leaves it alone
             with self._usable(command.prefix):
-                hand_on(self.weights, Path(folder), snapshot.dtype)
+                copy_description(self.weights, Path(folder), snapshot.dtype)
             with beside(lambda: upload(self.store, command.prefix, Path(folder))) as described:
                 files = snapshot.save(self.store, command.prefix)
         return tuple(sorted([*files, *described.result()], key=lambda file: file.path))
 
     def _keep(self, version: int) -> None:
-        """Gather the policy's full weights as they are published, once a version; every rank takes part."""
+        """Gather the policy's full weights as they are published, once per version; every rank takes part."""
         if self.snapshot.version == version:
             return
         self.fence.expect(version)
@@ -381,7 +381,7 @@ class Trainer:
 
     @contextmanager
     def _kept(self, command: Command) -> Iterator[Snapshot]:
-        """The weights of the command's version, as they stay while inside."""
+        """The weights of the command's version, locked inside the context."""
         self.fence.admit(command.owner)
         self._keep(command.version)
         with self.snapshot.lock:

@@ -1,4 +1,4 @@
-"""What the trainer takes from a recipe."""
+"""The trainer's settings, read from a recipe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Settings:
     trainer: Trainer
     model: Model
     temperature: float
-    minibatches: int  # optimizer steps an iteration
+    minibatches: int  # optimizer steps per iteration
     iterations: int
     mean: LossMean
     clip_ratio: float = 0.0
@@ -34,13 +34,13 @@ class Settings:
     sequence_weights: bool = False  # the behaviour weight is that of the whole sample
     log_ratio_limit: float = math.inf  # nats
     max_logprob_gap: float = math.inf
-    makes_room: bool = False  # for servers that take their memory back between the commands
-    own_proximal: bool = False  # without a table `proximal`, it is the step's own forward, not the behaviour policy
-    max_lag: float | None = None  # versions that a token may be older; none: it cannot be older
+    makes_room: bool = False  # release cached GPU memory after a command, for servers that then take theirs back
+    own_proximal: bool = False  # without a table `proximal`: the step's own forward pass, not the behaviour policy
+    max_lag: float | None = None  # by how many versions a token may be older; none: it cannot be older
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run: a learning-rate decay ends with them."""
+        """Optimizer steps of the whole run, with whose last the learning-rate decay ends."""
         return self.iterations * self.minibatches
 
 
@@ -48,7 +48,7 @@ def read_settings(recipe: dict[str, Any]) -> Settings:
     """Settings of an `rlhf` or `sft` recipe.
 
     Raises:
-        UserError: another flow's recipe.
+        UserError: the recipe is of another flow.
     """
     if recipe.get("flow") == "sft":
         return _sft_settings(SftRecipe.model_validate(recipe))

@@ -1,7 +1,7 @@
-"""The share of each of a model's tensors that is here, filled from the safetensors files of a checkpoint.
+"""This rank's share of each of a model's tensors, filled from the safetensors files of a checkpoint.
 
-Of a tensor that the model holds as it is stored, only the share is read, some megabytes at a time. Tensors that
-transformers makes of several, such as the experts of a layer, are made whole in host memory, one group at a time.
+If the model holds a tensor as it is stored, only the share is read, some megabytes at a time. Tensors that transformers
+makes from several stored ones, such as a layer's experts, are made whole in host memory, one group at a time.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from areal_tasks.engines.names import Group, Names
-from areal_tasks.engines.trainer.optimizer import here
+from areal_tasks.engines.trainer.optimizer import local_share
 from schemas.errors import UserError, shown
 
-#: Stored elements that are read at once, or a row where that is more.
+#: Stored elements that are read at once (or one row if that is larger).
 READ_ELEMENTS: Final = 8 * 2**20
 
 
@@ -41,16 +41,16 @@ class Share:
 
 
 def share_of(tensor: Tensor) -> Share:
-    """What is here of a tensor: all, or the rows of a sharded one that `Shard(0)` gives this rank."""
+    """This rank's share of a tensor: all of it, or the rows of a sharded one that `Shard(0)` gives this rank."""
     if not isinstance(tensor, DTensor):
         return Share(tensor.detach(), tensor.shape)
     mesh = tensor.device_mesh
     first = first_row(tensor.shape[0], mesh.size(), mesh.get_local_rank())
-    return Share(here(tensor.detach()), tensor.shape, first * prod(tensor.shape[1:]))
+    return Share(local_share(tensor.detach()), tensor.shape, first * prod(tensor.shape[1:]))
 
 
 def first_row(rows: int, parts: int, part: int) -> int:
-    """Where `part` begins of so many rows that torch's `chunk` cuts into `parts`; `rows` where it is empty."""
+    """The first row of `part` when torch's `chunk` splits `rows` rows into `parts`; `rows` if the part is empty."""
     return min(-(-rows // parts) * part, rows)
 
 
@@ -63,7 +63,7 @@ def fill(folder: Path, names: Names, shares: Mapping[str, Share]) -> None:
             ties differ there.
     """
     made = {name for group in names.groups for name in group.held}
-    if lacking := shares.keys() - made - set(names.buffers):  # a buffer has the value that its module gave it
+    if lacking := shares.keys() - made - set(names.buffers):  # a missing buffer keeps its module's value
         raise UserError(f"the weights in {folder} lack tensors of their model: {shown(lacking)}; name complete ones")
     with ExitStack() as stack:
         stored = _Stored(folder, stack)
@@ -96,7 +96,7 @@ def _check_shape(name: str, share: Share, shape: Iterable[int]) -> None:
 
 
 def _once(groups: Iterable[Group], stored: _Stored) -> Iterator[Group]:
-    """The groups, without those that make what another has made: a tensor stored under both of its names."""
+    """The groups, without those that make the same as an earlier one: a tied tensor stored under both its names."""
     made: dict[tuple[str, ...], Group] = {}
     for group in groups:
         if group.held not in made:
@@ -126,7 +126,7 @@ class _Stored:
         return tensor
 
     def pieces(self, name: str, start: int, count: int) -> Iterator[tuple[int, Float[Tensor, " n"]]]:
-        """Elements `start` to `start + count` of a tensor, some at a time, each time with their place in the run."""
+        """Elements `start` to `start + count` of a tensor in pieces, each with its offset from `start`."""
         shape = self.shape(name)
         if not shape:
             yield 0, self.whole(name).view(1)
@@ -141,7 +141,7 @@ class _Stored:
             at = until
 
     def equal(self, one: str, other: str) -> bool:
-        """Whether two tensors hold the same."""
+        """Whether two tensors have the same shape and values."""
         count = prod(self.shape(one))
         pairs = zip(self.pieces(one, 0, count), self.pieces(other, 0, count), strict=True)
         return self.shape(one) == self.shape(other) and all(torch.equal(a, b) for (_, a), (_, b) in pairs)

@@ -1,4 +1,4 @@
-"""A model of any size without memory: its parameters are on `meta` until each gets memory where it is needed."""
+"""Models without memory: parameters are on `meta` until each is allocated where it is needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ONE_AT_A_TIME: Final = threading.Lock()
 def empty_model(folder: Path) -> Any:
     """The causal language model of a Hugging Face folder, without its weights: fp32 parameters on `meta`.
 
-    Buffers are real: those that are not saved, such as rotary frequencies, are as the model's class makes them.
+    Buffers are allocated: those that are not saved, such as rotary frequencies, have the values of the model's class.
 
     Raises:
         UserError: its weights are quantised.
@@ -36,7 +36,7 @@ def empty_model(folder: Path) -> Any:
 
 
 def replace_parameters(model: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Put what `make` makes of each parameter in its place. One that is tied to another stays so."""
+    """Replace each parameter by what `make` returns for it. Tied parameters stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -46,20 +46,20 @@ def replace_parameters(model: nn.Module, make: Callable[[nn.Parameter], nn.Param
 
 
 def with_memory(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    """As `parameter`, whole or sharded, with memory on `device` that holds nothing yet."""
+    """A parameter like `parameter`, whole or sharded, with uninitialised memory on `device`."""
     return nn.Parameter(torch.empty_like(parameter, device=device, dtype=dtype), parameter.requires_grad)
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules that this thread builds meanwhile have parameters on `meta`, each from the moment that it has it.
+    """Inside this context, modules that this thread builds get their parameters on `meta`.
 
-    torch's own context for `meta` would take the buffers' values too.
+    torch's own context for `meta` would drop the values of buffers, too.
     """
-    here = threading.get_ident()
+    thread = threading.get_ident()
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta and threading.get_ident() == here:
+        if parameter is not None and not parameter.is_meta and threading.get_ident() == thread:
             parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         _REGISTER(module, name, parameter)
 

@@ -1,7 +1,7 @@
 """The policy as it is published: full tensors under their checkpoint's names, kept on the device between versions.
 
-The buffers are the same for every version. So a server that shares the GPU maps them once, and the copy to the host
-goes through page-locked memory that is allocated once.
+All versions use the same memory. So a server that shares the GPU maps it once, and the copy to the host goes through
+page-locked memory that is allocated once.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from schemas.manifest import FileRef
 Named = Mapping[str, Tensor]
 Wait = Callable[[], object]
 
-SHARD_BYTES: Final = 128 * 2**20  # files of about this size are written and hashed side by side
+SHARD_BYTES: Final = 128 * 2**20  # files of about this size are written and hashed concurrently
 _THREADS: Final = 16  # at least: a disk takes several files at once
-#: Types of a recipe's `model.dtype`.
+#: The dtypes of a recipe's `model.dtype`.
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-#: Suffixes of the files that describe a model and its tokenizer, handed on with new weights.
-HANDED_ON: Final = frozenset({".json", ".txt", ".model", ".jinja"})
-#: safetensors' names of the types that weights have, and buffers beside them.
+#: Suffixes of the files that describe a model and its tokenizer, published with new weights.
+DESCRIPTION: Final = frozenset({".json", ".txt", ".model", ".jinja"})
+#: safetensors' names for the dtypes of weights and buffers.
 TYPES: Final = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float64: "F64", torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL",
@@ -50,36 +50,36 @@ class Snapshot:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.version: int | None = None
-        self.lock = threading.RLock()  # held by who reads it beside the trainer's commands, and by who changes it
+        self.lock = threading.RLock()  # held to change the tensors, and to read them concurrently with commands
         self.tensors: dict[str, Tensor] = {}
         self.mirror: dict[str, Tensor] = {}
 
     def take(self, version: int, named: Iterable[tuple[str, Tensor]], keep: bool = True) -> None:
-        """Copy the weights of `version`, which come one tensor at a time, with the same shapes each time.
+        """Copy the weights of `version`, given one tensor at a time, with the same shapes in every version.
 
         A rank that does not `keep` them only takes part in gathering.
         """
         with self.lock:
             self.version = None
-            came = set()
+            names = set()
             for name, tensor in named:
                 if keep:
                     _copy_into(self.tensors, name, tensor, tensor.device)
-                    came.add(name)
-            for name in self.tensors.keys() - came:  # of a policy that was loaded from other names
+                    names.add(name)
+            for name in self.tensors.keys() - names:  # of a policy that was loaded from other names
                 del self.tensors[name]
             self.version = version
 
     def forget(self) -> None:
-        """The version that it holds is not the policy's any more, whatever the policy's number."""
+        """Mark the tensors as out of date: a policy loaded from now on may have the same version number."""
         with self.lock:
             self.version = None
 
     def save(self, store: Store, prefix: str) -> list[FileRef]:
         """Write the tensors as safetensors under `prefix`: one file, or several of about SHARD_BYTES and their index.
 
-        They go from memory into the store and are hashed there meanwhile: together they take as long as the longer,
-        which for a large file may be hashing it.
+        Writing and hashing run concurrently, and together take as long as the longer of the two, which for a large file
+        may be hashing.
         """
         shards = _shards(self.tensors)
         names = _file_names(len(shards))
@@ -99,7 +99,7 @@ class Snapshot:
         return held
 
     def _copied(self, tensors: Named) -> tuple[Named, Wait]:
-        """`tensors` in host memory, and what waits until their bytes are there: others may be copied meanwhile."""
+        """`tensors` in host memory, and a function that waits until their bytes are there."""
         if not any(tensor.is_cuda for tensor in tensors.values()):
             return tensors, _no_wait
         for name, tensor in tensors.items():
@@ -109,10 +109,10 @@ class Snapshot:
         return {name: self.mirror[name] for name in tensors}, done.synchronize
 
 
-def hand_on(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Copy what describes the model and its tokenizer from `source` beside the weights in `folder`, held in `dtype`."""
+def copy_description(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Copy the files that describe model and tokenizer from `source` to `folder`, for weights in `dtype`."""
     for file in sorted(source.iterdir()):
-        if file.suffix in HANDED_ON and not file.name.endswith(".index.json") and file.name != "config.json":
+        if file.suffix in DESCRIPTION and not file.name.endswith(".index.json") and file.name != "config.json":
             shutil.copyfile(file, folder / file.name)
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)  # the key's older name
@@ -120,9 +120,9 @@ def hand_on(source: Path, folder: Path, dtype: torch.dtype) -> None:
 
 
 def remove_weights(folder: Path) -> None:
-    """Delete the files of `folder` that `hand_on` does not need; what cannot go stays."""
+    """Delete the files of `folder` that `copy_description` does not need; those that cannot be deleted stay."""
     for file in folder.iterdir():
-        if file.suffix not in HANDED_ON:
+        if file.suffix not in DESCRIPTION:
             with suppress(OSError):
                 file.unlink()
 
@@ -130,8 +130,8 @@ def remove_weights(folder: Path) -> None:
 def largest_difference(tensors: Named, folder: Path) -> float:
     """The largest difference between a weight of `tensors` and the same one in the Hugging Face folder `folder`.
 
-    Where the names differ, both are compared as tensors of the model: earlier versions of this program published
-    weights under the model's names. Infinite where a tensor is missing, or of another shape, on one side.
+    If the names differ, both are compared as tensors of the model: earlier versions of this program published weights
+    under the model's names. Infinite if a tensor is missing, or of another shape, on one side.
 
     Raises:
         UserError: the names differ, and transformers cannot make the model of one side.
@@ -146,7 +146,7 @@ def largest_difference(tensors: Named, folder: Path) -> float:
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
-    """0 only where both are bitwise identical, but for the sign of a zero; infinite where one alone holds a NaN."""
+    """0 only if both are bitwise identical, except for signs of zeros; infinite if only one holds a NaN at a place."""
     if torch.equal(one, other):
         return 0.0
     alike = (one == other) | (one.isnan() & other.isnan())
@@ -178,7 +178,7 @@ def _size(shard: Named) -> int:
 
 
 def _no_wait() -> None:
-    """The bytes are there."""
+    """Tensors on the host need no wait."""
 
 
 def _file_names(count: int) -> list[str]:
@@ -188,7 +188,7 @@ def _file_names(count: int) -> list[str]:
 
 
 def _index(names: Sequence[str], shards: Sequence[Named]) -> dict[str, object]:
-    """What Hugging Face's loaders read to find each tensor."""
+    """The index that Hugging Face's loaders read to find each tensor."""
     total = sum(_size(shard) for shard in shards)
     places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
     return {"metadata": {"total_size": total}, "weight_map": places}
@@ -197,8 +197,8 @@ def _index(names: Sequence[str], shards: Sequence[Named]) -> dict[str, object]:
 def _content(tensors: Named, wait: Wait) -> Content:
     """The bytes of a safetensors file, in parts (an 8-byte length, a JSON header, the tensors' bytes end to end).
 
-    The library's own writer first copies every tensor to a Python string while it holds the interpreter's lock, so
-    that threads cannot write side by side.
+    The library's own writer first copies every tensor to Python bytes while it holds the GIL, so that threads cannot
+    write concurrently.
     """
     wait()
     return [_header(tensors), *_bytes(tensors)]

@@ -1,4 +1,4 @@
-"""How old the tokens are that an iteration trains on, and the check that none is older than η allows."""
+"""The staleness of the tokens that an iteration trains on, and the check that none is older than η allows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from areal_tasks.data.batching import Sequences
 from schemas.errors import UserError
 
-#: With fewer tokens that are as new as the trainer, how far engine and trainer are apart is unknown.
+#: With fewer tokens of the trainer's own version, the agreement of server and trainer is not measured.
 LEAST_COMPARED: Final = 256
 
 
 @dataclass(frozen=True)
 class Staleness:
-    """Per token of a batch: by how many versions the weights that sampled it are older than those it trains, and
-    whether older weights had computed the KV cache under it. 0 and False at tokens that do not count.
+    """Per token of a batch: by how many versions the weights that sampled it are older than those that are trained, and
+    whether still older weights computed some of its KV cache. 0 and False at tokens that do not count.
     """
 
     lag: Int[Tensor, " N"]
@@ -28,7 +28,7 @@ class Staleness:
 
     @property
     def comparable(self) -> Bool[Tensor, " N"]:
-        """The tokens that the trainer's own weights have sampled, over their own KV cache."""
+        """The tokens that the trainer's own weights sampled, with their own KV cache."""
         return (self.lag == 0) & ~self.stale_kv
 
 
@@ -43,7 +43,7 @@ def check_lag(staleness: Staleness, sequences: Sequences, ids: pa.Array, version
     """Refuse tokens that are more than `bound` versions older than `version`.
 
     Raises:
-        UserError: with the sample of the oldest token, its version, and the bound.
+        UserError: names the sample of the oldest token, its version, and the bound.
     """
     if not len(staleness.lag) or (lag := int(staleness.lag.max())) <= bound:
         return
@@ -57,9 +57,9 @@ def check_lag(staleness: Staleness, sequences: Sequences, ids: pa.Array, version
 
 
 def staleness_metrics(staleness: Staleness, trained: Bool[Tensor, " N"]) -> dict[str, float]:
-    """Over the tokens that are `trained` on: mean and greatest lag, in versions, and the share of stale KV caches.
+    """Over the `trained` tokens: mean and greatest lag, in versions, and the share with a stale KV cache.
 
-    Nothing without tokens.
+    Empty without tokens.
     """
     lag = staleness.lag[trained].double()
     if not len(lag):

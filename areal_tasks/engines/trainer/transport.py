@@ -1,4 +1,4 @@
-"""Hands the policy's weights to SGLang servers without the store: as tensors on a shared GPU, or by NCCL.
+"""Sends the policy's weights to SGLang servers without the store: as tensors on a shared GPU, or by NCCL.
 
 Only the description of the tensors passes through HTTP; the servers read or receive the weights themselves. SGLang's
 side of both is its `/update_weights_from_tensor` and `/update_weights_from_distributed`.
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing  # teaches ForkingPickler to hand over CUDA memory
+import torch.multiprocessing  # makes ForkingPickler share CUDA memory
 
 from areal_tasks.engines.ports import HOST, loopback_port
 from areal_tasks.engines.trainer.commands import Receiver, Send
@@ -24,21 +24,21 @@ from areal_tasks.engines.trainer.process_group import lead
 from areal_tasks.engines.trainer.snapshot import Named
 
 log = logging.getLogger(__name__)
-GRACE_SECONDS: Final = 10.0  # for servers that may wait for one that is gone
+GRACE_SECONDS: Final = 10.0  # for servers that may be waiting for a failed one
 
 
 class Sender:
-    """Keeps what a transport needs between versions: NCCL's process group."""
+    """Sends weights, and keeps NCCL's process group between versions."""
 
     def __init__(
         self,
         backend: str = "nccl",
         timeout_seconds: float = TIMEOUT_SECONDS,
         grace_seconds: float = GRACE_SECONDS,
-        over: Watch | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.backend = backend
-        self.over = over
+        self.watch = watch
         self.timeout = timedelta(seconds=timeout_seconds)
         self.grace_seconds = grace_seconds
         self.group: dist.ProcessGroup | None = None
@@ -46,9 +46,9 @@ class Sender:
         self.members: tuple[Receiver, ...] = ()
 
     def send(self, tensors: Named, command: Send) -> Gone:
-        """Give `tensors` to every receiver as weights version `command.version`; returns those that failed to take it.
+        """Send `tensors` to every receiver as weights version `command.version`; returns the receivers that failed.
 
-        All others hold that version then. What is broadcast reaches all receivers or none.
+        All others then hold that version. A broadcast reaches all receivers or none.
 
         Raises:
             WeightTransferRejected: a server refused, and none failed otherwise.
@@ -71,10 +71,10 @@ class Sender:
 
         body = _description(tensors, command, self.name)
         orders = Orders(command, "/update_weights_from_distributed", [body] * len(command.receivers))
-        return together(orders, broadcast_all, self._drop, self.grace_seconds, self.over)
+        return together(orders, broadcast_all, self._abort, self.grace_seconds, self.watch)
 
     def _broadcast_without(self, gone: Gone, tensors: Named, command: Send) -> Gone:
-        """To those that are left: they met nobody, and over NCCL they have not even noticed yet."""
+        """Broadcast to the other receivers: they are in no group, which over NCCL they have not noticed yet."""
         left = tuple(r for r in command.receivers if r.url not in gone)
         return self._broadcast(tensors, command.model_copy(update={"receivers": left})) if left else {}
 
@@ -93,16 +93,16 @@ class Sender:
             self.group = lead(self.name, port, 1 + sum(sizes), self.backend, self.timeout)
 
         orders = Orders(command, "/init_weights_update_group", bodies)
-        return together(orders, open_group, self._drop, self.grace_seconds, self.over)
+        return together(orders, open_group, self._abort, self.grace_seconds, self.watch)
 
     def _leave(self, command: Send) -> None:
-        """End the group of before, here and at the servers that stay: it holds memory on each of their GPUs.
+        """End the previous group, here and on the servers that stay: it holds memory on each of their GPUs.
 
-        They are in it still where it has been given up here.
+        Servers are still in a group that was only aborted here.
         """
         staying = tuple(r for r in command.receivers if r in self.members)
         if not staying:
-            self._drop()
+            self._abort()
             return
         orders = Orders(
             command.model_copy(update={"receivers": staying}),
@@ -110,16 +110,16 @@ class Sender:
             [{"group_name": self.name}] * len(staying),
         )
         try:
-            reasons = [*together(orders, self._drop, self._drop, self.grace_seconds, self.over).values()]
+            reasons = [*together(orders, self._abort, self._abort, self.grace_seconds, self.watch).values()]
         except WeightTransferRejected as error:
             reasons = [str(error)]
-        if reasons:  # whether they can take weights is seen when they are asked to
-            log.warning("the group %s was not left everywhere: %s", self.name, "; ".join(reasons))
+        if reasons:  # the next request shows whether they can take weights
+            log.warning("not every server left the group %s: %s", self.name, "; ".join(reasons))
 
-    def _drop(self) -> None:
-        """Give the group up without waiting for anybody: its members no longer agree on what comes next.
+    def _abort(self) -> None:
+        """Abort the group without waiting for its members, which may be at different operations.
 
-        NCCL ends its connections at once; gloo does when nothing holds the group any more.
+        NCCL closes its connections at once; gloo does when nothing refers to the group any more.
         """
         group, self.group = self.group, None
         if group is not None:
@@ -127,7 +127,7 @@ class Sender:
 
 
 def send_handles(tensors: Named, command: Send) -> Gone:
-    """Let the receivers map `tensors`, which lie on the GPU they share with this process, and copy them."""
+    """Have the receivers map and copy `tensors`, which are on the GPU that they share with this process."""
     torch.cuda.synchronize()  # other processes do not wait for this one's streams
     handles = base64.b64encode(bytes(ForkingPickler.dumps(list(tensors.items())))).decode()
     bodies = [_update(command, serialized_named_tensors=[handles] * r.ranks) for r in command.receivers]
@@ -137,7 +137,7 @@ def send_handles(tensors: Named, command: Send) -> Gone:
 
 
 def _description(tensors: Named, command: Send, group: str) -> dict[str, Any]:
-    """What is broadcast, and in which order."""
+    """The tensors that are broadcast, in order."""
     return _update(
         command,
         names=list(tensors),
