@@ -272,7 +272,7 @@ def test_a_start_that_others_took_the_memory_of_is_repeated(begin: Begin, smi: C
     supervisor = begin(gpus=("0",), restarts=0, flags={"attention-backend": "no-memory-at-first"})
     [url] = supervisor.wait([NAME])
     assert ask(supervisor, f"{url}/model_info") == {"weight_version": "4"}
-    assert "others took 22.0 GB meanwhile; starting it again" in supervisor.services[NAME].job.log.read_text()
+    assert "other processes took 22.0 GB; restarting it" in supervisor.services[NAME].job.log.read_text()
 
 
 def test_a_start_that_fails_by_itself_is_not(begin: Begin, smi: Callable[[int, int], None]) -> None:

@@ -17,8 +17,8 @@ from areal_tasks.engines.sglang.token_weights import (
     UPDATES,
     Changes,
     note_weights,
+    report_weights,
     segments,
-    tell_weights,
 )
 
 
@@ -176,7 +176,7 @@ def test_answers_tell_runs_and_requests_name_their_cache() -> None:
     class Own(Manager):
         pass
 
-    tell_weights(Own)
+    report_weights(Own)
 
     async def answers(obj: Any) -> list[Any]:
         return [answer async for answer in Own().generate_request(obj, request=None)]

@@ -1,4 +1,4 @@
-"""`python -m areal_tasks.engines.embedded`: the inference server; it ends with its supervisor while it starts, too."""
+"""`python -m areal_tasks.engines.embedded`: the inference server, which ends with its supervisor, also at startup."""
 
 from areal_tasks.engines.lifeline import watch_lifeline
 from areal_tasks.importing import importing

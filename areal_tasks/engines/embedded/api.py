@@ -1,4 +1,4 @@
-"""SGLang's native API as JSON: what a `/generate` request may say, and how it is answered."""
+"""SGLang's native API as JSON: `/generate` requests and their answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, TokenId, make_sequences
 from areal_tasks.engines.ends import Detokenizer, trim
 
-REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"  # what stands for bytes that are no character
+REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"  # decoded from bytes that are no character
 
 
 class BadRequest(Exception):
@@ -29,7 +29,7 @@ class Body(BaseModel):
 class Generate(Body):
     """POST /generate. One prompt, or a list of them with one `sampling_params` for all or one for each.
 
-    With `stream` it is one prompt with one sample, and answered by events: see `streaming`.
+    With `stream` it is one prompt with one sample, answered by events (see `streaming`).
     """
 
     input_ids: list[TokenId] | list[list[TokenId]]
@@ -74,7 +74,7 @@ def parse(model: type[Any], body: bytes) -> Any:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the running model can take."""
+    """The running model's limits."""
 
     vocab_size: int
     max_length: int
@@ -84,7 +84,7 @@ class Limits:
 
 @dataclass(eq=False)
 class Answerable:
-    """A checked `/generate` request: its sequences, and what the answer needs beside them."""
+    """A checked `/generate` request: its sequences, and what else the answer needs."""
 
     sequences: list[Sequence]
     batched: bool
@@ -151,9 +151,9 @@ def answer(request: Answerable, detokenizer: Detokenizer | None, version: str) -
 
 
 def partial_answer(request: Answerable, now: Sequence, detokenizer: Detokenizer | None, version: str) -> bytes:
-    """The answer of a request for one sample as far as it is; `now`: the sequence as it was a moment ago.
+    """The answer so far to a request for one sample; `now`: a recent copy of the sequence.
 
-    An unfinished text ends before what is no whole character yet.
+    An unfinished text ends before a character that is still incomplete.
     """
     [text] = _texts([now], detokenizer)
     shown = text if now.finish is not None else text.rstrip(REPLACEMENT)
@@ -170,9 +170,9 @@ def _item(sequence: Sequence, text: str, logprobs: bool, version: str, started: 
         "weight_version": sequence.versions[-1][0] if sequence.versions else version,
         "e2e_latency": time.perf_counter() - started,
     }
-    if len(sequence.versions) > 1:  # weights changed on the way: [version, tokens], in order
+    if len(sequence.versions) > 1:  # weights changed during generation: [version, tokens], in order
         meta["weight_versions"] = sequence.versions
-    if any(stale for stale, _ in sequence.stale_kv):  # sampled over keys and values of older weights: [flag, tokens]
+    if any(stale for stale, _ in sequence.stale_kv):  # sampled with keys and values of older weights: [flag, tokens]
         meta["stale_kv"] = sequence.stale_kv
     if logprobs:
         meta["output_token_logprobs"] = [

@@ -1,4 +1,4 @@
-"""The HTTP side of the embedded server: SGLang's native routes over one engine."""
+"""The HTTP API of the embedded server: SGLang's native routes for one engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Server:
-    """The routes. `model_path` is what the weights in force were loaded from."""
+    """The routes. `model_path` is what the current weights were loaded from."""
 
     def __init__(self, engine: Engine, limits: Limits, store: Store, model_path: str) -> None:
         self.engine = engine
@@ -74,12 +74,12 @@ class Server:
         if body.stream:
             return stream(self.engine, asked)
         finished = asyncio.ensure_future(self._finish(asked.sequences))
-        gone = asyncio.ensure_future(_disconnect(request))
-        await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
-        gone.cancel()
+        disconnected = asyncio.ensure_future(_disconnect(request))
+        await asyncio.wait({finished, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        disconnected.cancel()
         if not finished.done():
-            await self._abandon(asked)
-            return _json({"error": "the client has gone"}, 499)
+            await self._abort_all(asked)
+            return _json({"error": "the client disconnected"}, 499)
         finished.result()
         return Response(answer(asked, self.engine.detokenizer, self.engine.version), media_type="application/json")
 
@@ -94,9 +94,9 @@ class Server:
         self.engine.submit(Job(sequences, done))
         await future
 
-    async def _abandon(self, asked: Answerable) -> None:
-        mine = set(asked.sequences)
-        await asyncio.wrap_future(self.engine.abort(mine.__contains__))
+    async def _abort_all(self, asked: Answerable) -> None:
+        sequences = set(asked.sequences)
+        await asyncio.wrap_future(self.engine.abort(sequences.__contains__))
 
     async def pause(self, request: Request) -> Response:
         body = parse(Pause, await request.body())
@@ -111,7 +111,7 @@ class Server:
         body = parse(Abort, await request.body())
         if not body.rid and not body.abort_all:
             raise BadRequest("name a rid, or set abort_all")
-        return _json({"aborted": await asyncio.wrap_future(self.engine.abort(partial(_named, body)))})
+        return _json({"aborted": await asyncio.wrap_future(self.engine.abort(partial(_matches, body)))})
 
     async def update_weights(self, request: Request) -> Response:
         body = parse(UpdateWeights, await request.body())
@@ -142,13 +142,13 @@ class Server:
         return _json({"status": "ok", "weight_version": self.engine.version, "paused": self.engine.paused})
 
     async def health_generate(self, request: Request) -> Response:
-        """Healthy if the engine generates anything, be it a token for this; a paused engine need not."""
+        """Healthy if the engine generates any token, if only for this request; a paused engine need not."""
         if not self.engine.paused and self.engine.failure is None and not await self._generates():
             return _json({"error": f"no token within {HEALTH_SECONDS:.0f} s"}, 503)
         return await self.health(request)
 
     async def _generates(self) -> bool:
-        """Whether the engine takes a step in time. Behind a long queue, the probe's own token may come much later."""
+        """Whether the engine makes a step in time. With a long queue, the probe's own token may come much later."""
         before, deadline = self.engine.steps, time.monotonic() + HEALTH_SECONDS
         probe = make_sequences("health", [0], SamplingParams(max_new_tokens=1), frozenset(), self.limits.max_length)
         work = asyncio.ensure_future(self._finish(probe))
@@ -217,7 +217,7 @@ def _resolve(future: asyncio.Future[None], error: Exception | None) -> None:
         future.set_exception(error)
 
 
-def _named(body: Abort, sequence: Sequence) -> bool:
+def _matches(body: Abort, sequence: Sequence) -> bool:
     return body.abort_all or sequence.rid == body.rid or sequence.rid.startswith(f"{body.rid}_")
 
 

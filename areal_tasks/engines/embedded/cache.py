@@ -1,10 +1,10 @@
 """The key-value cache of all slots, allocated once: `[slots, heads, length, dim]` per layer; attention over it.
 
-transformers sees an ordinary `Cache`; which rows and positions a forward pass writes and reads is set before it.
+transformers sees an ordinary `Cache`; `aim` sets before each forward pass which rows and positions it writes and reads.
 
-Attention is plain matrix products, like scaled-dot-product attention's math backend, whose bits do not depend on the
-slot (the CPU flash backend's do), but it scales the queries rather than the whole cache and does not copy keys for
-grouped queries: a third off a decode pass.
+Attention uses plain matrix products, like scaled-dot-product attention's math backend, whose results do not depend
+bitwise on the slot (the CPU flash backend's do), but it scales the queries rather than the whole cache and does not
+copy keys for grouped queries, which saves a third of a decode pass.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no t
     def update(
         self, key_states: Float[Tensor, "n h t d"], value_states: Float[Tensor, "n h t d"], *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the window's new positions; give back all that its rows hold."""
+        """Write the window's new positions; returns all keys and values that it reads."""
         at = self.window
         self.keys[at.rows, :, at.positions] = key_states.transpose(1, 2)
         self.values[at.rows, :, at.positions] = value_states.transpose(1, 2)
@@ -95,7 +95,7 @@ class SlotCache(Cache):  # type: ignore[misc]
             layer.values[targets, :, :length] = layer.values[sources, :, :length]
 
     def clear(self) -> None:
-        """Forget everything: a value that is not finite would outlive its sequence behind the mask."""
+        """Zero the cache: a non-finite value would affect later sequences in spite of the mask."""
         for layer in self.layers:
             layer.keys.zero_()
             layer.values.zero_()
@@ -110,7 +110,7 @@ def slot_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Float[Tensor, "n t heads dim"], None]:
-    """softmax(q·kᵀ·scaling + mask)·v, the softmax in float32. Errors: UserError for variants of attention it lacks."""
+    """softmax(q·kᵀ·scaling + mask)·v, the softmax in float32. Raises UserError for unsupported variants."""
     if any(options.get(name) is not None for name in _UNSUPPORTED):
         raise UserError("the embedded server does not support this model's kind of attention; use the sglang engine")
     n, heads, t, dim = query.shape

@@ -1,7 +1,7 @@
-"""Continuous batching in one thread: admit, prefill a chunk, decode a token for every slot, deliver, again.
+"""Continuous batching in one thread: admit, prefill a chunk, decode a token for every slot, deliver, repeat.
 
 Deterministic mode makes every token a function of its own sequence alone: passes have proven shapes (see `prove`),
-sampling is keyed by (seed, position), and nothing else of a neighbour can reach a row.
+sampling is keyed by (seed, position), and rows have no other influence on each other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class NotFinite(Exception):
-    """The model answered with logits that are no numbers: its weights are damaged."""
+    """The model's logits are not finite: its weights are damaged."""
 
 
 @dataclass(eq=False, slots=True)
@@ -98,22 +98,22 @@ class Engine:
         accepted.add_done_callback(lambda f: _report(job, f.exception()))
 
     def abort(self, wanted: Callable[[Sequence], bool]) -> Future[int]:
-        """Finish the wanted sequences with what they have; answers how many there were."""
+        """Finish the wanted sequences with the tokens they have; returns how many there were."""
         return self._command(lambda: self._abort(wanted))
 
     def pause(self, mode: PauseMode) -> Future[None]:
-        """Stop generating: abort what runs, keep it with its cache (in_place), or keep it without (retract)."""
+        """Stop generating: abort running sequences, keep them with their cache (in_place), or without (retract)."""
         return self._command(lambda: self._pause(mode))
 
     def resume(self) -> Future[None]:
-        """Go on after a pause."""
+        """Continue after a pause."""
         return self._command(self._resume)
 
     def update_weights(self, weights: Mapping[str, Tensor], version: str, keep_cache: bool) -> Future[None]:
-        """Replace the weights between two steps. What runs continues from its tokens, its cache computed anew.
+        """Replace the weights between two steps. Running sequences continue from their tokens, with recomputed caches.
 
-        With `keep_cache` (only while paused in place) old keys and values stay: tokens that are sampled over them are
-        recorded as `stale_kv`. Prompts that are being computed begin again. Errors: UserError, nothing changed.
+        With `keep_cache` (only while paused in place) old keys and values stay: tokens sampled with them are recorded
+        as `stale_kv`. Unfinished prefills start again. Raises UserError for unfit weights, and nothing is changed.
         """
         return self._command(lambda: self._update_weights(weights, version, keep_cache))
 
@@ -136,7 +136,7 @@ class Engine:
 
         self._commands.append(run)
         self._wake.set()
-        if self.failure is not None:  # the thread has ended: nobody else would answer
+        if self.failure is not None:  # the thread has ended and answers no more
             self._run_commands()
         return future
 
@@ -167,7 +167,7 @@ class Engine:
             self._commands.popleft()()
 
     def _turn(self) -> None:
-        """Commands, then one chunk of prefill and one token of every active slot."""
+        """Run commands, then compute one chunk of prefill and one token of every active slot."""
         if not self._has_work():
             self._wake.wait()
         self._wake.clear()
@@ -188,7 +188,7 @@ class Engine:
         return not self.paused and bool(self._queue or self._prefills or self._slots.active.any())
 
     def _admit(self) -> None:
-        """Give free slots to what waits, first come first served, until a prefill pass is full."""
+        """Give free slots to queued sequences in order of arrival, until a prefill pass is full."""
         while self._queue and self._slots.vacancies and len(self._prefills) < self._prefill_rows(self._queue[0]):
             batch = self._queue[0]
             now, later = batch.split(self._slots.vacancies)
@@ -202,7 +202,7 @@ class Engine:
         return self.runner.shapes.prefill_rows[chunk_of(len(batch.tokens))][-1]
 
     def _prefill(self) -> None:
-        """One chunk of the prompts that share the first one's chunk size; those that end go on to their first token."""
+        """Compute one chunk of the prompts with the first one's chunk size; those that end get their first token."""
         chunk = self._prefills[0].chunk
         sizes = self.runner.shapes.prefill_rows[chunk]
         group = [p for p in self._prefills if p.chunk == chunk][: sizes[-1]]
@@ -250,7 +250,7 @@ class Engine:
         self._choose(np.arange(n), self.runner.decode(token, position, length), active)
 
     def _compact(self) -> None:
-        """Move the last sequences down where that at least halves the pass."""
+        """Move the last sequences to lower slots if that at least halves the pass."""
         active = np.flatnonzero(self._slots.active)
         fewest = Shapes.fit(self.runner.shapes.rows, len(active))
         if 2 * fewest > Shapes.fit(self.runner.shapes.rows, int(active[-1]) + 1):
@@ -262,7 +262,7 @@ class Engine:
         self._slots.move(sources, targets)
 
     def _choose(self, rows: Rows, logits: Tensor, active: Rows) -> None:
-        """Sample from the logits of `rows`, and take over the tokens of those that are `active`."""
+        """Sample from the logits of `rows`, and append the tokens of those that are `active`."""
         slots = self._slots
         uniform = torch.from_numpy(uniforms(slots.seed[rows], slots.position[rows] + 1))
         chosen = sample(logits, torch.from_numpy(slots.temperature[rows]), uniform)
@@ -284,14 +284,14 @@ class Engine:
             sequence = self._slots.owner[slot]
             if sequence is not None:
                 self._finish_slot(slot, {"type": "length", "length": sequence.limit})
-        for slot in self._slots.heard.intersection(rows.tolist()):
-            self._tell(slot)
+        for slot in self._slots.with_listener.intersection(rows.tolist()):
+            self._notify(slot)
 
-    def _tell(self, slot: int) -> None:
+    def _notify(self, slot: int) -> None:
         sequence = self._slots.owner[slot]
         self._slots.settle(slot, self.version)
         if sequence is not None:
-            sequence.tell()
+            sequence.notify()
 
     def _finish_at_string(self, slot: int) -> None:
         sequence = self._slots.owner[slot]
@@ -323,7 +323,7 @@ class Engine:
         self._queue.extend(share_prompts(job.sequences))
 
     def _abort(self, wanted: Callable[[Sequence], bool]) -> int:
-        self._requeue(self._unprefill())
+        self._requeue(self._cancel_prefills())
         reason: dict[str, object] = {"type": "abort", "message": "aborted"}
         running = [i for i in np.flatnonzero(self._slots.active).tolist() if self._wants(i, wanted)]
         queued = [s for batch in self._queue for s in batch.sequences if wanted(s)]
@@ -350,8 +350,8 @@ class Engine:
         self.paused = False
 
     def _retract(self) -> None:
-        """Put everything that runs back into the queue, before what waits there."""
-        back = self._unprefill()
+        """Put all running sequences back at the front of the queue."""
+        back = self._cancel_prefills()
         for slot in np.flatnonzero(self._slots.active).tolist():
             sequence = self._slots.owner[slot]
             self._slots.settle(slot, self.version)
@@ -360,8 +360,8 @@ class Engine:
                 back.append(sequence)
         self._requeue(back)
 
-    def _unprefill(self) -> list[Sequence]:
-        """Give up the prefills under way; their sequences."""
+    def _cancel_prefills(self) -> list[Sequence]:
+        """Cancel all unfinished prefills; returns their sequences."""
         for slot in [slot for p in self._prefills for slot in p.slots]:
             self._slots.release(slot)
         sequences = [s for p in self._prefills for s in p.batch.sequences]
@@ -373,7 +373,7 @@ class Engine:
 
     def _update_weights(self, weights: Mapping[str, Tensor], version: str, keep_cache: bool) -> None:
         if keep_cache:
-            self._requeue(self._unprefill())  # a prompt is computed by one version
+            self._requeue(self._cancel_prefills())  # one version computes a whole prompt
             for slot in np.flatnonzero(self._slots.active).tolist():
                 self._slots.settle(slot, self.version)
         else:
@@ -383,11 +383,11 @@ class Engine:
         self._slots.stale |= self._slots.active
 
     def _fail_all(self, error: Exception) -> None:
-        """Answer every job with the error, and start from an empty cache."""
+        """Answer every job with the error, and clear the cache."""
         jobs = {id(job): job for job in self._jobs.values()}
         self._jobs.clear()
         self._queue.clear()
-        self._unprefill()
+        self._cancel_prefills()
         for slot in np.flatnonzero(self._slots.active).tolist():
             self._slots.release(slot)
         self.runner.cache.clear()

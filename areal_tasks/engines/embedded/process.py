@@ -25,7 +25,7 @@ from schemas.recipe.sections import Inference, Model
 
 
 def make_app(spec: ServiceSpec, on_failure: Callable[[], None] | None = None) -> Starlette:
-    """Load the model that `spec` names, start its engine, and give back its routes. Errors: UserError."""
+    """Load the model that `spec` names, start its engine, and return its application. Raises UserError."""
     if spec.weights is None:
         raise UserError("the inference server was given no weights; publish version 0 first")
     settings = Inference.model_validate(spec.recipe.get("inference", {}))
@@ -53,12 +53,12 @@ def make_app(spec: ServiceSpec, on_failure: Callable[[], None] | None = None) ->
 
 
 def _end() -> None:
-    """End the process: whoever supervises it starts another."""
+    """End the process: its supervisor starts another."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main() -> None:
-    """Serve until told to end; exits with the reason if the model cannot be served."""
+    """Serve until terminated; exits with the reason if the model cannot be served."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     spec = read_spec()
     with store_may_be_away():

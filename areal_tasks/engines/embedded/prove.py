@@ -1,10 +1,9 @@
-"""Deterministic mode: keep only those shapes that give a row the same bits as the largest one does.
+"""Deterministic mode: keep only the shapes whose rows are bitwise identical to those of the largest shape.
 
-Which matrix kernels a machine picks, and from how many rows on they treat each row alike, is a property of the
-machine. So it is measured at the start, with the running model, rather than assumed: a pass of a smaller shape is used
-only if it proves bit-equal, row by row, to the pass of the largest. (With AVX-512 nearly all are; attention that reads
-256 positions is not, since the matrix library sums so many in another order.)
-Two layers suffice, since a model's layers have the same shapes.
+Which matrix kernels run, and from how many rows on they treat each row alike, is a property of the machine. So it is
+measured at the start, with the running model: a smaller shape is used only if each row of its pass is bitwise identical
+to that row in the pass of the largest. (With AVX-512 nearly all are; attention that reads 256 positions is not, since
+the matrix library sums so many in another order.) Two layers suffice, since a model's layers have the same shapes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ LAYERS: Final = 2
 
 
 def proven_shapes(runner: Runner) -> Shapes:
-    """The shapes of `runner` that are bit-equal to the largest. Uses the cache, and clears it."""
+    """The shapes of `runner` that are bitwise equal to the largest. Uses the cache, and clears it."""
     old, positions = runner.shapes, min(16, runner.capacity)
     with _shallow(runner):
         rows = _keep(old.rows, lambda n: _decode(runner, torch.arange(n) % positions, old.lengths[-1]))
@@ -56,7 +55,7 @@ def _proven_prefills(runner: Runner, chunk: int) -> list[int]:
 
 
 def _same_length(runner: Runner, length: int) -> bool:
-    """Whether reading `length` positions gives the bits of reading all, for sequences that fill more or less of it."""
+    """Whether reading `length` positions is bitwise equal to reading all, for sequences of various lengths up to it."""
     full, prefills = runner.shapes.lengths[-1], runner.shapes.prefill_rows
     positions = _spread(runner.rows, length - 1)
     return torch.equal(_decode(runner, positions, length), _decode(runner, positions, full)) and all(

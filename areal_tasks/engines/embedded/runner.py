@@ -19,7 +19,7 @@ from areal_tasks.engines.embedded.cache import ATTENTION, SlotCache
 from areal_tasks.engines.names import Names, stored_names
 from schemas.errors import UserError
 
-ROW_MULTIPLE: Final = 8  # below 8 rows a linear layer takes other paths and gives a row other bits
+ROW_MULTIPLE: Final = 8  # below 8 rows a linear layer uses other kernels, which round differently
 CHUNK: Final = 64  # positions of a long prompt computed at once
 SHORT_CHUNK: Final = 16  # a prompt that fits in it is computed in one pass of this size
 PREFILL_TOKENS: Final = 512  # positions of one prefill pass, over all its rows
@@ -30,12 +30,12 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def chunk_of(prompt_length: int) -> int:
-    """Positions a pass over this prompt computes. A function of the prompt alone, so that its bits are too."""
+    """Positions that a pass over this prompt computes: a function of the prompt alone, so that its results are too."""
     return SHORT_CHUNK if prompt_length <= SHORT_CHUNK else CHUNK
 
 
 def ladder(first: int, last: int) -> list[int]:
-    """Sizes from `first` to `last`, each at most half as large again as the one before."""
+    """Sizes from `first` to `last`: `first` times powers of two, the integers halfway between these, and `last`."""
     powers = [first << i for i in range(32) if first << i < last]
     halves = [p + p // 2 for p in powers if p % 2 == 0 and p + p // 2 < last]
     return sorted({*powers, *halves, last})
@@ -43,7 +43,7 @@ def ladder(first: int, last: int) -> list[int]:
 
 @dataclass
 class Shapes:
-    """The sizes that passes are padded to, ascending. All of them give a row the same bits (see `prove`)."""
+    """The sizes that passes are padded to, ascending. In deterministic mode all give a row the same bits (`prove`)."""
 
     rows: list[int]
     lengths: list[int]
@@ -93,7 +93,7 @@ class Runner:
     ) -> Float[Tensor, "n vocab"]:
         """Compute one chunk of each prompt from position `starts`; logits at offset `last` of the chunk.
 
-        Padding behind a prompt's end may write to the cache's last position, which no prompt reaches.
+        Padding after a prompt's end may write to the cache's last position, which no prompt reaches.
         """
         positions = (starts[:, None] + torch.arange(tokens.shape[1])).clamp_(max=self.capacity - 1)
         wanted, column = torch.unique(last, return_inverse=True)
@@ -119,25 +119,25 @@ class Runner:
         return logits
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the weights in place. Nothing is changed unless every tensor is there, in its shape and finite."""
-        mine = self._held
-        wrong = [n for n, p in mine.items() if n not in weights or weights[n].shape != p.shape]
+        """Replace the weights in place. Nothing is changed unless every tensor is there, finite and of its shape."""
+        held = self._held
+        wrong = [n for n, p in held.items() if n not in weights or weights[n].shape != p.shape]
         if wrong:
             raise UserError(
-                f"the weights do not fit the running model: {len(wrong)} of {len(mine)} tensors are missing or of "
+                f"the weights do not fit the running model: {len(wrong)} of {len(held)} tensors are missing or of "
                 f"another shape, the first is {wrong[0]}. Start a new server for another architecture"
             )
-        damaged = [name for name in mine if not torch.isfinite(weights[name]).all()]
+        damaged = [name for name in held if not torch.isfinite(weights[name]).all()]
         if damaged:
             raise UserError(f"the weights hold values that are not finite, first in {damaged[0]}; the old ones stay")
-        for name, parameter in mine.items():
+        for name, parameter in held.items():
             parameter.copy_(weights[name])
 
 
 def read_weights_folder(folder: Path, model: Any) -> dict[str, Tensor]:
     """The tensors of a Hugging Face folder under the names that `model` has for them.
 
-    Errors: UserError when the folder holds no readable weights, or not exactly those of the model.
+    Raises UserError if the folder holds no readable weights, or not exactly those of the model.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -167,7 +167,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _context(config: Any, max_length: int) -> int:
-    """Tokens a sequence may have. Refuses what the cache cannot represent."""
+    """Tokens that a sequence may have. Raises UserError for attention that the cache does not support."""
     context = min(max_length, int(getattr(config, "max_position_embeddings", max_length)))
     window = getattr(config, "sliding_window", None)
     default = "sliding_attention" if window else "full_attention"

@@ -28,7 +28,7 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def uniforms(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """One number in [0, 1) per row, from the sequence's seed and the new token's position in the sequence.
 
-    The position, not the count of generated tokens: a sequence continued from its partial output draws on.
+    The position, not the count of generated tokens: a sequence continued from partial output gets the same numbers.
     """
     stream = _mix(seeds.astype(np.uint64) + _GOLDEN)
     bits = _mix(stream + positions.astype(np.uint64) * _GOLDEN)

@@ -1,4 +1,4 @@
-"""One completion on its way through the engine, and the request it belongs to."""
+"""A completion during its generation, and the request that it belongs to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class SamplingParams(BaseModel):
-    """SGLang's `sampling_params`, less what a trainer cannot reproduce: those fields take their neutral value only."""
+    """SGLang's `sampling_params`; fields that a trainer cannot reproduce accept their neutral value only."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -64,9 +64,9 @@ class Sequence:
     versions: list[tuple[str, int]] = field(default_factory=list)  # (weights version, tokens sampled with it), in order
     stale_kv: list[tuple[bool, int]] = field(default_factory=list)  # (over a cache of older weights, tokens), in order
     finish: dict[str, object] | None = None
-    listener: Callable[[Sequence], None] | None = None  # told of every token but the last, in the engine's thread
+    listener: Callable[[Sequence], None] | None = None  # called after each token but the last, in the engine's thread
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Give the listener a copy of the sequence as it is now."""
         if self.listener is not None:
             now = replace(self, output=[*self.output], logprobs=[*self.logprobs], versions=[*self.versions])
@@ -74,11 +74,11 @@ class Sequence:
             self.listener(now)
 
     def so_far(self) -> list[int]:
-        """Prompt and output: what the cache must hold to go on."""
+        """Prompt and output: what the cache must hold to continue."""
         return self.prompt + self.output
 
     def record(self, tokens: list[int], logprobs: list[float], version: str, stale_kv: bool) -> None:
-        """Take over tokens that were sampled with `version`; `stale_kv`: older weights computed some of the cache."""
+        """Append tokens that were sampled with `version`; `stale_kv`: older weights computed some of the cache."""
         if tokens:
             self.output += tokens
             self.logprobs += logprobs

@@ -13,7 +13,7 @@ Rows = npt.NDArray[np.int64]
 
 
 class Slots:
-    """`rows` slots, of which the first `usable` are given out; one holds a sequence from its prefill to its end."""
+    """`rows` slots, of which the first `usable` are used; a slot holds a sequence from its prefill to its end."""
 
     def __init__(self, rows: int, usable: int, length: int) -> None:
         self._free = list(range(usable))  # a heap: low slots first keep the decode pass small
@@ -24,24 +24,24 @@ class Slots:
         self.count = np.zeros(rows, np.int64)  # tokens generated since the slot was taken
         self.limit = np.zeros(rows, np.int64)
         self.active = np.zeros(rows, np.bool_)
-        self.stale = np.zeros(rows, np.bool_)  # weights older than those in force computed some of its cache
+        self.stale = np.zeros(rows, np.bool_)  # weights older than the current ones computed some of its cache
         self.stop_ids = np.full((rows, 1), -1, np.int64)
         self.tokens = np.zeros((rows, length), np.int64)
         self.logprobs = np.zeros((rows, length), np.float32)
         self.owner: list[Sequence | None] = [None] * rows
         self.with_strings: set[int] = set()  # slots whose sequence has stop strings
-        self.heard: set[int] = set()  # slots whose sequence has a listener
+        self.with_listener: set[int] = set()  # slots whose sequence has a listener
 
     @property
     def vacancies(self) -> int:
-        """Slots nobody holds."""
+        """How many slots are free."""
         return len(self._free)
 
     def take(self, sequence: Sequence) -> int:
         """Give the lowest free slot to the sequence; it becomes active when its prompt is in the cache.
 
-        Until then a decode pass writes rubbish at the slot's position, that of the last prompt token: harmless, since
-        a position is always written anew in the pass that first reads it.
+        Until then a decode pass writes garbage at the slot's position, that of the last prompt token: harmless, since
+        the pass that first reads a position also writes it.
         """
         slot = heappop(self._free)
         self.owner[slot] = sequence
@@ -55,7 +55,7 @@ class Slots:
         if sequence.params.stops:
             self.with_strings.add(slot)
         if sequence.listener is not None:
-            self.heard.add(slot)
+            self.with_listener.add(slot)
         return slot
 
     def _set_stops(self, slot: int, stop_ids: frozenset[int]) -> None:
@@ -72,7 +72,7 @@ class Slots:
         self.position[slot] = 0
         self.temperature[slot] = 0
         self.with_strings.discard(slot)
-        self.heard.discard(slot)
+        self.with_listener.discard(slot)
         heappush(self._free, slot)
 
     def move(self, sources: Rows, targets: Rows) -> None:
@@ -85,13 +85,13 @@ class Slots:
         heapify(self._free)
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self.owner[target] = self.owner[source]
-            for marked in (self.with_strings, self.heard):
+            for marked in (self.with_strings, self.with_listener):
                 if source in marked:
                     marked.add(target)
             self.release(source)
 
     def accept(self, rows: Rows, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]) -> tuple[Rows, Rows]:
-        """Append one token to each of `rows`. Gives back the rows that a stop token ended, and those at their limit."""
+        """Append one token to each of `rows`. Returns the rows that a stop token ended, and those at their limit."""
         count = self.count[rows]
         self.tokens[rows, count] = tokens
         self.logprobs[rows, count] = logprobs
@@ -103,7 +103,7 @@ class Slots:
         return rows[stopped], rows[full]
 
     def settle(self, slot: int, version: str) -> None:
-        """Hand what was generated since the slot was taken to its sequence, as sampled with `version`."""
+        """Move the tokens since the slot was taken or last settled to its sequence, as sampled with `version`."""
         n = int(self.count[slot])
         owner = self.owner[slot]
         if owner is not None:

@@ -1,6 +1,6 @@
-"""An answer as it grows, as SGLang streams it: `data: {…}` for what there is so far, at last `data: [DONE]`.
+"""Streamed answers, in SGLang's format: `data: {…}` with the answer so far, finally `data: [DONE]`.
 
-Each event repeats what those before it held. A sender that is slower than the engine leaves events out.
+Each event repeats the content of earlier ones. Events are skipped if sending is slower than the engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from areal_tasks.engines.embedded.sequence import Job, Sequence
 from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
 
-#: What a request may fail with.
+#: The errors that a request may fail with.
 FAILURES: Final = (Unavailable, BadRequest, UserError, NotFinite, RuntimeError)
 
 
@@ -31,32 +31,32 @@ def status_of(error: Exception) -> int:
 
 
 def stream(engine: Engine, asked: Answerable) -> Response:
-    """Answer a request for one sample by events. When whoever asked has gone, the sample is aborted."""
+    """Answer a request for one sample by events. If the client disconnects, the sample is aborted."""
     release = BackgroundTask(engine.abort, set(asked.sequences).__contains__)  # runs after the last event, too
     return StreamingResponse(_events(engine, asked), media_type="text/event-stream", background=release)
 
 
 async def _events(engine: Engine, asked: Answerable) -> AsyncIterator[bytes]:
     [sequence] = asked.sequences
-    news: asyncio.Queue[Sequence | Exception] = asyncio.Queue()
+    updates: asyncio.Queue[Sequence | Exception] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
-    def tell(new: Sequence | Exception) -> None:
-        loop.call_soon_threadsafe(news.put_nowait, new)
+    def put(update: Sequence | Exception) -> None:
+        loop.call_soon_threadsafe(updates.put_nowait, update)
 
-    sequence.listener = tell
-    engine.submit(Job([sequence], lambda error: tell(error or sequence)))
+    sequence.listener = put
+    engine.submit(Job([sequence], lambda error: put(error or sequence)))
     latest: Sequence | Exception | None = None
     while latest is None or (isinstance(latest, Sequence) and latest.finish is None):
-        latest = await _newest(news)
+        latest = await _newest(updates)
         yield b"data: " + _event(engine, asked, latest) + b"\n\n"
     yield b"data: [DONE]\n\n"
 
 
-async def _newest(news: asyncio.Queue[Sequence | Exception]) -> Sequence | Exception:
-    newest = await news.get()
-    while not news.empty():
-        newest = news.get_nowait()
+async def _newest(updates: asyncio.Queue[Sequence | Exception]) -> Sequence | Exception:
+    newest = await updates.get()
+    while not updates.empty():
+        newest = updates.get_nowait()
     return newest
 
 

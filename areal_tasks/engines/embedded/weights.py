@@ -31,6 +31,6 @@ def weights_folder(store: Store, source: str) -> Iterator[Path]:
 
 
 def find_detokenizer(folder: Path) -> Detokenizer | None:
-    """The folder's tokenizer; None if it has none, then answers hold no text."""
+    """The folder's tokenizer; None if it has none, in which case answers hold no text."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     return Detokenizer(load_tokenizer(folder)) if any((folder / n).is_file() for n in names) else None

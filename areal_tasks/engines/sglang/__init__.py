@@ -1,1 +1,1 @@
-"""SGLang's own server as a supervised service: started with the recipe's flags, guarded, and ended without orphans."""
+"""SGLang's server as a supervised service: started with the recipe's flags, behind a token, ended without orphans."""

@@ -1,4 +1,4 @@
-"""`python -m areal_tasks.engines.sglang`: starts one SGLang server, says where it listens, and ends with it.
+"""`python -m areal_tasks.engines.sglang`: starts one SGLang server, registers its address, and ends with it.
 
 This process stays small: it holds no model and imports no torch. SGLang writes to the same log.
 """
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 PROGRESS_SECONDS = 15.0
 ATTEMPTS = 3
-#: What others may take of a GPU while SGLang starts there, without being the reason that it fails.
+#: GPU memory that other processes may take while SGLang starts without counting as the cause of its failure.
 TAKEN_BYTES = 1 << 30
 HEALTH_SECONDS = 30.0  # SGLang answers 503 itself after 20 s without a token
 
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def run(spec: ServiceSpec, token: str) -> int:
-    """Serve until SGLang ends; an exit code that says that it failed, since it is never meant to end by itself."""
+    """Serve until SGLang ends; returns an exit code of failure, since it is never meant to end by itself."""
     port = choose_port(Inference.model_validate(spec.recipe["inference"]).first_port, spec.name)
     weights = first_weights(spec)
     code = serve(spec, arguments(spec, weights.folder, port), f"http://127.0.0.1:{port}", token, weights).wait()
@@ -70,10 +70,10 @@ def run(spec: ServiceSpec, token: str) -> int:
 def serve(
     spec: ServiceSpec, command: Sequence[str], url: str, token: str, weights: FirstWeights
 ) -> subprocess.Popen[bytes]:
-    """SGLang, once it is ready and registered, or has ended before.
+    """Start SGLang; returns its process once it is ready and registered, or has ended before that.
 
-    SGLang looks twice how much memory is free, and takes what went in between for its own. Where others took memory
-    meanwhile, as another run's trainer that starts, it is started again.
+    SGLang measures free memory twice and counts the difference as its own. If it ended and other processes took memory
+    meanwhile, such as another run's trainer that starts, it is restarted.
     """
     for attempt in range(ATTEMPTS):
         log.info("starting SGLang: %s", " ".join(command))
@@ -83,11 +83,11 @@ def serve(
         if ready:
             register(spec, url)
             break
-        end_descendants()  # what is left of it holds memory
+        end_descendants()  # its remaining processes hold memory
         taken = memory_used(spec.gpus) - used
         if taken < TAKEN_BYTES or attempt + 1 == ATTEMPTS:
             break
-        log.warning("SGLang ended while it started, and others took %.1f GB meanwhile; starting it again", taken / 1e9)
+        log.warning("SGLang ended during startup while other processes took %.1f GB; restarting it", taken / 1e9)
     return child
 
 
@@ -112,20 +112,20 @@ def choose_port(first: int, name: str) -> int:
 
 
 def wait_until_ready(child: subprocess.Popen[bytes], url: str, token: str, look: Callable[[], None]) -> bool:
-    """Wait until the server generates; False if it ends instead. How long is too long, the supervisor decides.
+    """Wait until the server generates; False if it ends instead. The supervisor limits the time.
 
-    `look` is called meanwhile, and ends this with whatever it raises.
+    `look` is called meanwhile; what it raises ends the wait.
     """
-    started = said = time.monotonic()
+    started = reported = time.monotonic()
     with httpx.Client(headers={"Authorization": f"Bearer {token}"}, timeout=HEALTH_SECONDS) as client:
         while child.poll() is None:
             look()
             if _healthy(client, url):
                 log.info("SGLang is ready after %.1f s", time.monotonic() - started)
                 return True
-            if time.monotonic() - said > PROGRESS_SECONDS:
-                said = time.monotonic()
-                log.info("SGLang has been starting for %.0f s", said - started)
+            if time.monotonic() - reported > PROGRESS_SECONDS:
+                reported = time.monotonic()
+                log.info("SGLang has been starting for %.0f s", reported - started)
             time.sleep(POLL_SECONDS)
     return False
 
@@ -138,7 +138,7 @@ def _healthy(client: httpx.Client, url: str) -> bool:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignore repeated signals
     sys.exit(128 + number)
 
 

@@ -1,9 +1,9 @@
-"""`python -m areal_tasks.engines.sglang.child FLAGS`: `sglang.launch_server` behind the service's bearer token, and
-with what answers are to tell of their tokens (`token_weights`).
+"""`python -m areal_tasks.engines.sglang.child FLAGS`: `sglang.launch_server` behind the service's bearer token, with
+answers that report the weights of their tokens (`token_weights`).
 
-SGLang takes a key on its command line only, where every user of the machine can read it, and prints it into its log.
-So its application gets our own check instead: SGLang never learns the token. (Its processes import this module again
-when they start, so it imports nothing heavy at the top.)
+SGLang accepts a key only on its command line, which every user of the machine can read, and logs it. So its application
+gets our own check instead, and SGLang never receives the token. (Its processes import this module again when they
+start, so it imports nothing slow at the top.)
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def main() -> None:
         TokenizerManager,
     )
 
-    from areal_tasks.engines.sglang.token_weights import run_scheduler, tell_weights
+    from areal_tasks.engines.sglang.token_weights import report_weights, run_scheduler
 
     refuse_unknown_tokens(TokenizerManager)
-    tell_weights(TokenizerManager)
+    report_weights(TokenizerManager)
     abort_quickly(TokenizerManager)
     app.add_middleware(BearerAuth, token=token)
     launch_server(settings, run_scheduler_process_func=run_scheduler)
 
 
 def refuse_unknown_tokens(manager: Any) -> None:
-    """Have the class TokenizerManager refuse prompts with tokens that the model does not know (HTTP 400).
+    """Make the class TokenizerManager refuse prompts with tokens outside the model's vocabulary (HTTP 400).
 
-    SGLang 0.5.17 takes them (its `_validate_input_ids_in_vocab` is never called): reading their embeddings fails on the
-    GPU, which ends the server, and then each of the others that the request is tried on.
+    SGLang 0.5.17 accepts them (its `_validate_input_ids_in_vocab` is never called): reading their embeddings fails on
+    the GPU, which ends the server, and then every other server that the request is retried on.
     """
     validate = manager._validate_one_request
 
@@ -63,7 +63,7 @@ def refuse_unknown_tokens(manager: Any) -> None:
 
 
 def abort_quickly(manager: Any, seconds: float = 0.02) -> None:
-    """Have the class TokenizerManager look more often whether what it aborts has ended: SGLang looks once a second."""
+    """Make the class TokenizerManager poll more often whether aborted requests have ended: SGLang does once a second."""
     pause = manager.pause_generation
 
     @wraps(pause)
@@ -74,7 +74,7 @@ def abort_quickly(manager: Any, seconds: float = 0.02) -> None:
             while await self.model_update_lock.is_locked():
                 await asyncio.sleep(seconds)
                 self.abort_request(abort_all=True)
-        await pause(self, order)  # finds nothing under way then
+        await pause(self, order)  # finds nothing in flight then
 
     manager.pause_generation = paused
 

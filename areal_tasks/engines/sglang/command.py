@@ -13,11 +13,11 @@ from areal_tasks.engines.ports import loopback_interface
 from areal_tasks.engines.service import KEEP_ALIVE_SECONDS, SPEC, ServiceSpec
 from schemas.recipe.sections import Inference, Model
 
-#: SGLang keeps a few positions of its context: it takes prompts up to `context - 7` and ends at `context - 2`.
+#: SGLang reserves a few positions of its context: it accepts prompts up to `context - 7` and ends at `context - 2`.
 CONTEXT_MARGIN: Final = 8
-SHARED_FRACTION: Final = 0.85  # of a shared GPU's memory, divided among its users where the recipe does not say
+SHARED_FRACTION: Final = 0.85  # of a shared GPU's memory, divided among its users unless the recipe sets it
 
-#: A context longer than some models' by a margin that no token reaches; connections kept as our own services keep them.
+#: Allow the margin, which no token reaches, to exceed a model's context; keep connections as our own services do.
 SET: Final = {
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_SECONDS),
@@ -25,13 +25,13 @@ SET: Final = {
 #: Settings of the launcher that are not meant for SGLang, and switches that would undo what this service relies on.
 DROPPED: Final = (
     *(SPEC, LIFELINE, "OMP_NUM_THREADS", "OMP_WAIT_POLICY"),
-    "SGLANG_RUST_SERVER",  # another HTTP server, which knows no token
+    "SGLANG_RUST_SERVER",  # another HTTP server, which checks no token
     "SGLANG_RETURN_ORIGINAL_LOGPROB",  # logprobs before the temperature, where the trainer compares those after it
 )
 
 
 def arguments(spec: ServiceSpec, folder: Path, port: int) -> list[str]:
-    """What `launch_server` is told: where the weights lie, where to listen, and what the recipe says."""
+    """The flags of `launch_server`: the weights' folder, the address to listen on, and the recipe's settings."""
     settings = Inference.model_validate(spec.recipe["inference"])
     model = Model.model_validate(spec.recipe["model"])
     own: dict[str, Any] = {
@@ -43,7 +43,7 @@ def arguments(spec: ServiceSpec, folder: Path, port: int) -> list[str]:
         "tp-size": settings.tensor_parallel,
         "random-seed": random_seed(spec),
         "weight-version": spec.weights.version if spec.weights else 0,
-        "skip-server-warmup": True,  # it would ask without the token; the wait for readiness generates a token too
+        "skip-server-warmup": True,  # it would ask without our bearer token; `wait_until_ready` generates too
     }
     if fraction := memory_fraction(settings, spec.gpu_users):
         own["mem-fraction-static"] = fraction
@@ -60,7 +60,7 @@ def memory_fraction(settings: Inference, users: int) -> float:
 
 
 def random_seed(spec: ServiceSpec) -> int:
-    """A seed of its own for each server and each of its starts: two that share one would sample alike."""
+    """A distinct seed for each server and each of its starts: servers that share one would sample alike."""
     weights = spec.weights.version if spec.weights else 0
     text = json.dumps([spec.recipe.get("seed", 0), spec.name, spec.owner, spec.restart, weights])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
@@ -79,7 +79,7 @@ def flags(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def environment(inherited: Mapping[str, str], private: Path) -> dict[str, str]:
-    """The child's environment: what was inherited, without what is DROPPED, and with what is SET.
+    """The child's environment: `inherited`, without DROPPED, and with SET.
 
     Its processes meet through a file in the folder `private`: torch's TCPStore, SGLang's own choice, listens on every
     interface. Their collectives stay on the loopback interface unless the environment names another.

@@ -1,4 +1,4 @@
-"""A process and everything that descends from it, even what has left its session or lost its parent (Linux)."""
+"""A process and all its descendants, even those that have left its session or lost their parent (Linux)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def end_descendants(seconds: float = 20.0) -> bool:
-    """Kill every descendant of this process, over and over until none is left; False if some outlive `seconds`."""
+    """Kill every descendant of this process, repeatedly until none is left; False if some outlive `seconds`."""
     deadline = time.monotonic() + seconds
     while descendants := psutil.Process().children(recursive=True):
         for process in descendants:

@@ -1,14 +1,14 @@
-"""Which weights sampled each token, and whether its cache held keys and values of older ones: told by SGLang itself.
+"""Which weights sampled each token, and whether its KV cache held entries of older weights, as reported by SGLang.
 
-SGLang 0.5.17 tells one weights version an answer, that in force when the answer ends. Here its scheduler, which runs
-the model and loads weights in one thread, notes at which token of a request they change, where SGLang keeps data that
-goes with tokens into the answer (`customized_info`). Nothing is done for the other tokens: with a small model the
-scheduler's thread is what bounds the speed. The answer tells it as the embedded server does (`weight_versions`,
+SGLang 0.5.17 reports one weights version per answer, the one current at its end. Here its scheduler, which runs the
+model and loads weights in one thread, records at which token of a request the weights change, in the per-token data
+that SGLang adds to the answer (`customized_info`). It does nothing for other tokens, since with a small model the
+scheduler's thread limits the speed. The answer reports this as the embedded server does (`weight_versions`,
 `stale_kv`).
 
-Each request is given the version in force when it came as the name of its prefix cache (`extra_key`). Under the name v
-lie keys and values of weights v or newer, so that a request never reuses those of weights older than its name, and all
-that is sampled with newer weights than the name is marked as stale.
+Each request gets the version current at its arrival as the name of its prefix cache (`extra_key`). Under the name v are
+keys and values of weights v or newer, so that a request never reuses those of weights older than its name, and all
+tokens sampled with weights newer than the name are marked as stale.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UPDATES: Final = ("update_weights_from_disk", "update_weights_from_distributed",
 
 
 def run_scheduler(settings: Any, *arguments: Any, **named: Any) -> None:
-    """As SGLang's `run_scheduler_process`, whose place it takes in `launch_server`: a process's main function."""
+    """Replaces SGLang's `run_scheduler_process` in `launch_server`: the main function of the scheduler's process."""
     import torch
     from sglang.srt.managers.scheduler import run_scheduler_process  # type: ignore[import-not-found,unused-ignore]
     from sglang.srt.managers.scheduler_components.weight_updater import (  # type: ignore[import-not-found,unused-ignore]
@@ -37,7 +37,7 @@ def run_scheduler(settings: Any, *arguments: Any, **named: Any) -> None:
 class Changes:
     """Where in a request's output the weights change: (token, version, whether the cache holds older keys and values).
 
-    SGLang asks for the part of each slice of tokens, as it would of a list with an element a token.
+    SGLang takes the part of each slice of tokens, as from a list with one element per token.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Changes:
         self._begun: dict[int, tuple[int, bool]] = {}
 
     def begin(self, token: int, version: int, stale: bool) -> None:
-        """From this token on; what was said of the same token before is void, since it was not sampled."""
+        """Record a change from `token` on. It replaces an earlier one there, with which no token was sampled."""
         self.held, self._begun[token] = version, (version, stale)
 
     def __getitem__(self, tokens: slice) -> list[tuple[int, int, bool]]:
@@ -53,9 +53,9 @@ class Changes:
 
 
 def note_weights(worker: Any, updater: Any, first: int, synchronize: Callable[[], None]) -> None:
-    """Have the class TpModelWorker note with which weights each token is sampled; the class `updater` changes them.
+    """Make the class TpModelWorker record which weights sample each token; the class `updater` loads weights.
 
-    `synchronize` waits for what the GPU has been given: a step that SGLang has begun must not meet half-new weights.
+    `synchronize` waits for work queued on the GPU: a step that SGLang has begun must not use partly new weights.
     """
     held = first
     forward = worker.forward_batch_generation
@@ -84,7 +84,7 @@ def note_weights(worker: Any, updater: Any, first: int, synchronize: Callable[[]
 
 
 def note_batch(batch: Any, held: int) -> None:
-    """Note the requests of a batch whose next token is the first that weights `held` sample."""
+    """Record the requests of a batch whose next token is the first that weights `held` sample."""
     for request in batch.reqs:
         if request.customized_info is None:
             request.customized_info = {KEY: Changes()}
@@ -97,8 +97,8 @@ def note_batch(batch: Any, held: int) -> None:
             one.begin(max(0, length - len(request.origin_input_ids)), held, named < held)
 
 
-def tell_weights(manager: Any) -> None:
-    """Have the class TokenizerManager name each request's cache, and tell its tokens' weights in its answer."""
+def report_weights(manager: Any) -> None:
+    """Make the class TokenizerManager name each request's cache, and report its tokens' weights in the answer."""
     create, generate = manager._create_tokenized_object, manager.generate_request
 
     @wraps(create)
@@ -108,18 +108,18 @@ def tell_weights(manager: Any) -> None:
         return request
 
     @wraps(generate)
-    async def telling(self: Any, *arguments: Any, **more: Any) -> AsyncIterator[Any]:
+    async def reporting(self: Any, *arguments: Any, **more: Any) -> AsyncIterator[Any]:
         async for answers in generate(self, *arguments, **more):
             for answer in answers if isinstance(answers, list) else [answers]:
                 meta = answer["meta_info"]
                 meta |= segments(meta.pop(KEY, []), meta["completion_tokens"])
             yield answers
 
-    manager._create_tokenized_object, manager.generate_request = named, telling
+    manager._create_tokenized_object, manager.generate_request = named, reporting
 
 
 def segments(changes: Sequence[tuple[int, int, bool]], tokens: int) -> dict[str, list[tuple[int, int]]]:
-    """What an answer tells of its tokens: (version, tokens) and (stale, tokens) of the parts between changes."""
+    """What an answer reports of its tokens: (version, tokens) and (stale, tokens) of the parts between changes."""
     ends = [*(begun for begun, _, _ in changes[1:]), tokens]
     counts = [end - begun for (begun, _, _), end in zip(changes, ends, strict=False)]
     return {

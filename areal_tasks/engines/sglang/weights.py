@@ -1,6 +1,6 @@
-"""What SGLang reads when it starts: weights of a store, or the model's own folder while it is copied into the store.
+"""The weights that SGLang starts with: from a store, or from the model's own folder while it is copied into the store.
 
-Either is checked while SGLang starts, which takes longer, and before the server is registered as ready.
+Both are checked while SGLang starts, which takes longer, and before the server is registered as ready.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from schemas.errors import UserError
 
 @dataclass(frozen=True)
 class FirstWeights:
-    """A local folder. `check`, once it was read, raises UserError if the bytes were not those that were meant.
+    """A local folder. `check`, called after it was read, raises UserError if its bytes are not the intended ones.
 
-    `look` does so while it is read, as soon as that is known.
+    `look` does so while it is being read, as soon as that is known.
     """
 
     folder: Path
@@ -31,7 +31,7 @@ class FirstWeights:
 
 
 def first_weights(spec: ServiceSpec) -> FirstWeights:
-    """What the specification asks for. UserError if it is not there."""
+    """The weights that `spec` names. Raises UserError if it names none."""
     into = Path(tempfile.mkdtemp(prefix="weights-"))
     if spec.weights is not None:
         return _of_store(spec, into)
@@ -42,7 +42,7 @@ def first_weights(spec: ServiceSpec) -> FirstWeights:
 
 
 def _of_store(spec: ServiceSpec, into: Path) -> FirstWeights:
-    """The store's own folder if it lies on this machine, hashed meanwhile; else what is fetched from it first."""
+    """The store's own folder if it is on this machine, hashed meanwhile; else a copy, which is fetched first."""
     assert spec.weights is not None
     store = open_store(spec.store_url)
     files = read_weights(store, spec.weights).files
@@ -56,11 +56,11 @@ def _of_store(spec: ServiceSpec, into: Path) -> FirstWeights:
 
 
 def check_unchanged(folder: ModelFolder) -> None:
-    """UserError if a file of the folder is not as it was: then SGLang may have read what the store does not have."""
+    """Raise UserError if a file of the folder has changed: SGLang may have read other bytes than the store has."""
     now = file_states(Path(folder.path))
     changed = sorted(name for name in now.keys() | folder.files.keys() if now.get(name) != folder.files.get(name))
     if changed:
         raise UserError(
-            f"model.path: {changed[0]} in {folder.path} was changed while the run began with it; run again under "
-            "another name once the folder is whole"
+            f"model.path: {changed[0]} in {folder.path} was changed while the run started with it; run again "
+            "under another name once the folder is complete"
         )
