@@ -25,7 +25,7 @@ from warm_processes import Popen
 
 from areal_tasks.engines.ports import loopback_interface
 from areal_tasks.engines.trainer.commands import Receiver, Send
-from areal_tasks.engines.trainer.orders import Orders, Unanswered, Watch, WeightTransferRejected, together
+from areal_tasks.engines.trainer.orders import Orders, Unanswered, Watch, WeightTransferRejected, post_all
 from areal_tasks.engines.trainer.process_group import lead
 from areal_tasks.engines.trainer.transport import Sender
 
@@ -242,7 +242,7 @@ def test_an_end_that_a_failed_server_leaves_waiting_is_told_so(
     url = f"http://127.0.0.1:{port}" if port else failing[0]
     orders = Orders(sending([url], 1, token), "/update_weights_from_distributed", [{}])
     with suppress(WeightTransferRejected):
-        assert together(orders, lambda: _wait_for(released), watch=Watch(stuck, 0.2)).keys() == {url}
+        assert post_all(orders, lambda: _wait_for(released), watch=Watch(stuck, 0.2)).keys() == {url}
     with pytest.raises(kind, match=words):
         raise told.pop()
     assert not told
@@ -252,7 +252,7 @@ def test_an_end_that_ends_is_left_alone(failing: list[str]) -> None:
     told: list[Exception] = []
     before = set(threading.enumerate())
     orders = Orders(sending(failing[:1], 1), "/update_weights_from_distributed", [{}])
-    assert together(orders, lambda: None, watch=Watch(told.append, LIMIT)).keys() == {failing[0]}
+    assert post_all(orders, lambda: None, watch=Watch(told.append, LIMIT)).keys() == {failing[0]}
     wait_until(lambda: set(threading.enumerate()) <= before, "the end of the watch")
     assert not told
 

@@ -78,7 +78,7 @@ def serve(
     for attempt in range(ATTEMPTS):
         log.info("starting SGLang: %s", " ".join(command))
         used, child = memory_used(spec.gpus), start(command)
-        ready = wait_until_ready(child, url, token, weights.look)
+        ready = wait_until_ready(child, url, token, weights.check_so_far)
         weights.check()
         if ready:
             register(spec, url)
@@ -111,15 +111,15 @@ def choose_port(first: int, name: str) -> int:
         ) from error
 
 
-def wait_until_ready(child: subprocess.Popen[bytes], url: str, token: str, look: Callable[[], None]) -> bool:
+def wait_until_ready(child: subprocess.Popen[bytes], url: str, token: str, check_so_far: Callable[[], None]) -> bool:
     """Wait until the server generates; False if it ends instead. The supervisor limits the time.
 
-    `look` is called meanwhile; what it raises ends the wait.
+    `check_so_far` is called meanwhile; what it raises ends the wait.
     """
     started = reported = time.monotonic()
     with httpx.Client(headers={"Authorization": f"Bearer {token}"}, timeout=HEALTH_SECONDS) as client:
         while child.poll() is None:
-            look()
+            check_so_far()
             if _healthy(client, url):
                 log.info("SGLang is ready after %.1f s", time.monotonic() - started)
                 return True

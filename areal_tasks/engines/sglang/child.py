@@ -63,7 +63,7 @@ def refuse_unknown_tokens(manager: Any) -> None:
 
 
 def abort_quickly(manager: Any, seconds: float = 0.02) -> None:
-    """Make the class TokenizerManager poll more often whether aborted requests have ended: SGLang does once a second."""
+    """Make the class TokenizerManager poll more often for the end of aborted requests: SGLang does it once a second."""
     pause = manager.pause_generation
 
     @wraps(pause)

@@ -22,11 +22,11 @@ from schemas.errors import UserError
 class FirstWeights:
     """A local folder. `check`, called after it was read, raises UserError if its bytes are not the intended ones.
 
-    `look` does so while it is being read, as soon as that is known.
+    `check_so_far` does so while it is being read, as soon as that is known.
     """
 
     folder: Path
-    look: Callable[[], None]
+    check_so_far: Callable[[], None]
     check: Callable[[], object]
 
 
@@ -48,11 +48,11 @@ def _of_store(spec: ServiceSpec, into: Path) -> FirstWeights:
     files = read_weights(store, spec.weights).files
     checked = in_background(lambda: materialise(store, files, into, verify=True), "weights")
 
-    def look() -> None:
+    def check_so_far() -> None:
         if checked.done():
             checked.result()
 
-    return FirstWeights(store.local(common_folder(files)) or checked.result(), look, checked.result)
+    return FirstWeights(store.local(common_folder(files)) or checked.result(), check_so_far, checked.result)
 
 
 def check_unchanged(folder: ModelFolder) -> None:

@@ -139,7 +139,7 @@ def _sequence_log_ratios(batch: Batch) -> Float[Tensor, " N"]:
     return found
 
 
-def shared_out(passes: list[Rows], rank: int, world: int) -> list[Rows]:
+def passes_of_rank(passes: list[Rows], rank: int, world: int) -> list[Rows]:
     """The samples of every `world`-th pass, and of an empty one if other ranks have one more: all need equally many."""
     rounds = -(-len(passes) // world)
     mine = passes[rank::world]
@@ -199,7 +199,7 @@ class Learner:
         rows = torch.nonzero(self.plan.minibatch == number)[:, 0]
         micro = self.plan.micro_batch[rows]
         passes = [rows[micro == number] for number in torch.unique(micro).tolist()]
-        mine = shared_out(passes, self.backend.rank, self.backend.world)
+        mine = passes_of_rank(passes, self.backend.rank, self.backend.world)
         return Minibatch(number, rows, self._sample_weights(rows), len(passes), mine)
 
     def _passes(self, minibatches: list[Minibatch]) -> Iterator[Pass]:

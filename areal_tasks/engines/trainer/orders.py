@@ -66,22 +66,22 @@ class Orders:
     bodies: Sequence[dict[str, Any]]
 
 
-def together(
+def post_all(
     orders: Orders,
-    mine: Callable[[], None] | None = None,
-    give_up: Callable[[], None] | None = None,
+    own_part: Callable[[], None] | None = None,
+    abort: Callable[[], None] | None = None,
     grace_seconds: float = TIMEOUT_SECONDS,
     watch: Watch | None = None,
 ) -> Gone:
-    """Send the requests, run `mine` concurrently, and wait for the answers; returns the receivers that failed.
+    """Send the requests, run `own_part` concurrently, and wait for the answers; returns the receivers that failed.
 
-    In a collective operation one failure fails all: `give_up` aborts it, and receivers that have not answered
-    `grace_seconds` later count as failed too. `watch` checks that `mine` ends after a failure: NCCL waits for a member
-    that failed before the group was connected, and cannot be interrupted.
+    In a collective operation one failure fails all: `abort` ends it, and receivers that have not answered
+    `grace_seconds` later count as failed too. `watch` checks that `own_part` ends after a failure: NCCL waits for a
+    member that failed before the group was connected, and cannot be interrupted.
 
     Raises:
         WeightTransferRejected: a receiver refused, and none failed; the others may still be working.
-        Exception: what `mine` raised, if no receiver failed.
+        Exception: what `own_part` raised, if no receiver failed.
     """
     urls = [receiver.url for receiver in orders.command.receivers]
     pool = ThreadPoolExecutor(len(urls))
@@ -90,22 +90,22 @@ def together(
         url: pool.submit(_post, url + orders.path, token, body) for url, body in zip(urls, orders.bodies, strict=True)
     }
     pool.shutdown(wait=False)
-    error = _run(mine, calls, watch) if mine is not None else None
+    error = _run(own_part, calls, watch) if own_part is not None else None
     if error is None:
-        wait(calls.values(), return_when="ALL_COMPLETED" if give_up is None else FIRST_EXCEPTION)
-    if give_up is not None and (error or any(not call.done() or call.exception() for call in calls.values())):
-        give_up()
+        wait(calls.values(), return_when="ALL_COMPLETED" if abort is None else FIRST_EXCEPTION)
+    if abort is not None and (error or any(not call.done() or call.exception() for call in calls.values())):
+        abort()
     wait(calls.values(), grace_seconds)
-    return _gone(calls, error)
+    return _failed(calls, error)
 
 
-def _run(mine: Callable[[], None], calls: Calls, watch: Watch | None) -> Exception | None:
-    """Run `mine`, checked by `watch`; returns what it raised."""
+def _run(own_part: Callable[[], None], calls: Calls, watch: Watch | None) -> Exception | None:
+    """Run `own_part`, checked by `watch`; returns what it raised."""
     ended = threading.Event()
     if watch is not None:
         threading.Thread(target=_check_end, args=(watch, calls, ended), daemon=True).start()
     try:
-        mine()
+        own_part()
     except Exception as error:
         clear_frames(error.__traceback__)  # releases a group that was aborted
         return error
@@ -132,16 +132,16 @@ def _errors(calls: Calls) -> dict[str, BaseException]:
     return {url: error for url, call in calls.items() if call.done() and (error := call.exception())}
 
 
-def _gone(calls: Calls, mine: Exception | None) -> Gone:
+def _failed(calls: Calls, own_error: Exception | None) -> Gone:
     """The receivers that failed. If one did, others' silence and an error of the trainer may be consequences."""
     errors = _errors(calls)
     silent = {url: Unanswered("no answer yet") for url, call in calls.items() if not call.done()}
     if (refusal := _refusal(errors)) is not None:
         raise refusal
-    if not errors and not silent and mine is not None:
-        raise mine
-    if mine is not None:
-        log.warning("servers failed during a transfer of weights, and so did the trainer's part: %r", mine)
+    if not errors and not silent and own_error is not None:
+        raise own_error
+    if own_error is not None:
+        log.warning("servers failed during a transfer of weights, and so did the trainer's part: %r", own_error)
     return {url: f"{url}: {error}" for url, error in (errors | silent).items()}
 
 

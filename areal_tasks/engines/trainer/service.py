@@ -46,7 +46,7 @@ from areal_tasks.engines.trainer.fencing import Fence, StaleCommand
 from areal_tasks.engines.trainer.forward import staged
 from areal_tasks.engines.trainer.fsdp2 import Fsdp2Backend
 from areal_tasks.engines.trainer.group import Group
-from areal_tasks.engines.trainer.learner import Learned, Learner, Work, make_plan, recorded_plan, shared_out
+from areal_tasks.engines.trainer.learner import Learned, Learner, Work, make_plan, passes_of_rank, recorded_plan
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.memory import make_room, names_memory_knobs
 from areal_tasks.engines.trainer.orders import Watch, end_stuck
@@ -222,7 +222,7 @@ class Trainer:
     @names_memory_knobs
     def checkpoint(self, command: Write) -> Written:
         """Write the whole training state. Nothing is visible until the caller commits the files."""
-        started = self._begun(command)
+        started = self._admit(command)
         with self._folder(command.prefix) as folder:
             with self._usable(command.prefix):
                 known = self.backend.save_checkpoint(folder, self.progress)
@@ -314,7 +314,7 @@ class Trainer:
         passes = [torch.nonzero(micro == number)[:, 0] for number in torch.unique(micro).tolist()]
         scores, places = [torch.zeros(0, device=self.backend.device)], [_NONE]
         self.work = Work(len(sequences.lengths))
-        mine = shared_out(passes, self.backend.rank, world)
+        mine = passes_of_rank(passes, self.backend.rank, world)
         layouts = (staged(lay_out(sequences, rows, kind), self.backend.device) for rows in mine)
         with background_thread(self.backend.device) as thread:
             for number, (rows, layout) in enumerate(zip(mine, Ahead(layouts, thread), strict=False), 1):
@@ -340,7 +340,7 @@ class Trainer:
         self.backend.load_reference(self._fetch(self.initial))
         self.has_reference = True
 
-    def _begun(self, command: Write) -> float:
+    def _admit(self, command: Write) -> float:
         """Admit the command; returns the time."""
         self.fence.admit(command.owner)
         self.fence.expect(command.version)
@@ -358,7 +358,7 @@ class Trainer:
     def _folder(self, prefix: str) -> Iterator[Path]:
         """The same empty folder for all ranks: the store's own if that is on this disk."""
         with tempfile.TemporaryDirectory(dir=self.scratch) as temporary:
-            yield Path(self.group.from_first(lambda: _made(self.store.local(prefix) or Path(temporary))))
+            yield Path(self.group.from_first(lambda: _create(self.store.local(prefix) or Path(temporary))))
 
     def _published(self, snapshot: Snapshot, command: Write) -> tuple[FileRef, ...]:
         """On rank 0: write the snapshot and the files that describe the model; returns the files sorted by path."""
@@ -397,6 +397,6 @@ class Trainer:
         return materialise(self.store, read_weights(self.store, ref).files, into, verify=True)
 
 
-def _made(folder: Path) -> str:
+def _create(folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     return str(folder)

@@ -67,7 +67,7 @@ def fill(folder: Path, names: Names, shares: Mapping[str, Share]) -> None:
         raise UserError(f"the weights in {folder} lack tensors of their model: {shown(lacking)}; name complete ones")
     with ExitStack() as stack:
         stored = _Stored(folder, stack)
-        for group in _once(names.groups, stored):
+        for group in _without_duplicates(names.groups, stored):
             if any(shares[name].target.numel() for name in group.held):
                 _fill_group(stored, group, shares)
 
@@ -95,7 +95,7 @@ def _check_shape(name: str, share: Share, shape: Iterable[int]) -> None:
         )
 
 
-def _once(groups: Iterable[Group], stored: _Stored) -> Iterator[Group]:
+def _without_duplicates(groups: Iterable[Group], stored: _Stored) -> Iterator[Group]:
     """The groups, without those that make the same as an earlier one: a tied tensor stored under both its names."""
     made: dict[tuple[str, ...], Group] = {}
     for group in groups:

@@ -19,7 +19,7 @@ import torch.multiprocessing  # makes ForkingPickler share CUDA memory
 
 from areal_tasks.engines.ports import HOST, loopback_port
 from areal_tasks.engines.trainer.commands import Receiver, Send
-from areal_tasks.engines.trainer.orders import TIMEOUT_SECONDS, Gone, Orders, Watch, WeightTransferRejected, together
+from areal_tasks.engines.trainer.orders import TIMEOUT_SECONDS, Gone, Orders, Watch, WeightTransferRejected, post_all
 from areal_tasks.engines.trainer.process_group import lead
 from areal_tasks.engines.trainer.snapshot import Named
 
@@ -71,7 +71,7 @@ class Sender:
 
         body = _description(tensors, command, self.name)
         orders = Orders(command, "/update_weights_from_distributed", [body] * len(command.receivers))
-        return together(orders, broadcast_all, self._abort, self.grace_seconds, self.watch)
+        return post_all(orders, broadcast_all, self._abort, self.grace_seconds, self.watch)
 
     def _broadcast_without(self, gone: Gone, tensors: Named, command: Send) -> Gone:
         """Broadcast to the other receivers: they are in no group, which over NCCL they have not noticed yet."""
@@ -93,7 +93,7 @@ class Sender:
             self.group = lead(self.name, port, 1 + sum(sizes), self.backend, self.timeout)
 
         orders = Orders(command, "/init_weights_update_group", bodies)
-        return together(orders, open_group, self._abort, self.grace_seconds, self.watch)
+        return post_all(orders, open_group, self._abort, self.grace_seconds, self.watch)
 
     def _leave(self, command: Send) -> None:
         """End the previous group, here and on the servers that stay: it holds memory on each of their GPUs.
@@ -110,7 +110,7 @@ class Sender:
             [{"group_name": self.name}] * len(staying),
         )
         try:
-            reasons = [*together(orders, self._abort, self._abort, self.grace_seconds, self.watch).values()]
+            reasons = [*post_all(orders, self._abort, self._abort, self.grace_seconds, self.watch).values()]
         except WeightTransferRejected as error:
             reasons = [str(error)]
         if reasons:  # the next request shows whether they can take weights
@@ -131,7 +131,7 @@ def send_handles(tensors: Named, command: Send) -> Gone:
     torch.cuda.synchronize()  # other processes do not wait for this one's streams
     handles = base64.b64encode(bytes(ForkingPickler.dumps(list(tensors.items())))).decode()
     bodies = [_update(command, serialized_named_tensors=[handles] * r.ranks) for r in command.receivers]
-    gone = together(Orders(command, "/update_weights_from_tensor", bodies))
+    gone = post_all(Orders(command, "/update_weights_from_tensor", bodies))
     torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
     return gone
 
