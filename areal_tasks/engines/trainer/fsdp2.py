@@ -149,7 +149,7 @@ class Fsdp2Backend:
             part.set_reshard_after_backward(last or not self.roomy, recurse=False)
 
     def _has_room(self, policy: Policy, bytes_each: int, share: float) -> bool:
-        """Whether `bytes_each` per parameter are less than `share` of the GPU's memory. On a CPU they always are."""
+        """Whether `bytes_each` per parameter need less than `share` of the GPU. CPU: always; offload to it: never."""
         if self.device.type == "cpu" or self.settings.cpu_offload:
             return self.device.type == "cpu"
         held = sum(p.numel() * bytes_each for p in policy.parameters())

@@ -39,7 +39,7 @@ def end_stuck(group: Group, error: Exception) -> None:
     """End this trainer, which waits for a server that failed and cannot be interrupted.
 
     It first answers with a refusal, which a restart would only repeat. If a server died or failed internally, it sends
-    no answer: the client of the trainer has ended services restarted, and retries the command.
+    no answer: the flow restarts services that ended, and retries the command.
     """
     log.critical("the trainer cannot stop waiting for a server that failed (%s), and ends", error)
     sys.stderr.flush()
