@@ -1,1 +1,1 @@
-"""Generation that runs ahead of training: the staleness rule, who generates what, what waits in the store."""
+"""Generation that runs ahead of training: the staleness rule, the leases of workers, groups that wait in the store."""

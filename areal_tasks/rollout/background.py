@@ -1,4 +1,4 @@
-"""Work of an event loop that is not waited for, and what is put into the store later."""
+"""Background tasks of an event loop, and delayed writes to the store."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from areal_tasks.store.spool import StartClosed
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS: Final = 5.0  # until the store is tried again
+RETRY_SECONDS: Final = 5.0  # until a failed write to the store is retried
 
 
 class Background:
-    """Tasks of one event loop, which itself keeps none alive."""
+    """Keeps the tasks of one event loop alive; the loop itself does not."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[object]] = set()
 
     def do(self, work: Coroutine[Any, Any, object]) -> None:
-        """Do this without being waited for."""
+        """Run `work` as a task that is not awaited."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -34,9 +34,9 @@ class Background:
         put: Callable[[], Awaitable[None]],
         failed: Callable[[Exception], None],
     ) -> None:
-        """After so many seconds, put into the store what is still needed there; again later while the store fails.
+        """After `seconds`, await `put` if `needed()`; retry every `RETRY_SECONDS` while the store fails.
 
-        `failed` is told any other error, and that the start of the spool was closed.
+        `failed` receives any other error, and `StartClosed`.
         """
 
         async def attempt() -> None:
@@ -46,7 +46,7 @@ class Background:
             except StartClosed as error:
                 failed(error)
             except StoreError as error:
-                log.warning("groups are not in the store yet: %s", error)
+                log.warning("groups are not in the store yet, retrying: %s", error)
                 self.store(RETRY_SECONDS, needed, put, failed)
             except Exception as error:
                 log.exception("groups cannot be written to the store")

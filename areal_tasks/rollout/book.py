@@ -1,7 +1,7 @@
-"""What the flow knows of every live group: which weights it began with, and whether it has finished.
+"""The flow's record of live groups: which weights each began with, and whether it has finished.
 
-The book admits groups by the staleness rule, and says which of them an iteration takes. It is pure bookkeeping: no
-clock, no network, no store.
+The book admits groups by the staleness rule and selects those that an iteration takes. It uses no clock, network or
+store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from areal_tasks.rollout.staleness import Finished, Staleness
 
 @dataclass(frozen=True)
 class Live:
-    """A group that has begun and is not settled. `version` is that of its oldest token, or its floor."""
+    """A group that has begun and is not settled. `version`: of its oldest token, or its floor until it has finished."""
 
     version: int
     finished: bool = False
@@ -33,10 +33,10 @@ class Book:
     settled: Settled = field(default_factory=Settled)
     pace: int | None = None  # groups that may be live beyond what the next iteration takes; None: as the rule admits
     live: dict[int, Live] = field(default_factory=dict)
-    failures: Counter[int] = field(default_factory=Counter)  # attempts of a group that failed
+    failures: Counter[int] = field(default_factory=Counter)  # failed attempts per group
 
     def lease(self, version: int, most: float = math.inf) -> list[int]:
-        """Groups that begin now, on servers that hold at least `version`; those that are admitted, lowest first."""
+        """Admit up to `most` groups, lowest first, to begin on servers that hold at least `version`. Returns them."""
         room = min(self.rule.room(self.next, self._versions(), version), most)
         if self.pace is not None:
             room = min(room, self.short() + self.pace)
@@ -46,11 +46,11 @@ class Book:
         return begun
 
     def short(self) -> int:
-        """How many groups the next iteration takes beyond those that live."""
+        """How many groups the next iteration takes, less those that are live."""
         return self.rule.batch(self.next) - len(self.live)
 
     def restore(self, waiting: Iterable[Finished]) -> list[Finished]:
-        """Groups that an earlier start has finished. Returns those that can be used; the others begin again."""
+        """Enter groups that an earlier start finished. Returns those that can be used; the others begin again."""
         kept = []
         for group in sorted(waiting, key=lambda group: (group.version, group.index)):
             if group.index not in self.settled and self._usable(group.version):
@@ -59,7 +59,7 @@ class Book:
         return kept
 
     def _usable(self, version: int) -> bool:
-        """Whether the next iteration, or one after it, may take a group that has begun with `version`."""
+        """Whether the next iteration, or one after it, may take a group that began with `version`."""
         if self.rule.rule == "admission":
             return version <= self.next
         return version <= self.next and self.rule.room(self.next, self._versions(), version) > 0
@@ -69,11 +69,11 @@ class Book:
         self.live[index] = Live(version, finished=True)
 
     def withdraw(self, index: int) -> None:
-        """A group is given up, through no fault of its own. Unless it is settled, it begins again."""
+        """Abandon a group without counting a failed attempt. Unless it is settled, it begins again."""
         self.live.pop(index, None)
 
     def fail(self, index: int) -> int:
-        """An attempt at a group has failed and the group begins again; how many have failed so far."""
+        """An attempt at a group failed, and the group begins again. Returns its number of failed attempts."""
         self.withdraw(index)
         self.failures[index] += 1
         return self.failures[index]
@@ -94,9 +94,9 @@ class Book:
         return self.rule.take(self.next, finished, running)
 
     def consume(self, indices: Iterable[int]) -> list[int]:
-        """The next iteration has committed these groups. Returns groups that are given up, and begin again.
+        """The next iteration has committed these groups. Returns live groups that are dropped and begin again.
 
-        There are none unless another start of the flow has chosen the groups: then some that are live may be too old.
+        Only if another start of the flow chose the groups can there be any: live groups that are too old without them.
         """
         taken = list(indices)
         for index in taken:

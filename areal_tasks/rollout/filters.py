@@ -1,4 +1,4 @@
-"""Dynamic sampling: which finished groups are not trained on, for their rewards (DAPO, arXiv:2503.14476, §3.2)."""
+"""Dynamic sampling: finished groups that are rejected because of their rewards (DAPO, arXiv:2503.14476, §3.2)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from areal_tasks.workflows import Sample
 from schemas.errors import UserError
 from schemas.recipe.filters import Filters
 
-#: Called with a group's samples and their rewards (NaN: none); why the group is rejected, or nothing.
+#: Called with a group's samples and their rewards (NaN: none); returns why the group is rejected, or None.
 Function = Callable[[list[Sample], list[float]], str | None]
 
 
@@ -28,7 +28,7 @@ def load_function(filters: Filters) -> Function | None:
     field = "rollout.filters.function"
     found = find_object(filters.function, field)
     if not callable(found):
-        raise UserError(f"{field}: {filters.function} is a {type(found).__name__}, not something that can be called")
+        raise UserError(f"{field}: {filters.function} is a {type(found).__name__}, which is not callable")
     try:
         inspect.signature(found).bind([], [], **filters.arguments)
     except TypeError as error:
@@ -40,7 +40,7 @@ def load_function(filters: Filters) -> Function | None:
 
 
 def rejection(results: Sequence[VerifyResult], filters: Filters) -> str:
-    """Why a group is rejected: the filter's name and what it has found; empty if it is not."""
+    """Why a group is rejected, as `filter: reason`; empty if it is not."""
     judged = [result for result in results if not math.isnan(result.reward)]
     if not judged:
         return ""
@@ -55,19 +55,19 @@ def rejection(results: Sequence[VerifyResult], filters: Filters) -> str:
 
 
 def rejection_by(function: Function, samples: Sequence[Sample], results: Sequence[VerifyResult]) -> str:
-    """Why the user's filter rejects a group. TypeError if it says that by anything but a text."""
+    """Why the user's filter rejects a group; empty if it does not. TypeError if it returns no string and not None."""
     reason = function(list(samples), [result.reward for result in results])
     if not isinstance(reason, str | None):
-        raise TypeError(f"rollout.filters.function returned {reason!r}, which is neither a reason nor nothing")
+        raise TypeError(f"rollout.filters.function returned {reason!r}, which is neither a string nor None")
     return f"function: {reason}" if reason else ""
 
 
 def kind_of(reason: str) -> str:
-    """What has rejected a group: the name of a filter, or `failed`."""
+    """What rejected a group: the name of a filter, or `failed`."""
     return reason.partition(":")[0]
 
 
 def mean_reward(results: Sequence[VerifyResult]) -> float | None:
-    """Over the samples that have a reward; None where none has."""
+    """The mean reward of the samples that have one; None if none has."""
     rewards = [result.reward for result in results if not math.isnan(result.reward)]
     return fmean(rewards) if rewards else None

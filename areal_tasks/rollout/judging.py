@@ -1,4 +1,4 @@
-"""Verdicts on finished groups while others generate, so that filters can reject groups at once."""
+"""Verifies finished groups while others are generated, so that filters can reject groups at once."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from schemas.recipe.recipe import RlhfRecipe
 from schemas.tables import JUDGED
 
 
-class Unjudged(Exception):
-    """The verifiers have failed, and not for anything that a completion did."""
+class VerifiersFailed(Exception):
+    """The verifiers failed, and no completion is the cause."""
 
 
 @dataclass
 class Judge:
-    """Gives samples their verdicts, and says which groups filters reject. Belongs to one event loop.
+    """Verifies samples, and decides which groups filters reject. Use within one event loop.
 
-    `verify` blocks, and is called in a thread: for all groups that wait, by one call at a time. `judged_with` is what
-    the verdicts depend on besides the samples.
+    `verify` blocks, so it is called in a thread: one call at a time, for all waiting groups. `judged_with` is the
+    digest of what verdicts depend on besides the samples.
     """
 
     verify: Callable[[Sequence[Row]], Sequence[VerifyResult]]
     judged_with: str
     filters: Filters
     function: Function | None = None
-    seconds: float = 3600.0  # that the function may take
+    seconds: float = 3600.0  # limit of a call of `function`
     _waiting: list[list[Sample]] = field(default_factory=list)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def __call__(self, samples: list[Sample]) -> str:
-        """Judge a group; why it is rejected, or nothing.
+        """Verify a group. Returns why a filter rejects it, or an empty string.
 
         Raises:
-            Unjudged: the verifiers have failed.
+            VerifiersFailed: the verifiers have failed.
             UserError: the verifier cannot be loaded.
             Exception: what the user's function raises, or TimeoutError if it does not return.
         """
@@ -56,33 +56,33 @@ class Judge:
         if reason or self.function is None:
             return reason
         async with asyncio.timeout(self.seconds):
-            asked = in_background(partial(rejection_by, self.function, samples, results), "filter")
-            return await asyncio.wrap_future(asked)  # in a thread of its own, which it keeps if it never returns
+            work = in_background(partial(rejection_by, self.function, samples, results), "filter")
+            return await asyncio.wrap_future(work)  # in its own thread, which stays if the function never returns
 
     async def _judge(self, samples: list[Sample]) -> None:
         self._waiting.append(samples)
         async with self._turn:
-            if samples[0].verdict is not None:  # another group's turn has taken it along
+            if samples[0].verdict is not None:  # verified together with another group
                 return
             groups = list(self._waiting)
             rows = [row_of(sample) for sample in chain(*groups)]
             try:
                 results = await asyncio.to_thread(self.verify, rows)
             except ConnectionError as error:
-                raise Unjudged(f"the verifiers have failed: {error}") from error
+                raise VerifiersFailed(f"the verifiers have failed: {error}") from error
             for sample, result in zip(chain(*groups), results, strict=True):
                 sample.verdict, sample.judged_with = result, self.judged_with
             del self._waiting[: len(groups)]
 
 
 def row_of(sample: Sample) -> Row:
-    """What a verifier is given of a sample; the stage `verify` reads the same from the table."""
+    """The verifier's input for a sample; the stage `verify` reads the same from the table."""
     truncated = sample.stop_reason == "length"
     return Row(sample.prompt.prompt, sample.completion, sample.prompt.answer, truncated, sample.stop_reason)
 
 
 def verdicts_of(samples: Sequence[Sample]) -> list[VerifyResult]:
-    """The verdicts that a group has been given; none where it was not judged."""
+    """The verdicts of a group's samples; none if it was not verified."""
     return [sample.verdict for sample in samples if sample.verdict is not None]
 
 
@@ -92,7 +92,7 @@ def judged_with(recipe: RlhfRecipe) -> str:
 
 
 def judged_table(samples: Sequence[Sample]) -> pa.Table:
-    """The verdicts that accompany the samples, as a `JUDGED` table."""
+    """The verdicts of the samples, as a `JUDGED` table."""
     rows = [
         {
             "sample_id": sample.sample_id,

@@ -1,4 +1,4 @@
-"""The flow's side of one rollout worker: orders go there, in order, and what it tells comes back."""
+"""The flow's client of one rollout worker: sends it orders, in sequence, and receives its events."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from schemas.errors import UserError
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS: Final = 10.0
-LOOK_SECONDS: Final = 5.0
-AGAIN_SECONDS: Final = 0.2  # until a worker is asked again that does not answer: its process may have ended
+HEARTBEAT_SECONDS: Final = 5.0  # for an answer to a heartbeat
+RETRY_SECONDS: Final = 0.2  # until the first order is sent again to a worker that was lost or is not ready
 
 
 class WorkerLost(Exception):
-    """The worker does not answer any more."""
+    """The worker no longer answers."""
 
 
 class Listener(Protocol):
-    """Who gives a worker its orders."""
+    """Gives a worker its first order, and receives its events."""
 
     def order(self) -> Begin:
-        """What a worker is told first."""
+        """The first order for a worker."""
         ...
 
     def begun(self, link: Link) -> None:
-        """It generates from now on."""
+        """The worker can be given groups from now on."""
         ...
 
-    def heard(self, link: Link, event: Event) -> None:
-        """Something has happened there."""
+    def received(self, link: Link, event: Event) -> None:
+        """The worker has reported an event."""
         ...
 
     def lost(self, link: Link) -> None:
-        """All that it was given, and did not leave in the store, is lost."""
+        """The worker's groups that are not in the store are lost."""
         ...
 
     def failed(self, link: Link, error: Exception) -> None:
-        """It cannot do what it is told."""
+        """The worker cannot carry out its orders."""
         ...
 
 
@@ -55,83 +55,83 @@ class Link:
 
     def __init__(self, url: str, token: str, listener: Listener) -> None:
         self.url = url
-        self.ready = False  # it may be given groups
-        self.tried = False  # it was ready once, or has failed to be
-        self.busy: dict[str, int] = {}  # its requests under way, by the server's address, when it was last looked at
-        self.start: int | None = None  # of the spool, once it has recorded something
+        self.ready = False  # the worker may be given groups
+        self.tried = False  # it has been ready, or has failed to become ready
+        self.busy: dict[str, int] = {}  # its requests in flight, by server address, at the last heartbeat
+        self.start: int | None = None  # its start of the spool, once it has recorded something
         self._listener = listener
-        self._told: Serving | None = None
-        self._telling = asyncio.Lock()
+        self._serving: Serving | None = None  # as the worker last acknowledged it
+        self._following = asyncio.Lock()
         self._begin: list[Lease] = []
         self._forget: list[int] = []
-        self._ordered = asyncio.Event()
+        self._has_orders = asyncio.Event()
         timeout = aiohttp.ClientTimeout(None, sock_connect=CONNECT_SECONDS)  # the watchdog ends what hangs
         self._session = aiohttp.ClientSession(
             url, headers={"Authorization": f"Bearer {token}"}, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
         )
-        self._life = asyncio.ensure_future(self._live())
+        self._session_task = asyncio.ensure_future(self._keep_session())
 
     def give(self, leases: list[Lease]) -> None:
-        """Have it generate these groups."""
+        """Have the worker generate these groups."""
         self._begin += leases
-        self._ordered.set()
+        self._has_orders.set()
 
     def take_back(self, numbers: list[int]) -> None:
-        """These leases are over."""
+        """Tell the worker that these leases are over."""
         self._forget += numbers
-        self._ordered.set()
+        self._has_orders.set()
 
-    async def tell(self, serving: Serving) -> None:
-        """Return when it knows which servers may generate, or is lost."""
-        async with self._telling:
-            if self.ready and serving != self._told:
+    async def follow(self, serving: Serving) -> None:
+        """Return when the worker has acknowledged which servers may generate, or is lost."""
+        async with self._following:
+            if self.ready and serving != self._serving:
                 with suppress(WorkerLost, LeaseOver):
                     await self._ask("serving", serving)
-                    self._told = serving
+                    self._serving = serving
 
     async def requests(self) -> dict[str, int]:
-        """Its requests under way, by the server's address."""
+        """The worker's requests in flight, by server address."""
         with suppress(WorkerLost, LeaseOver):
             return dict(await self._ask("busy"))
         return {}
 
-    async def look(self) -> object:
-        """A sign that it is alive, which is new each time; none."""
+    async def heartbeat(self) -> object:
+        """A new object if the worker answers; None otherwise."""
         with suppress(WorkerLost, LeaseOver, TimeoutError):
-            self.busy = dict(await asyncio.wait_for(self._ask("busy"), LOOK_SECONDS))
+            self.busy = dict(await asyncio.wait_for(self._ask("busy"), HEARTBEAT_SECONDS))
             return object()
         return None
 
     async def write(self, part: Part) -> Written:
-        """Have it write a part of an iteration.
+        """Have the worker write a part of an iteration.
 
         Raises:
-            WorkerLost: it has not, and the groups in its memory are lost.
+            WorkerLost: the part is not written, and the groups in the worker's memory are lost.
             LeaseOver: one of these leases is over.
             StoreError: rows in the spool cannot be read, or the store does not take the part.
         """
         return Written.model_validate(await self._ask("write", part))
 
     async def flush(self) -> None:
-        """Have it leave in the store what waits."""
+        """Have the worker write its finished groups to the store."""
         with suppress(WorkerLost, LeaseOver):
             await self._ask("flush")
 
     async def close(self) -> None:
-        """Have it give up what is under way and leave in the store what waits; then let go of it."""
-        self._life.cancel()
+        """Have the worker abandon running groups and write finished ones to the store; then disconnect."""
+        self._session_task.cancel()
         if self.ready:
             with suppress(WorkerLost, LeaseOver, UserError):
                 await self._ask("close")
         await self._session.close()
 
     async def drop(self) -> None:
-        """Let go of a worker that has ended."""
-        self._life.cancel()
+        """Disconnect from a worker that has ended."""
+        self._session_task.cancel()
         await self._session.close()
 
-    async def _live(self) -> None:
-        """Until the link is closed: tell it what to do, and hear what it says; from the beginning where it is lost."""
+    async def _keep_session(self) -> None:
+        """Exchange orders and events until the link is closed; begin with the first order again after a loss."""
         while True:
             try:
                 await self._serve()
@@ -141,12 +141,12 @@ class Link:
                 self._listener.failed(self, error)
             self.ready, self.tried = False, True
             self._listener.lost(self)
-            await asyncio.sleep(AGAIN_SECONDS)
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _serve(self) -> None:
         order = self._listener.order()
         await self._ask("begin", order)
-        self._told, self._begin, self._forget = order.serving, [], []
+        self._serving, self._begin, self._forget = order.serving, [], []
         self.ready = self.tried = True
         self._listener.begun(self)
         works = [asyncio.ensure_future(self._listen()), asyncio.ensure_future(self._send())]
@@ -162,12 +162,12 @@ class Link:
             news = News.model_validate(await self._ask(f"news?known={known}"))
             known += len(news.events)
             for event in news.events:
-                self._listener.heard(self, event)
+                self._listener.received(self, event)
 
     async def _send(self) -> None:
         while True:
-            await self._ordered.wait()
-            self._ordered.clear()
+            await self._has_orders.wait()
+            self._has_orders.clear()
             orders = Orders(begin=tuple(self._begin), forget=tuple(self._forget))
             self._begin, self._forget = [], []
             await self._ask("orders", orders)

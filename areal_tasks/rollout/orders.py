@@ -1,4 +1,4 @@
-"""What the flow and its rollout workers tell each other. The rows of groups go through the store, never here."""
+"""The messages between the flow and its rollout workers. The rows of groups go through the store, not through these."""
 
 from __future__ import annotations
 
@@ -16,39 +16,37 @@ Cause = Literal["workflow", "mistake", "servers", "verifiers"]
 
 
 class LeaseOver(Exception):
-    """A lease is asked for that is over."""
+    """The lease that was asked for is over."""
 
 
-#: What the status of a worker's answer says of an error; all else is 500.
+#: The HTTP status of each kind of error in a worker's answer; any other error is 500.
 STATUSES: Final = ((LeaseOver, 410), (Unavailable, 503), (StoreError, 424), (UserError, 400))
 
 
 class Message(BaseModel):
-    """JSON of this program's own."""
+    """A JSON message between processes of this program."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
 class Begin(Message):
-    """Generate groups of this kind, and forget all that was before."""
+    """The first order: generate groups with these settings, and forget earlier groups."""
 
     recipe: dict[str, Any]
-    folder: str = Field(description="in which the flow works, and users' code with it")
+    folder: str = Field(description="the flow's working directory, in which users' code runs as well")
     prompts: TableRef
     order: int = Field(description="of the prompts; see `RunRecord.order`")
     made_with: str = Field(description="see `SpoolRecord.made_with`")
-    model: WeightsRef = Field(
-        description="the initial weights, which the model's configuration and tokenizer lie beside"
-    )
+    model: WeightsRef = Field(description="the initial weights, stored with the model's configuration and tokenizer")
     end_tokens: tuple[int, ...] = Field(description="that end a completion")
-    tokenizer: str = Field(description="the fast tokenizer as JSON; empty: it has to be read from beside `model`")
-    server_token: str = Field(description="what the inference servers ask for")
-    patience_seconds: float | None = Field(description="how long to wait while no server is well; None: for ever")
+    tokenizer: str = Field(description="the fast tokenizer as JSON; empty: it is read from the files of `model`")
+    server_token: str = Field(description="for requests to the inference servers")
+    patience_seconds: float | None = Field(description="how long to wait while no server is healthy; None: for ever")
     serving: Serving
 
 
 class Lease(Message):
-    """A group to generate on servers that hold version `floor`, or a later one. Each lease has a number of its own."""
+    """A group to generate on servers that hold version `floor`, or a later one. No two leases share a number."""
 
     number: int
     index: int
@@ -56,14 +54,14 @@ class Lease(Message):
 
 
 class Orders(Message):
-    """Groups to begin; and leases that are over, whatever has become of their groups."""
+    """Leases to begin, and leases that are over, whatever the state of their groups."""
 
     begin: tuple[Lease, ...] = ()
     forget: tuple[int, ...] = ()
 
 
 class Generated(Message):
-    """The servers are done with a group, which is judged now."""
+    """A group is generated, and the verifiers judge it now."""
 
     kind: Literal["generated"] = "generated"
     number: int
@@ -71,7 +69,7 @@ class Generated(Message):
 
 
 class Finished(Message):
-    """A group waits in the worker's memory. `version` is that of its oldest token; `verdicts` where it was judged."""
+    """A group waits in the worker's memory. `version`: of its oldest token; `verdicts`: if it was verified."""
 
     kind: Literal["finished"] = "finished"
     number: int
@@ -91,7 +89,7 @@ class Rejected(Message):
 
 
 class Failed(Message):
-    """An attempt at a group has failed; `cause`: its workflow, a mistake of the user's, failed servers or verifiers."""
+    """An attempt at a group failed; `cause`: its workflow, a user's mistake, failed servers or verifiers."""
 
     kind: Literal["failed"] = "failed"
     number: int
@@ -101,7 +99,7 @@ class Failed(Message):
 
 
 class Spooled(Message):
-    """The groups of these leases are in the store, and not in the worker's memory any more."""
+    """The groups of these leases are in the store, and no longer in the worker's memory."""
 
     kind: Literal["spooled"] = "spooled"
     numbers: tuple[int, ...]
@@ -127,25 +125,25 @@ Event = Annotated[Generated | Finished | Rejected | Failed | Spooled | Broken | 
 
 
 class News(Message):
-    """What has happened since the last event that the flow knows."""
+    """The events after the last one that the flow has received."""
 
     events: tuple[Event, ...]
 
 
 class Part(Message):
-    """Groups that an iteration takes, to be written in order: leases, and groups of records."""
+    """Groups that an iteration takes, to be written in order: from leases, and from records of the spool."""
 
     prefix: str
-    label: str = Field(description="what the names of its shards end in; empty where it is the only part")
+    label: str = Field(description="suffix of its shards' names; empty if it is the only part")
     numbers: tuple[int, ...]
     groups: tuple[int, ...] = ()
-    records: tuple[SpoolRecord, ...] = Field((), description="that hold the rows of `groups`, with these alone")
+    records: tuple[SpoolRecord, ...] = Field((), description="that hold the rows of `groups`; each names these alone")
 
 
 class Written(Message):
-    """A part's tables, and what they count."""
+    """A part's tables, and their counts."""
 
     tables: dict[str, TableRef]
     samples: int
     tokens: int = Field(description="generated tokens")
-    truncated: int = Field(description="samples that were cut off")
+    truncated: int = Field(description="samples that ended at the length limit")

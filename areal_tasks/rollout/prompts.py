@@ -1,4 +1,4 @@
-"""Which prompt a group has, and what its workflow is given: the same wherever the group is generated."""
+"""A group's prompt and its workflow's context, which are the same wherever the group is generated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from areal_tasks.workflows import Prompt, WorkflowContext
 from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
 from schemas.recipe.sections import Evaluation, Rollout
 
-#: What a group reads of the table `prompts`.
+#: The columns of `prompts` that a group reads.
 PROMPT_COLUMNS: Final = ("prompt_id", "prompt", "answer", "input_ids")
 
 
@@ -29,7 +29,7 @@ def workflow_context(
     client: InferenceClient,
     tokenizer: Any,
 ) -> WorkflowContext:
-    """What the recipe's workflow is given to produce groups of `group_size` samples."""
+    """The context in which the recipe's workflow produces groups of `group_size` samples."""
     return WorkflowContext(
         client=client,
         seed=recipe.seed,

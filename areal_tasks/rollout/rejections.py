@@ -1,4 +1,4 @@
-"""Groups that will not be trained on: which are not recorded yet, how many for which reason, how many are too many."""
+"""Rejected groups: those that are not recorded yet, counts by reason, and the limits that end a run."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from schemas.errors import UserError
 from schemas.manifest import RejectedGroup
 from schemas.recipe.sections import Rollout
 
-BATCHES = 10  # that filters may reject while none is filled, unless the recipe says otherwise
+BATCHES = 10  # that filters may reject while none is filled, if the recipe sets no limit
 
 
 @dataclass
 class Rejections:
-    """What one start of the flow knows of rejected groups."""
+    """The rejected groups of one start of the flow."""
 
     limits: Rollout
     unrecorded: dict[int, RejectedGroup] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)  # by reason, not yet told by an iteration
+    counts: Counter[str] = field(default_factory=Counter)  # by reason, in the metrics of no commit yet
     failed: int = 0
-    _told: Counter[str] = field(default_factory=Counter)  # by the iteration that is being made
+    _reported: Counter[str] = field(default_factory=Counter)  # in the metrics of the iteration in progress
     _filtered: list[RejectedGroup] = field(default_factory=list)  # since a batch was last filled
     _kept: int = 0  # groups of the batch that is being filled
 
     def add(self, group: RejectedGroup) -> UserError | None:
-        """A group is rejected. Returns what must end the run, if these are too many now."""
+        """Add a rejected group. Returns the error that must end the run if there are too many now."""
         self.unrecorded[group.index] = group
         self.counts[kind_of(group.reason)] += 1
         if is_failed(group):
@@ -38,7 +38,7 @@ class Rejections:
         return self._too_many_filtered() if len(self._filtered) >= self.most_filtered else None
 
     def keep(self) -> None:
-        """A group has finished and is not rejected."""
+        """A finished group was not rejected."""
         self._kept += 1
         if self._kept >= self.limits.groups:
             self._kept = 0
@@ -46,11 +46,11 @@ class Rejections:
 
     @property
     def most_filtered(self) -> int:
-        """So many groups, rejected by filters while no batch is filled, end the run."""
+        """The run ends when filters have rejected so many groups while no batch is filled."""
         return self.limits.filters.max_rejected or BATCHES * self.limits.groups
 
     def by_filters(self) -> dict[int, RejectedGroup]:
-        """What is not recorded of the groups that filters have rejected: they do not begin again, whatever happens."""
+        """Groups that filters rejected and that are not recorded yet. Unlike failed groups, they never begin again."""
         return {index: group for index, group in self.unrecorded.items() if not is_failed(group)}
 
     def record(self, indices: Iterable[int]) -> None:
@@ -58,14 +58,14 @@ class Rejections:
         for index in indices:
             self.unrecorded.pop(index, None)
 
-    def tell(self) -> dict[str, float]:
-        """Metrics of the iteration that takes its groups now: rejected groups, by reason, since the last one did."""
-        self._told = Counter(self.counts)
-        return {f"rejected_{kind}": float(count) for kind, count in sorted(self._told.items())}
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the iteration that takes its groups now: groups rejected since the last one, by reason."""
+        self._reported = Counter(self.counts)
+        return {f"rejected_{kind}": float(count) for kind, count in sorted(self._reported.items())}
 
-    def told(self) -> None:
-        """That iteration's groups are committed, and so are its metrics."""
-        self.counts, self._told = self.counts - self._told, Counter()
+    def committed(self) -> None:
+        """The iteration that read `metrics` has committed them."""
+        self.counts, self._reported = self.counts - self._reported, Counter()
 
     def _too_many_failed(self, last: RejectedGroup) -> UserError:
         return UserError(

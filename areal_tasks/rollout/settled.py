@@ -1,6 +1,6 @@
 """Which groups of a run are settled: consumed by an iteration, or rejected for good. All others are still to come.
 
-Group i is prompt position i of the run, so that this is all there is to know about where the data stands.
+Group i is prompt position i of the run, so this is the run's whole position in its data.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Settled:
         return index < self.prefix or index in self.beyond
 
     def add(self, indices: Iterable[int]) -> Settled:
-        """These groups are settled too. Those that were settled before stay so."""
+        """With these groups settled as well."""
         beyond = set(self.beyond).union(index for index in indices if index >= self.prefix)
         prefix = self.prefix
         while prefix in beyond:
@@ -37,7 +37,7 @@ class Settled:
         return (index for index in count(self.prefix) if index not in self.beyond)
 
     def without(self, others: Settled) -> Iterator[int]:
-        """The groups that are settled here and not in `others`, lowest first."""
+        """The groups that are settled in `self` and not in `others`, lowest first."""
         return (i for i in chain(range(others.prefix, self.prefix), sorted(self.beyond)) if i not in others)
 
 

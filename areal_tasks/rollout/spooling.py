@@ -1,7 +1,7 @@
-"""Finished groups that wait for their iteration, in the store: they outlive the flow.
+"""The spool: finished groups that wait in the store for their iteration, and survive the flow.
 
-A group that is taken soon is written once, with its iteration. One that has waited for `rollout.flush_seconds` is in
-the spool by then, and the next worker, or a later start of the flow, finds it there.
+A group that is taken soon is written once, with its iteration. One that has waited for `rollout.flush_seconds` is
+written to the spool, where any worker and a later start of the flow can read it.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from schemas.tables import TABLES
 
 log = logging.getLogger(__name__)
 
-#: A record: the number of its start, and its own.
+#: Of a record in the spool: the number of its start, and its own within that.
 Place = tuple[int, int]
 NOTHING_SPOOLED: Final[Sequence[Place]] = [(0, 0)]
 
 
 @dataclass
 class Writer:
-    """The records of one start, which its first record opens. `made_with`: see `SpoolRecord`."""
+    """Writes the records of one start of the spool; the first opens it. `made_with`: see `SpoolRecord`."""
 
     store: Store
     run: str
     owner: int
     made_with: str
-    next: Place | None = None  # where what comes next is recorded; None: nothing is yet
+    next: Place | None = None  # place of the next record; None before the first
 
     def write(
         self, finished: Mapping[int, tuple[int, Sequence[Sample]]], rejected: Iterable[RejectedGroup] = ()
     ) -> list[SpoolRecord]:
         """Record groups, each with the version of its oldest token and its samples, and groups that were rejected.
 
-        Returns the records: an earlier one too that the store took without an answer.
+        Returns the records: also an earlier one that the store took, but whose confirmation was lost.
 
         Raises:
             StartClosed: a later start has taken over.
@@ -62,7 +62,7 @@ class Writer:
         tables = {name: write_table(self.store, prefix, name, table) for name, table in tables_of(samples).items()}
         groups = tuple(_spooled(index, version, group) for index, (version, group) in finished.items())
         written: list[SpoolRecord] = []
-        for place in count(n):  # a put that was stored and not answered has left an earlier attempt at the same place
+        for place in count(n):  # an unconfirmed put may have left an earlier attempt at this place
             record = spool.append(
                 self.store, self.run, start, place, self.owner, attempt=attempt, finished=groups,
                 rejected=tuple(rejected), tables=tables,
@@ -76,10 +76,10 @@ class Writer:
 
 @dataclass
 class Spool:
-    """What waits in the store, whichever start has recorded it, and where a later start of the flow finds it.
+    """The groups that wait in the store, from any start, and where a later start of the flow finds them.
 
-    `first`: the first record of each start that may speak of a group that is not settled, by the last commit. Starts
-    below the first of these have none, and starts that are not among them are read from their beginning.
+    `first`: for each start, as of the last commit, the first record that may name an unsettled group. Starts
+    below the lowest of these have none, and starts not listed are read from their beginning.
     """
 
     store: Store
@@ -88,12 +88,12 @@ class Spool:
     made_with: str
     first: Sequence[Place] = tuple(NOTHING_SPOOLED)
     _held: dict[int, SpoolRecord] = field(default_factory=dict)  # groups whose rows are in the store
-    _ends: dict[int, int] = field(default_factory=dict)  # of each start: where its next record will be, or its last is
+    _ends: dict[int, int] = field(default_factory=dict)  # per start: its next record, or its last if closed
     _closed: set[int] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def recover(self, settled: Settled) -> tuple[list[Finished], list[RejectedGroup]]:
-        """End all earlier starts. Returns the groups that wait in their records, and those that they have rejected."""
+        """Close all earlier starts. Returns the groups that wait in their records, and those that they rejected."""
         waiting: dict[int, Finished] = {}
         rejected: list[RejectedGroup] = []
         below, places = self.first[0][0], dict(self.first)
@@ -107,7 +107,7 @@ class Spool:
         return list(waiting.values()), [group for group in rejected if group.index not in waiting]
 
     def close(self, start: int, first: int = 0) -> list[SpoolRecord]:
-        """End a start; its records from `first` on, which may be used. None if it was made with other settings."""
+        """Close a start. Returns its records from `first` on that can be used: none if its settings were different."""
         records = spool.close_start(self.store, self.run, start, self.owner, first)
         with self._lock:
             self._ends[start] = records[-1].n
@@ -119,16 +119,16 @@ class Spool:
         return []
 
     def note(self, record: SpoolRecord, groups: Iterable[int]) -> None:
-        """These groups of a record are not settled, and nobody else holds them."""
+        """These groups of a record are not settled, and no worker holds them."""
         with self._lock:
             self._held |= dict.fromkeys(groups, record)
             if record.start not in self._closed:
                 self._ends[record.start] = max(self._ends.get(record.start, 0), record.n + 1)
 
     def records(self, indices: Iterable[int]) -> list[SpoolRecord]:
-        """The records that hold the rows of those of these groups that the store holds; each once, with these alone.
+        """The records that hold rows of these groups, each once and with these groups alone.
 
-        Two records may hold one group: a worker that was given up for lost has recorded it, too.
+        Two records may hold the same group: a worker that was considered lost may have recorded it, too.
         """
         places: dict[Place, list[int]] = {}
         for index in indices:
@@ -143,7 +143,7 @@ class Spool:
                 self._held.pop(index, None)
 
     def places(self) -> list[Place]:
-        """The first record of each start that may speak of a group that is not settled; see `first`."""
+        """The first record of each start that may name a group that is not settled; see `first`."""
         with self._lock:
             ends, closed = dict(self._ends), set(self._closed)
             held: dict[int, int] = {}
@@ -155,7 +155,7 @@ class Spool:
 
 
 def tables_of(samples: Sequence[Sample]) -> dict[str, pa.Table]:
-    """The tables of these samples: `rollout`, and `judged` where filters have looked at them. None without samples."""
+    """The tables of these samples: `rollout`, and `judged` if they were verified for filters. Empty without samples."""
     if not samples:
         return {}
     judged = {"judged": judged_table(samples)} if samples[0].verdict is not None else {}
@@ -168,7 +168,7 @@ def narrowed(record: SpoolRecord, groups: Collection[int]) -> SpoolRecord:
 
 
 def spooled_rows(store: Store, records: Iterable[SpoolRecord], name: str) -> pa.Table:
-    """The rows of the records' finished groups, of one of their tables."""
+    """The rows of the records' finished groups in the table `name`."""
     tables = [_rows_of(read_table(store, record.tables[name]), record) for record in records]
     return pa.concat_tables([TABLES[name].empty_table(), *tables])
 

@@ -1,14 +1,14 @@
 """The staleness rule: which groups may begin, and which of them an iteration takes.
 
 Weights version v is what iterations 0 … v-1 have made, and iteration k trains version k. A group whose oldest token was
-sampled by version u may therefore be trained on by iterations u … u + η: u + η is its deadline. It is live from its
+sampled by version u may be trained on by iterations u … u + η: u + η is its deadline. It is live from its
 beginning until it is consumed or rejected. With B_j groups taken by iteration j, the invariant is
 
     I(k):  no live deadline is below k, and for every j ≥ k
            at most B_k + … + B_j live groups have a deadline ≤ j,
 
-where k is the next iteration to take groups: Hall's condition for a schedule that meets every deadline. Groups begin
-only where it holds with them, and are taken only where it goes on to hold without them; so none is ever too old, and
+where k is the next iteration to take groups: Hall's condition for a schedule that meets every deadline. A group begins
+only if I(k) holds with it, and iteration k takes groups only if I(k + 1) holds for the rest: none becomes too old, and
 none is dropped for being slow. For constant B and groups begun in order this is AReaL's rule (arXiv:2505.24298, §5.1).
 """
 

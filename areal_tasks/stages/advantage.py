@@ -20,11 +20,11 @@ from schemas.tables import ADVANTAGE
 
 
 def advantage(recipe: RlhfRecipe) -> Stage:
-    """Per token `advantages` and `returns`; per sample what became of its reward and whether it is trained on.
+    """Per token `advantages` and `returns`; per sample the shaped reward and whether it is trained on.
 
-    KL in the reward is that of the policy that the iteration begins with, by the trainer, which computes the reference
-    too. The servers' logprobs stand for it only where both run the same code with the same weights; elsewhere their
-    rounding, or the age of their weights, would be penalised.
+    KL in the reward uses the trainer's logprobs of the policy that the iteration begins with, as for the reference. The
+    servers' logprobs replace them only where both run the same code with the same weights; elsewhere their rounding,
+    or the age of their weights, would be penalised.
     """
     penalty = _penalty_columns(recipe) if recipe.algorithm.kl == "reward" else ()
     return Stage(
@@ -115,13 +115,13 @@ def _penalty(read: Mapping[str, pa.Table], mask: Flat, kl_coef: float) -> torch.
 def dropped_reasons(rollout: pa.Table, verdicts: pa.Table, reward: Reward) -> list[str]:
     """Why a sample is not trained on: its verdict, where that gave it no reward (NaN), or "" where it is trained on.
 
-    `drop_group` also drops the groups of such samples.
+    `drop_group` also drops all other samples of their groups (`group`).
     """
     failed = np.isnan(verdicts["reward"].to_numpy())
     kinds = verdicts["verdict"].to_pylist()
     reasons = [kinds[i] if failed[i] else "" for i in range(len(kinds))]
     if reward.on_unverified == "drop_group":
         groups = rollout["group_id"].to_numpy()
-        beside = np.isin(groups, groups[failed]) & ~failed
-        reasons = ["group" if beside[i] else reasons[i] for i in range(len(reasons))]
+        others = np.isin(groups, groups[failed]) & ~failed
+        reasons = ["group" if others[i] else reasons[i] for i in range(len(reasons))]
     return reasons

@@ -1,4 +1,4 @@
-"""batch: the demonstrations one SFT iteration trains on, in the data order of the run."""
+"""batch: the demonstrations that one SFT iteration trains on, in the data order of the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from schemas.tables import SFT_BATCH
 
 
 def batch(recipe: SftRecipe) -> Stage:
-    """One row per demonstration: its tokens, which of them are trained, and the optimizer step it belongs to."""
+    """One row per demonstration: its tokens, the loss mask, and the optimizer step it belongs to."""
     return Stage(
         name="batch",
         kind=Kind.PURE,

@@ -1,6 +1,6 @@
 """Builds one stage of one iteration: reuses what is committed under its key, else runs the stage and commits.
 
-This is the whole of resume, and of replay: what has been built is found by its key, here or in the run that is
+Resume and replay consist of this alone: earlier results are found by their keys, in this run or in the run that is
 replayed.
 """
 
@@ -24,7 +24,7 @@ from schemas.manifest import InputRef, IterationCommit, StageManifest, StageRef,
 
 @dataclass(frozen=True)
 class PrefectIds:
-    """Which flow run and task run is at work; empty without Prefect."""
+    """The flow run and task run that build a stage; empty without Prefect."""
 
     flow_run: str = ""
     task_run: str = ""
@@ -32,19 +32,19 @@ class PrefectIds:
 
 @dataclass(frozen=True)
 class Built:
-    """A committed stage, how it came to be here, and the reference by which a commit names it."""
+    """A committed stage, whether it was reused, and the reference by which a commit names it."""
 
     manifest: StageManifest
     ref: StageRef
     reused: bool
 
     def recorded(self, context: Context) -> bool:
-        """Whether another run made it: the one that this run replays, or shares its past with."""
+        """Whether another run made it: the one that this run replays or was forked from."""
         return self.manifest.run != context.run.name
 
 
 def build(stage: Stage, context: Context, inputs: Mapping[str, Built], ids: PrefectIds) -> Built:
-    """The committed result of `stage` for this iteration's inputs, reused if its key is known, else made now."""
+    """The committed result of `stage` for this iteration's inputs, reused if its key is known, else built now."""
     given = Inputs({name: built.manifest for name, built in inputs.items()}, stage.reads)
     key = key_of(stage, context, given)
     given = replace(given, key=key)
@@ -57,20 +57,20 @@ def build(stage: Stage, context: Context, inputs: Mapping[str, Built], ids: Pref
 
 
 def find_built(stage: Stage, context: Context, inputs: Mapping[str, Built]) -> Built | None:
-    """What `build` or `carried` would reuse; none if the stage would have to run. Touches no engine."""
+    """What `build` or `carried` would reuse; None if the stage would have to run. Uses no engine."""
     given = Inputs({name: built.manifest for name, built in inputs.items()}, stage.reads)
     return carried(stage, context, inputs) or _found(stage, context, replace(given, key=key_of(stage, context, given)))
 
 
 def _found(stage: Stage, context: Context, inputs: Inputs) -> Built | None:
-    """What is committed under the key: here, or where a replay takes it from."""
+    """The result committed under the key, in this run or in the run that is replayed."""
     run = context.run
     found = run.find_stage(context.iteration, stage.name, inputs.key) or _recorded(stage, context, inputs)
     return None if found is None else Built(found.manifest, found.ref, reused=True)
 
 
 def _recorded(stage: Stage, context: Context, inputs: Inputs) -> Found | None:
-    """The result in the run that is replayed, whose source stages were asked for after its own commits."""
+    """The result in the run that is replayed. The keys of its source stages contain its own previous commit."""
     if context.recorded is None:
         return None
     recorded = context.recorded
@@ -79,9 +79,9 @@ def _recorded(stage: Stage, context: Context, inputs: Inputs) -> Found | None:
 
 
 def _engines_follow(stage: Stage, context: Context, built: Built) -> bool:
-    """Whether a result that is reused must be brought into the engines at once.
+    """Whether the engines must be brought to the state of a reused result at once.
 
-    What a replay takes over changes only what the servers hold: the trainer is restored when it is next asked to work.
+    A result of the replayed run changes only the servers: the trainer is restored when it is next needed.
     """
     return not built.recorded(context) or (stage.kind is Kind.WEIGHTS and context.engines.servers.generates)
 
@@ -89,7 +89,7 @@ def _engines_follow(stage: Stage, context: Context, built: Built) -> bool:
 def carried(stage: Stage, context: Context, inputs: Mapping[str, Built]) -> Built | None:
     """The result of a `once` stage that the previous commit, or a fork's parent, already names under the same key.
 
-    What a run begins with is history, whatever a fork has changed since: a stage that reads nothing is not made again.
+    A fork keeps what its parent began with, whatever it changes: a stage that reads nothing is not built again.
     """
     history = context.previous or (None if stage.reads else _beginning(context))
     if not stage.once or history is None:
@@ -101,13 +101,13 @@ def carried(stage: Stage, context: Context, inputs: Mapping[str, Built]) -> Buil
 
 
 def _beginning(context: Context) -> IterationCommit | None:
-    """For a fork at iteration 0, its parent's own iteration 0: the two begin with the same. None if there is none."""
+    """For a fork at iteration 0, its parent's iteration 0: both begin with the same. None if there is none."""
     parent = context.run.parent
     return parent.commit(0) if parent is not None and context.recorded is None and parent.head() is not None else None
 
 
 def key_of(stage: Stage, context: Context, inputs: Inputs) -> str:
-    """What is asked for: the stage, the recipe fields it reads, its inputs' content and the state it carries."""
+    """The digest of the stage, the recipe fields it reads, its inputs' content and the state it carries."""
     digests = [inputs.ref(table).digest for table in stage.inputs]
     return stage_key(
         stage.name,
@@ -149,14 +149,14 @@ def _make(stage: Stage, context: Context, inputs: Inputs, ids: PrefectIds) -> Bu
     )
     path = manifest_path(manifest)
     winner, mine = commit_once(context.store, path, manifest)
-    if not mine and stage.on_reuse is not None:  # what this attempt left in an engine is not what was committed
+    if not mine and stage.on_reuse is not None:  # the engine has this attempt's state, not the committed one
         context.engines.actor.drop()
         stage.on_reuse(context, inputs, winner)
     return Built(winner, stage_ref(path, winner), reused=not mine)
 
 
 def manifest_path(manifest: StageManifest) -> str:
-    """Where a stage manifest lies, in whichever run it was made."""
+    """The path of a stage manifest, in the run that made it."""
     return paths.stage_manifest(manifest.run, manifest.iteration, manifest.stage, manifest.key)
 
 

@@ -1,6 +1,6 @@
-"""Checkpoints, written so rarely that re-training what follows one takes no longer than the recipe allows.
+"""Checkpoints, as rare as possible while retraining after one takes no longer than the recipe allows.
 
-After a restart the weights in force are the committed ones, or, where re-training does not repeat them, new ones.
+After a restart the weights in force are the committed ones, or new ones if retraining does not reproduce them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def next_checkpoint(context: Context, built: Mapping[str, Built]) -> tuple[Weigh
         return held, since
     try:
         return write_checkpoint(context, built["train"].manifest), 0.0
-    except (TrainerDown, StoreError) as error:  # the tables are the log: a checkpoint may come an iteration later
+    except (TrainerDown, StoreError) as error:  # tables suffice to retrain: the next iteration tries again
         log.warning("no checkpoint of version %d: %s", context.iteration + 1, error)
         return held, since
 
@@ -49,7 +49,7 @@ def since_checkpoint(commit: IterationCommit) -> float:
 
 
 def write_checkpoint(context: Context, train: StageManifest) -> WeightsRef:
-    """Have the trainer write everything it needs to go on from what `train` made, and commit it."""
+    """Have the trainer write all that it needs to continue from the result of `train`, and commit it."""
     run, version, attempt, started = context.run, train.iteration + 1, new_attempt(), now()
     prefix = paths.checkpoint_attempt(run.name, version, attempt)
     command = Write(owner=run.owner, version=version, prefix=prefix)
@@ -59,10 +59,10 @@ def write_checkpoint(context: Context, train: StageManifest) -> WeightsRef:
 
 
 def restored_weights(context: Context) -> WeightsRef | None:
-    """What the servers generate with in place of the committed weights; none where those still hold.
+    """The weights that replace the committed ones on the servers; None where the committed ones are kept.
 
     On a GPU, or on several ranks, training may not repeat itself bitwise. There the trainer is restored before
-    anything is generated, and what it holds is published as a new attempt of its version if it differs.
+    anything is generated, and if its weights differ they are published as a new attempt of their version.
     Elsewhere it is restored when it is first needed.
     """
     same = not isinstance(context.recipe, RlhfRecipe) or same_code_on_cpu(context.recipe)
@@ -84,5 +84,5 @@ def _restored(context: Context, head: IterationCommit) -> WeightsRef | None:
     trainer = context.engines.actor.after(stage_of(context.run, head, "train"))
     ref = write_weights(context.run, trainer, version).ref
     context.engines.servers.serve(ref)
-    log.warning("version %d was published anew as attempt %s: re-training did not repeat it", version, ref.attempt)
+    log.warning("version %d was published again as attempt %s: retraining did not reproduce it", version, ref.attempt)
     return ref

@@ -1,4 +1,4 @@
-"""What a stage is given besides its tables: the run, the recipe in force, and the engines."""
+"""What a stage receives besides its tables: the run, the recipe in force, and the engines."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class Context:
 
     @property
     def weights(self) -> WeightsRef:
-        """The weights of version `iteration`, which generate. Not there before the stage `initialise`."""
+        """The weights of version `iteration`, with which servers generate. Unset before stage `initialise`."""
         assert self.weights_held is not None, "the initial weights come first"
         return self.weights_held
 
     @property
     def next_group(self) -> int:
-        """Number of the first prompt position that no committed iteration has consumed; those below it all were."""
+        """The first prompt position that no committed iteration has consumed."""
         return int(self.previous.state["next_group"]) if self.previous else 0
 
     def state_after(self) -> dict[str, Any]:
-        """What the iteration's commit says of the prompt positions that are consumed after it."""
+        """The prompt positions consumed after the iteration, as its commit records them."""
         if self.generation is not None:
             return self.generation.state()
         return {"next_group": self.next_group + demonstrations(self.recipe)}

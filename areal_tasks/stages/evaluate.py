@@ -1,4 +1,4 @@
-"""evaluate: completions of the held-out split, judged, for one version of the weights; in a replay, judged anew."""
+"""evaluate: completions of the held-out split and their verdicts, for one version of the weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS, workflow_context
-from areal_tasks.rollout.worker.apart import Apart, in_time
+from areal_tasks.rollout.worker.apart import IsolatedWorkflow, in_time
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.generation import ENGINE_FIELDS, check_versions
 from areal_tasks.stages.progress import reported
@@ -44,7 +44,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     recipe = context.recipe
     assert isinstance(recipe, (RlhfRecipe, EvaluateRecipe))
     label = f"evaluate version {context.weights.version}"
-    source = context.recorded.judged_anew() if context.recorded else None
+    source = context.recorded.rejudged() if context.recorded else None
     samples = recorded_samples(context, source) if source else generated_samples(context, inputs, label)
     with context.engines.judging(len(samples)):
         results = judge(context.engines.verifiers, samples, label)
@@ -58,37 +58,38 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
 
 
 def generated_samples(context: Context, inputs: Inputs, label: str) -> pa.Table:
-    """What the weights in force complete the held-out prompts with, as a `ROLLOUT` table."""
+    """Completions of the held-out prompts by the weights in force, as a `ROLLOUT` table."""
     recipe, engines = context.recipe, context.engines
     assert isinstance(recipe, (RlhfRecipe, EvaluateRecipe))
     sampling, rows = recipe.evaluation, inputs.read(context, "eval_prompts").to_pylist()
     prompts = [Prompt(group_id=row["prompt_id"], epoch=0, **row) for row in rows]
     settings = workflow_context(recipe, sampling, sampling.samples, engines.servers.inference(), engines.tokenizer)
-    apart = Apart(load_workflow(recipe.workflow.name, recipe.workflow.arguments), recipe.workflow.blocked_seconds)
+    workflow = load_workflow(recipe.workflow.name, recipe.workflow.arguments)
+    isolated = IsolatedWorkflow(workflow, recipe.workflow.blocked_seconds)
     done: list[Prompt] = []
     with reported(label, "samples", lambda: (len(done) * sampling.samples, len(prompts) * sampling.samples)):
-        groups = run_groups(apart, prompts, settings, sampling.group_seconds, done.append)
+        groups = run_groups(isolated, prompts, settings, sampling.group_seconds, done.append)
         samples = engines.servers.call(groups, generates=True)
     check_versions(settings.client, context.weights.version)
     return samples_to_table(samples)
 
 
 async def run_groups(
-    apart: Apart,
+    workflow: IsolatedWorkflow,
     prompts: Sequence[Prompt],
     context: WorkflowContext,
     seconds: float,
-    tell: Callable[[Prompt], object] = lambda prompt: None,
+    report: Callable[[Prompt], object] = lambda prompt: None,
 ) -> list[Sample]:
-    """The samples of all groups, in the order of the prompts; `tell` hears of each group that is done.
+    """The samples of all groups, in the order of the prompts; `report` is called for each finished group.
 
-    A group that fails or blocks ends the others, and so does it if none is done for so many seconds. (Groups wait for
-    room on the servers, however long.)
+    A group that fails or blocks ends all others; so does a time of `seconds` in which none finishes. (How long a group
+    waits for a free server is not limited.)
     """
 
     async def group(prompt: Prompt) -> list[Sample]:
-        samples = await apart.run(prompt, context)
-        tell(prompt)
+        samples = await workflow.run(prompt, context)
+        report(prompt)
         return samples
 
     groups = [asyncio.ensure_future(group(prompt)) for prompt in prompts]
@@ -99,17 +100,17 @@ async def run_groups(
     finally:
         for task in groups:
             task.cancel()
-        await asyncio.gather(*groups, return_exceptions=True)  # the thread hears of it before it ends
-        apart.close()
+        await asyncio.gather(*groups, return_exceptions=True)  # the thread ends after it has handled this
+        workflow.close()
 
 
 def recorded_samples(context: Context, source: Found) -> pa.Table:
-    """What was completed then, whatever was thought of it."""
+    """The recorded completions without their verdicts."""
     return read_table(context.store, source.manifest.tables["evaluate"], ROLLOUT.names)
 
 
 def summary(table: pa.Table) -> dict[str, float]:
-    """Samples, generated tokens, their mean, and the share that was cut off."""
+    """Samples, generated tokens, their mean per sample, and the share of truncated samples."""
     generated = table["num_generated"].to_pylist()
     truncated = table["truncated"].to_pylist()
     return {

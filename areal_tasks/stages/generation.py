@@ -1,4 +1,4 @@
-"""What the rollout stages of a run share: which groups are settled, and those under way for coming iterations."""
+"""What the rollout stages of a run share: settled groups, and groups in progress for coming iterations."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ENGINE_FIELDS: Final = (
     *("model.dtype", "model.max_length", "inference.engine", "inference.flags"),
     *("inference.deterministic", "inference.slots"),
 )
-#: What decides what a group contains: not how many groups there are, nor how old one may be.
+#: The fields that determine a group's content, unlike the number of groups and their staleness.
 GROUP_FIELDS: Final = (
     *("rollout.group_size", "rollout.max_new_tokens", "rollout.temperature", "rollout.stop"),
     *("workflow", *ENGINE_FIELDS),
@@ -52,7 +52,7 @@ GROUP_FIELDS: Final = (
 class Generation:
     """The groups of one start of a run's flow, from the iteration after `head` to the `last`.
 
-    It generates nothing before the first `take`, and may go on until `close`.
+    It generates nothing before the first `take`, and may generate until `close`.
     """
 
     def __init__(self, run: Run, head: IterationCommit | None, last: int, recipe_at: Callable[[int], Recipe]) -> None:
@@ -68,13 +68,13 @@ class Generation:
         self._engines: Engines | None = None
 
     def take(self, context: Context, inputs: Inputs, prefix: str) -> Output:
-        """The samples that the iteration trains on, with their verdicts where there are filters.
+        """The samples that the iteration trains on, with their verdicts if there are filters.
 
-        The workers write them below `prefix`. The metrics count the groups that were rejected meanwhile, too.
+        The workers write them below `prefix`. The metrics include the groups rejected since the last iteration.
 
         Raises:
-            UserError: the servers hold other weights than those the iteration begins with, too many verdicts are no
-                judgement, or see `Rollouts.take`.
+            UserError: the servers hold other weights than the iteration begins with, too many samples could not be
+                verified, or see `Rollouts.take`.
         """
         eta = self.book.rule.eta
         check_versions(context.engines.servers.inference(waits=eta == 0), context.weights.version, eta)
@@ -88,10 +88,10 @@ class Generation:
             parts = context.engines.servers.call(rollouts.take(prefix), generates=True)
         check_verdicts(rollouts.verdicts, context.recipe)
         tables = {name: whole(context.store, [part.tables[name] for part in parts]) for name in parts[0].tables}
-        return Output(tables, counts(parts) | rollouts.rejections.tell())
+        return Output(tables, counts(parts) | rollouts.rejections.metrics())
 
     def consume(self, context: Context, rollout: Built) -> None:
-        """The iteration's rollout is committed: its groups are settled, whoever generated them."""
+        """The iteration's rollout is committed: its groups are settled, whichever process generated them."""
         taken, rollouts = groups_of(context.store, rollout.manifest), self._rollouts
         if rollouts is None:
             self.book.consume(taken)
@@ -99,9 +99,9 @@ class Generation:
             context.engines.servers.call(_in_loop(partial(rollouts.consume, taken)))
 
     def hold(self, held: bool) -> None:
-        """Begin no group but those that a stage at work takes, until told otherwise; record what has finished.
+        """While `held`, begin only groups that a running stage waits for; write finished ones to the store.
 
-        May be called from any thread. Does not wait long for the store, which may take the groups later.
+        May be called from any thread. Does not wait long for the store: writes that fail are retried later.
         """
         (self._held.set if held else self._held.clear)()
         if self._rollouts is None or self._engines is None:
@@ -112,17 +112,17 @@ class Generation:
             log.warning("finished groups are not in the store yet: %s", str(error) or type(error).__name__)
 
     def close(self) -> None:
-        """Give up the groups under way; those that wait are in the store then."""
+        """Abandon running groups, and write finished ones to the store."""
         if self._rollouts is None or self._engines is None:
             return
         try:
             self._engines.servers.workers.serve(None)
             self._engines.servers.call_briefly(self._rollouts.close())
-        except Exception as error:  # the run ends for another reason, which says more
+        except Exception as error:  # another error ended the run, and must not be hidden
             log.warning("finished groups were lost, and begin again: %s", str(error) or type(error).__name__)
 
     def state(self) -> dict[str, Any]:
-        """What a commit says of the groups after its iteration: which are settled, where in the spool others wait."""
+        """The groups after an iteration, as its commit records them: settled ones, and places of others in spool."""
         settled, places = self.book.settled, self._spooled
         if self._rollouts is not None and self._engines is not None:
             settled, places = self._engines.servers.call(self._rollouts.settled())
@@ -131,7 +131,7 @@ class Generation:
         return {"next_group": settled.prefix} | beyond | spooled
 
     def _following(self, context: Context, inputs: Inputs) -> Rollouts:
-        """The groups under way; none of them where they were begun by another recipe, which a replay may have."""
+        """The groups in progress. Begins afresh if the recipe differs from the last iteration's, as in a replay."""
         if self._rollouts is None or self._recipe != context.recipe:
             self.close()
             self._recipe, self._engines = context.recipe, context.engines
@@ -157,7 +157,7 @@ class Generation:
             writer=Writer(run.store, run.name, run.owner, kind),
             held=self._held,
         )
-        if context.iteration == self._first:  # else an iteration may have told of them, whose rollout was reused
+        if context.iteration == self._first:  # else the metrics of a reused rollout may have counted them
             rollouts.rejections.counts.update(kind_of(group.reason) for group in rejected)
         return rollouts
 
@@ -174,7 +174,7 @@ async def _in_loop(action: Callable[[], None]) -> None:
 
 
 def order_of(context: Context, recipe: RlhfRecipe, prompts: TableRef, made_with: str) -> Callable[[], Begin]:
-    """What a rollout worker is told first."""
+    """Makes the first order for a rollout worker."""
     engines, client = context.engines, context.engines.servers.inference(waits=False)
     detokenizer = engines.ends.detokenizer
 
@@ -198,7 +198,7 @@ def order_of(context: Context, recipe: RlhfRecipe, prompts: TableRef, made_with:
 
 
 def whole(store: Store, parts: Sequence[TableRef]) -> TableRef:
-    """The table that parts are, one after the other. What a single one holds is known to whoever wrote it."""
+    """The table that consists of these parts, in order. The digest of a single part is known from its writer."""
     if len(parts) == 1:
         return parts[0]
     table = TableRef(name=parts[0].name, digest="", shards=tuple(shard for part in parts for shard in part.shards))
@@ -206,14 +206,14 @@ def whole(store: Store, parts: Sequence[TableRef]) -> TableRef:
 
 
 def check_verdicts(verdicts: list[VerifyResult], recipe: Recipe) -> None:
-    """UserError if too many of the verdicts since the last iteration are no judgement, rejected groups included."""
+    """UserError if too many samples since the last iteration, of rejected groups too, could not be verified."""
     if verdicts:
         check_failures(verdicts, recipe.reward)  # type: ignore[union-attr]
         verdicts.clear()
 
 
 def counts(parts: Sequence[Written]) -> dict[str, float]:
-    """Samples, generated tokens, their mean, and the share that was cut off."""
+    """Samples, generated tokens, their mean per sample, and the share of truncated samples."""
     samples, tokens = sum(part.samples for part in parts), sum(part.tokens for part in parts)
     return {
         "samples": float(samples),
@@ -224,9 +224,9 @@ def counts(parts: Sequence[Written]) -> dict[str, float]:
 
 
 def made_with(recipe: RlhfRecipe, prompts: str) -> str:
-    """Digest of what decides what a group contains, besides the weights; `prompts`: that of the table.
+    """Digest of what determines a group's content, besides the weights; `prompts`: digest of the table.
 
-    With filters, also of what decides whether it is rejected.
+    With filters, also of what determines whether a group is rejected.
     """
     filtered = (
         [recipe_values(recipe, ["rollout.filters"]), judged_with(recipe)] if recipe.rollout.filters.active else []
@@ -237,7 +237,7 @@ def made_with(recipe: RlhfRecipe, prompts: str) -> str:
 def spooled_after(head: IterationCommit) -> Sequence[Place]:
     """Where in the spool groups may be that are not settled after a commit; see `Spool.first`.
 
-    Commits of programs without rollout workers name one record only: their starts followed one another.
+    Commits of versions without rollout workers name one record only: their starts were sequential.
     """
     places = head.state.get("spool", NOTHING_SPOOLED)
     pairs = places if isinstance(places[0], (list, tuple)) else [places]
@@ -251,6 +251,6 @@ def groups_of(store: Store, rollout: StageManifest) -> list[int]:
 
 
 def check_versions(client: InferenceClient, expected: int, lag: int = 0) -> None:
-    """Raises UserError if the servers hold other weights than those this iteration is about, or `lag` older ones."""
+    """UserError unless the servers hold version `expected` of the weights, or one at most `lag` older."""
     if client.version is not None and not expected - lag <= client.version <= expected:
         raise UserError(f"the servers hold version {client.version} of the weights, not {expected}")

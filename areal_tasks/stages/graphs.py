@@ -19,7 +19,7 @@ from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe
 
 
 def stages(recipe: Recipe) -> list[Stage]:
-    """Every stage the flow of this recipe knows; the planner picks those that are needed."""
+    """Every stage of the flow of this recipe; the planner selects the needed ones."""
     common = [initialise(recipe), prompts(recipe)]
     if isinstance(recipe, EvaluateRecipe):
         return [*common, evaluate(recipe)]
@@ -31,12 +31,12 @@ def stages(recipe: Recipe) -> list[Stage]:
 
 
 def iteration_plan(recipe: Recipe, iteration: int) -> Plan:
-    """The graph of one iteration. Raises PlanError if the stages' declarations do not make one."""
+    """The graph of one iteration. PlanError if the stages' declarations do not form one."""
     return plan(stages(recipe), targets(recipe, iteration))
 
 
 def targets(recipe: Recipe, iteration: int) -> list[str]:
-    """What an iteration is for; everything else is pulled in by what these read."""
+    """The target stages of an iteration; what these read brings in all others."""
     if isinstance(recipe, EvaluateRecipe):
         return ["evaluate"]
     if isinstance(recipe, RlhfRecipe):
@@ -45,17 +45,17 @@ def targets(recipe: Recipe, iteration: int) -> list[str]:
 
 
 def evaluates(recipe: RlhfRecipe, iteration: int) -> bool:
-    """Whether version `iteration` is evaluated beside the training of this iteration."""
+    """Whether version `iteration` is evaluated concurrently with the training of this iteration."""
     return recipe.evaluation.every > 0 and iteration % recipe.evaluation.every == 0
 
 
 def evaluates_at_end(recipe: Recipe, iteration: int) -> bool:
-    """Whether what this iteration publishes is evaluated before it is committed: the run ends here."""
+    """Whether the weights that this iteration publishes are evaluated before its commit: if it is the run's last."""
     return (
         isinstance(recipe, RlhfRecipe) and recipe.evaluation.every > 0 and iteration == recipe.schedule.iterations - 1
     )
 
 
 def iterations(recipe: Recipe) -> int:
-    """How many iterations the run has in all."""
+    """The run's total number of iterations."""
     return 1 if isinstance(recipe, EvaluateRecipe) else recipe.schedule.iterations

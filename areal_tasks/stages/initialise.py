@@ -1,4 +1,4 @@
-"""initialise: puts the initial weights (version 0) and the tokenizer into the store, once a run."""
+"""initialise: puts the initial weights (version 0) and the tokenizer into the store, once per run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from schemas.tables import PUBLISH
 
 
 def initialise(recipe: Recipe) -> Stage:
-    """One row: the weights every engine starts from. The weights of another run are named, not copied."""
+    """One row: the weights that every engine starts from. The weights of another run are referenced, not copied."""
     return Stage(
         name="initialise",
         kind=Kind.WEIGHTS,

@@ -1,7 +1,7 @@
-"""The loop over iterations: which stages, in which order, and the commit that closes each.
+"""The loop over iterations: which stages, in which order, and the commit that ends each iteration.
 
-How a stage is run is the caller's: `execute` gets the stages that may run side by side and returns what they built.
-The flows run them as Prefect tasks; `run_directly` just calls them.
+The caller decides how stages run: `execute` receives those that may run concurrently and returns their results. The
+flows run them as Prefect tasks; `run_directly` just calls them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from areal_tasks.store.runs import Run
 from schemas.manifest import IterationCommit, StageRef, WeightsRef
 from schemas.recipe.recipe import Recipe, RlhfRecipe
 
-UNTRACKED = ("scalars",)  # part of the commit: a task run would cost more than the stage does
-#: More objects than the answers make that are being read: what one of a group's samples says of a token is a list.
+UNTRACKED = ("scalars",)  # built with the commit: a task run would cost more than the stage
+#: More objects than the answers in flight consist of: each sample has lists with an element per token.
 YOUNG_OBJECTS: Final = 50_000
 
 
 @dataclass(frozen=True)
 class Job:
-    """A stage to be built: its label, the stage, and everything it needs."""
+    """A stage to be built, its label, and everything it needs."""
 
     label: str
     stage: Stage
@@ -53,29 +53,29 @@ class Job:
             return build(self.stage, self.context, self.inputs, ids)
 
 
-class Beside:
-    """Work that goes on beside the next iteration's stages where η > 0: publication, and evaluation.
+class Overlapped:
+    """Work concurrent with the next iteration's stages if η > 0: publication, and evaluation.
 
-    A later commit names what it makes. At most one at a time, in a thread of its own.
+    A later commit names its results. At most one at a time, in a thread of its own.
     """
 
     def __init__(self) -> None:
         self._work: Future[dict[str, Built]] | None = None
 
     def begin(self, work: Callable[[], dict[str, Built]]) -> None:
-        """Begin `work`, in the caller's context. What was begun before must have been taken."""
+        """Begin `work`, in the caller's context. The results of earlier work must have been taken."""
         assert self._work is None, "one at a time"
-        self._work = in_background(partial(copy_context().run, work), "beside")
+        self._work = in_background(partial(copy_context().run, work), "overlapped")
 
     def take(self) -> dict[str, Built]:
-        """What was built, when it is done; nothing if nothing was begun. Raises what the work has raised."""
+        """Wait for the work and return its results; empty if none was begun. Raises what the work raised."""
         work, self._work = self._work, None
         return {} if work is None else work.result()
 
 
 @dataclass(frozen=True)
 class IterationResult:
-    """A committed iteration and what it built, by stage (and by label for a second evaluation)."""
+    """A committed iteration and its results by stage (by label for a second evaluation)."""
 
     iteration: int
     of: int
@@ -104,9 +104,9 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.head = self.run.head()
-        self.restored: WeightsRef | None = None  # in place of the head's weights
+        self.restored: WeightsRef | None = None  # replace the head's weights
         self.generation: Generation | None = None
-        self.beside = Beside()
+        self.overlapped = Overlapped()
 
     @property
     def first(self) -> int:
@@ -115,7 +115,7 @@ class Loop:
 
     @property
     def last(self) -> int:
-        """How many iterations the run is to have."""
+        """The run's total number of iterations."""
         return iterations(self.recipe)
 
     def plan(self, k: int) -> Plan:
@@ -127,17 +127,17 @@ class Loop:
         return self.recipe
 
     def evaluates_at_end(self, k: int) -> bool:
-        """Whether what iteration `k` publishes is evaluated before it is committed."""
+        """Whether the weights that iteration `k` publishes are evaluated before its commit."""
         return evaluates_at_end(self.recipe_at(k), k)
 
     def __call__(self) -> None:
-        """Build and commit every iteration that is missing. Starts the engines; whoever made them stops them."""
+        """Build and commit all missing iterations. Starts the engines; the caller stops them."""
         last = self.last
         if self.first >= last:
             return
         once = self._begin()
         late = self._publish_late()
-        self._go_beside(self.first, once, lambda: late)
+        self._overlap(self.first, once, lambda: late)
         with self._generating(), Compactor(self.run, self.recipe.store.compact_every) as compactor, rare_collections():
             for k in range(self.first, last):
                 started = time.monotonic()
@@ -146,7 +146,7 @@ class Loop:
                 self.observe(IterationResult(k, last, built, time.monotonic() - started))
 
     def standing(self) -> tuple[Plan, dict[str, Built]]:
-        """The graph of the next iteration, and what of it is built already. Starts and builds nothing."""
+        """The graph of the next iteration, and its stages that are built already. Starts and builds nothing."""
         plan, context = self.plan(self.first), self._context(self.first)
         found: dict[str, Built] = {}
         for stage in plan.stages:
@@ -160,13 +160,13 @@ class Loop:
         return plan, found
 
     def hold(self, held: bool) -> None:
-        """Whether to begin no groups ahead of the stage at work. May be called from any thread."""
+        """While `held`, begin only groups that a running stage waits for. May be called from any thread."""
         if self.generation is not None:
             self.generation.hold(held)
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
-        """While inside, samples to train on are generated as iterations ask for them, or ahead of them."""
+        """While inside, samples are generated as iterations need them, or ahead."""
         if isinstance(self.recipe, RlhfRecipe):
             self.generation = Generation(self.run, self.head, self.last - 1, self.recipe_at)
         try:
@@ -176,7 +176,7 @@ class Loop:
                 self.generation.close()
 
     def _begin(self) -> dict[str, Built]:
-        """Build what is built once a run; the services start meanwhile, inference servers once there are weights."""
+        """Build what is built once per run. Services start meanwhile, inference servers once there are weights."""
         plan = self.plan(self.first)
         self._begin_engines()
         once: dict[str, Built] = {}
@@ -198,37 +198,37 @@ class Loop:
 
     def _iteration(self, k: int, once: Mapping[str, Built]) -> dict[str, Built]:
         started, built = now(), dict(once)
-        plan, context, beside = self.plan(k), self._context(k), self._stages_beside(k)
+        plan, context, overlapped = self.plan(k), self._context(k), self._overlapped_stages(k)
         for level in plan.levels():
-            if any(stage.name == "publish" for stage in level):  # servers hold what is evaluated until then
-                built |= self.beside.take()
-            wanted = [s for s in level if s.name not in built and s.name not in beside]
+            if any(stage.name == "publish" for stage in level):  # the servers keep the evaluated weights until then
+                built |= self.overlapped.take()
+            wanted = [s for s in level if s.name not in built and s.name not in overlapped]
             built |= (new := self._level(wanted, plan, context, built))
             if self.generation is not None and "rollout" in new:
                 self.generation.consume(context, new["rollout"])
         if self.evaluates_at_end(k):
             built |= self._last_evaluation(context, built)
-        if "publish" in beside:
+        if "publish" in overlapped:
             self.engines.actor.keep(built["train"].manifest)  # before another step changes it
         self._commit(context, built, started)
-        if "publish" in beside:
+        if "publish" in overlapped:
             publication = self._job("publish", plan, context, built)
-            self._go_beside(k + 1, once, lambda: self._late(publication))
+            self._overlap(k + 1, once, lambda: self._late(publication))
         return built
 
     def _overlaps(self, k: int) -> bool:
-        """Whether what iteration `k` trains is published, and version `k` evaluated, beside other stages."""
+        """Whether iteration `k` publishes its weights, and evaluates version `k`, concurrently with other stages."""
         recipe = self.recipe_at(k)
         return isinstance(recipe, RlhfRecipe) and recipe.rollout.max_head_offpolicyness > 0
 
-    def _stages_beside(self, k: int) -> frozenset[str]:
-        """The stages of iteration `k` that its others do not wait for. The end of the run waits for all."""
+    def _overlapped_stages(self, k: int) -> frozenset[str]:
+        """The stages of iteration `k` that its others do not wait for. The last iteration waits for publication."""
         if not self._overlaps(k):
             return frozenset()
         return frozenset({"evaluate"} if k == self.last - 1 else {"evaluate", "publish"})
 
-    def _go_beside(self, k: int, once: Mapping[str, Built], before: Callable[[], dict[str, Built]]) -> None:
-        """Begin `before`, and then the evaluation that iteration `k` asks for: its commit names both."""
+    def _overlap(self, k: int, once: Mapping[str, Built], before: Callable[[], dict[str, Built]]) -> None:
+        """Begin `before`, followed by the evaluation due in iteration `k`, whose commit names both."""
         plan, context = self.plan(k), self._context(k)
         due = self._overlaps(k) and any(stage.name == "evaluate" for stage in plan.stages)
         evaluation = self._job("evaluate", plan, context, once) if due else None
@@ -237,14 +237,14 @@ class Loop:
             done = before()
             return done if evaluation is None else done | {"evaluate": self.execute([evaluation])[0]}
 
-        self.beside.begin(work)
+        self.overlapped.begin(work)
 
     def _late(self, publication: Job) -> dict[str, Built]:
-        """The publication of an iteration that is committed, under a name that no stage of another has."""
+        """The publication of a committed iteration, under its label: a later iteration has a `publish` of its own."""
         return {publication.label: self.execute([publication])[0]}
 
     def _publish_late(self) -> dict[str, Built]:
-        """Publish what the last commit's iteration has trained, if it was killed before that was done."""
+        """Publish the weights of the last committed iteration if the flow was killed before it had done so."""
         if (train := self._unpublished()) is None or self.head is None or self.restored is not None:
             return {}
         k, plan = self.head.iteration, self.plan(self.head.iteration)
@@ -253,7 +253,7 @@ class Loop:
         return self._late(self._job("publish", plan, context, {"train": built}))
 
     def _unpublished(self) -> StageRef | None:
-        """The train stage of the last commit, if no commit names a publication of what it made."""
+        """The train stage of the last commit, if no commit names the publication of its weights."""
         if self.head is None:
             return None
         stages = {ref.stage: ref for ref in self.head.stages if ref.stage in ("train", "publish")}
@@ -283,14 +283,14 @@ class Loop:
         return found | {job.stage.name: result for job, result in zip(jobs, done, strict=True)}
 
     def _last_evaluation(self, context: Context, built: Mapping[str, Built]) -> dict[str, Built]:
-        """Evaluate what the last iteration published: no iteration follows that would."""
+        """Evaluate the weights that the last iteration published; no later iteration would."""
         plan = iteration_plan(context.recipe, 0)  # every run with an evaluation has one in iteration 0
         after = replace(context, weights_held=self._new_weights(context, built))
         job = self._job("evaluate", plan, after, built)
         return {job.label: self.execute([job])[0]}
 
     def _commit(self, context: Context, built: Mapping[str, Built], started: str) -> None:
-        """Close the iteration: from here on it is part of the run's history."""
+        """Commit the iteration, which makes it part of the run's history."""
         weights = self._new_weights(context, built)
         checkpoint, seconds = self._checkpoint(context, built)
         segment = self.run.segment_at(context.iteration).n
@@ -311,7 +311,7 @@ class Loop:
         self.head, self.restored = self.run.commit_iteration(commit), None
 
     def _retrained(self) -> dict[str, Any]:
-        """How what was re-trained during the iteration compares with what was committed."""
+        """How metrics and weights retrained during the iteration compare with the committed ones."""
         found = self.engines.actor.take_retrained()
         return {} if found is None else {"replayed": found.record()}
 
@@ -320,13 +320,13 @@ class Loop:
         return next_checkpoint(context, built)
 
     def _published_late(self, context: Context, built: Mapping[str, Built]) -> WeightsRef | None:
-        """The weights that a publication of the iteration before has written."""
+        """The weights that the previous iteration's publication has written."""
         late = [b for b in built.values() if b.manifest.stage == "publish" and b.manifest.iteration < context.iteration]
         refs = [published_weights(self.run.store, one.manifest, "publish") for one in late]
         return next((ref for ref in refs if ref.written), None)
 
     def _new_weights(self, context: Context, built: Mapping[str, Built]) -> WeightsRef:
-        """The weights after an iteration: published by now, or later; the initial ones where nothing is trained."""
+        """The weights after an iteration, published now or later; the initial ones if nothing is trained."""
         if "train" in built and "publish" not in built:
             return unwritten(built["train"].manifest)
         source, table = ("publish", "publish") if "publish" in built else ("initialise", "initial_weights")
@@ -352,11 +352,11 @@ class Loop:
 def rare_collections() -> Iterator[None]:
     """While inside, the garbage collector waits for `YOUNG_OBJECTS` new objects.
 
-    With Python's 700, the answers of an iteration have it look several times at every object of the process (0.4 s
-    where Prefect and torch are loaded), though lists of numbers are no cycles and go by themselves.
+    With Python's 700, reading an iteration's answers makes it traverse all objects of the process several times (0.4 s
+    with Prefect and torch loaded), although lists of numbers have no cycles and need no collector.
     """
     before = gc.get_threshold()
-    if before[0]:  # 0: whoever runs this has turned it off
+    if before[0]:  # 0: the caller has turned it off
         gc.set_threshold(max(before[0], YOUNG_OBJECTS), *before[1:])
     try:
         yield
@@ -365,7 +365,7 @@ def rare_collections() -> Iterator[None]:
 
 
 def _label(stage: Stage, context: Context) -> str:
-    """What a person reads in a list of task runs."""
+    """The name of the stage's task run."""
     if stage.once:
         return stage.name
     return (

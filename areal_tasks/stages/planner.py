@@ -1,7 +1,7 @@
-"""Derives the graph of an iteration from what its stages declare: Core's data-flow graph of model function calls.
+"""Derives the graph of an iteration from the declarations of its stages, as a data-flow graph.
 
-A recipe asks for an algorithm; what the algorithm reads pulls in the stages that write it. A cycle, a column that
-nobody writes or a table that two stages write is refused before anything starts.
+The planner starts from target stages and adds the stages that write what these read. A cycle, a column that no stage
+writes or a table that two stages write is rejected before anything starts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from schemas.tables import TABLES
 
 
 class PlanError(Exception):
-    """The declared reads and writes do not make a graph. A mistake in the stages, not in a recipe."""
+    """The declared reads and writes form no valid graph. A mistake in the stages, not in a recipe."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Plan:
     producers: Mapping[str, str]
 
     def levels(self) -> list[list[Stage]]:
-        """Stages that may run side by side; each as late as possible, so that evaluation meets training."""
+        """Stages that may run concurrently; each as late as possible, so that evaluation runs with training."""
         depth: dict[str, int] = {}
         for stage in reversed(self.stages):
             followers = [depth[s.name] for s in self.stages if stage.name in self.waits[s.name]]
@@ -90,4 +90,4 @@ def _order(waits: Mapping[str, frozenset[str]]) -> list[str]:
         sorter = TopologicalSorter({name: sorted(waits[name]) for name in sorted(waits)})
         return list(sorter.static_order())
     except CycleError as error:
-        raise PlanError(f"the stages wait for each other in a circle: {' → '.join(error.args[1])}") from error
+        raise PlanError(f"the stages wait for each other in a cycle: {' → '.join(error.args[1])}") from error

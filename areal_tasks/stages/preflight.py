@@ -1,4 +1,4 @@
-"""What can be known to fail before a run exists and before any service starts. Imports neither torch nor Prefect."""
+"""Checks before a run exists and before any service starts. Imports neither torch nor Prefect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from schemas.recipe.sources import source_kind
 
 
 def check_engines(recipe: Recipe) -> None:
-    """Raise UserError if the recipe asks for an engine that is not installed here, or for GPUs that are not there."""
+    """Raise UserError if the recipe asks for an engine that is not installed here, or for GPUs that do not exist."""
     external = bool(external_servers())
     if not isinstance(recipe, SftRecipe) and recipe.inference.engine == "sglang" and not external:
         require_package("sglang", "inference.engine")
@@ -36,7 +36,7 @@ def check_engines(recipe: Recipe) -> None:
 def require_package(package: str, field: str) -> None:
     """Raise UserError with the install command if an optional `package` is not there; does not import it."""
     spec = find_spec(package)
-    if spec is None or spec.origin is None:  # a mere folder of that name has no origin
+    if spec is None or spec.origin is None:  # a folder of that name without a package has no origin
         raise UserError(f"{field}: {package} is not installed here; run: pip install 'arealflow[{package}]'")
 
 
@@ -48,26 +48,26 @@ def check_code(recipe: Recipe) -> None:
     """
     if isinstance(recipe, SftRecipe):
         return
-    # and the client of inference servers, which no other check needs
+    # these import the client of inference servers, which no other check needs
     from areal_tasks.rollout.filters import load_function
     from areal_tasks.workflows import load_workflow
 
     if isinstance(recipe, RlhfRecipe):
         load_function(recipe.rollout.filters)
     load_workflow(recipe.workflow.name, recipe.workflow.arguments)
-    if recipe.reward.verifier not in BUILT_IN or recipe.reward.arguments:  # else there is nothing to be found
+    if recipe.reward.verifier not in BUILT_IN or recipe.reward.arguments:  # otherwise nothing can be wrong
         with VerifierPool(recipe.reward.model_copy(update={"workers": 1})):
             pass
 
 
 def check_inputs(recipe: Recipe, name: str = "") -> None:
-    """See that the store can be used, and that what a run named `name` would begin with is there.
+    """Check that the store can be used, and that the inputs of a run named `name` exist.
 
-    A run that exists has its model and its data in the store. What is on a network is not asked for.
+    An existing run has its model and data in the store. Models and data on a network are not checked.
 
     Raises:
         UserError: the store cannot be used; the run exists with another recipe; or model, data, or the module of the
-            verifier are not there.
+            verifier do not exist.
     """
     store, first = usable_store(recipe.store.url), None
     if isinstance(recipe, RlhfRecipe) and recipe.model.warm_start:
@@ -87,7 +87,7 @@ def check_inputs(recipe: Recipe, name: str = "") -> None:
 
 
 def usable_store(url: str) -> Store:
-    """The store at `url`, its folder made. UserError if it cannot be read, or its folder not be made or written."""
+    """The store at `url`, its folder made. UserError if it cannot be read, or its folder not created or written."""
     store = open_store(url)
     store.exists(run_record("any"))
     root = store.local("")

@@ -1,4 +1,4 @@
-"""Says how far a stage of minutes has come: a line of log now and then, none for a stage of seconds."""
+"""Logs the progress of stages that take longer than `EVERY_SECONDS`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-#: Between two lines. A stage that is done before the first says nothing.
+#: Between two log lines. A stage that ends before the first logs none.
 EVERY_SECONDS: Final = 30.0
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ Count = Callable[[], tuple[int, int]]
 def reported(label: str, unit: str, count: Count) -> Iterator[None]:
     """While inside, log every `EVERY_SECONDS` how many `unit` of `label` are done.
 
-    `count` gives (done, of all); it is called in a thread of its own. All 0: nothing is known yet, and nothing is said.
+    `count` gives (done, total) and is called in a thread of its own. A total of 0 means unknown: nothing is logged.
     """
     ended = threading.Event()
     arguments = (label, unit, count, EVERY_SECONDS, ended)
@@ -31,7 +31,7 @@ def reported(label: str, unit: str, count: Count) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        reporter.join(1.0)  # not for ever: `count` may be waiting for an engine that is gone
+        reporter.join(1.0)  # not for ever: `count` may wait for an engine that has ended
 
 
 def _report(label: str, unit: str, count: Count, every: float, ended: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""prompts: the data set's rows as token ids, put into the store once a run."""
+"""prompts: the data set's rows as token ids, put into the store once per run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prompts(recipe: Recipe) -> Stage:
 
 
 def new_tokens(recipe: Recipe, table: str) -> int | None:
-    """Room a prompt must leave for its completion, in tokens; None: as much as its own answer takes."""
+    """Tokens that a prompt must leave for its completion; None: the length of its own answer."""
     if isinstance(recipe, SftRecipe):
         return None
     if isinstance(recipe, RlhfRecipe) and table == "prompts":
@@ -59,7 +59,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
 
 
 def counts(table: str, split: str, read: int, kept: int) -> dict[str, float]:
-    """How many rows of a split are prompts, and how many `data.on_long_prompt` drop left out, which the log says."""
+    """Rows of a split that became prompts, and rows that `data.on_long_prompt: drop` left out (logged)."""
     if kept < read:
         log.warning(
             "%d of %d rows of split %r leave no room within model.max_length: data.on_long_prompt drop leaves them out",
@@ -71,7 +71,7 @@ def counts(table: str, split: str, read: int, kept: int) -> dict[str, float]:
 
 
 def dropped_eval_prompts(prompts: StageManifest) -> dict[str, float]:
-    """How many held-out prompts were left out as too long, as a metric of an evaluation; empty where none were counted.
+    """The number of held-out prompts left out as too long, as a metric of an evaluation; empty if not counted.
 
     Manifests of earlier versions hold no count.
     """

@@ -20,7 +20,7 @@ from schemas.tables import PUBLISH
 
 
 def publish(recipe: RlhfRecipe | SftRecipe) -> Stage:
-    """One row: where the weights lie, how large they are, how long writing and loading took."""
+    """One row: path and size of the weights, seconds of writing and loading."""
     return Stage(
         name="publish",
         kind=Kind.WEIGHTS,
@@ -35,7 +35,7 @@ def publish(recipe: RlhfRecipe | SftRecipe) -> Stage:
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
-    """The servers get the weights first where the trainer can hand them over; else they read what is always written."""
+    """The servers get the weights first if the trainer can send them; else they load them from the store."""
     train, servers, actor = inputs.manifests["train"], context.engines.servers, context.engines.actor
     started, trainer, ref = time.monotonic(), actor.keeping(train), unwritten(train)
     row = _row(ref, servers.transport)
@@ -50,7 +50,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
 
 
 def is_written(recipe: Recipe, version: int) -> bool:
-    """Whether a recipe asks for this version in the store: at its interval, at the run's end, where it is evaluated."""
+    """Whether a recipe wants this version in the store: at its interval, at the run's end, if it is evaluated."""
     if isinstance(recipe, EvaluateRecipe):
         return True
     due = version % recipe.trainer.weights_every == 0 or version == recipe.schedule.iterations
@@ -59,7 +59,7 @@ def is_written(recipe: Recipe, version: int) -> bool:
 
 
 def unwritten(train: StageManifest) -> WeightsRef:
-    """How records name weights that are not in the store: by what made them."""
+    """The reference to weights that are not in the store: by the digest of their train stage."""
     return WeightsRef(version=train.iteration + 1, attempt="", path="", sha256="", digest=train.digest)
 
 
@@ -79,7 +79,7 @@ def _row(ref: WeightsRef, transport: str) -> dict[str, object]:
 
 
 def publish_row(store: Store, ref: WeightsRef, files: Sequence[FileRef], transport: str = "store") -> dict[str, object]:
-    """A row of `PUBLISH` for written weights that nobody has timed."""
+    """A row of `PUBLISH` for written weights, without times."""
     return _row(ref, transport) | {
         "weights_attempt": ref.attempt,
         "materialised": True,
@@ -89,14 +89,14 @@ def publish_row(store: Store, ref: WeightsRef, files: Sequence[FileRef], transpo
 
 
 def reload(context: Context, inputs: Inputs, manifest: StageManifest) -> None:
-    """The weights are committed: let the servers have them, from the store or by way of a trainer that holds them."""
+    """Give the servers the committed weights, from the store or from the trainer."""
     ref = published_weights(context.store, manifest, "publish")
     trainer = None if ref.written else context.engines.actor.keeping(inputs.manifests["train"])
     context.engines.servers.serve(ref, trainer)
 
 
 def published_weights(store: Store, manifest: StageManifest, table: str) -> WeightsRef:
-    """The weights that the one row of a table like `publish` names. They lie in the run that wrote it."""
+    """The weights that the one row of a table like `publish` names; their files are in the run that wrote it."""
     columns_read = ("version", "weights_attempt", "materialised", "sha256")
     row = read_table(store, manifest.tables[table], columns_read).to_pylist()[0]
     if not row["materialised"]:

@@ -2,8 +2,8 @@
 
 reference: under version 0, for a KL term.
 
-proximal: under the policy that the iteration begins with. They stand beside the server's own, with which the tokens
-were sampled: the two differ in rounding.
+proximal: under the policy that the iteration begins with. The server's own, with which the tokens were sampled, are
+kept as well: the two differ in rounding.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def reference(recipe: RlhfRecipe) -> Stage:
 
 
 def proximal(recipe: RlhfRecipe) -> Stage:
-    """Per token `prox_logprobs`. Waits for `reference`: the same trainer, which may have to be restored for it."""
+    """Per token `prox_logprobs`. After `reference`: both use the trainer, which may have to be restored first."""
     return _stage(recipe, "policy", carries=("policy",), after=("reference",))
 
 
 def _stage(recipe: RlhfRecipe, which: Which, carries: tuple[str, ...] = (), after: tuple[str, ...] = ()) -> Stage:
-    """Reads what a forward pass needs."""
+    """A stage that reads the columns that a forward pass needs."""
     return Stage(
         name=STAGE[which],
         kind=Kind.INFERENCE,

@@ -1,7 +1,7 @@
-"""Replays a run from its tables: what a change reaches is built anew in a child run, the rest is taken by reference.
+"""Replays a run from its tables: a child run rebuilds what a change affects, and references the rest.
 
-A replay keeps the rollouts of the run that it replays: the data is what it was, whatever the changed policy would have
-generated (counterfactual). On policy, rollouts too are built anew from the first iteration that a change has reached.
+A replay keeps the rollouts of the replayed run, although the changed policy would generate others (counterfactual). On
+policy, rollouts are rebuilt as well from the first iteration that a change affects.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ _POLICY = {"policy", "weights"}  # what a stage carries that depends on the weig
 
 @dataclass(frozen=True)
 class Recorded:
-    """One iteration of the run that is replayed, and what of it a replay may take.
+    """One iteration of the run that is replayed, and which of its results a replay may reuse.
 
-    The stages `kept` are taken whatever would be asked for now, the stage `anew` is never taken, and every other one
-    is taken if its key is the recorded one.
+    The stages `kept` are reused whatever their key is now, the stage `rebuilt` is never reused, and any other stage is
+    reused if its key is the recorded one.
     """
 
     run: Run
     commit: IterationCommit
     kept: frozenset[str]
-    anew: str
+    rebuilt: str
 
     @property
     def previous_digest(self) -> str:
-        """The commit that the recorded source stages were asked for after."""
+        """Digest of the commit that precedes the recorded one."""
         return self.commit.previous
 
-    def judged_anew(self) -> Found | None:
-        """The recorded evaluation, where a replay judges its completions anew."""
-        if self.anew != "evaluate":
+    def rejudged(self) -> Found | None:
+        """The recorded evaluation, if the replay verifies its completions again."""
+        if self.rebuilt != "evaluate":
             return None
         ref = next(ref for ref in self.commit.stages if ref.stage == "evaluate")
         return Found(self.run.read_stage(ref), ref)
 
     def find(self, stage: str, key: str) -> Found | None:
-        """The recorded result that stands for this stage and key."""
-        if stage == self.anew:
+        """The recorded result to reuse for this stage and key."""
+        if stage == self.rebuilt:
             return None
         fitting = (r for r in self.commit.stages if r.stage == stage and (r.key == key or stage in self.kept))
         ref = next(fitting, None)
@@ -62,12 +62,12 @@ class Recorded:
 
 
 def stage_at(recipe: Recipe, name: str) -> str:
-    """The stage that does what `verify`, `advantage` or `train` names: an evaluation judges what it has generated."""
+    """The stage for `verify`, `advantage` or `train`: in an evaluation, stage `evaluate` does the verifying."""
     return "evaluate" if isinstance(recipe, EvaluateRecipe) and name == "verify" else name
 
 
 def replay_plan(recipe: Recipe, origin: Origin, k: int) -> Plan:
-    """The graph of a replayed iteration. Without servers nothing is evaluated."""
+    """The graph of a replayed iteration. A counterfactual replay has no servers, so it evaluates nothing."""
     if origin.replay_until:
         return plan(stages(recipe), [stage_at(recipe, origin.replay_until)])
     if origin.counterfactual and not isinstance(recipe, EvaluateRecipe):
@@ -88,11 +88,11 @@ def before(graph: Plan, stage: str) -> list[Stage]:
 
 
 def kept_stages(graph: Plan, origin: Origin, start: str) -> frozenset[str]:
-    """The stages whose recorded results stand as they are, whatever would be asked for now.
+    """The stages whose recorded results are kept, whatever their keys are now.
 
-    On policy that is what the run begins with. Else it is all that comes before the start: the rollouts, though other
-    weights would make others, and what was made of them, unless it depends on the weights and these are trained anew.
-    `start` is the first stage that is built anew.
+    On policy, only those that a run begins with. Otherwise all before `start`, the first stage that is rebuilt: the
+    rollouts, although other weights would generate others, and all stages computed from them, except those that depend
+    on weights that are trained again.
     """
     if not origin.counterfactual:
         return frozenset(s.name for s in graph.stages if s.once and not s.reads)
@@ -101,18 +101,18 @@ def kept_stages(graph: Plan, origin: Origin, start: str) -> frozenset[str]:
 
 
 def loop_of(run: Run) -> type[Loop]:
-    """What builds the iterations of this run."""
+    """The class that builds the iterations of this run."""
     return Replay if run.record.kind == "replay" else Loop
 
 
 def needs_trainer(graph: Plan) -> bool:
-    """Whether any stage of the graph asks something of the trainer."""
+    """Whether any stage of the graph uses the trainer."""
     return any(stage.kind in (Kind.INFERENCE, Kind.TRAIN_STEP) for stage in graph.stages)
 
 
 @dataclass
 class Replay(Loop):
-    """The iterations of a child run that rebuilds those of its parent; it ends where the parent stood at its start."""
+    """The iterations of a child run that rebuilds those that its parent had committed when it was created."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,7 +130,7 @@ class Replay(Loop):
         return replay_plan(self.recipe_at(k), self.origin, k)
 
     def recipe_at(self, k: int) -> Recipe:
-        """The original's recipe of then, with the changes: it may have been made longer since."""
+        """The original's recipe of iteration `k` with the changes; the original may have been extended since."""
         return parse_recipe(self.run.recipe_at(k), self.run.name)
 
     def evaluates_at_end(self, k: int) -> bool:
@@ -140,7 +140,7 @@ class Replay(Loop):
         return False
 
     def _unpublished(self) -> StageRef | None:
-        """None: what the original published is the original's."""
+        """None: weights that the original published are not published again."""
         return None
 
     def _begin_engines(self) -> None:
@@ -160,13 +160,13 @@ class Replay(Loop):
         return replace(super()._context(k), recorded=recorded)
 
     def _new_weights(self, context: Context, built: Mapping[str, Built]) -> WeightsRef:
-        """Where nothing is trained, those that the original made."""
+        """If nothing is trained, those of the original."""
         if self.origin.replay_until and context.recorded is not None:
             return context.recorded.commit.weights
         return super()._new_weights(context, built)
 
     def _checkpoint(self, context: Context, built: Mapping[str, Built]) -> tuple[WeightsRef | None, float]:
-        """Where nothing was trained anew, what the original had: its policy is the child's."""
+        """If nothing was trained again, that of the original: both have the same policy."""
         train = built.get("train")
         if context.recorded is not None and (train is None or train.recorded(context)):
             return context.recorded.commit.checkpoint, since_checkpoint(context.recorded.commit)

@@ -13,7 +13,7 @@ from schemas.recipe.recipe import RlhfRecipe
 def rollout(recipe: RlhfRecipe) -> Stage:
     """One row per completion: its tokens, their log-probabilities and the weights version of each.
 
-    With filters, verdicts decide which groups there are: they accompany the samples, and the key has what decides them.
+    With filters, verdicts determine which groups there are, so they are written too, and the key covers their settings.
     """
     filtered = recipe.rollout.filters.active
     return Stage(
@@ -24,7 +24,7 @@ def rollout(recipe: RlhfRecipe) -> Stage:
         reads=columns("prompts", *PROMPT_COLUMNS),
         writes=("rollout", "judged") if filtered else ("rollout",),
         fields=("rollout", "workflow", *ENGINE_FIELDS, *(("reward",) if filtered else ())),
-        carries=() if recipe.rollout.max_head_offpolicyness else ("weights",),  # else they are of several versions
+        carries=() if recipe.rollout.max_head_offpolicyness else ("weights",),  # else samples have several versions
         source=True,
     )
 

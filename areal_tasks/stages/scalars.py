@@ -1,4 +1,4 @@
-"""scalars: the short columns of an iteration joined by sample, which most questions read. Part of every commit."""
+"""scalars: the short columns of an iteration, joined by sample, which most queries read. Part of every commit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
 
 
 def aligned(sample_ids: pa.ChunkedArray, table: pa.Table) -> pa.Table:
-    """The rows of `table` in the order of `sample_ids`; zeros, minibatch -1 and no gap for samples it does not have."""
+    """The rows of `table` in the order of `sample_ids`; zeros, minibatch -1 and gap NaN for missing samples."""
     if table["sample_id"].equals(sample_ids):
         return table
     wanted = pa.table({"sample_id": sample_ids, "_order": pa.array(range(len(sample_ids)))})

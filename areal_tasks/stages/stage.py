@@ -1,4 +1,4 @@
-"""What a stage is: a function from tables to tables, with what it reads and writes said beforehand."""
+"""A stage: a function from tables to tables that declares what it reads and writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Kind(StrEnum):
-    """What a stage asks of the machines (Core's kinds of model function call, and what needs no model)."""
+    """What a stage needs: one of the kinds of model function call, or no model."""
 
     PURE = "pure"
     GENERATE = "GENERATE"
@@ -28,7 +28,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Inputs:
-    """The manifests a stage may read, by stage name, the columns it declared, and the key of what is asked for."""
+    """The manifests a stage may read, by stage name, the columns it declared, and the stage's key."""
 
     manifests: Mapping[str, StageManifest]
     reads: Sequence[str]
@@ -52,9 +52,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Output:
-    """What a stage made: tables to be written, or references to tables that an engine has written; and metrics.
+    """The result of a stage: tables to be written, or references to tables that an engine has written; and metrics.
 
-    `also_read` are manifests that it read besides its declared inputs: recorded ones, in a replay.
+    `also_read`: manifests of the replayed run that it read besides its declared inputs.
     """
 
     tables: Mapping[str, pa.Table | TableRef]
@@ -66,9 +66,9 @@ class Output:
 class Stage:
     """One node of the graph. `reads` are `table.column`; `writes` are tables; `carries` is state of the last iteration.
 
-    `source` stages read no table that says which iteration it is, so the previous commit enters their key; `once`
-    stages are built once a run, and every later commit names the same manifest. `on_reuse` brings an engine to where
-    running the stage would have left it.
+    `source` stages read no table of their iteration, so their key contains the previous commit's digest; `once` stages
+    are built once per run, and every later commit names the same manifest. `on_reuse` brings an engine to the state in
+    which running the stage would have left it.
     """
 
     name: str

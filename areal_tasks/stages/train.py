@@ -37,7 +37,7 @@ def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
 
 
 def _tables(recipe: RlhfRecipe | SftRecipe) -> tuple[str, ...]:
-    """What the objective reads; the reference also where KL is in the reward, to measure it."""
+    """The tables that the objective reads; `reference` also for KL in the reward, to measure it."""
     if isinstance(recipe, SftRecipe):
         return ("batch",)
     reference = ("reference",) if recipe.algorithm.kl != "none" else ()
@@ -45,12 +45,12 @@ def _tables(recipe: RlhfRecipe | SftRecipe) -> tuple[str, ...]:
 
 
 def _ages(recipe: RlhfRecipe | SftRecipe) -> bool:
-    """Whether the tokens may be of different weights."""
+    """Whether the tokens may come from several weights versions."""
     return isinstance(recipe, RlhfRecipe) and recipe.rollout.max_head_offpolicyness > 0
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
-    """Steps the policy from version `iteration` to the next. A retry never steps twice: the digest is known."""
+    """Trains the policy from version `iteration` to the next. A retry never steps twice: the trainer knows the key."""
     trainer = context.engines.actor.to_step(context.iteration)
     with reported(f"train {context.iteration}", "samples", trainer.work):
         done = trainer.train(_command(context, inputs, prefix))
@@ -58,7 +58,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
 
 
 def restore_policy(context: Context, inputs: Inputs, manifest: StageManifest) -> None:
-    """The steps are committed, but the engine that made them is gone: bring the policy to the version they made."""
+    """The steps are committed: restore the policy to the version after them."""
     context.engines.actor.after(manifest)
 
 

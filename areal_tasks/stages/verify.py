@@ -23,9 +23,9 @@ from schemas.tables import JUDGED, VERDICTS, VERIFY
 
 
 def verify(recipe: RlhfRecipe) -> Stage:
-    """One row per sample: reward, verdict, and what was found in the text.
+    """One row per sample: reward, verdict, and the answer found in the text.
 
-    Verdicts that filters have asked for are taken over, if they were given with the same settings.
+    Verdicts that were made for filters with the same settings are reused.
     """
     judged = columns("judged", *JUDGED.names) if recipe.rollout.filters.active else ()
     return Stage(
@@ -40,7 +40,7 @@ def verify(recipe: RlhfRecipe) -> Stage:
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
-    """Raises UserError when more verdicts than `reward.max_unverified` are no judgement."""
+    """UserError if the share of samples that could not be verified exceeds `reward.max_unverified`."""
     rollout = inputs.read(context, "rollout")
     known = known_verdicts(context, inputs)
     ids = rollout["sample_id"].to_pylist()
@@ -57,7 +57,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
 
 
 def known_verdicts(context: Context, inputs: Inputs) -> dict[str, VerifyResult]:
-    """By sample, the verdicts that accompany the rollout, and were given with the settings that are in force."""
+    """By sample id, the verdicts that were made for filters with the settings in force."""
     if "judged" not in tables_of(inputs.reads):
         return {}
     assert isinstance(context.recipe, RlhfRecipe)
@@ -86,7 +86,7 @@ def verify_table(sample_ids: pa.ChunkedArray, results: Sequence[VerifyResult]) -
 
 
 def mean_reward(results: Sequence[VerifyResult]) -> float:
-    """Over the samples that have a reward; 0 where none has."""
+    """The mean reward of the samples that have one; 0 if none has."""
     rewards = [result.reward for result in results if not math.isnan(result.reward)]
     return sum(rewards) / max(len(rewards), 1)
 
@@ -97,7 +97,7 @@ def verdict_shares(results: Sequence[VerifyResult]) -> dict[str, float]:
 
 
 def check_failures(results: Sequence[VerifyResult], reward: Reward) -> None:
-    """UserError where more of the verdicts than `reward.max_unverified` are no judgement."""
+    """UserError if the share of samples that could not be verified exceeds `reward.max_unverified`."""
     failed = [result for result in results if result.verdict in unverified(reward)]
     if len(failed) > reward.max_unverified * len(results):
         raise UserError(

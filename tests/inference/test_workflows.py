@@ -17,7 +17,7 @@ from waiting import LIMIT, until
 
 from areal_tasks.data.sampler import sampling_seed
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
-from areal_tasks.rollout.worker.apart import Apart, Blocked
+from areal_tasks.rollout.worker.apart import Blocked, IsolatedWorkflow
 from areal_tasks.stages.evaluate import run_groups
 from areal_tasks.store.digest import content_digest
 from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext, load_workflow, samples_to_table
@@ -70,7 +70,7 @@ def run(client: Echo) -> list[Sample]:
         client=cast(InferenceClient, client), seed=7, group_size=2, max_new_tokens=9, temperature=0.5, max_length=32,
         stop=("x",), generation=1,
     )  # fmt: skip
-    return asyncio.run(run_groups(Apart(SingleTurn(), LIMIT), prompts(), context, LIMIT))
+    return asyncio.run(run_groups(IsolatedWorkflow(SingleTurn(), LIMIT), prompts(), context, LIMIT))
 
 
 @dataclass
@@ -95,7 +95,7 @@ def test_an_evaluation_whose_workflow_never_ends_fails_with_the_setting_that_lim
     says = "workflow.blocked_seconds" if blocks else "evaluation.group_seconds"
     try:
         with pytest.raises((Blocked, TimeoutError), match=says):
-            asyncio.run(run_groups(Apart(stuck, limits[0]), prompts(), context, limits[1]))
+            asyncio.run(run_groups(IsolatedWorkflow(stuck, limits[0]), prompts(), context, limits[1]))
     finally:
         stuck.end.set()
 
@@ -118,7 +118,7 @@ def test_a_prompt_that_fails_takes_back_the_requests_of_the_others() -> None:
         client = Failing()
         context = WorkflowContext(cast(InferenceClient, client), 7, 2, 9, 0.5, 32)
         with pytest.raises(KeyError, match="of one prompt"):
-            await run_groups(Apart(SingleTurn(), LIMIT), prompts(), context, LIMIT)
+            await run_groups(IsolatedWorkflow(SingleTurn(), LIMIT), prompts(), context, LIMIT)
         await until(lambda: client.cancelled == 2)
 
     asyncio.run(work())

@@ -51,12 +51,12 @@ class Near:
         self._listener.lost(self.link)
 
     def give(self, leases: list[Lease]) -> None:
-        self._soon(self.groups.obey, Orders(begin=tuple(leases)))
+        self._soon(self.groups.apply, Orders(begin=tuple(leases)))
 
     def take_back(self, numbers: list[int]) -> None:
-        self._soon(self.groups.obey, Orders(forget=tuple(numbers)))
+        self._soon(self.groups.apply, Orders(forget=tuple(numbers)))
 
-    async def tell(self, serving: Any) -> None:
+    async def follow(self, serving: Any) -> None:
         """The scene's servers need no telling."""
 
     async def requests(self) -> dict[str, int]:
@@ -80,7 +80,7 @@ class Near:
         self._loop.call_soon(lambda: None if self.gone else call(*arguments))
 
     def _tell(self, event: Event) -> None:
-        self._listener.heard(self.link, event)
+        self._listener.received(self.link, event)
 
 
 class Here(Rollouts):

@@ -15,7 +15,7 @@ from test_rollouts import sample
 from waiting import LIMIT
 
 from areal_tasks.engines.client import InferenceClient
-from areal_tasks.rollout.worker.apart import Apart, Blocked
+from areal_tasks.rollout.worker.apart import Blocked, IsolatedWorkflow
 from areal_tasks.workflows import Prompt, Sample, WorkflowContext
 
 
@@ -53,7 +53,7 @@ def run(workflow: Does, groups: int, blocked_seconds: float = LIMIT, client: Cli
     """What comes of each of so many groups."""
 
     async def all_of_them() -> list[Any]:
-        apart = Apart(workflow, blocked_seconds)
+        apart = IsolatedWorkflow(workflow, blocked_seconds)
         shared = cast(InferenceClient, client or Client())
         context = WorkflowContext(shared, seed=0, group_size=1, max_new_tokens=2, temperature=1.0, max_length=8)
         prompts = [Prompt(group, group, 0, "p", "a", [1]) for group in range(groups)]
@@ -117,7 +117,7 @@ def test_what_a_workflow_raises_is_its_own(error: BaseException) -> None:
     workflow = Does(what)
 
     async def both() -> tuple[BaseException, Any]:
-        apart = Apart(workflow, LIMIT)
+        apart = IsolatedWorkflow(workflow, LIMIT)
         context = WorkflowContext(cast(Any, Client()), 0, 1, 2, 1.0, 8)
         raised: BaseException | None = None
         try:
@@ -143,7 +143,7 @@ def test_a_group_that_is_given_up_is_cancelled_in_its_thread() -> None:
             raise
 
     async def work() -> None:
-        apart = Apart(Does(what), LIMIT)
+        apart = IsolatedWorkflow(Does(what), LIMIT)
         context = WorkflowContext(cast(Any, Client()), 0, 1, 2, 1.0, 8)
         group = asyncio.ensure_future(apart.run(Prompt(0, 0, 0, "p", "a", [1]), context))
         assert await asyncio.to_thread(begun.wait, LIMIT)

@@ -20,7 +20,7 @@ from waiting import LIMIT, until
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rewards.protocol import Row
 from areal_tasks.rollout.filters import kind_of, load_function, rejection, rejection_by
-from areal_tasks.rollout.judging import Judge, Unjudged, judged_table, row_of
+from areal_tasks.rollout.judging import Judge, VerifiersFailed, judged_table, row_of
 from areal_tasks.rollout.rejections import Rejections
 from areal_tasks.rollout.settled import Settled
 from areal_tasks.rollout.spooling import spooled_rows
@@ -97,7 +97,7 @@ def test_a_function_says_why_or_nothing() -> None:
         "function: 1 of [0.5]"
     )
     assert not rejection_by(lambda samples, rewards: None, group, [judgement(1)])
-    with pytest.raises(TypeError, match="neither a reason nor nothing"):
+    with pytest.raises(TypeError, match="neither a string nor None"):
         rejection_by(lambda samples, rewards: True, group, [judgement(1)])  # type: ignore[arg-type,return-value]
 
 
@@ -107,7 +107,7 @@ def test_a_function_says_why_or_nothing() -> None:
         ("short", {}, "is no `package.module:object`"),
         ("no.such.module:short", {}, "cannot be imported"),
         ("math:short", {}, "math has no short"),
-        ("math:pi", {}, "not something that can be called"),
+        ("math:pi", {}, "is not callable"),
         ("math:dist", {"most": 3}, "does not fit.*called with .samples, rewards. and rollout.filters.arguments .most"),
     ],
 )
@@ -206,9 +206,9 @@ def test_a_rejection_is_recorded_before_the_groups_that_it_has_made_room_for_are
             (1, "min_success: 0 of the samples are correct", 0.0),
             (2, "min_success: 0 of the samples are correct", 0.0),
         ]
-        assert not waiting and found.rejections.tell() == {"rejected_min_success": 2.0}
+        assert not waiting and found.rejections.metrics() == {"rejected_min_success": 2.0}
         found.consume([0, 3, 4, 5])
-        assert not found.rejections.tell()
+        assert not found.rejections.metrics()
 
     go(work())
 
@@ -244,7 +244,7 @@ def test_servers_are_at_other_groups_while_one_is_judged() -> None:
         found = filtered(scene, some_store(), by)
         taking = asyncio.ensure_future(found.groups())
         await until(lambda: scene.begun == [0, 1, 2, 3])  # one after the other, and none is judged yet
-        await until(lambda: len(found._judged) == BATCH)
+        await until(lambda: len(found._verifying) == BATCH)
         by.filters = Filters()
         asked.set()
         assert await taking == [0, 1, 2, 3]
@@ -304,7 +304,7 @@ def test_verifiers_that_fail_end_the_stage_and_cost_no_group_an_attempt() -> Non
 
     async def work() -> None:
         found = filtered(Numbered(), some_store(), Judge(verify, "with", Filters(equal_rewards=True)))
-        with pytest.raises(Unjudged, match="lost again and again"):
+        with pytest.raises(VerifiersFailed, match="lost again and again"):
             await found.groups()
         assert not found.book.failures
 
@@ -352,6 +352,6 @@ def test_the_run_ends_with_so_many_rejections_after_the_last_full_batch(
         ended = found.add(RejectedGroup(index=index, reason=reason, reward=1.0 if event == "filter" else None))
         since += event == "filter"
         assert (ended is not None) == (event == "filter" and since >= most)
-    told = found.tell()
+    told = found.metrics()
     assert told.get("rejected_failed", 0) == events.count("fail") == len(found.unrecorded) - len(found.by_filters())
     assert told.get("rejected_equal_rewards", 0) == events.count("filter") == len(found.by_filters())

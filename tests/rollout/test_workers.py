@@ -27,7 +27,7 @@ def test_workers_share_the_groups_and_the_table_is_in_order() -> None:
         scene = Scene()
         found = rollouts(scene, some_store(), eta=1)
         assert await found.groups(workers=2) == [0, 1, 2, 3]
-        shares = Counter(where.link.url for where in found._where.values())
+        shares = Counter(one.link.url for one in found._assigned.values())
         assert shares == {"0": BATCH, "1": BATCH}
         found.consume([0, 1, 2, 3])
         scene.version = 1
@@ -61,7 +61,7 @@ def test_a_killed_worker_that_lives_on_records_nothing(local_store: Store) -> No
         zombie = found.near()
         zombie.lose()
         await until(lambda: read_start(local_store, "run", 0)[-1].kind == "closed")
-        zombie.groups.obey(_lease(99))
+        zombie.groups.apply(_lease(99))
         await until(lambda: zombie.groups.finished)
         with pytest.raises(StartClosed):
             await zombie.groups.flush()
@@ -89,7 +89,7 @@ def test_what_is_said_of_a_lease_that_is_over_is_not_believed() -> None:
         found = rollouts(scene, some_store())
         taking = asyncio.ensure_future(found.groups())
         await until(lambda: len(scene.ends) == BATCH)
-        found.heard(found.near().link, Finished(number=77, index=2, version=0))
+        found.received(found.near().link, Finished(number=77, index=2, version=0))
         assert not found.book.live[2].finished
         for future in scene.ends.values():
             future.set_result(None)

@@ -63,7 +63,7 @@ def test_a_table_without_schema_is_refused() -> None:
 def test_a_circle_is_refused() -> None:
     one = stage("one", ("verify.reward",), ("rollout",))
     two = stage("two", ("rollout.completion",), ("verify",))
-    with pytest.raises(PlanError, match=r"in a circle: .*(one.*two|two.*one)"):
+    with pytest.raises(PlanError, match=r"in a cycle: .*(one.*two|two.*one)"):
         plan([one, two], ["two"])
 
 

@@ -1,1 +1,1 @@
-"""The rollout worker: a process that runs the workflow of groups, and holds and writes what comes of it."""
+"""The rollout worker: a process that runs workflows, and holds and writes the groups that they produce."""

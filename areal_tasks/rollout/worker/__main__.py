@@ -1,4 +1,4 @@
-"""`python -m areal_tasks.rollout.worker`: a rollout worker. Without a supervisor it leaves what waits, and ends."""
+"""`python -m areal_tasks.rollout.worker`: a rollout worker. Without a supervisor it writes finished groups and ends."""
 
 from areal_tasks.engines.lifeline import farewell, watch_lifeline
 from areal_tasks.importing import importing

@@ -1,8 +1,8 @@
-"""A user's workflow, in a thread with an event loop of its own: a call that blocks there stops no request.
+"""Runs a user's workflow in a thread with an event loop of its own, so that a blocking call stops no request.
 
-Requests are made in the loop of the client, which goes on. A call that blocks only delays the other workflows that
-wait in that thread. One that blocks for longer than `workflow.blocked_seconds` costs its group the attempt: the thread
-is left to it, and the other groups of the thread begin again in a new one.
+Requests are made in the client's event loop, which continues. A blocking call delays only the other groups of its
+thread. If it blocks for longer than `workflow.blocked_seconds` its group's attempt fails: the thread is abandoned, and
+its other groups begin again in a new one.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from areal_tasks.workflows import Prompt, Sample, Workflow, WorkflowContext
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-LOOKS: Final = 4  # at a thread, within the time that a call may block
+CHECKS: Final = 4  # of a thread, within the time that a call may block
 _GROUP: ContextVar[int] = ContextVar("group")
 
 
 async def in_time(work: Awaitable[T], seconds: float, setting: str) -> T:
-    """Await user code. TimeoutError, which names the setting, if it is not done after so many seconds."""
+    """Await user code. TimeoutError, which names the setting, if it is not done after `seconds`."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await work
@@ -44,10 +44,10 @@ class Blocked(Exception):
 
 
 @dataclass(eq=False)
-class Place:
-    """A thread for workflows. `left` is done when it is left to the groups that it is the result of."""
+class WorkflowThread:
+    """A thread for workflows. `abandoned`: done when the thread is given up; its result is the groups that block it."""
 
-    left: asyncio.Future[frozenset[int]]
+    abandoned: asyncio.Future[frozenset[int]]
     thread: LoopThread = field(default_factory=lambda: LoopThread("workflows"))
     groups: set[int] = field(default_factory=set)
     owners: WeakKeyDictionary[asyncio.Task[Any], int] = field(default_factory=WeakKeyDictionary)
@@ -61,117 +61,117 @@ class Place:
             self.owners[task] = group
         return task
 
-    def culprits(self) -> frozenset[int]:
-        """The group whose task runs; all groups where that is not known."""
+    def blocking(self) -> frozenset[int]:
+        """The group whose task is running; all groups if that is unknown."""
         task = asyncio.current_task(self.thread.loop)
         group = self.owners.get(task) if task is not None else None
         return frozenset(self.groups) if group is None else frozenset({group})
 
     def stack(self) -> str:
-        """Where the thread is."""
+        """The stack of the thread."""
         frame = sys._current_frames().get(self.thread.thread.ident or 0)
         return "".join(traceback.format_stack(frame)) if frame else ""
 
 
-class Apart:
-    """Runs `workflow` in a thread of its own; `run` belongs to one event loop, that of the client."""
+class IsolatedWorkflow:
+    """Runs `workflow` in a thread of its own; call `run` in the client's event loop."""
 
     def __init__(self, workflow: Workflow, blocked_seconds: float) -> None:
         self._workflow = workflow
         self._seconds = blocked_seconds
-        self._place: Place | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._thread: WorkflowThread | None = None
+        self._monitoring: asyncio.Task[None] | None = None
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
         """The group's samples. Raises Blocked, and what the workflow raises."""
         while True:
-            place = self._here()
+            thread = self._current_thread()
             group, loop = prompt.group_id, asyncio.get_running_loop()
-            across = replace(context, client=_Across(context.client, loop))  # type: ignore[arg-type]
-            ended = asyncio.wrap_future(place.thread.submit(self._run(prompt, across, place)))
-            place.groups.add(group)
+            proxied = replace(context, client=_ClientProxy(context.client, loop))  # type: ignore[arg-type]
+            ended = asyncio.wrap_future(thread.thread.submit(self._run(prompt, proxied, thread)))
+            thread.groups.add(group)
             try:
-                either: list[asyncio.Future[Any]] = [ended, place.left]
+                either: list[asyncio.Future[Any]] = [ended, thread.abandoned]
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                place.groups.discard(group)
+                thread.groups.discard(group)
                 ended.cancel()  # unless it is done
             if ended.done() and not ended.cancelled():
                 return ended.result()
-            if not place.left.done():
+            if not thread.abandoned.done():
                 raise asyncio.CancelledError  # the workflow has cancelled itself
-            if group in place.left.result():
+            if group in thread.abandoned.result():
                 raise Blocked(
                     f"it has blocked its event loop for {self._seconds:g} s (workflow.blocked_seconds): "
                     "`await asyncio.to_thread(...)` takes such a call out of the loop"
                 )
 
-    async def _run(self, prompt: Prompt, context: WorkflowContext, place: Place) -> list[Sample]:
-        _GROUP.set(prompt.group_id)  # for the tasks that it makes
+    async def _run(self, prompt: Prompt, context: WorkflowContext, thread: WorkflowThread) -> list[Sample]:
+        _GROUP.set(prompt.group_id)  # inherited by the tasks that the workflow creates
         if (task := asyncio.current_task()) is not None:
-            place.owners[task] = prompt.group_id
+            thread.owners[task] = prompt.group_id
         return await self._workflow.run(prompt, context)
 
-    def _here(self) -> Place:
-        if self._place is None:
-            self._place = Place(asyncio.get_running_loop().create_future())
-            self._watch = asyncio.ensure_future(self._look_after(self._place))
-        return self._place
+    def _current_thread(self) -> WorkflowThread:
+        if self._thread is None:
+            self._thread = WorkflowThread(asyncio.get_running_loop().create_future())
+            self._monitoring = asyncio.ensure_future(self._monitor(self._thread))
+        return self._thread
 
-    async def _look_after(self, place: Place) -> None:
-        """Until the thread does nothing for too long."""
-        while not await self._is_blocked(place):
-            await asyncio.sleep(self._seconds / LOOKS)
-        culprits = place.culprits()
-        log.error("a workflow blocks its event loop (groups %s), at\n%s", sorted(culprits), place.stack())
-        self._place = None
-        place.left.set_result(culprits)
-        place.thread.end()
+    async def _monitor(self, thread: WorkflowThread) -> None:
+        """Wait until the thread is blocked, and abandon it."""
+        while not await self._is_blocked(thread):
+            await asyncio.sleep(self._seconds / CHECKS)
+        blocking = thread.blocking()
+        log.error("a workflow blocks its event loop (groups %s), at\n%s", sorted(blocking), thread.stack())
+        self._thread = None
+        thread.abandoned.set_result(blocking)
+        thread.thread.end()
 
-    async def _is_blocked(self, place: Place) -> bool:
-        """Whether the thread takes no turn for too long, though there are groups in it."""
-        turn = asyncio.wrap_future(place.thread.submit(_nothing()))
-        for seconds in (self._seconds, self._seconds / LOOKS):  # this loop may have been late itself
+    async def _is_blocked(self, thread: WorkflowThread) -> bool:
+        """Whether the thread's event loop has stood still for too long while it has groups."""
+        turn = asyncio.wrap_future(thread.thread.submit(_no_op()))
+        for seconds in (self._seconds, self._seconds / CHECKS):  # this loop may have been late itself
             await asyncio.wait([turn], timeout=seconds)
-        return bool(place.groups) and not turn.done()
+        return bool(thread.groups) and not turn.done()
 
     def close(self) -> None:
-        """Use no thread any more. What blocks ends with the process."""
-        if self._watch is not None:
-            self._watch.cancel()
-        if self._place is not None:
-            self._place.thread.end()
+        """End the thread. A call that blocks it ends with the process."""
+        if self._monitoring is not None:
+            self._monitoring.cancel()
+        if self._thread is not None:
+            self._thread.thread.end()
 
 
-async def _nothing() -> None:
-    """A turn of the loop."""
+async def _no_op() -> None:
+    """Done as soon as the event loop is free."""
 
 
-class _Across:
-    """The client, for workflows in another event loop than its own; what else they ask it for they get from itself."""
+class _ClientProxy:
+    """The client, for workflows in another event loop than its own: requests run in the client's loop."""
 
-    def __init__(self, client: InferenceClient, home: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, client: InferenceClient, loop: asyncio.AbstractEventLoop) -> None:
         self._client = client
-        self._home = home
+        self._loop = loop
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """As `InferenceClient.generate`."""
-        return await self._at_home(self._client.generate(requests))
+        return await self._in_client_loop(self._client.generate(requests))
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece]:
         """As `InferenceClient.stream`."""
         pieces = self._client.stream(request)
         try:
-            while (piece := await self._at_home(anext(pieces, None))) is not None:
+            while (piece := await self._in_client_loop(anext(pieces, None))) is not None:
                 yield piece
         finally:
-            await self._at_home(pieces.aclose())
+            await self._in_client_loop(pieces.aclose())
 
-    async def _at_home(self, work: Awaitable[T]) -> T:
-        async def waited_for() -> T:
+    async def _in_client_loop(self, work: Awaitable[T]) -> T:
+        async def awaited() -> T:
             return await work
 
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(waited_for(), self._home))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(awaited(), self._loop))

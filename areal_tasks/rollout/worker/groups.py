@@ -1,7 +1,7 @@
-"""The groups that a worker was given: those under way, and those that have finished and wait to be written.
+"""The groups of a rollout worker: running ones, and finished ones that wait to be written.
 
-All methods belong to the event loop of the client of the servers. Leases have numbers: what was begun again is another
-lease, so that nothing that is said of the first is taken for the second.
+Call all methods in the event loop of the inference client. A group that begins again has a lease with another number,
+so that a message about the first attempt is not taken for one about the second.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient, Piece
 from areal_tasks.engines.server import BadRequest, ServerDown
 from areal_tasks.rollout.background import Background
-from areal_tasks.rollout.judging import Judge, Unjudged, verdicts_of
+from areal_tasks.rollout.judging import Judge, VerifiersFailed, verdicts_of
 from areal_tasks.rollout.orders import (
     Broken,
     Cause,
@@ -45,16 +45,16 @@ from schemas.recipe.sections import Rollout
 
 log = logging.getLogger(__name__)
 
-#: Whose failure an error of a group is; all others are the workflow's.
+#: The cause of each kind of error of a group; any other error is the workflow's.
 CAUSES: Final[tuple[tuple[type[BaseException], Cause], ...]] = (
-    (BadRequest, "workflow"), (ServerDown, "servers"), (Unjudged, "verifiers"), (UserError, "mistake"),
+    (BadRequest, "workflow"), (ServerDown, "servers"), (VerifiersFailed, "verifiers"), (UserError, "mistake"),
 )  # fmt: skip
-#: Of the rows of any table.
+#: The order of the rows of every table.
 ORDER: Final = [("group_id", "ascending"), ("sample_index", "ascending")]
 
 
 class AtLeast:
-    """The client, for a leased group: none of its requests goes to a server with weights older than `floor`."""
+    """The client, for a leased group: no request goes to a server with weights older than `floor`."""
 
     def __init__(self, client: InferenceClient, floor: int) -> None:
         self._client = client
@@ -83,23 +83,23 @@ class Held:
 
 @dataclass
 class Groups:
-    """`prompt_of` gives the prompt of a group, by its number; `tell` takes what the flow is to know."""
+    """The groups of one worker. `prompt_of` gives the prompt of a group; `report` sends the flow an event."""
 
     workflow: Workflow
     context: WorkflowContext
     prompt_of: Callable[[int], Prompt]
     limits: Rollout
     writer: Writer
-    tell: Callable[[Event], None]
-    judge: Judge | None = None  # where filters may reject groups
-    finished: dict[int, Held] = field(default_factory=dict)  # in memory only, by the number of the lease
-    _spooled: dict[int, tuple[int, SpoolRecord]] = field(default_factory=dict)  # group and record, until the flow knows
+    report: Callable[[Event], None]
+    judge: Judge | None = None  # if filters may reject groups
+    finished: dict[int, Held] = field(default_factory=dict)  # in memory only, by lease number
+    _spooled: dict[int, tuple[int, SpoolRecord]] = field(default_factory=dict)  # group and record, by lease number
     _running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _flushing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _background: Background = field(default_factory=Background)
 
-    def obey(self, orders: Orders) -> None:
-        """Begin groups, and let go of leases that are over."""
+    def apply(self, orders: Orders) -> None:
+        """Begin the groups of new leases, and drop those whose leases are over."""
         for number in orders.forget:
             self.finished.pop(number, None)
             self._spooled.pop(number, None)
@@ -109,7 +109,7 @@ class Groups:
             self._running[lease.number] = asyncio.ensure_future(self._generate(lease))
 
     async def close(self) -> None:
-        """Give up the groups under way, and leave those that wait in the store."""
+        """Abandon running groups, and write finished ones to the store."""
         running = list(self._running.values())
         self._running.clear()
         for task in running:
@@ -118,7 +118,7 @@ class Groups:
         await self.flush()
 
     async def flush(self) -> None:
-        """Record what has finished and is not in the store yet; it needs no memory any more."""
+        """Write finished groups to the spool, and drop them from memory."""
         async with self._flushing:
             waiting = dict(self.finished)
             if not waiting:
@@ -129,13 +129,13 @@ class Groups:
                 numbers = tuple(n for n, held in waiting.items() if held.index in there and n in self.finished)
                 for number in numbers:
                     self._spooled[number] = (self.finished.pop(number).index, record)
-                self.tell(Spooled(numbers=numbers, record=record))
+                self.report(Spooled(numbers=numbers, record=record))
 
     async def write(self, part: Part) -> Written:
         """Write groups that an iteration takes, in order.
 
         Raises:
-            LeaseOver: a lease is not here, or not any more.
+            LeaseOver: one of the leases is over, or unknown.
             StoreError: rows in the spool cannot be read, or the store does not take the part.
         """
         records, samples = {(record.start, record.n): record for record in part.records}, list[Sample]()
@@ -169,31 +169,31 @@ class Groups:
         )
 
     async def _generate(self, lease: Lease) -> None:
-        """Bring one group to its end, whatever that is."""
+        """Run one attempt at a group, and report how it ends."""
         samples: list[Sample] = []
         reason, failure = "", None
         try:
             samples = await self._attempt(lease)
             if self.judge is not None:
-                self.tell(Generated(number=lease.number, index=lease.index))
+                self.report(Generated(number=lease.number, index=lease.index))
                 reason = await self.judge(samples)
         except GeneratorExit:  # the event loop is gone
             raise
         except BaseException as error:  # a workflow may even call sys.exit
             failure = error
         if self._running.get(lease.number) is not asyncio.current_task():
-            return  # it is over
+            return  # the lease is over
         del self._running[lease.number]
         if failure is not None:
             self._fail(lease, failure)
             return
         verdicts = tuple(verdicts_of(samples))
         if reason:
-            self.tell(Rejected(number=lease.number, index=lease.index, reason=reason, verdicts=verdicts))
+            self.report(Rejected(number=lease.number, index=lease.index, reason=reason, verdicts=verdicts))
             return
         held = Held(lease.index, oldest_version(samples, lease.floor), samples)
         self.finished[lease.number] = held
-        self.tell(Finished(number=lease.number, index=held.index, version=held.version, verdicts=verdicts))
+        self.report(Finished(number=lease.number, index=held.index, version=held.version, verdicts=verdicts))
         full = len(self.finished) > self.limits.groups_in_memory
         self._flush_after(0.0 if full else self.limits.flush_seconds, lease.number)
 
@@ -206,19 +206,19 @@ class Groups:
         log.warning("group %d has failed", lease.index, exc_info=error)
         cause = next((cause for kind, cause in CAUSES if isinstance(error, kind)), "workflow")
         reason = f"{type(error).__name__}: {error}" if cause == "workflow" else str(error)
-        self.tell(Failed(number=lease.number, index=lease.index, reason=reason, cause=cause))
+        self.report(Failed(number=lease.number, index=lease.index, reason=reason, cause=cause))
 
     def _flush_after(self, seconds: float, number: int) -> None:
-        """Flush by then, unless the group is in the store, or not needed any more."""
+        """Flush after `seconds` if the group of lease `number` is still in memory."""
 
         def failed(error: Exception) -> None:
-            self.tell(Broken(reason=f"finished groups cannot be written to the store: {error}"))
+            self.report(Broken(reason=f"finished groups cannot be written to the store: {error}"))
 
         self._background.store(seconds, lambda: number in self.finished, self.flush, failed)
 
 
 def checked(samples: object, lease: Lease) -> list[Sample]:
-    """What a workflow has returned for a group. TypeError if that is not the group's samples, each of them sound."""
+    """What a workflow returned for a group. TypeError unless these are valid samples of the leased group."""
     wanted = isinstance(samples, list) and samples and all(isinstance(sample, Sample) for sample in samples)
     if not wanted:
         raise TypeError(f"the workflow's `run` returned {str(samples)[:100]} for a group, not its samples in a list")
@@ -227,7 +227,7 @@ def checked(samples: object, lease: Lease) -> list[Sample]:
         raise TypeError("the workflow's `run` returned samples of another prompt than it was given")
     if any(later.sample_index <= sample.sample_index for sample, later in pairwise(found)):
         raise TypeError("the workflow's `run` returned samples that are not in the order of `sample_index`")
-    samples_to_table(found)  # raises what no column can hold
+    samples_to_table(found)  # raises if a column cannot hold a value
     if (oldest := oldest_version(found, lease.floor)) < lease.floor:
         raise TypeError(
             f"a sample that the workflow returned has a token of weights version {oldest}; its group was given no "

@@ -1,4 +1,4 @@
-"""The rollout worker as a process: its HTTP face, /begin, /orders, /serving, /busy, /news, /write, /flush and /close.
+"""The process of a rollout worker and its HTTP API: /begin, /orders, /serving, /busy, /news, /write, /flush and /close.
 
 Errors are JSON, {"error": "..."}; their status says what they mean (`areal_tasks.rollout.orders.STATUSES`).
 """
@@ -26,59 +26,59 @@ from areal_tasks.rollout.worker.service import WorkerService
 
 log = logging.getLogger(__name__)
 
-FAREWELL_SECONDS: Final = 60.0  # to write what waits, when the flow is gone
+FAREWELL_SECONDS: Final = 60.0  # to write finished groups when the flow is gone
 
-Answer = Callable[[Request], Awaitable[Any]]
+Handler = Callable[[Request], Awaitable[Any]]
 
 
 def make_app(spec: ServiceSpec) -> Starlette:
-    """A worker that was told nothing yet."""
-    desk = WorkerService(spec)
+    """The HTTP application of a worker that has no orders yet."""
+    worker = WorkerService(spec)
 
     async def begin(request: Request) -> None:
-        await desk.begin(Begin.model_validate_json(await request.body()))
+        await worker.begin(Begin.model_validate_json(await request.body()))
 
     async def orders(request: Request) -> None:
-        desk.obey(Orders.model_validate_json(await request.body()))
+        worker.apply(Orders.model_validate_json(await request.body()))
 
     async def serving(request: Request) -> None:
-        await desk.follow(Serving.model_validate_json(await request.body()))
+        await worker.follow(Serving.model_validate_json(await request.body()))
 
     async def busy(request: Request) -> dict[str, int]:
-        return desk.busy()
+        return worker.busy()
 
     async def news(request: Request) -> BaseModel:
-        return await desk.news(int(request.query_params["known"]))
+        return await worker.news(int(request.query_params["known"]))
 
     async def write(request: Request) -> BaseModel:
-        return await desk.write(Part.model_validate_json(await request.body()))
+        return await worker.write(Part.model_validate_json(await request.body()))
 
     async def flush(request: Request) -> None:
-        await desk.flush()
+        await worker.flush()
 
     async def close(request: Request) -> None:
-        await desk.close()
+        await worker.close()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
-        duty = lambda: asyncio.run_coroutine_threadsafe(desk.close(), loop).result(FAREWELL_SECONDS)  # noqa: E731
+        duty = lambda: asyncio.run_coroutine_threadsafe(worker.close(), loop).result(FAREWELL_SECONDS)  # noqa: E731
         DUTIES.append(duty)
         try:
             yield
         finally:
             DUTIES.remove(duty)
-            await desk.close()
+            await worker.close()
 
-    answers: tuple[Answer, ...] = (begin, orders, serving, busy, news, write, flush, close)
-    routes = [Route(f"/{answer.__name__}", _endpoint(answer), methods=["POST"]) for answer in answers]
+    handlers: tuple[Handler, ...] = (begin, orders, serving, busy, news, write, flush, close)
+    routes = [Route(f"/{handler.__name__}", _endpoint(handler), methods=["POST"]) for handler in handlers]
     return Starlette(routes=routes, lifespan=lifespan)
 
 
-def _endpoint(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
-            found = await answer(request)
+            found = await handler(request)
         except Exception as error:
             return _failure(error)
         if isinstance(found, BaseModel):
@@ -91,14 +91,14 @@ def _endpoint(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
 def _failure(error: Exception) -> Response:
     status = next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
     if status == 500:
-        log.error("an order failed", exc_info=error)
+        log.error("a request failed", exc_info=error)
     return JSONResponse({"error": str(error) or type(error).__name__}, status)
 
 
 def main() -> None:
     """Serve until told to end."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    with suppress(OSError):  # where memory runs out, Linux ends users' code rather than a trainer or the flow
+    with suppress(OSError):  # out of memory, Linux ends users' code rather than a trainer or the flow
         Path("/proc/self/oom_score_adj").write_text("500")
     with store_may_be_away():
         spec = read_spec()

@@ -1,4 +1,4 @@
-"""What a rollout worker does when the flow tells it to: its state, behind the HTTP of `process`."""
+"""The state and operations of a rollout worker, behind the HTTP API of `process`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from areal_tasks.rollout.judging import Judge, judged_with
 from areal_tasks.rollout.orders import Begin, Down, Event, LeaseOver, News, Orders, Part, Written
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS, prompt_of_group, workflow_context
 from areal_tasks.rollout.spooling import Writer
-from areal_tasks.rollout.worker.apart import Apart
+from areal_tasks.rollout.worker.apart import IsolatedWorkflow
 from areal_tasks.rollout.worker.groups import Groups
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.shards import read_table
@@ -32,7 +32,7 @@ from schemas.manifest import WeightsRef
 from schemas.recipe.derived import interruption
 from schemas.recipe.recipe import RlhfRecipe
 
-HEARTBEAT_SECONDS: Final = 1.0  # without news, after which the flow is told that there are none
+HEARTBEAT_SECONDS: Final = 1.0  # without events, after which a long poll is answered
 
 
 class WorkerService:
@@ -43,15 +43,15 @@ class WorkerService:
         self._store = open_store(spec.store_url)
         self._client: InferenceClient | None = None
         self._groups: Groups | None = None
-        self._apart: Apart | None = None
+        self._isolated: IsolatedWorkflow | None = None
         self._verifiers: VerifierPool | None = None
-        self._events: list[Event] = []  # that the flow may not know
-        self._known = 0  # events that the flow knows
+        self._events: list[Event] = []  # that the flow may not have received
+        self._known = 0  # number of events that the flow has received
         self._news = asyncio.Event()
         self._beginning = asyncio.Lock()
 
     async def begin(self, order: Begin) -> None:
-        """Generate groups of this kind, and forget what was before."""
+        """Be ready to generate groups with these settings, and forget earlier groups."""
         async with self._beginning:
             await self.close()
             self._events, self._known = [], 0
@@ -60,9 +60,9 @@ class WorkerService:
             workflow = load_workflow(recipe.workflow.name, recipe.workflow.arguments)
             prompts = await asyncio.to_thread(read_table, self._store, order.prompts, PROMPT_COLUMNS)
             tokenizer = None
-            if not isinstance(workflow, SingleTurn):  # which blocks nothing, and reads no text
+            if not isinstance(workflow, SingleTurn):  # which never blocks, and needs no tokenizer
                 tokenizer = await asyncio.to_thread(self._tokenizer, order.model)
-                workflow = self._apart = Apart(workflow, recipe.workflow.blocked_seconds)
+                workflow = self._isolated = IsolatedWorkflow(workflow, recipe.workflow.blocked_seconds)
             self._client = await self._new_client(order, recipe, tokenizer)
             self._groups = Groups(
                 workflow,
@@ -70,7 +70,7 @@ class WorkerService:
                 partial(prompt_of_group, prompts, seed=recipe.seed, order=order.order),
                 recipe.rollout,
                 Writer(self._store, self._spec.run, self._spec.owner, order.made_with),
-                self.tell,
+                self.report,
                 self._judge(recipe) if recipe.rollout.filters.active else None,
             )
 
@@ -79,12 +79,12 @@ class WorkerService:
         client = InferenceClient(
             [], order.server_token, recipe.inference, order.patience_seconds, lambda: ends, interruption(recipe)
         )
-        client.report = lambda url, reason: self.tell(Down(url=url, reason=reason))
+        client.report = lambda url, reason: self.report(Down(url=url, reason=reason))
         await client.follow(order.serving)
         return client
 
     def _judge(self, recipe: RlhfRecipe) -> Judge:
-        """What looks at finished groups for the recipe's filters."""
+        """Verifies finished groups for the recipe's filters."""
         self._verifiers = VerifierPool(recipe.reward)
         filters = recipe.rollout.filters
         return Judge(
@@ -92,7 +92,7 @@ class WorkerService:
         )
 
     def _detokenizer(self, order: Begin, tokenizer: Any) -> Detokenizer:
-        if tokenizer is None and order.tokenizer:  # spares the import of transformers
+        if tokenizer is None and order.tokenizer:  # avoids the import of transformers
             from tokenizers import Tokenizer
 
             return Detokenizer(SimpleNamespace(backend_tokenizer=Tokenizer.from_str(order.tokenizer)))
@@ -102,13 +102,13 @@ class WorkerService:
         with tempfile.TemporaryDirectory(prefix="arealflow-worker-") as folder:
             return load_tokenizer(describing_files(self._store, model, Path(folder) / "model"))
 
-    def tell(self, event: Event) -> None:
-        """Have the flow know this."""
+    def report(self, event: Event) -> None:
+        """Have the flow receive this event."""
         self._events.append(event)
         self._news.set()
 
     async def news(self, known: int) -> News:
-        """What has happened since the first `known` events; waits for it for a moment."""
+        """The events after the first `known`; waits `HEARTBEAT_SECONDS` for one if there are none."""
         self._begun()
         del self._events[: known - self._known]
         self._known = known
@@ -118,18 +118,18 @@ class WorkerService:
                 await asyncio.wait_for(self._news.wait(), HEARTBEAT_SECONDS)
         return News(events=tuple(self._events))
 
-    def obey(self, orders: Orders) -> None:
-        """Begin groups, and let go of leases."""
-        self._begun().obey(orders)
+    def apply(self, orders: Orders) -> None:
+        """Begin the groups of new leases, and drop those whose leases are over."""
+        self._begun().apply(orders)
 
     async def follow(self, serving: Serving) -> None:
-        """From here on generate on these servers only."""
+        """From now on generate on these servers only."""
         self._begun()
         assert self._client is not None
         await self._client.follow(serving)
 
     def busy(self) -> dict[str, int]:
-        """Requests under way, by the server's address."""
+        """Requests in flight, by server address."""
         servers = self._client.servers if self._client is not None else []
         return dict(Counter({server.url: server.requests for server in servers if server.requests}))
 
@@ -138,18 +138,18 @@ class WorkerService:
         return await self._begun().write(part)
 
     async def flush(self) -> None:
-        """Leave what waits in the store."""
+        """Write finished groups to the store."""
         await self._begun().flush()
 
     async def close(self) -> None:
-        """Give up what is under way, leave what waits in the store, and let go of the servers."""
-        self._news.set()  # who waits for news holds the process up, which cannot end before
+        """Abandon running groups, write finished ones to the store, and disconnect from the servers."""
+        self._news.set()  # answers a pending long poll, without which the process cannot end
         if self._groups is not None:
             await self._groups.close()
             self._groups = None
-        if self._apart is not None:
-            self._apart.close()
-            self._apart = None
+        if self._isolated is not None:
+            self._isolated.close()
+            self._isolated = None
         if self._verifiers is not None:
             await asyncio.to_thread(self._verifiers.close)
             self._verifiers = None
@@ -159,5 +159,5 @@ class WorkerService:
 
     def _begun(self) -> Groups:
         if self._groups is None:
-            raise LeaseOver("this worker was told nothing yet")
+            raise LeaseOver("this worker has no orders yet")
         return self._groups
