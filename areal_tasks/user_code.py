@@ -1,4 +1,4 @@
-"""The user's own code, by the names that a recipe has for it."""
+"""Loads users' code by the names in a recipe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from schemas.errors import UserError
 
 
 def find_object(name: str, field: str) -> Any:
-    """What a field of a recipe names as `package.module:object`. UserError if it is not there."""
+    """The object that a recipe field names as `package.module:object`. UserError if it does not exist."""
     module, separator, attribute = name.partition(":")
     if not separator:
         raise UserError(f"{field}: {name} is no `package.module:object`")

@@ -1,8 +1,8 @@
 """GRPO's advantages: DeepSeekMath (arXiv:2402.03300), §4.1, with the KL penalty of its eq. 2 as an option.
 
-The reward of a sample, relative to its group, stands at its last token; where KL is in the reward, every token
-pays -β · k1 on top. The advantage of a token is what follows from it on (discount 1, no critic): the sum of
-§4.1.3. Without KL that is the group-relative reward at every token (§4.1.2).
+The reward of a sample, relative to its group, is given at its last token; with KL in the reward, every token also
+gets -β · k1. The advantage of a token is the sum of these from it on (discount 1, no critic), as in §4.1.3. Without KL
+that is the group-relative reward at every token (§4.1.2).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ AdvantageNorm = Literal["none", "group", "batch"]
 
 
 class Advantages(NamedTuple):
-    """T = Σ lengths, samples end to end; 0 wherever a sample is not kept."""
+    """T = Σ lengths, samples concatenated; 0 for samples that are not kept."""
 
     advantages: Float[Tensor, "T"]
     returns: Float[Tensor, "T"]  # before `advantage_norm`
-    shaped_reward: Float[Tensor, "N"]  # a sample's whole return: what its first token's `returns` holds
+    shaped_reward: Float[Tensor, "N"]  # a sample's whole return: `returns` of its first token
 
 
 def grpo_advantages(
@@ -37,11 +37,11 @@ def grpo_advantages(
     penalty: Float[Tensor, "T"] | None = None,
     unbiased: bool = True,
 ) -> Advantages:
-    """Advantages of every generated token (`lengths[i]` of them belong to sample i).
+    """The advantages of all generated tokens, of which `lengths[i]` belong to sample i.
 
-    `penalty` is what `kl_penalty` gives, or None without KL in the reward; `unbiased` says which standard deviation
-    norms divide by (`normalisation`). Values of samples that are not kept (reward, penalty) are never looked at: they
-    may be NaN.
+    `penalty` is the result of `kl_penalty`, or None without KL in the reward; `unbiased` selects the standard
+    deviation of the norms (`normalisation`). Reward and penalty of samples that are not kept are ignored: they may be
+    NaN.
     """
     relative = group_rewards(rewards, groups, kept, reward_norm, unbiased)
     counted = torch.repeat_interleave(kept, lengths)
@@ -56,7 +56,7 @@ def grpo_advantages(
 
 
 def kl_penalty(logprobs: Float[Tensor, "T"], reference: Float[Tensor, "T"], kl_coef: float) -> Float[Tensor, "T"]:
-    """β · k1, which each token's reward loses: DeepSeekMath, §4.1.1, eq. 2."""
+    """β · k1, which is subtracted from each token's reward: DeepSeekMath, §4.1.1, eq. 2."""
     return kl_coef * k1(logprobs, reference)
 
 

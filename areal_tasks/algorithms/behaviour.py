@@ -1,8 +1,8 @@
-"""Behaviour weights π_proximal / π_behaviour: they correct the policy loss of tokens that another policy has sampled.
+"""Behaviour weights π_proximal / π_behaviour: they correct the policy loss of tokens sampled by another policy.
 
-The decoupled objective of AReaL (arXiv:2505.24298), §5.2, after Hilton et al. (arXiv:2110.00641): the clip keeps close
-to the proximal policy, and this weight, a constant of the gradient, accounts for the policy that has sampled. As in
-`losses`, tensors hold the generated tokens of the samples, end to end: T = Σ lengths.
+The decoupled objective of AReaL (arXiv:2505.24298), §5.2, after Hilton et al. (arXiv:2110.00641): the clip is
+relative to the proximal policy, and this weight, without gradient, corrects for the policy that sampled. As in
+`losses`, tensors hold the generated tokens of the samples, concatenated: T = Σ lengths.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from areal_tasks.algorithms.log_ratios import LIMIT, bounded
 
 @dataclass(frozen=True)
 class Bound:
-    """What becomes of large weights, and of small ones.
+    """The treatment of large and small weights.
 
     `cap`: min(w, high), truncated importance sampling (E. L. Ionides, J. Comput. Graph. Stat. 17(2), 2008).
     `mask`: w within [low, high], else 0, so that the token has no gradient: IcePop (arXiv:2510.18855), .5 and 5 there.
@@ -31,10 +31,10 @@ class Bound:
 
 
 class BehaviourWeights(NamedTuple):
-    """What each token's policy loss is multiplied by."""
+    """The factors of the tokens' policy losses."""
 
     applied: Float[Tensor, "T"]
-    bounded: Bool[Tensor, "T"]  # the bound has changed it
+    bounded: Bool[Tensor, "T"]  # the bound changed the weight
 
 
 def behaviour_weights(log_ratios: Float[Tensor, "T"], bound: Bound, limit: float = LIMIT) -> BehaviourWeights:
@@ -60,7 +60,7 @@ def sequence_log_ratios(log_ratios: Float[Tensor, "T"], lengths: Int[Tensor, "B"
 
 
 def effective_sample_size(total: float, squares: float, count: int) -> float:
-    """(Σ w)² / (n · Σ w²), a share of the n weights: 1 where all are equal, 1/n where one counts alone, 0 of zeros.
+    """(Σ w)² / (n · Σ w²), as a share of n: 1 if all weights are equal, 1/n if only one is not 0, 0 if all are 0.
 
     Kong (1992); `total` is Σ w, `squares` is Σ w².
     """

@@ -1,8 +1,8 @@
-"""Log-ratios of two policies, bounded before they are exponentiated, and estimates of KL that are made of them.
+"""Log-ratios of two policies, bounded before they are exponentiated, and estimates of KL from them.
 
-exp overflows above 88 in float32, and 0 · inf is NaN: a single token would spoil the gradient of the whole minibatch,
-even one that the clip cuts off, or whose advantage is 0. Only large ratios overflow, so only they are bounded: small
-ones vanish in the ratio, and in k3 the linear term pulls a policy back that has left the reference far behind. verl
+exp overflows above 88 in float32, and 0 · inf is NaN: a single token would make the gradient of the whole minibatch
+NaN, even one that is clipped, or whose advantage is 0. Only large ratios overflow, so only these are bounded: small
+ones vanish in the ratio, and in k3 the linear term pulls a policy that is far from the reference back to it. verl
 bounds both sides, to ±20 (`verl/trainer/ppo/core_algos.py`, policy loss and `kl_penalty`).
 
 k1 and k3 estimate KL(policy ‖ reference) per token, from tokens drawn from the policy: J. Schulman, "Approximating KL
@@ -23,12 +23,12 @@ LIMIT: Final = 20.0
 
 
 def bounded(log_ratio: Float[Tensor, "T"], limit: float) -> Float[Tensor, "T"]:
-    """The log-ratio, at most `limit` nats; no gradient above. To the bit as it is where it is not above."""
+    """The log-ratio, at most `limit` nats; no gradient above, bitwise unchanged below."""
     return log_ratio.clamp(max=limit)
 
 
 def beyond(limit: float, *log_ratios: Float[Tensor, "T"]) -> Bool[Tensor, "T"]:
-    """The tokens of which `bounded` changes one of these log-ratios."""
+    """The tokens for which `bounded` changes one of these log-ratios."""
     return torch.stack(log_ratios).gt(limit).any(0)
 
 

@@ -1,7 +1,7 @@
 """Loss terms per generated token, and the weights that turn them into one loss.
 
-The caller selects the positions that count *before* it calls (a mask applied by multiplying would let NaN
-through), so all tensors here hold the generated tokens of the samples, end to end: T = Σ lengths. The loss of
+The caller selects the positions that count *before* it calls (multiplying by a mask would let NaN
+through), so all tensors here hold the generated tokens of the samples, concatenated: T = Σ lengths. The loss of
 a minibatch is Σ weight · term, so it can be summed over micro-batches and ranks in any split.
 """
 
@@ -19,11 +19,11 @@ LossMean = Literal["token_mean", "sequence_mean"]
 
 
 class PolicyTerms(NamedTuple):
-    """What the clipped objective gives per token."""
+    """The terms of the clipped objective per token."""
 
     loss: Float[Tensor, "T"]
     ratio: Float[Tensor, "T"]  # policy / proximal
-    clipped: Bool[Tensor, "T"]  # the clip decides, so that the token has no gradient
+    clipped: Bool[Tensor, "T"]  # the clipped term is the minimum, so that the token has no gradient
 
 
 def policy_terms(
@@ -35,8 +35,8 @@ def policy_terms(
 ) -> PolicyTerms:
     """-min(ratio · A, clip(ratio, 1-ε, 1+ε) · A): PPO (arXiv:1707.06347), §3, eq. 7; gradient flows to `logprobs`.
 
-    `proximal` is the policy that the clip keeps close to: the one that the iteration began with. The ratio is at most
-    e^limit (see `log_ratios`).
+    `proximal`: log-probabilities of the policy that the iteration began with, to which the clip is relative. The ratio
+    is at most e^limit (see `log_ratios`).
     """
     ratio = torch.exp(bounded(logprobs - proximal, limit))
     free = ratio * advantages
@@ -50,10 +50,10 @@ def sft_terms(logprobs: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
 
 
 def token_weights(lengths: Int[Tensor, "B"], how: LossMean) -> Float[Tensor, "T"]:
-    """Each token's share of the loss; together they are 1 (none where no sequence has a token).
+    """Each token's weight in the loss; their sum is 1 (empty if no sequence has a token).
 
-    `token_mean`: all tokens alike (DAPO, arXiv:2503.14476, §3.3). `sequence_mean`: sequences alike, and the
-    tokens of one alike (GRPO, arXiv:2402.03300, §4.1.1, eq. 3). A sequence without tokens counts for nothing.
+    `token_mean`: equal for all tokens (DAPO, arXiv:2503.14476, §3.3). `sequence_mean`: equal for all sequences, and
+    for the tokens of one (GRPO, arXiv:2402.03300, §4.1.1, eq. 3). Sequences without tokens are ignored.
     """
     total = int(lengths.sum())
     if how == "token_mean":

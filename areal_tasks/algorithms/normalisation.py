@@ -1,10 +1,10 @@
 """Rewards and advantages relative to their group or batch.
 
-Groups are found by id, never by position. A standard deviation is by default that of the sample (÷ n-1), as in TRL
-(`rewards.std`, + 1e-4), verl (`torch.std`, + 1e-6) and AReaL (`std_unbiased`, + 1e-5). That of the population (÷ n) is
-smaller, so that advantages are √(n/(n-1)) times as large: 1.41 times at n = 2. EPS is added to the deviation. Where
-all values of a group are equal, a single one too, the result is exactly 0, whatever rounding does to the mean. Sums are
-made in float64.
+Groups are identified by id, never by position. The standard deviation is by default that of the sample (÷ n-1), as in
+TRL (`rewards.std`, + 1e-4), verl (`torch.std`, + 1e-6) and AReaL (`std_unbiased`, + 1e-5). That of the population (÷ n)
+is smaller, so that advantages are √(n/(n-1)) times as large: 1.41 times at n = 2. EPS is added to the deviation. If all
+values of a group are equal, or there is one, the result is exactly 0, regardless of the rounding of the mean. Sums are
+in float64.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def group_rewards(
 ) -> Float[Tensor, "N"]:
     """(r - mean of its group) / (std + EPS) over the kept samples: DeepSeekMath (arXiv:2402.03300), §4.1.2.
 
-    `mean_std` divides by the deviation of the group's rewards; `mean_batch_std` by that of all of them, so that groups
-    keep their weights (Lite PPO, arXiv:2508.08221; TRL's `scale_rewards="batch"`); `mean` leaves out the division
-    (Dr. GRPO, arXiv:2503.20783, §3.2), `none` leaves the reward as it is. Samples that are not kept get 0 and count for
-    nothing, even where their reward is NaN.
+    `mean_std` divides by the deviation of the group's rewards; `mean_batch_std` by that of all rewards, so that groups
+    keep their weights (Lite PPO, arXiv:2508.08221; TRL's `scale_rewards="batch"`); `mean` omits the division
+    (Dr. GRPO, arXiv:2503.20783, §3.2), `none` leaves the reward unchanged. Samples that are not kept get 0 and are
+    ignored, even if their reward is NaN.
     """
     result = torch.zeros_like(rewards)
     values, members = rewards[kept], groups[kept]
@@ -42,7 +42,7 @@ def group_rewards(
 
 
 def whiten(values: Float[Tensor, "T"], groups: Int[Tensor, "T"] | None, unbiased: bool = True) -> Float[Tensor, "T"]:
-    """(v - mean) / (std + EPS) over each group's values, or over all of them where `groups` is None."""
+    """(v - mean) / (std + EPS) over each group's values, or over all values if `groups` is None."""
     members = torch.zeros(values.shape, dtype=torch.int64, device=values.device) if groups is None else groups
     return _standardise(values, members, members, unbiased)
 
@@ -50,7 +50,7 @@ def whiten(values: Float[Tensor, "T"], groups: Int[Tensor, "T"] | None, unbiased
 def _standardise(
     values: Float[Tensor, "T"], groups: Int[Tensor, "T"], scale: Int[Tensor, "T"] | None, unbiased: bool
 ) -> Float[Tensor, "T"]:
-    """Values less the mean of their group, over the deviation of those that have the same `scale`, if given."""
+    """Values minus the mean of their group, divided by the deviation of those with the same `scale`, if given."""
     ids, index = torch.unique(groups, return_inverse=True)
     wide = values.double()
     centred = wide - _mean(wide, index, len(ids))[index]

@@ -1,7 +1,7 @@
-"""How samples become optimizer steps and forward passes: minibatches, micro-batches and their layout in memory.
+"""Divides samples into optimizer steps and forward passes: minibatches, micro-batches and their layout in memory.
 
-All functions are pure. Samples are sequences of unequal length laid end to end (`Sequences`); a forward pass is a
-`Layout` that says where each token lies and which positions predict the tokens that count. Padding is known by
+All functions are pure. Samples are concatenated sequences of unequal length (`Sequences`); a forward pass is a
+`Layout`: the cell of each token, and the positions that predict the tokens that count. Padding is identified by
 position, never by token id: a pad id may equal the end-of-sequence id.
 """
 
@@ -23,7 +23,7 @@ LEFT_OUT: Final = -1
 
 @dataclass(frozen=True)
 class Sequences:
-    """Samples end to end: `offsets[b]` is where sample b starts in the flat columns. Build with `make_sequences`."""
+    """Concatenated samples: `starts[b]` is where sample b begins in the flat columns. Build with `make_sequences`."""
 
     input_ids: Int[Tensor, " N"]
     counted: Bool[Tensor, " N"]
@@ -36,7 +36,7 @@ class Layout:
     """One forward pass over some samples; `T` is the number of tokens that count."""
 
     input_ids: Int[Tensor, "R L"]
-    position_ids: Int[Tensor, "R L"] | None  # None: every row is one sample that starts at its left
+    position_ids: Int[Tensor, "R L"] | None  # None: each row is one sample, left-aligned
     predictors: Int[Tensor, " T"]  # cell (row · L + column) whose logits predict each counted token
     targets: Int[Tensor, " T"]  # the counted tokens
     where: Int[Tensor, " T"]  # their index in the flat columns
@@ -49,7 +49,7 @@ class Layout:
 def make_sequences(
     input_ids: Int[Tensor, " N"], loss_mask: Bool[Tensor, " N"], lengths: Int[Tensor, " B"]
 ) -> Sequences:
-    """Samples end to end. The first token of a sample never counts: nothing before it predicts it."""
+    """Concatenated samples. The first token of a sample never counts: no token before it predicts it."""
     starts = lengths.cumsum(0) - lengths
     counted = loss_mask.clone()
     counted[starts[lengths > 0]] = False
@@ -63,18 +63,17 @@ def counted_tokens(sequences: Sequences) -> Int[Tensor, " B"]:
 
 
 def spans(starts: Int[Tensor, " B"], lengths: Int[Tensor, " B"]) -> Int[Tensor, " N"]:
-    """The numbers start … start + length - 1 of every span, one after the other."""
+    """The numbers start … start + length - 1 of every span, concatenated."""
     shift = starts - (lengths.cumsum(0) - lengths)
     repeated = shift.repeat_interleave(lengths)
     return repeated + torch.arange(repeated.numel())
 
 
 def make_layout(sequences: Sequences, rows: Int[Tensor, " n"], kind: LayoutKind) -> Layout:
-    """Lay the samples `rows` out for one forward pass: in one row end to end, or in a row each, padded on the right.
+    """Lay out the samples `rows` for one forward pass: packed into one row, or one row each, padded on the right.
 
-    Padding on the right needs no mask: under causal attention no token sees what follows it. Packed samples are told
-    apart by their position ids, which start at 0 with each of them. The last token of a sample predicts nothing, so it
-    is left out.
+    Padding on the right needs no mask: under causal attention no token sees what follows it. Packed samples are
+    separated by their position ids, which start at 0 in each. The last token of a sample predicts none: it is omitted.
     """
     lengths = (sequences.lengths[rows] - 1).clamp(min=0)
     height, width = _shape(lengths, kind)
@@ -99,7 +98,7 @@ def make_layout(sequences: Sequences, rows: Int[Tensor, " n"], kind: LayoutKind)
 
 
 def lay_out(sequences: Sequences, rows: Int[Tensor, " n"], kind: LayoutKind) -> Layout:
-    """`make_layout`; of no samples, a pass over one cell of padding in which nothing counts."""
+    """`make_layout`; for no samples, a pass over one cell of padding in which no token counts."""
     return make_layout(sequences, rows, kind if len(rows) else "packed")
 
 
@@ -110,18 +109,18 @@ def _shape(lengths: Int[Tensor, " n"], kind: LayoutKind) -> tuple[int, int]:
 
 
 def _positions(lengths: Int[Tensor, " n"], width: int) -> Int[Tensor, "1 L"]:
-    """Position within its sample of every cell of a packed row."""
+    """The position of each cell of a packed row within its sample."""
     return torch.cat([spans(torch.zeros_like(lengths), lengths), torch.zeros(width, dtype=torch.int64)])[None, :width]
 
 
 def _bounds(lengths: Int[Tensor, " n"], width: int) -> Int[Tensor, " S"]:
-    """Where the samples of a packed row start and end. Those without a cell are left out; lone padding is one."""
+    """Where the samples of a packed row start and end, without those of no cell; padding alone counts as one."""
     taken = lengths[lengths > 0] if lengths.any() else torch.tensor([width])
     return torch.cat([torch.zeros(1, dtype=torch.int64), taken.cumsum(0)]).to(torch.int32)
 
 
 def minibatches(kept: Bool[Tensor, " B"], count: int, seed: int, iteration: int) -> Int[Tensor, " B"]:
-    """The minibatch of each sample: a shuffle of the kept ones by (seed, iteration), dealt out in equal numbers.
+    """The minibatch of each sample: kept samples are shuffled by (seed, iteration) and divided equally.
 
     Sizes differ by at most one. A sample that is not kept gets `LEFT_OUT`. Groups are not kept together.
     """
@@ -154,12 +153,12 @@ def _signed(x: int) -> int:
 
 
 def micro_batches(lengths: Int[Tensor, " n"], budget: int, kind: LayoutKind, multiple_of: int = 1) -> Int[Tensor, " n"]:
-    """The micro-batch of each sample: as few as the token budget allows, then as equal as they can be.
+    """The micro-batch of each sample: as few as the token budget allows, and as equal in cost as possible.
 
     Their number is rounded up to a multiple of `multiple_of`, unless there are too few samples for it.
 
-    A padded micro-batch costs its rows times its longest sample, so samples of like length go together. A sample that
-    alone exceeds the budget gets a micro-batch of its own.
+    A padded micro-batch costs its rows times its longest sample, so samples of similar length go together. A sample
+    that exceeds the budget alone gets a micro-batch of its own.
     """
     ordered, order = lengths.sort(descending=True, stable=True)
     found = torch.empty_like(order)
@@ -177,9 +176,9 @@ class _Falling(NamedTuple):
 
 
 def _runs(ordered: _Falling, budget: int, kind: LayoutKind, multiple_of: int) -> list[tuple[int, int]]:
-    """Where to cut samples in falling order of length: under the smallest budget that needs no more runs than allowed.
+    """Cuts of samples in falling order of length, under the smallest budget that needs no more runs than allowed.
 
-    That budget balances them. The last few runs to a full multiple come from halving those of most samples.
+    That budget balances them. Runs missing to a full multiple come from halving the runs with most samples.
     """
     wanted = _rounded_up(len(_cut(ordered, budget, kind)), multiple_of, len(ordered.lengths))
     cuts = _cut(ordered, _smallest_cap(ordered, budget, kind, wanted), kind)
@@ -191,7 +190,7 @@ def _runs(ordered: _Falling, budget: int, kind: LayoutKind, multiple_of: int) ->
 
 
 def _rounded_up(number: int, multiple_of: int, most: int) -> int:
-    """The next multiple of `multiple_of`; `number` itself where that exceeds `most`."""
+    """The next multiple of `multiple_of`; `number` itself if that exceeds `most`."""
     rounded = -(-number // multiple_of) * multiple_of
     return rounded if rounded <= most else number
 

@@ -1,6 +1,6 @@
-"""Rows of a data set: from a Hugging Face name, a local file, an object-store URL, or made up (`sums://`).
+"""Rows of a data set: from a Hugging Face name, a local file, an object-store URL, or generated (`sums://`).
 
-Whatever is wrong with the data is said here, once, by file and line, before any model is loaded.
+All errors in the data are reported here, with file and line, before any model is loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Pairs = Iterator[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: its number within the split (before any is dropped), the raw prompt and the reference answer."""
+    """One row: its number in the split (before rows are dropped), the raw prompt and the reference answer."""
 
     prompt_id: int
     prompt: str
@@ -36,7 +36,7 @@ class Row:
 
 
 def load_rows(data: Data, split: str) -> list[Row]:
-    """The rows of `split`, in the order of the source, at most `data.limit`. UserError says what is wrong where."""
+    """The rows of `split`, in the order of the source, at most `data.limit`. UserError names the place of a mistake."""
     pairs = _READERS[source_kind(data.source)](data, split)
     rows = [Row(number, *pair) for number, pair in enumerate(islice(pairs, data.limit or None))]
     if not rows:
@@ -45,7 +45,7 @@ def load_rows(data: Data, split: str) -> list[Row]:
 
 
 def splits(recipe: Recipe) -> dict[str, str]:
-    """Which table holds which split of the data set: `prompts` (to train on), `eval_prompts` (held out)."""
+    """The data-set split of each table: `prompts` (to train on), `eval_prompts` (held out)."""
     found = {}
     if not isinstance(recipe, EvaluateRecipe):
         found["prompts"] = recipe.data.train_split
@@ -55,7 +55,7 @@ def splits(recipe: Recipe) -> dict[str, str]:
 
 
 def check_data(recipe: Recipe) -> None:
-    """UserError if a split is not there, or not as `data` says in its first row. What a network has is not asked."""
+    """UserError if a split does not exist, or its first row does not fit `data`. Uses no network."""
     data = recipe.data.model_copy(update={"limit": 1})
     if source_kind(data.source) == "sums" or (source_kind(data.source) == "file" and "://" not in data.source):
         for split in splits(recipe).values():
@@ -83,7 +83,7 @@ def _fetch(url: str, where: str) -> bytes:
             content: bytes = file.read()
     except FileNotFoundError:
         raise UserError(f"{where}: there is no such file{_absolute(url)}") from None
-    except Exception as error:  # each object store has its own kinds; whatever they are, the user is told which URL
+    except Exception as error:  # each object store has its own; the message names the URL
         cause = f"{type(error).__name__}: {error}"
         raise UserError(f"{where} cannot be read: {cause}; check URL and credentials") from error
     return content

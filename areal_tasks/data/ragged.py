@@ -11,18 +11,18 @@ Flat = np.ndarray[tuple[int], np.dtype[Any]]
 
 
 def lengths(column: pa.ChunkedArray) -> Flat:
-    """Elements of each list. [N] int64."""
+    """The length of each list. [N] int64."""
     combined = _combined(column)
     return np.diff(np.asarray(combined.offsets)).astype(np.int64)
 
 
 def flat(column: pa.ChunkedArray) -> Flat:
-    """All lists end to end. [T]"""
+    """All lists concatenated. [T]"""
     return np.asarray(_combined(column).flatten().to_numpy(zero_copy_only=False))
 
 
 def ragged(values: Flat, sizes: Flat, kind: pa.ListType) -> pa.ListArray:
-    """The lists of `sizes` that `values`, end to end, hold. Raises ValueError if the sizes do not add up."""
+    """Splits `values` into lists of `sizes`. ValueError if the sizes do not add up to the number of values."""
     if len(values) != int(sizes.sum()):
         raise ValueError(f"{len(values)} values for lists of {int(sizes.sum())} elements in all")
     offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(sizes, dtype=np.int32)])
@@ -30,7 +30,7 @@ def ragged(values: Flat, sizes: Flat, kind: pa.ListType) -> pa.ListArray:
 
 
 def spread(values: Flat, mask: Flat) -> Flat:
-    """`values`, one for each True of `mask`, at those places; 0 elsewhere. [T]"""
+    """`values` (one per True of `mask`) at the positions of the Trues; 0 elsewhere. [T]"""
     full = np.zeros(len(mask), dtype=values.dtype)
     full[mask] = values
     return full

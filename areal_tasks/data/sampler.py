@@ -3,11 +3,11 @@
 The order is a counter-based permutation: a Feistel network over the smallest even number of bits that holds `n`, with
 cycle walking back into `[0, n)` (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, §4). Any
 worker can compute any position in O(1), nothing is shuffled in memory, and Python's integers make it the same on
-every platform. It scrambles; it keeps no secret.
+every platform. It is not cryptographically secure.
 
-On a few bits such a network prefers some orders to others (five rows: chi-square 28 standard deviations above its mean
-over 50,000 seeds; nothing to see from 17 rows on). So the orders of at most `SHUFFLED` rows are uniform shuffles. Runs
-that were begun before keep theirs: a run's record says which of the two it has (`schemas.manifest.PROMPT_ORDER`).
+On few bits such a network prefers some orders to others (five rows: chi-square 28 standard deviations above its mean
+over 50,000 seeds; no bias detected from 17 rows on). So the orders of at most `SHUFFLED` rows are uniform shuffles.
+Older runs keep theirs: a run's record names its order (`schemas.manifest.PROMPT_ORDER`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def derive(*parts: int) -> int:
     state = 0
     for part in parts:
         if not 0 <= part <= _MASK64:
-            raise ValueError(f"a seed's part must be in [0, 2**64), not {part}")
+            raise ValueError(f"each part of a seed must be in [0, 2**64), not {part}")
         state = mix64(state ^ mix64(part))
     return state
 
@@ -48,10 +48,10 @@ def sampling_seed(run_seed: int, group_id: int, sample_index: int, generation: i
 
 
 def permutation(index: int, n: int, seed: int, epoch: int, order: int) -> int:
-    """Where the order of (`seed`, `epoch`) puts position `index`: a bijection of `[0, n)` onto itself.
+    """The row at position `index` in the order of (`seed`, `epoch`): a bijection of `[0, n)` onto itself.
 
     Args:
-        order: 1: a Feistel network for every `n`. 2: the same above `SHUFFLED` rows, a uniform shuffle up to there.
+        order: 1: a Feistel network for every `n`. 2: the same above `SHUFFLED` rows, otherwise a uniform shuffle.
     """
     if not 0 <= index < n:
         raise IndexError(f"position {index} is outside of [0, {n})")
@@ -69,7 +69,7 @@ def permutation(index: int, n: int, seed: int, epoch: int, order: int) -> int:
 def shuffled(n: int, seed: int, epoch: int) -> tuple[int, ...]:
     """The numbers below `n` in an order that is uniform over seeds and epochs (Fisher-Yates).
 
-    A number below k is the upper half of k times a 64-bit number: no value is likelier than another by more than 2⁻⁵⁸.
+    A number below k is the upper half of k times a 64-bit number: probabilities differ by at most a factor 1 + 2⁻⁵⁸.
     """
     rows, key = list(range(n)), derive(_SHUFFLE, seed, epoch)
     for last in range(n - 1, 0, -1):

@@ -1,6 +1,6 @@
-"""A small character-level Llama made from nothing, written as a complete Hugging Face folder.
+"""A small, randomly initialised character-level Llama, written as a complete Hugging Face folder.
 
-Every engine then loads it like any other model: config, safetensors and tokenizer lie where they are expected.
+Every engine loads it like any other model: config, safetensors and tokenizer have their usual names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SPECIAL: Final = (PAD, BOS, EOS, UNK)
 
 
 def make_scratch(spec: ScratchModel, seed: int, max_length: int, folder: Path) -> Path:
-    """Write model and tokenizer into `folder` (made if absent) and return it. The seed decides the weights."""
+    """Write model and tokenizer into `folder` (created if absent) and return it. The seed determines the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = character_tokenizer(spec.alphabet, max_length)
     tokenizer.save_pretrained(folder)
@@ -36,7 +36,7 @@ def make_scratch(spec: ScratchModel, seed: int, max_length: int, folder: Path) -
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Transformers draws one for a file of two megabytes."""
+    """Transformers shows one even for a file of two megabytes."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -47,7 +47,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def character_tokenizer(alphabet: str, max_length: int) -> PreTrainedTokenizerFast:
-    """One token a character; characters outside `alphabet` become `<unk>`. Adds no special tokens by itself."""
+    """One token per character; characters outside `alphabet` become `<unk>`. Adds no special tokens by itself."""
     vocabulary = {token: i for i, token in enumerate([*_SPECIAL, *dict.fromkeys(alphabet)])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")

@@ -1,7 +1,7 @@
-"""Sums such as `3+5+9+2=`, made up from a URL: the quickstart's data set, without any file or download.
+"""Sums such as `3+5+9+2=`, generated from a URL: the quickstart's data set, without any file or download.
 
-`sums://TERMS` names all 10**TERMS sums of that many digits. A fixed permutation puts them in an order; its first tenth
-is the split `test`, the rest `train`. Nothing but the URL decides what a row says.
+`sums://TERMS` names all 10**TERMS sums of that many digits. A fixed permutation orders them; the first tenth is the
+split `test`, the rest `train`. The rows depend on the URL alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ORDER: Final = 1
 
 
 def terms_of(url: str) -> int:
-    """How many terms `url` asks for. UserError when it is no `sums://TERMS`."""
+    """The number of terms in `url`. UserError if it is not `sums://TERMS`."""
     text = url.removeprefix(SCHEME)
     if not text.isdecimal() or not MIN_TERMS <= int(text) <= MAX_TERMS:
         raise UserError(

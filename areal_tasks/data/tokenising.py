@@ -21,10 +21,10 @@ def render_prompts(
     max_length: int,
     max_new_tokens: int | None,
 ) -> pa.Table:
-    """The table PROMPTS: the user's message as text, and the token ids the model is given (chat template applied).
+    """The table PROMPTS: the user's message as text, and the model's token ids (chat template applied).
 
-    `max_new_tokens` is the room a prompt must leave within `max_length`; None: room for the row's own answer and an
-    end token, as in supervised fine-tuning. A prompt that leaves less is an error, or dropped, as the recipe says.
+    A prompt must leave `max_new_tokens` within `max_length`; None: tokens for the row's own answer and an end token, as
+    in supervised fine-tuning. One that leaves fewer is an error, or dropped, as the recipe says.
     """
     messages = [data.template.replace("{prompt}", row.prompt) for row in rows]
     texts = _rendered(messages, data, tokenizer)
@@ -44,7 +44,7 @@ def render_prompts(
 
 
 def _rendered(messages: Sequence[str], data: Data, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What the model reads, as text: each message through the chat template, or as it is."""
+    """The model's input as text: each message through the chat template, or unchanged."""
     if not data.chat:
         return list(messages)
     if not tokenizer.chat_template:
@@ -78,14 +78,14 @@ def _check_known(
     tokenizer: PreTrainedTokenizerBase,
     added: Sequence[int],
 ) -> None:
-    """Refuse empty prompts, and such as hold more unknown tokens than are written in the text and `added` to each.
+    """Reject empty prompts, and those with more unknown tokens than the text spells out and `added` contains.
 
     Some tokenizers (OLMo-2) use one token as the unknown one and as the beginning of every prompt.
     """
     unknown, name = tokenizer.unk_token_id, tokenizer.unk_token
     for row, text, prompt in zip(rows, texts, ids, strict=True):
         if not prompt:
-            raise UserError(f"{_place(row)} is empty: a model cannot go on from nothing")
+            raise UserError(f"{_place(row)} is empty: a model cannot continue an empty prompt")
         if unknown is not None and prompt.count(unknown) > text.count(name) + added.count(unknown):
             raise UserError(
                 f"{_place(row)}, {row.prompt[:60]!r}, has characters outside the model's vocabulary; change "
@@ -117,7 +117,7 @@ def _table(kept: Sequence[int], rows: Sequence[Row], messages: Sequence[str], id
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A demonstration: element i of `loss_mask` says whether token i of `input_ids` is trained."""
+    """A demonstration: element i of `loss_mask` tells whether token i of `input_ids` counts in the loss."""
 
     prompt_id: int
     prompt: str
@@ -127,9 +127,9 @@ class Example:
 
 
 def sft_examples(prompts: pa.Table, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
-    """Demonstrations from rows of the table PROMPTS: the answer and the end token are trained, the prompt is not.
+    """Demonstrations from rows of the table PROMPTS: the answer and the end token count in the loss.
 
-    The prompt's ids are exactly those that generation starts from, so the model learns to go on where it will be asked.
+    The prompt's ids are exactly those from which rollouts generate.
     """
     columns = [prompts.column(name).to_pylist() for name in ("prompt_id", "prompt", "answer", "input_ids")]
     answers = encode_answers(columns[2], tokenizer)

@@ -1,1 +1,1 @@
-"""`arealflow report`: runs as one HTML page that needs no network. Reads the store; draws nothing itself."""
+"""`arealflow report`: runs as one HTML page that needs no network. Reads the store; the page draws the charts."""

@@ -1,4 +1,4 @@
-"""What a run cost: tokens, seconds of the run and of each stage, seconds of GPUs. Only what the run built itself."""
+"""The cost of a run: tokens, seconds of the run and of each stage, GPU seconds. Reused stages are not counted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STARTS: Final = "SELECT coalesce(seconds, 0), coalesce(ended_by, ''), gpus, gpu
 
 @dataclass(frozen=True)
 class Start:
-    """How long a start of the flow took, until what, and how many GPUs its services had, according to what."""
+    """Seconds of a start of the flow, what ended it, the GPUs of its services, and the source of that number."""
 
     seconds: float
     ended_by: str
@@ -33,12 +33,12 @@ class Start:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one run cost, or several together. Tokens that are trained on twice count twice."""
+    """The cost of one run, or of several together. Tokens that are trained on twice count twice."""
 
     generated: int = 0
     evaluated: int = 0  # generated in evaluations
     trained: int = 0  # in the loss
-    computed: int = 0  # that the trainer read for it, prompts included
+    computed: int = 0  # processed by the trainer for these, prompts included
     iterations: int = 0
     stages: Mapping[str, float] = field(default_factory=dict)  # seconds, the longest first
     starts: Sequence[Start] = ()
@@ -91,7 +91,7 @@ def cost_of(connection: duckdb.DuckDBPyConnection, run: str) -> Cost:
 
 
 def cost_payload(cost: Cost) -> dict[str, Table]:
-    """As the page shows it."""
+    """The tables of the page."""
     return {"facts": cost_facts(cost), "stages": stage_rows(cost)}
 
 
@@ -120,7 +120,7 @@ def _end(ended_by: str) -> str:
 
 
 def devices(cost: Cost) -> str:
-    """The GPU seconds, with how they are known."""
+    """The GPU seconds, and the source of the number of GPUs."""
     if not any(start.gpus for start in cost.starts):
         return "0, on the CPU, as far as the log and the recipe tell"
     most = max(start.gpus for start in cost.starts)
@@ -130,7 +130,7 @@ def devices(cost: Cost) -> str:
 
 
 def stage_rows(cost: Cost) -> Table:
-    """Seconds of each stage: all, for an iteration, and as a share of the wall time."""
+    """Seconds of each stage: total, per iteration, and as a share of the wall time."""
     rows = [
         [stage, f"{s:,.1f}", f"{s / max(cost.iterations, 1):.3f}", share(s, cost.seconds)]
         for stage, s in cost.stages.items()

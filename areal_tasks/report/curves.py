@@ -1,4 +1,4 @@
-"""The curves of a run: one question in SQL for each table, and which of its columns are lines of which chart."""
+"""The curves of a run: SQL queries, and the charts in which their columns are lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Chart:
     percent: bool = False
     scale: Literal["linear", "log", "either"] = "linear"  # of the y axis; "either" begins linear
     zero: bool = False  # the y axis begins at zero
-    stacked: bool = False  # areas on top of each other, one chart a run
+    stacked: bool = False  # areas on top of each other, one chart per run
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class Line:
     column: str
     name: str = ""
     band: str = ""
-    only_if_any: bool = False  # all zero says that there is nothing to see
+    only_if_any: bool = False  # left out if all values are 0
 
 
 @dataclass(frozen=True)
 class Source:
-    """A question to the tables it needs, whose answer has the column `x`, and the lines it gives."""
+    """A query, the tables it needs, and the lines in its result, which has a column `x`."""
 
     needs: frozenset[str]
     query: str
     lines: tuple[Line, ...]
-    unless: str = ""  # a table whose presence makes another source answer
+    unless: str = ""  # a table whose presence disables this source
 
 
 CHARTS: Final = (
@@ -76,7 +76,7 @@ CHARTS: Final = (
     Chart("clip", "Clip fraction", "Share of tokens whose ratio the clip cut.", True, zero=True),
     Chart("grad_norm", "Gradient norm", "Before clipping; the band is the least and greatest step.", scale="log"),
     Chart("lr", "Learning rate", "Of the last optimizer step of an iteration.", scale="either", zero=True),
-    Chart("signal", "Groups without signal", "Share of groups whose samples all earn the same.", True, zero=True),
+    Chart("signal", "Groups without signal", "Share of groups whose rewards are all equal.", True, zero=True),
     Chart(
         "unjudged",
         "Not judged",
@@ -121,9 +121,9 @@ CHARTS: Final = (
         True,
         zero=True,
     ),
-    Chart("skipped", "Skipped steps", "Steps that were not made, for loss or gradient was not finite.", zero=True),
+    Chart("skipped", "Skipped steps", "Steps that were skipped because loss or gradient was not finite.", zero=True),
     Chart("throughput", "Throughput", "Tokens per second of the whole iteration.", scale="either", zero=True),
-    Chart("stages", "Time per stage", "Seconds of each stage; stages may run side by side.", zero=True, stacked=True),
+    Chart("stages", "Time per stage", "Seconds of each stage; stages may run concurrently.", zero=True, stacked=True),
 )
 
 _SAMPLES: Final = f"""
@@ -154,7 +154,7 @@ SELECT {x} AS x, avg(loss) AS loss, min(loss) AS loss_low, max(loss) AS loss_hig
        avg(ratio_outside) FILTER (NOT isnan(ratio_outside)) AS outside, sum(skipped::int) AS skipped
 FROM {source} GROUP BY 1 ORDER BY 1"""
 
-#: What `train` measures where tokens may be older than the policy.
+#: What `train` measures if tokens may be older than the policy.
 _AGES: Final = """
 SELECT iteration AS x, metrics['lag_mean'] AS lag, metrics['lag_max'] AS lag_max, metrics['stale_kv'] AS stale_kv,
        metrics['effective_sample_size'] AS effective, metrics['behaviour_clipped'] AS clipped
@@ -252,10 +252,10 @@ SOURCES: Final = (
     Source(frozenset({"train_steps", "batch"}), _TOKENS.format(generated="0", join=""), _TOKEN_LINES),
 )
 
-#: Lags from this one on share an area: a screen tells no more of them apart.
+#: Lags from this one on share an area: more areas would be indistinguishable.
 MOST_LAG: Final = 10
 
-#: Charts whose areas lie on each other: iteration, area and value, in the order of the iterations.
+#: Stacked charts: iteration, area and value, in the order of the iterations.
 _STAGES: Final = "SELECT iteration, stage, sum(seconds) FROM stages GROUP BY ALL ORDER BY 1, 2"
 _LAGS: Final = f"""
 SELECT iteration, least(iteration - version_min, {MOST_LAG}) AS lag,
@@ -264,7 +264,7 @@ FROM scalars WHERE num_generated > 0 GROUP BY 1, 2 ORDER BY 1, 2"""
 
 
 def curves(connection: duckdb.DuckDBPyConnection, points: int) -> dict[str, list[dict[str, Any]]]:
-    """Chart id -> its lines, at most `points` points each; charts that the run has nothing for are left out."""
+    """Chart id -> its lines, at most `points` points each; charts without data are left out."""
     tables = {str(row[0]) for row in connection.execute("SHOW TABLES").fetchall()}
     found: dict[str, list[dict[str, Any]]] = {}
     for source in SOURCES:
@@ -289,19 +289,19 @@ def _lines(connection: duckdb.DuckDBPyConnection, source: Source) -> Iterator[tu
 
 
 def _columns(connection: duckdb.DuckDBPyConnection, query: str) -> dict[str, Numbers]:
-    """The answer's columns as float64, NaN for NULL."""
+    """The result's columns as float64, NaN for NULL."""
     answer = connection.sql(query).to_arrow_table()
     return {name: np.array(answer[name].to_pylist(), dtype=np.float64) for name in answer.column_names}
 
 
 def stage_times(connection: duckdb.DuckDBPyConnection) -> list[Series]:
-    """Seconds of every stage in every iteration, the stages that take longest first; 0 where one did not run."""
+    """Seconds of every stage in every iteration, the longest stages first; 0 where one did not run."""
     times = _areas(connection, _STAGES)
     return [times[stage] for stage in sorted(times, key=lambda stage: -float(times[stage].y.sum()))]
 
 
 def lags(connection: duckdb.DuckDBPyConnection) -> list[Series]:
-    """The share of every lag in the generated tokens of every iteration; empty for a run without any lag."""
+    """The share of each lag in the generated tokens of each iteration; empty for a run without any lag."""
     shares = _areas(connection, _LAGS)
     if not shares.keys() - {"0"}:
         return []
@@ -310,7 +310,7 @@ def lags(connection: duckdb.DuckDBPyConnection) -> list[Series]:
 
 
 def _areas(connection: duckdb.DuckDBPyConnection, query: str) -> dict[str, Series]:
-    """By its name, each area of a stacked chart: its value in every iteration, 0 where the answer has none."""
+    """The areas of a stacked chart by name, with a value for every iteration: 0 where the result has none."""
     rows = connection.execute(query).fetchall()
     iterations = sorted({row[0] for row in rows})
     place = {iteration: i for i, iteration in enumerate(iterations)}

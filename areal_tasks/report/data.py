@@ -1,4 +1,4 @@
-"""All that the page of some runs holds, bounded in bytes: first the curves and facts, then as many samples as fit."""
+"""The data of a report page, bounded in bytes: first the curves and facts, then as many samples as fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from areal_tasks.store.query import Session
 from areal_tasks.store.runs import load_run
 from schemas.errors import UserError
 
-POINTS: Final = 600  # of one line, for one run; runs side by side share them
+POINTS: Final = 600  # per line, for one run; several runs share them
 FEWEST_POINTS: Final = 100
 
 Payload = dict[str, Any]
@@ -28,7 +28,7 @@ Payload = dict[str, Any]
 
 @dataclass(frozen=True)
 class Report:
-    """The page's data, and what was left out of it."""
+    """The page's data, and the number of samples in it and in the runs."""
 
     payload: Payload
     embedded: int  # samples in the page
@@ -36,7 +36,7 @@ class Report:
 
     @property
     def text(self) -> str:
-        """The data as JSON that can stand inside a `<script>` element."""
+        """The data as JSON that is safe inside a `<script>` element."""
         return to_json(self.payload)
 
 
@@ -71,12 +71,12 @@ def _run(store: Store, catalog: Catalog, points: int, samples: int) -> Payload:
     rows, problems = read_samples(catalog, picked)
     encoded = [encode_sample(key, row, picked[key]) for key, row in rows]
     texts, problem = vocabulary(catalog, {i for sample in encoded for i in sample["tokens"]["ids"]})
-    told = {"available": count, "problems": [*problems, *([problem] if problem else [])]}
-    return facts | {"cost": cost, "curves": lines, "samples": encoded, "vocabulary": texts, **told}
+    samples_found = {"available": count, "problems": [*problems, *([problem] if problem else [])]}
+    return facts | {"cost": cost, "curves": lines, "samples": encoded, "vocabulary": texts, **samples_found}
 
 
 def _fit(payload: Payload, max_bytes: int) -> None:
-    """Leave out samples from the end of each run's list, and the words that only they used, until the page fits."""
+    """Drop samples from the end of each run's list, and token texts that only they use, until the page fits."""
     everything = [(run, run["samples"], run["vocabulary"]) for run in payload["runs"]]
     for run, _, _ in everything:
         run["samples"], run["vocabulary"] = [], {}
@@ -109,7 +109,7 @@ def _size(value: Any) -> int:
 
 
 def to_json(value: Any) -> str:
-    """JSON without a character that HTML could take for markup, or an old script engine for the end of a line."""
+    """JSON without characters that HTML may interpret as markup, or an old script engine as a line end."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -1,4 +1,4 @@
-"""What is known about a run besides its tables: who made it, from what, when, and with which recipe."""
+"""Facts about a run besides its tables: its creators, parent, times, code versions and recipe."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ Table = list[list[str]]  # the first row names the columns
 
 @dataclass(frozen=True)
 class Makers:
-    """The code versions and hosts that made a run's commits, in the order in which they came."""
+    """The code versions and hosts that made a run's commits, in order of first use."""
 
     codes: Sequence[str] = ()
     hosts: Sequence[str] = ()
 
 
 def makers_of(connection: duckdb.DuckDBPyConnection) -> Makers:
-    """Asked of the view `commits`, which does not read every commit of a long run."""
+    """Queries the view `commits`, which does not read every commit of a long run."""
     return Makers(*(_in_order(connection, column) for column in ("code_version", "host")))
 
 
 def dropped_prompts(connection: duckdb.DuckDBPyConnection) -> Table:
-    """One fact: how many prompts of each split were left out as too long; none where the run has not counted them."""
+    """One fact: how many prompts of each split were left out as too long; empty if the run has not counted them."""
     query = "SELECT metrics FROM stages WHERE stage = 'prompts' ORDER BY iteration DESC LIMIT 1"
     found = connection.execute(query).fetchone()
     metrics: dict[str, float] = found[0] if found else {}
-    told = [
+    counts = [
         f"{metrics[f'{table}_dropped']:.0f} of {metrics[f'{table}_dropped'] + metrics[f'{table}_rows']:.0f} {of}"
         for table, of in SPLITS.items()
         if f"{table}_dropped" in metrics
     ]
-    return [["prompts left out as too long", ", ".join(told)]] if told else []
+    return [["prompts left out as too long", ", ".join(counts)]] if counts else []
 
 
 def _in_order(connection: duckdb.DuckDBPyConnection, column: str) -> list[str]:
@@ -56,7 +56,7 @@ def _in_order(connection: duckdb.DuckDBPyConnection, column: str) -> list[str]:
 
 
 def run_facts(run: Run, head: IterationCommit | None, makers: Makers) -> dict[str, Any]:
-    """Everything the page says about a run in words; `head` is its last commit."""
+    """All facts of the page about a run; `head` is its last commit."""
     return {
         "name": run.name,
         "flow": run.record.flow,
@@ -79,7 +79,7 @@ def label(run: Run) -> str:
 
 
 def state(run: Run, head: IterationCommit | None) -> str:
-    """How far the run is."""
+    """The run's progress in iterations."""
     if head is None:
         return "Nothing is committed yet: there are no curves and no samples to show."
     planned, done = planned_iterations(run), head.iteration + 1
@@ -89,7 +89,7 @@ def state(run: Run, head: IterationCommit | None) -> str:
 
 
 def planned_iterations(run: Run) -> int:
-    """How many iterations the recipe asks for; 0 where it does not say."""
+    """The iterations in the recipe; 0 if it has no such field."""
     recipe = run.segments[-1].recipe if run.segments else {}
     return int(recipe.get("schedule", {}).get("iterations", 0))
 
@@ -122,7 +122,7 @@ def starts(run: Run) -> Table:
 
 
 def log_rows(run: Run) -> Table:
-    """Who did what to the run, the newest first."""
+    """Who changed the run and how, the newest first."""
     lines = read_log(run.store, run.name)[: -MOST - 1 : -1]
     rows = [[moment(line.time), line.action, f"{line.user} on {line.host}", _details(line.details)] for line in lines]
     return [["when", "what", "who", "details"], *rows]
@@ -160,7 +160,7 @@ def flatten(values: Mapping[str, Any], before: str = "") -> list[tuple[str, str]
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> Table:
-    """The recipe fields in which the runs differ, one column a run; empty for fewer than two."""
+    """The recipe fields in which the runs differ, one column per run; empty for fewer than two."""
     if len(runs) < 2:
         return []
     recipes = [run["recipe"] for run in runs]
@@ -168,9 +168,9 @@ def differences(runs: Sequence[Mapping[str, Any]]) -> Table:
     rows = [[field, *(recipe.get(field, UNSET) for recipe in recipes)] for field in fields]
     differing = [row for row in rows if len(set(row[1:])) > 1]
     names = ["field", *(run["name"] for run in runs)]
-    return [names, *sorted(differing, key=lambda row: UNSET in row)]  # what all of them have comes first
+    return [names, *sorted(differing, key=lambda row: UNSET in row)]  # fields that all runs have come first
 
 
 def distinct(values: Sequence[str]) -> list[str]:
-    """Each value once, in the order of their first."""
+    """Each value once, in order of first occurrence."""
     return list(dict.fromkeys(values))

@@ -1,4 +1,4 @@
-"""The page: a template, a style sheet, a script and the data in one file that asks nobody for anything."""
+"""The page: a template, a style sheet, a script and the data in one file that loads nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Final
 from areal_tasks.report.data import Report, make_report
 from areal_tasks.store.backend import Store
 
-#: The modules of the script; each uses those before it only.
+#: The modules of the script; each uses only earlier ones.
 MODULES: Final = (
     "dom.js",
     "format.js",
@@ -42,7 +42,7 @@ _SLOT: Final = re.compile(r"\{\{(\w+)\}\}")
 def make_page(
     store: Store, names: Sequence[str], samples: int = SAMPLES, max_bytes: int = MAX_BYTES
 ) -> tuple[str, Report]:
-    """The HTML of the report on these runs, at most `max_bytes` long, and what it holds. UserError: `make_report`."""
+    """The HTML of the report on these runs, at most `max_bytes` long, and its data. UserError: see `make_report`."""
     frame = len(render(" · ".join(names), "").encode())
     report = make_report(store, names, samples, max_bytes - frame)
     return render(" · ".join(names), report.text), report
@@ -62,13 +62,13 @@ def render(title: str, data: str) -> str:
 
 
 def bundle() -> str:
-    """The modules as one script: their imports and exports left out, in a scope of its own."""
+    """The modules as one script: without imports and exports, in a scope of its own."""
     bodies = [_EXPORT.sub("", _IMPORT.sub("", _asset(name))) for name in MODULES]
     return '"use strict";\n(() => {\n' + "\n".join(bodies) + "})();\n"
 
 
 def policy(script: str, style: str) -> str:
-    """A Content-Security-Policy that lets this script and this style sheet work, and nothing else: no network."""
+    """A Content-Security-Policy that allows this script and this style sheet, and nothing else: no network."""
     return (
         f"default-src 'none'; script-src '{_source(script)}'; style-src '{_source(style)}'; "
         "base-uri 'none'; form-action 'none'"

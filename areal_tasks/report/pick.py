@@ -1,4 +1,4 @@
-"""Which samples are worth embedding: best, worst, latest, unjudged, longest, and some of every time."""
+"""Selects the samples of a report: best, worst, latest, not verified, longest, and random ones of all iterations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schemas.views import judged
 
 @dataclass(frozen=True)
 class Key:
-    """Names one sample of a run. `version` is that of the evaluated weights; -1 for samples that are trained on."""
+    """Identifies a sample of a run. `version`: of the evaluated weights; -1 for samples that are trained on."""
 
     table: str
     iteration: int
@@ -24,7 +24,7 @@ class Key:
 
 Picked = dict[Key, list[str]]  # sample -> why it was chosen
 
-#: How a sample of each table is seen by the choices below. One table of trained samples, or evaluations, or both.
+#: Query per table for the columns that the choices below use. A run has trained samples, evaluations, or both.
 _CANDIDATES: Final = {
     "scalars": f"SELECT iteration, -1 AS version, sample_id, group_id, sample_index, verdict,"
     f" num_generated AS length, {judged('scalars')} FROM scalars",
@@ -38,8 +38,8 @@ _GROUP: Final = "PARTITION BY iteration, version, group_id"
 _SURPRISE: Final = f"(SELECT *, reward - avg(reward) OVER ({_GROUP}) AS surprise FROM c)"
 _SHUFFLED: Final = "md5(sample_id || iteration::text || version::text)"
 
-#: Choice -> its share, and where its samples come from, in order. Among equal rewards the best are those whose group
-#: did badly, and the worst those whose group did well; `random` takes one of each iteration before a second of any.
+#: Choice -> its share, and the ordered query of its samples. Among equal rewards the best are those whose group has a
+#: low mean, and the worst those of a high one; `random` takes one of each iteration before a second of any.
 _CHOICES: Final = {
     "best": (
         0.2,
@@ -67,14 +67,14 @@ EVALUATION_SHARE: Final = 0.2  # of the samples, where a run trains and evaluate
 
 
 def pick(connection: duckdb.DuckDBPyConnection, count: int) -> Picked:
-    """At most `count` samples of a run, in an order in which any beginning of it is a fair choice too."""
+    """At most `count` samples of a run, ordered so that any first part of it is a balanced choice, too."""
     tables = {str(row[0]) for row in connection.execute("SHOW TABLES").fetchall()} & _CANDIDATES.keys()
     picked = [_pick_from(connection, table, number) for table, number in quotas(tables, count).items()]
     return dict(item for items in zip_longest(*(p.items() for p in picked)) for item in items if item is not None)
 
 
 def quotas(tables: Set[str], count: int) -> dict[str, int]:
-    """How many samples each table gives."""
+    """How many samples to take from each table."""
     if tables >= {"scalars", "evaluate"}:
         evaluations = round(count * EVALUATION_SHARE)
         return {"scalars": count - evaluations, "evaluate": evaluations}
@@ -82,7 +82,7 @@ def quotas(tables: Set[str], count: int) -> dict[str, int]:
 
 
 def available(connection: duckdb.DuckDBPyConnection) -> int:
-    """How many samples there are to choose from."""
+    """How many samples the run has."""
     tables = {str(row[0]) for row in connection.execute("SHOW TABLES").fetchall()} & _CANDIDATES.keys()
     counts = [connection.execute(f"SELECT count(*) FROM {table}").fetchall()[0][0] for table in sorted(tables)]
     return sum(counts)

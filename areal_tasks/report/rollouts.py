@@ -1,4 +1,4 @@
-"""The chosen samples, whole: read from the shards of their iterations, written small for the page."""
+"""Reads the chosen samples from the shards of their iterations, and encodes them compactly for the page."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from schemas.tables import TABLES
 
 Row = dict[str, Any]
 
-MAX_TOKENS: Final = 4096  # of a sample that is longer, the first three quarters of these and the last quarter
+MAX_TOKENS: Final = 4096  # of longer samples: the first three quarters of these, and the last quarter
 MAX_TEXT: Final = 20_000  # characters of a text, likewise
 DECIMALS: Final = 4
 
-#: What is joined to a sample of each table, where the run has it.
+#: Columns that are joined to the samples of each table, if the run has them.
 _JOINED: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "scalars": {
         "rollout": ("prompt", "completion", "answer", "input_ids", "loss_mask", "logprobs", "versions"),
@@ -55,7 +55,7 @@ _NUMBERS: Final = (
 
 
 def read_samples(catalog: Catalog, picked: Picked) -> tuple[list[tuple[Key, Row]], list[str]]:
-    """The rows of `picked`, in its order, and what could not be read: one message for each iteration."""
+    """The rows of `picked`, in its order, and messages about iterations that could not be read."""
     places = sorted({(key.table, key.iteration) for key in picked})
     results = parallel(lambda place: _read_place(catalog, picked, *place), places, threads=4)
     rows = {key: row for found, _ in results for key, row in found.items()}
@@ -67,7 +67,7 @@ def _read_place(catalog: Catalog, picked: Picked, table: str, iteration: int) ->
     keys = {key for key in picked if (key.table, key.iteration) == (table, iteration)}
     try:
         return _read_iteration(catalog, table, iteration, keys), ""
-    except UserError as error:  # a damaged shard takes its own samples away, not the whole report
+    except UserError as error:  # a damaged shard must not prevent the report
         return {}, str(error)
 
 
@@ -103,7 +103,7 @@ def _rows(catalog: Catalog, ref: TableRef, wanted: pa.Array, columns: Sequence[s
     store = catalog.run.store
     try:
         table = read_table(store, ref, columns)
-    except ValueError:  # written by an older program, whose tables had fewer columns
+    except ValueError:  # written by an earlier version, with fewer columns
         table = read_table(store, ref, [name for name in columns if name in _written(store, ref)])
     rows: list[Row] = table.filter(pc.is_in(table["sample_id"], value_set=wanted)).to_pylist()
     return rows
@@ -115,15 +115,15 @@ def _written(store: Store, ref: TableRef) -> list[str]:
     return names
 
 
-# ── written small ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── encoding ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def encode_sample(key: Key, row: Mapping[str, Any], why: Sequence[str]) -> dict[str, Any]:
-    """A sample as the page reads it: texts, numbers, and for each generated token what is known of it."""
+    """A sample as the page reads it: texts, numbers, and the values of each generated token."""
     texts = {name: cut_text(row[name]) for name in _TEXTS if row.get(name)}
     plain = {name: row[name] for name in _PLAIN if row.get(name) not in (None, "")}
     numbers = {name: number(row[name]) for name in _NUMBERS if name in row}
-    flags = {name: True for name, told in (("truncated", row.get("truncated")), ("dropped", _dropped(row))) if told}
+    flags = {name: True for name, is_set in (("truncated", row.get("truncated")), ("dropped", _dropped(row))) if is_set}
     version = {"evaluated": key.version} if key.table == "evaluate" else {}
     about = {"table": key.table, "id": key.sample_id, "it": key.iteration, "why": list(why)}
     return {**about, **version, **texts, **plain, **numbers, **flags, "tokens": encode_tokens(row)}
@@ -163,13 +163,13 @@ def stretches(mask: Sequence[bool]) -> list[list[int]]:
 
 
 def encode_column(values: Sequence[float]) -> list[float | None]:
-    """Values rounded to `DECIMALS`; a single one where all are equal."""
+    """Values rounded to `DECIMALS`; a single one if all are equal."""
     short = [number(round(value, DECIMALS), 12) for value in values]
     return short[:1] if len(set(short)) == 1 else short
 
 
 def cut_text(text: str) -> str:
-    """At most `MAX_TEXT` characters of a text, and how many were left out between them."""
+    """At most `MAX_TEXT` characters of a text, with a note of how many were left out in between."""
     if len(text) <= MAX_TEXT:
         return text
     tail = MAX_TEXT // 4

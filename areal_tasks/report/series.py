@@ -1,4 +1,4 @@
-"""Curves as lists of numbers that fit on a screen: thinned with their extremes kept, rounded to what an eye can see."""
+"""Curves as short lists of numbers: thinned with their extremes kept, and rounded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Series:
 
 
 def thin(series: Series, points: int) -> Series:
-    """At most `points` points: means of neighbours, with the least and the greatest of them as the band."""
+    """At most `points` points: means of neighbours, with their least and greatest values as the band."""
     if len(series.x) <= points:
         return series
     parts = np.array_split(np.arange(len(series.x)), points)
@@ -56,10 +56,10 @@ def rounded(values: Numbers) -> list[float | None]:
 
 
 def number(value: float | None, digits: int = DIGITS) -> float | None:
-    """A number as short as JSON can write it, None where it is not finite."""
+    """A number rounded to `digits` significant digits; None if it is not finite."""
     if value is None or not math.isfinite(value):
         return None
     short = float(f"{value:.{digits}g}")
-    if not math.isfinite(short):  # the largest numbers round to what none is
+    if not math.isfinite(short):  # the largest numbers may round to infinity
         return None
     return int(short) if short.is_integer() and abs(short) < 1e16 else short

@@ -1,4 +1,4 @@
-"""What token ids mean, by the tokenizer of a run's initial weights. Only its small files are read."""
+"""The texts of token ids, by the tokenizer of a run's initial weights. Reads only its small files."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ _FAST: Final = "tokenizer.json"
 
 
 def vocabulary(catalog: Catalog, ids: Iterable[int]) -> tuple[dict[int, str], str]:
-    """The text of each id, and why there is none: the page then shows ids."""
+    """The text of each id; or no texts and the reason: the page then shows ids."""
     try:
         with TemporaryDirectory(prefix="arealflow-report-") as scratch:
             return texts_of(*load_tokenizer(catalog, Path(scratch)), ids), ""
     except (UserError, OSError, ValueError) as error:
-        return {}, f"Tokens of run {catalog.run.name} are shown as numbers, for its tokenizer cannot be used: {error}"
+        return {}, f"Tokens of run {catalog.run.name} are shown as numbers, as its tokenizer cannot be used: {error}"
 
 
 def texts_of(decode: Decode, name: Name, ids: Iterable[int]) -> dict[int, str]:
-    """The text that each token adds; of one that is a part of a character, its bytes as `<0xF0>`."""
+    """The text that each token adds; for a part of a character, its bytes as `<0xF0>`."""
     texts = _added(decode, sorted(set(ids)))
     return {i: bytes_of(name(i) or text) if _BROKEN in text else text for i, text in texts.items()}
 
 
 def bytes_of(name: str) -> str:
-    """A token's name in GPT-2's alphabet of bytes as `<0xF0><0x9F>`; other names as they are."""
+    """A token's name in GPT-2's alphabet of bytes as `<0xF0><0x9F>`; other names unchanged."""
     numbers = [_BYTES.get(character) for character in name]
     return name if None in numbers else "".join(f"<0x{number:02X}>" for number in numbers)
 
 
 def _alphabet() -> dict[str, int]:
-    """What GPT-2's tokenizer calls each byte: itself where Latin-1 shows it, else the next character from 256 on."""
+    """The byte of each character of GPT-2's alphabet: visible Latin-1 as it is, other bytes from 256 on."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
@@ -55,7 +55,7 @@ _BYTES: Final = _alphabet()
 
 
 def _added(decode: Decode, known: list[int]) -> dict[int, str]:
-    """What each token adds after another one: decoders drop the space at the very beginning."""
+    """What each token adds after another one: decoders drop a leading space."""
     anchor = next((i for i in known if (text := decode([i])).isascii() and text.strip()), None)
     if anchor is None:
         return {i: decode([i]) for i in known}
@@ -64,7 +64,7 @@ def _added(decode: Decode, known: list[int]) -> dict[int, str]:
 
 
 def load_tokenizer(catalog: Catalog, scratch: Path) -> tuple[Decode, Name]:
-    """How the run's tokenizer decodes, and what it calls its tokens.
+    """The run's tokenizer as two functions: decode ids, and name a token.
 
     Raises:
         UserError: the run has no initial weights, or they hold no tokenizer.
@@ -77,7 +77,7 @@ def load_tokenizer(catalog: Catalog, scratch: Path) -> tuple[Decode, Name]:
 
 
 def initial_files(catalog: Catalog) -> tuple[FileRef, ...]:
-    """The files of version 0, as the stage that made or fetched them recorded."""
+    """The files of version 0, as stage `initialise` recorded them."""
     found = catalog.selected(catalog.stages_of.get("initial_weights", set()))
     if not found:
         raise UserError("it has no initial weights yet")
@@ -88,7 +88,7 @@ def initial_files(catalog: Catalog) -> tuple[FileRef, ...]:
 
 
 def _fast(path: Path) -> tuple[Decode, Name]:
-    """By the tokenizer's own file, in milliseconds and without torch."""
+    """From `tokenizer.json`, in milliseconds and without torch."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_buffer(path.read_bytes())
@@ -96,7 +96,7 @@ def _fast(path: Path) -> tuple[Decode, Name]:
 
 
 def _slow(folder: Path) -> tuple[Decode, Name]:
-    """By transformers, which knows the older formats."""
+    """With transformers, which reads the older formats."""
     from areal_tasks.engines import models
 
     tokenizer = models.load_tokenizer(folder)

@@ -1,12 +1,12 @@
-"""The process that loads the verifier once and forks the workers: a fresh worker costs milliseconds, not imports.
+"""The process that loads the verifier once and forks the workers, so that a new worker takes milliseconds.
 
-Our own rather than `multiprocessing`'s: that one imports the caller's `__main__` again in every worker (a whole
-flow), is shared by the process, and stays behind when a pool is closed.
+It replaces that of `multiprocessing`, which imports the caller's `__main__` (a whole flow) again in every worker, is
+shared by the process, and survives when a pool is closed.
 
-It obeys its parent over a SOCK_SEQPACKET socket: `fork` (with the worker's end of a channel), or a process id to
-kill; it reports `ready` or `failed`, `started` and `exited`. When the socket closes, the parent is gone or has closed
-the pool: every worker and what it started is killed. Should this process die first, the kernel kills the workers
-(PR_SET_PDEATHSIG). While user code is being imported nobody listens to the socket, so a watchdog process does.
+Its parent sends commands over a SOCK_SEQPACKET socket: `fork` (with the worker's end of a channel), or a process id to
+kill; it reports `ready` or `failed`, `started` and `exited`. When the socket closes, the parent has ended or closed the
+pool: all workers and their descendants are killed. If this process dies first, the kernel kills the workers
+(PR_SET_PDEATHSIG). While user code is being imported, a watchdog process listens to the socket instead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     """Entry point: `argv[1]` is the socket's descriptor. The first message is the pool's specification."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    os.dup2(2, 1)  # a verifier's prints shall not land in the caller's own output
+    os.dup2(2, 1)  # keeps a verifier's prints out of the caller's standard output
     spec = json.loads(control.recv(1 << 20))
     watchdog = _start_watchdog(control)
     try:
@@ -48,7 +48,7 @@ def main() -> None:
         _kill(watchdog)
         return
     gc.collect()
-    gc.freeze()  # the workers share these pages as long as nobody writes to them
+    gc.freeze()  # the workers share these pages until they are written to
     server = _Server(control, verifier, spec["memory_mb"])
     _send(control, {"event": "ready"})
     server.run()
@@ -62,20 +62,20 @@ class _Server:
         self.wakeup = _child_signals()
 
     def run(self) -> None:
-        """Obeys until the parent's end of the socket closes, then kills all workers."""
+        """Handles commands until the parent's end of the socket closes, then kills all workers."""
         waiting = select.poll()
         waiting.register(self.control, select.POLLIN)
         waiting.register(self.wakeup, select.POLLIN)
         while True:
             ready = {descriptor for descriptor, _ in waiting.poll()}
             self._reap()
-            if self.control.fileno() in ready and not self._obey():
+            if self.control.fileno() in ready and not self._handle_command():
                 break
         for pid in self.workers:
             _kill_tree(pid)
             os.waitpid(pid, 0)
 
-    def _obey(self) -> bool:
+    def _handle_command(self) -> bool:
         try:
             message, descriptors, _, _ = socket.recv_fds(self.control, 64, 1)
         except ConnectionError:
@@ -92,14 +92,14 @@ class _Server:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._be_worker(channel, parent)
+            self._run_worker(channel, parent)
         with contextlib.suppress(PermissionError):
-            os.setpgid(pid, pid)  # as the child does: whoever comes first
+            os.setpgid(pid, pid)  # the child does the same; the first call takes effect
         channel.close()
         self.workers.add(pid)
         _send(self.control, {"event": "started", "pid": pid})
 
-    def _be_worker(self, channel: socket.socket, parent: int) -> None:
+    def _run_worker(self, channel: socket.socket, parent: int) -> None:
         status = 1
         try:
             os.setpgid(0, 0)
@@ -118,7 +118,7 @@ class _Server:
             self.wakeup.recv(4096)
         for pid in list(self.workers):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                _kill_group(pid)  # what it started and left behind; before its id is free again
+                _kill_group(pid)  # what it left running; before its id can be reused
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 self.workers.discard(pid)
                 _send(self.control, {"event": "exited", "pid": pid, "status": status})
@@ -135,7 +135,7 @@ def _child_signals() -> socket.socket:
 
 
 def _start_watchdog(control: socket.socket) -> int:
-    """A process that kills this one soon after the parent is gone, whatever this one is busy with. It dies with it."""
+    """A process that kills this one soon after the parent has ended, even during an import. It dies with this one."""
     group = os.getpid()
     pid = os.fork()
     if pid:
@@ -150,14 +150,14 @@ def _start_watchdog(control: socket.socket) -> int:
 
 
 def _die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends; ends it now when that has happened already."""
+    """Has the kernel kill this process when its parent ends; exits now if the parent has ended already."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _send(control: socket.socket, event: dict[str, Any]) -> None:
-    with contextlib.suppress(ConnectionError):  # the parent is gone; the next read says so
+    with contextlib.suppress(ConnectionError):  # the parent has ended; the next read reports it
         control.send(json.dumps(event).encode())
 
 
@@ -167,7 +167,7 @@ def _kill(pid: int) -> None:
 
 
 def _kill_tree(pid: int) -> None:
-    """Also what the worker has started in a session of its own, as sandboxes do."""
+    """Also kills what the worker started in a session of its own, as sandboxes do."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""One call of the pool's `verify`: which worker has which row, for how long, and what becomes of it."""
+"""One call of the pool's `verify`: assigns rows to workers, enforces limits, and collects results."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from schemas.recipe.sections import Reward
 #: Rows sent to a worker at once; fewer towards the end, so that no worker is left with all of the rest.
 MAX_CHUNK: Final = 32
 
-#: Losses of the process that starts the workers, without a verdict in between, after which those at work are blamed.
+#: Losses of the forkserver without a verdict in between, after which the rows being verified are blamed.
 MAX_LOSSES: Final = 2
 
-#: The wall clock's limit, unless the recipe states one: a busy machine may take so many times the CPU seconds.
+#: The default wall-clock limit, as a multiple of the CPU limit: a busy machine may take so much longer.
 WALL_FACTOR: Final = 60
-_LOOK_SECONDS: Final = 0.05
+_CHECK_SECONDS: Final = 0.05  # least time between two checks of a worker
 
 
 class Job:
-    """One call of `verify`: hands rows to idle workers, collects results, replaces workers that die or are too slow."""
+    """One call of `verify`: sends rows to idle workers, collects results, replaces workers that die or are too slow."""
 
     server: Forkserver
     workers: list[Worker]
@@ -46,7 +46,7 @@ class Job:
         return [self.results[i] for i in range(len(self.rows))]
 
     def run(self, server: Forkserver, workers: list[Worker]) -> None:
-        """Judges what has no result yet. ConnectionError when the forkserver is lost."""
+        """Verifies the rows that have no result yet. ConnectionError if the forkserver is lost."""
         self.server, self.workers = server, workers
         self.waiting = deque(i for i in range(len(self.rows)) if i not in self.results)
         with selectors.DefaultSelector() as self.selector:
@@ -60,7 +60,7 @@ class Job:
                 self._expire()
 
     def interrupted(self, error: ConnectionError, workers: list[Worker]) -> None:
-        """The forkserver was lost. The rows at work are to blame when that happens again and again: raises without."""
+        """The forkserver was lost. After more than `MAX_LOSSES` in a row, rows in progress fail; raises without any."""
         self.losses = 1 if len(self.results) > self.known else self.losses + 1
         if self.losses > MAX_LOSSES:
             blamed = [worker for worker in workers if worker.rows]
@@ -80,25 +80,25 @@ class Job:
                 self._send(worker)
 
     def _send(self, worker: Worker) -> None:
-        """Hands over its rows. One that has ended costs the first of them, unless the forkserver was lost with it."""
+        """Sends the worker its rows. If it has ended, the first row fails, unless the forkserver was lost with it."""
         try:
             worker.send([self.rows[i] for i in worker.rows])
         except TimeoutError:
-            self._fail(worker, "error", "the verifier's process hangs: it does not take the row")
+            self._fail(worker, "error", "the verifier's process hangs: it does not read the row")
         except OSError:
             self._await_status(worker)
 
     def _await_status(self, worker: Worker) -> None:
-        """It has ended: its exit status comes, or the loss of the forkserver, before anybody looks at it again."""
-        worker.ended, worker.look_at = True, time.monotonic() + self.server.reply_seconds
+        """The worker has ended: wait for its exit status, or the loss of the forkserver, before the next check."""
+        worker.ended, worker.check_at = True, time.monotonic() + self.server.reply_seconds
 
     def _begin(self, worker: Worker, cpu: float) -> None:
         worker.begin(cpu)
-        self._look_again(worker, self.cpu_limit, self.wall_limit)
+        self._schedule_check(worker, self.cpu_limit, self.wall_limit)
 
     def _collect(self) -> None:
-        looks = [worker.look_at for worker in self.workers if worker.rows]
-        pause = max(0.0, min(looks, default=0.0) - time.monotonic())
+        checks = [worker.check_at for worker in self.workers if worker.rows]
+        pause = max(0.0, min(checks, default=0.0) - time.monotonic())
         for key, _ in self.selector.select(0.0 if self.server.exited else pause):
             if key.data in self.workers:
                 self._receive(key.data)
@@ -106,7 +106,7 @@ class Job:
     def _receive(self, worker: Worker) -> None:
         try:
             for result in worker.receive():
-                if result.cpu - worker.cpu > self.cpu_limit:  # it came before anybody looked
+                if result.cpu - worker.cpu > self.cpu_limit:  # it arrived before a check
                     self._answer(worker, "timeout", self._too_much())
                 else:
                     self.results[worker.rows.popleft()] = result
@@ -121,7 +121,7 @@ class Job:
             self._await_status(worker)
 
     def _replace_exited(self) -> None:
-        """Replaces workers that ended by themselves; the row each was at gets an `error`."""
+        """Replaces workers that ended by themselves; the row in progress of each gets `error`."""
         for pid, status in self.server.exits():
             for worker in [worker for worker in self.workers if worker.pid == pid]:
                 self._receive(worker)
@@ -129,13 +129,13 @@ class Job:
                     self._fail(worker, "error", _describe(status))
 
     def _expire(self) -> None:
-        for worker in [worker for worker in self.workers if worker.rows and worker.look_at <= time.monotonic()]:
+        for worker in [worker for worker in self.workers if worker.rows and worker.check_at <= time.monotonic()]:
             self._receive(worker)  # the result may have arrived just now
-            if worker in self.workers and worker.rows and worker.look_at <= time.monotonic():
-                self._look(worker)
+            if worker in self.workers and worker.rows and worker.check_at <= time.monotonic():
+                self._check(worker)
 
-    def _look(self, worker: Worker) -> None:
-        """Ends the row the worker is at if it has exceeded a limit, or has ended and nobody reports that."""
+    def _check(self, worker: Worker) -> None:
+        """Fails the row in progress if it has exceeded a limit, or if the worker has ended without a report of it."""
         left_cpu = self.cpu_limit - worker.used()
         left_wall = worker.began + self.wall_limit - time.monotonic()
         if worker.ended:
@@ -145,17 +145,17 @@ class Job:
         elif left_wall < 0:
             self._fail(worker, "error", f"wall clock: not finished within {self.wall_limit:g} s (reward.wall_seconds)")
         else:
-            self._look_again(worker, left_cpu, left_wall)
+            self._schedule_check(worker, left_cpu, left_wall)
 
-    def _look_again(self, worker: Worker, left_cpu: float, left_wall: float) -> None:
-        """Later, the more it has left: looking reads all processes. A few threads may use up the CPU seconds faster."""
-        worker.look_at = time.monotonic() + max(_LOOK_SECONDS, min(left_cpu / 4, left_wall))
+    def _schedule_check(self, worker: Worker, left_cpu: float, left_wall: float) -> None:
+        """Rare while much time is left: a check reads all processes. Threads may use up the CPU seconds faster."""
+        worker.check_at = time.monotonic() + max(_CHECK_SECONDS, min(left_cpu / 4, left_wall))
 
     def _too_much(self) -> str:
         return f"more than reward.timeout_seconds = {self.cpu_limit:g} s of CPU"
 
     def _fail(self, worker: Worker, verdict: str, detail: str) -> None:
-        """The row the worker is at gets `verdict`; the rest of its chunk goes to others."""
+        """The row in progress gets `verdict`; the rest of the worker's chunk goes to other workers."""
         if worker.rows:
             self._answer(worker, verdict, detail)
         self._replace(worker)
@@ -173,7 +173,7 @@ class Job:
         self.selector.register(fresh.channel, selectors.EVENT_READ, fresh)
 
     def _forget(self, worker: Worker) -> bool:
-        """Listens to it no longer; whether it did."""
+        """Stops listening to the worker. Returns whether it listened before."""
         listened = worker.channel in self.selector.get_map()
         if listened:
             self.selector.unregister(worker.channel)

@@ -1,4 +1,4 @@
-"""From a verifier's name in a recipe to the function."""
+"""Loads the verifier that a recipe names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from schemas.errors import UserError
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A verifier of ours. `version` is raised when it judges a completion otherwise."""
+    """A built-in verifier. `version` is raised when its verdicts change."""
 
     target: str
     version: int = 1
@@ -29,24 +29,24 @@ BUILT_IN: Final = {
     "exact": BuiltIn("areal_tasks.rewards.exact:verify"),
 }
 
-#: What a verifier is given beyond prompt, completion and answer, if it has a parameter of that name.
+#: Passed to a verifier besides prompt, completion and answer, if it has a parameter of that name.
 _OPTIONAL: Final = ("truncated", "stop_reason")
 
 
 def verifier_version(name: str) -> int:
-    """The version of a verifier's code, as far as it is known: that of a user's own is not."""
+    """The version of a built-in verifier's code; 1 for a user's own, whose version is unknown."""
     return BUILT_IN[name].version if name in BUILT_IN else 1
 
 
 def load_verifier(name: str, arguments: Mapping[str, Any]) -> Callable[[Row], object]:
-    """The verifier `name` with its `arguments` bound; modules are also looked for in the working directory.
+    """The verifier `name` with its `arguments` bound; modules are also searched in the working directory.
 
     UserError: no such module or object, not callable, or it does not take these arguments.
     """
     module_name, attribute = _target(name)
     found = _attribute(_module(module_name, name), attribute, name)
     if not callable(found):
-        raise UserError(f"reward.verifier: {name} is a {type(found).__name__}, not something that can be called.")
+        raise UserError(f"reward.verifier: {name} is a {type(found).__name__}, which is not callable.")
     optional = [part for part in _OPTIONAL if part in inspect.signature(found).parameters and part not in arguments]
     _check_arguments(found, optional, arguments, name)
 
@@ -58,9 +58,9 @@ def load_verifier(name: str, arguments: Mapping[str, Any]) -> Callable[[Row], ob
 
 
 def check_module(name: str) -> None:
-    """UserError if the verifier's package does not exist. Imports nothing of it."""
+    """UserError if the verifier's package does not exist. Does not import it."""
     package = _target(name)[0].partition(".")[0]
-    _look_here()
+    _search_working_directory()
     if find_spec(package) is None:
         raise _missing(name, package)
 
@@ -73,8 +73,8 @@ def _target(name: str) -> tuple[str, str]:
     return module_name, attribute
 
 
-def _look_here() -> None:
-    """Have modules found in the working directory, too."""
+def _search_working_directory() -> None:
+    """Add the working directory to the module search path."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
 
@@ -87,7 +87,7 @@ def _missing(name: str, module_name: str) -> UserError:
 
 
 def _module(module_name: str, name: str) -> ModuleType:
-    _look_here()
+    _search_working_directory()
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Judges completions in processes that can be killed: whatever a verifier does costs its own sample, nothing else."""
+"""Verifies completions in processes that can be killed, so that a verifier's failure affects only its own sample."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class VerifyResult:
 
 
 def unverified(reward: Reward) -> frozenset[str]:
-    """The verdicts that are no judgement: `on_unverified` decides what becomes of these samples."""
+    """The verdicts without a judgement: `on_unverified` decides how these samples are treated."""
     return frozenset({"error"} if reward.timeout_reward is not None else {"timeout", "error"})
 
 
 class VerifierPool:
-    """`reward.workers` warm processes. `verify` may be called from any thread, by one at a time."""
+    """`reward.workers` processes, kept running. `verify` may be called from any thread; calls take turns."""
 
     def __init__(self, settings: Reward) -> None:
         self.settings = settings
         self._lock = threading.Lock()
-        self._gate = threading.Lock()  # of the next two; held for moments only, unlike the other
+        self._gate = threading.Lock()  # guards the next two fields; never held for long, unlike `_lock`
         self._closed = False
         self._loading: Forkserver | None = None
         self._server: Forkserver | None = None
@@ -51,12 +51,12 @@ class VerifierPool:
 
     @property
     def judged(self) -> int:
-        """Verdicts that the call of `verify` under way has; of the last one after it."""
+        """Number of verdicts of the current call of `verify`, or of the last one."""
         job = self._job
         return 0 if job is None else len(job.results)
 
     def __enter__(self) -> Self:
-        """Loads the verifier. UserError when it cannot be loaded."""
+        """Loads the verifier. UserError if it cannot be loaded."""
         with self._lock:
             self._start()
         return self
@@ -67,7 +67,7 @@ class VerifierPool:
         self.close()
 
     def close(self) -> None:
-        """Ends all processes of the pool, for good, and waits for that. One that is loading the verifier is killed."""
+        """Ends all processes of the pool for good, and waits for them. One that is loading the verifier is killed."""
         with self._gate:
             self._closed = True
             if self._loading is not None:
@@ -78,24 +78,24 @@ class VerifierPool:
     def verify(self, rows: Sequence[Row]) -> list[VerifyResult]:
         """The rows' results, in order.
 
-        The process that starts the workers is replaced when it is lost, and what has no result is judged again.
+        A lost forkserver is replaced, and rows without a result are verified again.
 
         Raises:
             UserError: The verifier cannot be loaded.
-            ConnectionError: That process is lost again and again, although no verifier is at work.
+            ConnectionError: The forkserver is lost repeatedly, although no verifier is running.
             RuntimeError: The pool is closed.
         """
         with self._lock:
             job = self._job = Job(rows, self.settings)
             try:
                 while not job.done:
-                    self._go_on(job)
+                    self._advance(job)
             except BaseException:
                 self._stop()  # the workers still hold rows of this job
                 raise
         return [self._result(result) for result in job.in_order()]
 
-    def _go_on(self, job: Job) -> None:
+    def _advance(self, job: Job) -> None:
         try:
             job.run(self._start(), self._workers)
         except ConnectionError as error:
@@ -115,7 +115,7 @@ class VerifierPool:
         return self._server
 
     def _begin(self) -> Forkserver:
-        """The process, which has yet to load the verifier; `close` knows of it, or has been called before."""
+        """The forkserver before it loads the verifier; `close` can kill it from now on. RuntimeError if closed."""
         with self._gate:
             if self._closed:
                 raise RuntimeError(_CLOSED)
@@ -126,7 +126,7 @@ class VerifierPool:
         try:
             server.load(self.settings.verifier, self.settings.arguments, self.settings.memory_mb)
         except (UserError, ConnectionError) as error:
-            if self._closed:  # so it was abandoned
+            if self._closed:  # `close` killed the process
                 raise RuntimeError(_CLOSED) from error
             raise
         finally:

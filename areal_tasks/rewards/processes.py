@@ -1,4 +1,4 @@
-"""The pool's handles on its processes: the forkserver, and the workers it forks."""
+"""The pool's handles for its processes: the forkserver, and the workers that it forks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from areal_tasks.rewards.protocol import Row
 from areal_tasks.rewards.worker import Result
 from schemas.errors import UserError
 
-#: Time a verifier's module may take to be imported.
+#: Limit for importing a verifier's module.
 LOAD_SECONDS: Final = 120.0
 _REPLY_SECONDS: Final = 30.0
 _STOP_SECONDS: Final = 2.0
@@ -28,19 +28,19 @@ _COMMAND: Final = "from areal_tasks.rewards.forkserver import main; main()"
 
 
 class Worker:
-    """A verifier process, and the rows it was given, in the order in which it answers."""
+    """A verifier process, and the rows sent to it, in the order of its answers."""
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid, self.channel = pid, channel
         self.rows: deque[int] = deque()
-        self.began = 0.0  # with the first of them, on the monotonic clock
-        self.cpu = 0.0  # seconds it had used by then
-        self.look_at = 0.0  # when to find out how far it is
+        self.began = 0.0  # time at which it began the first of them, on the monotonic clock
+        self.cpu = 0.0  # CPU seconds that the process had used by then
+        self.check_at = 0.0  # time of the next check of its limits
         self.ended = False
         self._buffer = b""
 
     def begin(self, cpu: float) -> None:
-        """The process turns to its next row, having used so many seconds of CPU."""
+        """The process begins its next row, having used `cpu` seconds of CPU so far."""
         self.began, self.cpu = time.monotonic(), cpu
 
     def used(self) -> float:
@@ -50,16 +50,16 @@ class Worker:
             process = psutil.Process(self.pid)
             for member in (process, *process.children(recursive=True)):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    total += sum(member.cpu_times()[:4])  # user, system, and those of children it has waited for
+                    total += sum(member.cpu_times()[:4])  # user, system, and both of children that have ended
         return total - self.cpu
 
     def send(self, rows: Sequence[Row]) -> None:
-        """Hands over a chunk. TimeoutError if the process does not read it, another OSError if it is gone."""
+        """Sends a chunk. TimeoutError if the process does not read it, another OSError if it has ended."""
         self.channel.settimeout(_REPLY_SECONDS)
         self.channel.sendall(json.dumps(rows).encode() + b"\n")
 
     def receive(self) -> Iterator[Result]:
-        """The results that have arrived, without waiting. ValueError at the first thing that is none."""
+        """The results that have arrived, without waiting. ValueError for anything else."""
         self.channel.settimeout(0)
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             arrived = self.channel.recv(1 << 20)
@@ -73,7 +73,7 @@ class Worker:
 
 
 class Forkserver:
-    """The process of `areal_tasks.rewards.forkserver`. Use after `load`, and `close` when done, also if that fails."""
+    """The process of `areal_tasks.rewards.forkserver`. Call `load` first and `close` at the end, even if that fails."""
 
     def __init__(self) -> None:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -82,14 +82,14 @@ class Forkserver:
                 [sys.executable, "-P", "-c", _COMMAND, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                process_group=0,  # a Ctrl-C in the terminal is the caller's business
+                process_group=0,  # a Ctrl-C in the terminal must reach the caller only
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             )
         self.reply_seconds = _REPLY_SECONDS
-        self.exited: list[tuple[int, int]] = []  # noticed, and not yet told by `exits`
+        self.exited: list[tuple[int, int]] = []  # received, and not yet returned by `exits`
 
     def fork(self) -> Worker:
-        """A fresh worker."""
+        """Starts and returns a new worker."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._send(b"fork", theirs.fileno())
@@ -98,7 +98,7 @@ class Forkserver:
         return Worker(event["pid"], ours)
 
     def _reply(self) -> Any:
-        """The next event. ConnectionError where the process hangs: whoever closes it then, kills it."""
+        """The next event. ConnectionError if the process hangs; `close` then kills it."""
         try:
             return self._event(self.reply_seconds)
         except TimeoutError as error:
@@ -108,12 +108,12 @@ class Forkserver:
             ) from error
 
     def kill(self, worker: Worker) -> None:
-        """Kills the worker, and what it started, if it still runs."""
+        """Kills the worker and its descendants, if it still runs."""
         worker.channel.close()
         self._send(str(worker.pid).encode())
 
     def exits(self) -> list[tuple[int, int]]:
-        """Process id and exit status (negative: a signal) of the workers that ended since the last call."""
+        """Process ids and exit statuses (negative: a signal) of the workers that ended since the last call."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 event = self._event(timeout=0)
@@ -122,7 +122,7 @@ class Forkserver:
         return found
 
     def close(self) -> None:
-        """Ends the workers and the process, and waits for that."""
+        """Ends the workers and the process, and waits for the latter."""
         self.control.close()
         try:
             self._process.wait(_STOP_SECONDS)
@@ -135,10 +135,10 @@ class Forkserver:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(OSError):
-            self.control.shutdown(socket.SHUT_RDWR)  # what the import has started may hold the other end
+            self.control.shutdown(socket.SHUT_RDWR)  # a process that the import started may hold the other end
 
     def load(self, verifier: str, arguments: Mapping[str, Any], memory_mb: int) -> None:
-        """Have it import the verifier. Raises UserError when that fails."""
+        """Have the process import the verifier. UserError if that fails."""
         spec = {"verifier": verifier, "arguments": dict(arguments), "memory_mb": memory_mb}
         self._send(json.dumps(spec).encode())
         try:
@@ -146,7 +146,7 @@ class Forkserver:
         except TimeoutError as error:
             raise UserError(f"reward.verifier: importing {verifier} takes longer than {LOAD_SECONDS:g} s.") from error
         except ConnectionError as error:
-            raise UserError(f"reward.verifier: importing {verifier} ends the process that does it.") from error
+            raise UserError(f"reward.verifier: importing {verifier} ends the importing process.") from error
         if event["event"] == "failed":
             raise UserError(event["message"])
 

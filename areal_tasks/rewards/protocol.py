@@ -1,4 +1,4 @@
-"""What a verifier is given and what it answers. Imported by verifier processes: standard library only."""
+"""A verifier's input and output. Imported by verifier processes: standard library only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A verifier's answer for one completion. ValueError for a reward that is not finite or an unknown verdict."""
+    """A verifier's result for one completion. ValueError for a reward that is not finite or an unknown verdict."""
 
     reward: float
     verdict: VerdictName
@@ -41,14 +41,14 @@ class Verdict:
 class Verifier(Protocol):
     """Judges one completion. A bare number is a reward: `correct` above 0, else `incorrect`.
 
-    A verifier with a parameter `truncated` or `stop_reason` is given that too, by keyword.
+    A verifier with a parameter `truncated` or `stop_reason` receives it by keyword.
     """
 
     def __call__(self, prompt: str, completion: str, answer: str, **arguments: Any) -> Verdict | float: ...
 
 
 def as_verdict(answer: object) -> Verdict:
-    """What a verifier returned, as a `Verdict`. TypeError when it is neither that nor a number."""
+    """What a verifier returned, as a `Verdict`. TypeError if it is neither a `Verdict` nor a number."""
     if isinstance(answer, Verdict):
         return answer
     if not isinstance(answer, numbers.Real):

@@ -1,7 +1,7 @@
-"""What runs in a verifier process: read rows, judge them one by one, answer each at once.
+"""The loop of a verifier process: reads rows, verifies them one by one, and answers each at once.
 
-Rows and results are JSON, a line each. A process that was short of memory, or in which a verifier left a thread or a
-process running, says so in its last result and ends: the next sample shall not pay for it.
+Rows and results are JSON, one per line. A process that ran out of memory, or in which a verifier left a thread or a
+process running, marks its result as the last and ends, so that later samples are not affected.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MAX_TEXT: Final = 500
 
 
 class Result(NamedTuple):
-    """One line from a worker; `last` when the process ends after it. `cpu` is all that the process has used so far,
-    in seconds, with what it started and waited for."""
+    """One line from a worker; `last` if the process ends after it. `cpu`: CPU seconds of the process so far, including
+    children that have ended."""
 
     reward: float
     verdict: str
@@ -36,9 +36,9 @@ class Result(NamedTuple):
 
 
 def serve(channel: socket.socket, verifier: Callable[[Row], object], memory_mb: int) -> None:
-    """Answers chunks of rows until the other end closes. Never raises for what a verifier does."""
+    """Answers chunks of rows until the other end closes. Exceptions of a verifier become results."""
     limit_memory(memory_mb)
-    sys.stdout = sys.stderr  # which is written at once: nothing is lost when the process is killed
+    sys.stdout = sys.stderr  # unbuffered: nothing is lost when the process is killed
     for line in channel.makefile("rb"):
         for row in json.loads(line):
             result = judge(verifier, Row(*row))
@@ -48,7 +48,7 @@ def serve(channel: socket.socket, verifier: Callable[[Row], object], memory_mb: 
 
 
 def judge(verifier: Callable[[Row], object], row: Row) -> Result:
-    """One row's result; whatever the verifier raises, `sys.exit` too, is an `error`."""
+    """One row's result; any exception of the verifier, even SystemExit, is an `error`."""
     started = time.perf_counter()
     last = False
     try:
@@ -68,7 +68,7 @@ def _cpu_seconds() -> float:
 
 
 def _left_running() -> bool:
-    """Whether there is a thread besides this one, or a process that was not waited for."""
+    """Whether there is another thread, or a child process that was not waited for."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -105,6 +105,6 @@ def _text(text: object) -> str:
 
 
 def leave(status: int) -> None:
-    """Ends a forked process without running what its parent registered to run at exit."""
+    """Ends a forked process without running its parent's exit handlers."""
     sys.stderr.flush()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""How one sample is produced. `load_workflow` finds a workflow by the name a recipe gives it."""
+"""Workflows, which produce samples. `load_workflow` loads the workflow that a recipe names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from schemas.errors import UserError
 def load_workflow(name: str, arguments: Mapping[str, Any]) -> Workflow:
     """`single_turn`, or the class or function `package.module:object` called with `arguments`.
 
-    Errors: UserError naming what is missing.
+    UserError if there is none, or it does not accept `arguments`.
     """
     if name == "single_turn":
         if arguments:

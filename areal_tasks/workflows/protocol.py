@@ -1,4 +1,4 @@
-"""What a workflow is: prompts in, samples out. `single_turn` is one; a user's own is named `package.module:object`."""
+"""The interface of workflows: a prompt in, samples out. A user's own is named `package.module:object`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from schemas.tables import ROLLOUT
 if TYPE_CHECKING:
     from areal_tasks.rewards.pool import VerifyResult
 
-#: An element per token. Arrays are spared the way through Python's numbers.
+#: One element per token. Arrays avoid the conversion to Python's numbers.
 Values = Sequence[float] | Flat
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One group's prompt: a data-set row at its place in the run's order."""
+    """One group's prompt: a data-set row at its position in the run's order."""
 
     prompt_id: int
     group_id: int
@@ -34,7 +34,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Sample:
-    """One trajectory. `Values` speak of `input_ids`, element by element; prompt positions hold 0, -1 and False."""
+    """One trajectory. `Values` have one element per token of `input_ids`; those of the prompt are 0, -1 and False."""
 
     prompt: Prompt
     sample_index: int
@@ -48,18 +48,18 @@ class Sample:
     server: str
     seconds: float
     turns: int = 1
-    stale_kv: Values | None = None  # none: no token was sampled over the cache of older weights
-    verdict: VerifyResult | None = None  # where a filter needs it
+    stale_kv: Values | None = None  # None: no token was sampled over the KV cache of older weights
+    verdict: VerifyResult | None = None  # if a filter needed it
     judged_with: str = ""  # digest of what the verdict depends on besides the sample
 
     @property
     def sample_id(self) -> str:
-        """Its name in all tables of an iteration."""
+        """The sample's id in all tables of an iteration."""
         return f"{self.prompt.group_id}-{self.sample_index}"
 
     @property
     def generated_versions(self) -> Flat:
-        """The versions of the tokens the model generated."""
+        """The weights versions of the generated tokens. [num_generated] int32."""
         return np.asarray(self.versions, np.int32)[np.asarray(self.loss_mask, np.bool_)]
 
 
@@ -81,7 +81,7 @@ class WorkflowContext:
 class Workflow(Protocol):
     """Produces one group: `group_size` samples of a prompt, in order.
 
-    The groups of a rollout worker run side by side, as tasks of one event loop: a call that blocks delays the others,
+    The groups of a rollout worker run concurrently, as tasks of one event loop: a call that blocks delays the others,
     and fails after `workflow.blocked_seconds`. `await asyncio.to_thread(...)` takes such a call out of the loop.
     """
 
@@ -120,7 +120,7 @@ def _values(sample: Sample, name: str) -> Values:
 
 
 def _lists(samples: Sequence[Sample], name: str) -> pa.ListArray:
-    """A column of lists, made from one flat array: a list at a time takes Arrow three times as long."""
+    """A column of lists, made from one flat array: converting list by list takes Arrow three times as long."""
     kind = ROLLOUT.field(name).type
     dtype = kind.value_type.to_pandas_dtype()
     parts = [np.asarray(_values(sample, name), dtype) for sample in samples]
@@ -135,7 +135,7 @@ def _lists(samples: Sequence[Sample], name: str) -> pa.ListArray:
 
 
 def samples_to_table(samples: Sequence[Sample]) -> pa.Table:
-    """The samples as a `ROLLOUT` table, in the order given. TypeError if one has a list not as long as its tokens."""
+    """The samples as a `ROLLOUT` table, in the order given. TypeError if a list is not as long as its sample."""
     lists = {field.name: _lists(samples, field.name) for field in ROLLOUT if pa.types.is_list(field.type)}
     rows = [_scalars(sample) for sample in samples]
     columns = [

@@ -1,4 +1,4 @@
-"""The usual workflow: `group_size` independent completions of each prompt."""
+"""The default workflow: `group_size` independent completions of each prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from areal_tasks.workflows.protocol import Prompt, Sample, WorkflowContext
 
 
 class SingleTurn:
-    """One question, one answer."""
+    """One request and one answer per sample."""
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
         """`group_size` samples of the prompt, in order."""
@@ -21,7 +21,7 @@ class SingleTurn:
 
 
 def request_for(prompt: Prompt, index: int, context: WorkflowContext) -> GenerateRequest:
-    """What one sample of a prompt is asked for with, by the recipe; for workflows of your own, too."""
+    """The request for one sample of a prompt with the recipe's settings; users' workflows may call it, too."""
     return GenerateRequest(
         input_ids=prompt.input_ids,
         max_new_tokens=context.max_new_tokens,
@@ -33,7 +33,7 @@ def request_for(prompt: Prompt, index: int, context: WorkflowContext) -> Generat
 
 
 def sample_of(prompt: Prompt, index: int, request: GenerateRequest, result: GenerateResult) -> Sample:
-    """The sample that an answer to `request` is, if the prompt's tokens were asked for alone."""
+    """The sample made of the prompt's tokens and the answer to `request`, which must hold these tokens alone."""
     before = len(prompt.input_ids)
     input_ids = np.array(prompt.input_ids + result.output_ids, np.int32)
     return Sample(

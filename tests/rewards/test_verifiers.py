@@ -72,7 +72,7 @@ def test_a_verdict_checks_itself(reward: float, verdict: Any) -> None:
         ("no_such_package.rewards:f", {}, "there is no module 'no_such_package'. Install it, or set PYTHONPATH"),
         ("areal_tasks.rewards.no_such:f", {}, "there is no module 'areal_tasks.rewards.no_such'"),
         ("example_reward:tag", {}, r"example_reward \(.*example_reward.py\) has no 'tag'"),
-        ("misbehaving:NOT_CALLABLE", {}, "is a int, not something that can be called"),
+        ("misbehaving:NOT_CALLABLE", {}, "is a int, which is not callable"),
         (
             "fails_on_import:f",
             {},

@@ -1,5 +1,5 @@
-r"""Mathematical answers: what the completion's final answer is (`final`), what it says (`answers`), whether it is right
-(`equal`). The rule is the table of cases in docs/reference/math.md."""
+r"""Mathematical answers: finding the completion's final answer (`final`), parsing it (`answers`), comparing it with
+the reference (`equal`). The rule is the table of cases in docs/reference/math.md."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def verify(prompt: str, completion: str, answer: str, truncated: bool = False, s
     return Verdict(1.0, "correct", found) if right else Verdict(0.0, "incorrect", found)
 
 
-@lru_cache(maxsize=1024)  # the samples of a group share it
+@lru_cache(maxsize=1024)  # all samples of a group have the same
 def _reference(answer: str) -> Answer:
     try:
         found = read_answer(reference_answer(answer))
@@ -40,5 +40,5 @@ def _reference(answer: str) -> Answer:
     return found
 
 
-# Regexes, antlr's tables and sympy's caches are made at first use: do it before the workers are forked, once.
+# Regexes, antlr's tables and sympy's caches are built at first use: build them once, before the workers are forked.
 verify("", r"\boxed{\sqrt{2} + x}", r"x + \sqrt{2}")

@@ -1,6 +1,6 @@
-r"""What an answer says: a number with a unit, several answers, a formula, or words.
+r"""Parses an answer: a number with a unit, several answers, a formula, or words.
 
-Nothing here is compared or computed; what is too large for that is refused.
+Nothing is compared or computed here; answers too large for that are rejected.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Final
 from areal_tasks.rewards.math.spelling import plain, tidy
 from areal_tasks.rewards.math.units import MULTIPLIERS, unit_of
 
-#: Longest answer, in characters, most answers in a list and most brackets within brackets: more takes long to compare.
+#: Longest answer, in characters, most answers in a list and deepest nesting of brackets; comparing more takes long.
 MAX_ANSWER: Final = 1000
 MAX_ITEMS: Final = 32
 MAX_DEPTH: Final = 32
 
 
 class TooLarge(ValueError):
-    """The answer is beyond what is compared; the message says which bound it exceeds."""
+    """The answer is too large to compare; the message names the bound that it exceeds."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number, and the parts of its unit; empty where it has none."""
+    """A number, and the parts of its unit; empty if it has none."""
 
     value: Fraction
     unit: frozenset[str] = frozenset()
@@ -79,7 +79,7 @@ _SEPARATORS: Final = (r";", r",\s+(?:and|or)\s+|\s+(?:and|or)\s+|,\s+", r",")
 _CLOSES: Final = {"(": ")]", "[": ")]", "{": "}", r"\{": r"\}"}
 _ENVIRONMENT: Final = re.compile(r"\\(?:begin|end)\{[a-z]+\}")
 _WORDS: Final = re.compile(r"(?<![A-Za-z\\])[A-Za-z]+")
-#: A unit behind a formula.
+#: A unit after a formula.
 _TAIL: Final = re.compile(r"(?:(?<=[\d})]\s)|(?<=pi\s))(?:[A-Za-z]{2,}|[hsmglL%])[A-Za-z\d\s^{}/*%-]*$")
 _NO_FORMULA: Final = re.compile(r"[:?#`@]|(?<!_)\d\s+\d|\d_|~|[^\x00-\x7f]")
 _NO_VARIABLES: Final = frozenset({"or", "no", "if", "is", "to", "it", "so", "we", "he"})
@@ -92,7 +92,7 @@ _NAMES: Final = re.compile(rf"(?<![A-Za-z\\])({'|'.join(_FUNCTIONS)})(?![A-Za-z]
 
 
 def read_answer(text: str) -> Answer:
-    """What `text`, which is nothing but an answer, says. TooLarge where it cannot be compared."""
+    """Parse `text`, which must be nothing but an answer. TooLarge if it cannot be compared."""
     if len(text) > MAX_ANSWER:
         raise TooLarge(f"the answer has more than {MAX_ANSWER} characters")
     if max(_depths(text), default=0) > MAX_DEPTH:
@@ -106,7 +106,7 @@ def _read(text: str) -> Answer:
 
 
 def leading_number(text: str) -> tuple[Quantity, str, str] | None:
-    """The number that `text` begins with, as it is written and what follows; its unit only if that stands before it."""
+    """The number that `text` begins with, its spelling, and the rest; with its unit only if that precedes it."""
     text = slashed(text)
     match = _NUMBER.match(text)
     value = None if match is None else _value(match)
@@ -134,7 +134,7 @@ def _factor(word: str) -> int:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """None where it is no number: two signs, a mixed number such as 1 7/2, a denominator of 0."""
+    """None if it is no number: two signs, a mixed number such as 1 7/2, a denominator of 0."""
     signs = match["sign"] + match["second"]
     if len(signs) > 1:
         return None
@@ -192,7 +192,7 @@ def _split(text: str) -> list[str]:
 
 
 def _depths(text: str) -> list[int]:
-    """How many brackets are open behind each character."""
+    """How many brackets are open after each character."""
     return list(accumulate((c in "([{") - (c in ")]}") for c in text))
 
 
@@ -207,12 +207,12 @@ def _formula(text: str) -> Formula | None:
 
 
 def _is_sequence(text: str) -> bool:
-    """Whether it is capitals alone, such as HHT: their order counts, unlike that of factors."""
+    """Whether `text` is capitals alone, such as HHT: their order counts, unlike that of factors."""
     return len(text) > 1 and text.isalpha() and text.isupper()
 
 
 def _is_product(word: str) -> bool:
-    """Whether letters are variables side by side, or the points of a figure, rather than a word."""
+    """Whether letters are a product of variables, or the points of a figure, rather than a word."""
     return word.isupper() or (len(word) == 2 and word not in _NO_VARIABLES)
 
 

@@ -1,4 +1,4 @@
-"""Whether an answer is the reference: numbers exactly, lists part by part, formulas by math-verify within bounds."""
+"""Compares an answer with the reference: numbers exactly, lists part by part, formulas by math-verify within bounds."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from latex2sympy2_extended import NormalizationConfig
 from areal_tasks.rewards.math.answers import Answer, Formula, Group, Quantity, TooLarge, read_answer
 from areal_tasks.rewards.math.units import compatible
 
-# The deadline of the process stands in for math-verify's alarm signals; it warns where they are off.
+# The process's deadline replaces math-verify's alarm signals; math-verify warns when these are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-#: Longest formula, in characters, and largest number it may lead to, in bits, that sympy is given.
+#: Longest formula, in characters, and largest resulting number, in bits, that sympy may evaluate.
 MAX_FORMULA: Final = 400
 MAX_BITS: Final = 8192
-_SYMBOL_BITS: Final = 16  # a power of a sum is as long, multiplied out, as one of a number
+_SYMBOL_BITS: Final = 16  # an expanded power of a sum is as long as a power of a number
 
-#: How far a decimal may be from the number without a finite decimal form that it stands for: six digits are right.
+#: Relative distance of a decimal from a number without a finite decimal form: six digits must be right.
 _SIX_DIGITS: Final = Fraction(5, 10**6)
 _ROUNDING: Final = Fraction(1, 10**12)
 _PERCENT: Final = "percent"
@@ -35,11 +35,11 @@ _LATEX: Final = (
         normalization_config=NormalizationConfig(malformed_operators=True, nits=True, boxed="none"),
     ),
 )
-_LARGE_BINOMIAL: Final = re.compile(r"\\(?:[dt]?binom|choose).*\d{4}|\d{4}.*\\choose")  # computed when it is parsed
-#: Where formulas are compared: on both sides of 0 and of 1, so that large powers do not hide what is added to them.
+_LARGE_BINOMIAL: Final = re.compile(r"\\(?:[dt]?binom|choose).*\d{4}|\d{4}.*\\choose")  # parsing computes it
+#: Points at which formulas are compared: on both sides of 0 and of 1, so that large powers do not hide other terms.
 _POINTS: Final = tuple(sympy.Rational(*point) for point in ((7, 11), (-5, 13), (23, 9), (-29, 17)))
 _FACTORIALS: Final = (sympy.factorial, sympy.binomial, sympy.gamma)
-#: What a name stands before: `x = 5`, `f(x) = 5`, `x \in [1, 2]`; or a calculation before its result.
+#: A name and its value: `x = 5`, `f(x) = 5`, `x \in [1, 2]`; or a calculation and its result.
 _NAMED: Final = re.compile(
     r"(?:(?:[^A-Za-z=]|\\[a-z]+)*|(?:\\[a-z]+\s+)?[A-Za-z]{1,3}(?:_\w)?(?:\([A-Za-z, ]*\))?)\s*"
     r"(?:(?<![<>!])=|\\in(?![a-z]))(?:.*=)?(?P<value>[^=]+)"
@@ -47,7 +47,7 @@ _NAMED: Final = re.compile(
 
 
 def equal(reference: Answer, found: Answer) -> bool:
-    """Whether they are the same answer. TooLarge where that would take too long to find out."""
+    """Whether they are the same answer. TooLarge if comparing them would take too long."""
     if reference == found:
         return True
     match _unnamed(reference, found), _unnamed(found, reference):
@@ -64,7 +64,7 @@ def equal(reference: Answer, found: Answer) -> bool:
 
 
 def _unnamed(answer: Answer, other: Answer) -> Answer:
-    """The value of `x = 5`, where the other answer is a value too."""
+    """The value of `x = 5`, if the other answer is a value, too."""
     if not isinstance(answer, Formula) or (isinstance(other, Formula) and _NAMED.fullmatch(other.latex)):
         return answer
     match = _NAMED.fullmatch(answer.latex)
@@ -81,7 +81,7 @@ class _Number:
 
     @property
     def decimals(self) -> int | None:
-        """Digits behind the point; None where the decimal form is not finite, or the value is rounded."""
+        """Digits after the point; None if the decimal form is not finite, or the value is rounded."""
         rest, twos, fives = self.value.denominator, 0, 0
         while rest % 2 == 0:
             rest, twos = rest // 2, twos + 1
@@ -98,7 +98,7 @@ def _same_quantity(reference: Quantity, found: Quantity) -> bool:
 
 
 def _agree(a: _Number, b: _Number) -> bool:
-    """Whether they are equal, or one is the other as a decimal, rounded or cut after six digits or more."""
+    """Whether they are equal, or one is the other as a decimal, rounded or truncated to six digits or more."""
     distance = abs(a.value - b.value)
     if not distance or (not (a.exact and b.exact) and distance <= _ROUNDING * abs(a.value)):
         return True
@@ -148,7 +148,7 @@ def _same_formula(reference: Quantity | Group | Formula, found: Quantity | Group
 
 
 def _parsed(answer: Quantity | Group | Formula) -> Any:
-    """The answer as sympy has it, nothing evaluated; None where it cannot be parsed."""
+    """The answer as an unevaluated sympy expression; None if it cannot be parsed."""
     if isinstance(answer, Quantity):
         return sympy.Rational(answer.value.numerator, answer.value.denominator)
     if len(answer.latex) > MAX_FORMULA or _LARGE_BINOMIAL.search(answer.latex):
@@ -161,7 +161,7 @@ def _parsed(answer: Quantity | Group | Formula) -> Any:
 
 
 def _quietly(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What `function` returns; None where it raises: sympy and antlr raise whatever they like at garbage."""
+    """What `function` returns; None if it raises: sympy and antlr raise many kinds of errors for invalid input."""
     try:
         return function(*arguments, **options)
     except MemoryError:
@@ -171,9 +171,9 @@ def _quietly(function: Callable[..., Any], *arguments: Any, **options: Any) -> A
 
 
 def _values(*expressions: Any) -> list[tuple[Any, ...]] | None:
-    """The expressions' values at a few points, where formulas that differ do; None where one has none.
+    """The expressions' values at a few points, at which unequal formulas differ; None if one has no value.
 
-    It takes much less time than to simplify their difference, and is as good.
+    It takes much less time than simplifying their difference, and is as reliable.
     """
     names = sorted({symbol.name for expression in expressions for symbol in expression.free_symbols})
     found = []
@@ -187,7 +187,7 @@ def _values(*expressions: Any) -> list[tuple[Any, ...]] | None:
 
 
 def _value_at(expression: Any, point: Mapping[str, Any]) -> Any:
-    """A complex number. ValueError where there is none, such as at a pole."""
+    """A complex number. ValueError if there is no value, such as at a pole."""
     value = sympy.N(expression.subs({symbol: point[symbol.name] for symbol in expression.free_symbols}), 20)
     parts = value.as_real_imag() if value.is_finite else ()
     if not parts or not all(part.is_Number for part in parts):
@@ -196,7 +196,7 @@ def _value_at(expression: Any, point: Mapping[str, Any]) -> Any:
 
 
 def _number(expression: Any) -> _Number | None:
-    """The value of an expression without variables that is real."""
+    """The value of an expression without variables; None if it is not real."""
     if not isinstance(expression, sympy.Expr) or expression.free_symbols:
         return None
     value = _quietly(expression.doit)
@@ -206,7 +206,7 @@ def _number(expression: Any) -> _Number | None:
 
 
 def _bits(expression: Any) -> int:
-    """An upper bound of the bits of the numbers that evaluating `expression` can lead to."""
+    """An upper bound of the bits of numbers that evaluating `expression` can produce."""
     if isinstance(expression, sympy.MatrixBase):
         return sum(map(_bits, expression.flat()))
     if isinstance(expression, sympy.Rational):
@@ -226,6 +226,6 @@ def _bits(expression: Any) -> int:
 
 
 def _terms(limit: sympy.Tuple) -> int:
-    """The terms of a sum or product over one variable; 1 where there is no number of them: none is computed then."""
+    """The terms of a sum or product over one variable; 1 if the limits are not integers: none is computed then."""
     _, first, last = limit
     return max(1, int(last) - int(first) + 1) if first.is_Integer and last.is_Integer else 1

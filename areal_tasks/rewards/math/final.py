@@ -1,4 +1,4 @@
-r"""Which part of a text is its final answer: the last `\boxed{…}` or `#### …`, else the last number it states."""
+r"""Finds the final answer in a text: the last `\boxed{…}` or `#### …`, else the last number it states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from areal_tasks.rewards.math.answers import (
 from areal_tasks.rewards.math.spelling import plain, respelled, tidy
 from areal_tasks.rewards.math.units import DOUBTS, VALUES, leading_unit, unit_of
 
-#: How much of the end of a text without a marked answer is searched, in characters.
+#: Characters at the end of a text without a marked answer that are searched.
 MAX_TAIL: Final = 2000
 
 _END_OF_TURN: Final = re.compile(
@@ -41,9 +41,9 @@ _ANCHOR: Final = re.compile(
 )
 _NUMBER: Final = re.compile(r"(?<![\w.)^_])[-+]?(?:[$€£¥₹]\s*)?[-+]?(?:\d|\.\d)")
 _SENTENCE_END: Final = re.compile(r"[.!?](?:\s|$)|\n")
-#: Where another clause begins, which may say why.
+#: The beginning of another clause, such as an explanation.
 _CLAUSE: Final = re.compile(r"[.;:](?=\s)|\(|,?\s+(?:which|so|because|since|as|for|that|where|with|when)\b")
-_TAKEN_BACK: Final = re.compile(rf"\b(?:{'|'.join(sorted(DOUBTS))})\b|n't\b", re.IGNORECASE)
+_RETRACTED: Final = re.compile(rf"\b(?:{'|'.join(sorted(DOUBTS))})\b|n't\b", re.IGNORECASE)
 _CONTINUED: Final = re.compile(
     r"\s*(?:[\^_]|~~|[*/]\s*[\d(\\]|\\[a-z]|(?![ahsmgl])[a-z]\b|and (?:a|one|two|three)\b"
     rf"|-?(?:{'|'.join(sorted(VALUES))})\b)",
@@ -60,12 +60,12 @@ def final_answer(completion: str, prompt: str = "", unfinished: bool = False, wo
     """The text of the final answer. NoAnswer where there is none.
 
     Args:
-        prompt: May end with an opened `<think>`.
+        prompt: It may end with an opening `<think>`.
         unfinished: The completion was cut off.
-        words: The answer may be words, which are a heading otherwise.
+        words: The answer may be words; otherwise words after #### are a heading.
     """
     turn, *more = _END_OF_TURN.split(completion, maxsplit=1)
-    text = plain(_spoken(turn, prompt))
+    text = plain(_without_thoughts(turn, prompt))
     marked = _marked(text, unfinished and not more, words)
     if marked is not None:
         return marked
@@ -75,13 +75,13 @@ def final_answer(completion: str, prompt: str = "", unfinished: bool = False, wo
 
 
 def reference_answer(answer: str) -> str:
-    r"""What a data set's answer column holds: the last `#### …` or `\boxed{…}` of a solution, else all of it."""
+    r"""The answer in a data set's answer column: the last `#### …` or `\boxed{…}` of a solution, else all of it."""
     text = plain(answer)
     return _marked(text, unfinished=False, words=True) or text.replace("####", "").strip()
 
 
-def _spoken(text: str, prompt: str) -> str:
-    """What is not thought: the text behind the last `</think>`."""
+def _without_thoughts(text: str, prompt: str) -> str:
+    """The text after the last `</think>`. NoAnswer if the thinking does not end."""
     tags = list(_THOUGHT.finditer(text))
     closed = tags[-1]["closes"] if tags else not _THINKS_FROM_THE_START.search(prompt)
     if not closed:
@@ -93,7 +93,7 @@ def _spoken(text: str, prompt: str) -> str:
 
 
 def _marked(text: str, unfinished: bool, words: bool) -> str | None:
-    """The last marked answer that is not empty; None without one. NoAnswer where it is cut off."""
+    """The last marked answer that is not empty; None without one. NoAnswer if it is cut off."""
     boxes, opened = _boxes(text)
     said = [(line.end(), line["said"]) for line in _LINE.finditer(text)]
     lines = [line for line in said if words or not _is_heading(line[1])]
@@ -105,10 +105,10 @@ def _marked(text: str, unfinished: bool, words: bool) -> str | None:
 
 
 def _boxes(text: str) -> tuple[list[tuple[int, str]], int]:
-    """End and content of each innermost box that is closed, and the position of the last one that is not (or -1)."""
+    """End and content of each innermost closed box, and the position of the last unclosed one (or -1)."""
     found: list[tuple[int, str]] = []
     opened: list[tuple[bool, int]] = []
-    last = -1  # where the last box began that has been closed
+    last = -1  # start of the last closed box
     for brace in _BRACES.finditer(text):
         if brace.group().endswith("{") and brace.group() != r"\{":
             opened.append((len(brace.group()) > 1, brace.end()))
@@ -121,19 +121,19 @@ def _boxes(text: str) -> tuple[list[tuple[int, str]], int]:
 
 
 def _is_heading(said: str) -> bool:
-    """Whether a line that begins with #### is a Markdown heading: words, or a number in front of words."""
+    """Whether a line that begins with #### is a Markdown heading: words, or a number followed by words."""
     return _HEADING.match(tidy(said[:MAX_ANSWER])) is not None
 
 
 def _statement(text: str) -> str:
-    """`text`, or only the number that it begins with, where another clause follows that takes nothing back."""
+    """`text`, or only the number that it begins with, if another clause follows that does not retract it."""
     text = tidy(text) if len(text) <= MAX_ANSWER else text
     leading = leading_number(text) if _has_words(read_answer(text)) else None
     if leading is None:
         return text
     _, written, rest = leading
     clause = _CLAUSE.search(rest)
-    if clause is None or unit_of(rest[: clause.start()]) is None or _TAKEN_BACK.search(rest):
+    if clause is None or unit_of(rest[: clause.start()]) is None or _RETRACTED.search(rest):
         return text
     return written + rest[: clause.start()]
 
@@ -150,7 +150,7 @@ def _is_numbers(answer: Answer) -> bool:
 
 
 def _stated(text: str, words: bool) -> str:
-    """A value behind the last `answer is`; else the last line, if it is numbers; else the last number or formula."""
+    """A value after the last `answer is`; else the last line, if it is numbers; else the last number or formula."""
     text = _MATH.sub(_inline, slashed(respelled(_EMPHASIS.sub("", text)))).strip()
     anchors = [anchor["said"] for anchor in _ANCHOR.finditer(text)]
     if anchors and len(anchors[-1]) <= MAX_ANSWER:
@@ -169,13 +169,13 @@ def _last_value(text: str) -> str:
         raise NoAnswer("there is no number in the text")
     before = text[:begin] if written else text[: formulas[-1].start()]
     sentence = _SENTENCE_END.split(rest, maxsplit=1)[0]
-    if _REFUSED.search(before[-40:]) or _CONTINUED.match(sentence) or _TAKEN_BACK.search(sentence):
-        raise NoAnswer("the last number of the text is changed or taken back by what stands around it")
+    if _REFUSED.search(before[-40:]) or _CONTINUED.match(sentence) or _RETRACTED.search(sentence):
+        raise NoAnswer("the last number of the text is changed or retracted by the words around it")
     return written + leading_unit(rest) if written else formulas[-1].group()
 
 
 def _numbers(text: str, position: int) -> Iterator[tuple[int, str, str]]:
-    """Where each number stands, how it is written, and what follows."""
+    """Position and spelling of each number, and the text after it."""
     while (match := _NUMBER.search(text, position)) is not None:
         leading = leading_number(text[match.start() :])
         position = match.end()

@@ -1,4 +1,4 @@
-r"""One spelling for what is written in several ways: digits, signs, blanks, Markdown, and LaTeX's layout commands."""
+r"""Normalises spelling: digits, signs, blanks, Markdown, and LaTeX's layout commands."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ _LABEL: Final = re.compile(
 
 
 def plain(text: str) -> str:
-    """`text` with ASCII digits and signs; what has a LaTeX command, such as π, is written with it."""
+    """`text` with ASCII digits and signs, and LaTeX commands for symbols such as π."""
     return text.translate(_CHARACTERS)
 
 
 def tidy(text: str) -> str:
-    """An answer without delimiters, emphasis, layout, a label such as `Answer:`, and the punctuation around it."""
+    """An answer without delimiters, emphasis, layout, a label such as `Answer:`, and surrounding punctuation."""
     before = None
     while text != before:
         before = text

@@ -1,4 +1,4 @@
-"""What may stand behind a number without changing it, and when two such units are the same."""
+"""Units that may follow a number without changing it, and which of them are the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: Factors that are written as words or letters behind a number.
+#: Factors written as words or letters after a number.
 MULTIPLIERS: Final = {
     "dozen": 12,
     "dozens": 12,
@@ -27,7 +27,7 @@ MULTIPLIERS: Final = {
 
 MAX_WORDS: Final = 6
 
-#: Words that make another number of the number before them.
+#: Words that change the number before them.
 VALUES: Final = _words(
     """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
     eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred hundreds thousand thousands million
@@ -36,16 +36,16 @@ VALUES: Final = _words(
     thousandth thousandths squared cubed factorial plus minus base mod pi tau infinity inf nan sqrt bn
     sin cos tan log ln exp max i e"""
 )
-#: Words that take the number before them back, or offer another one.
+#: Words that retract the number before them, or offer another.
 DOUBTS: Final = _words(
     """or but nor maybe perhaps possibly probably not no neither either unless except if though although however yet
     wrong false unknown uncertain unsure guess wait actually instead rather"""
 )
 _LINKS: Final = _words("and over under above below than roughly approximately about around almost nearly")
-#: Words that are no part of a unit; all others are.
+#: Words that are not part of a unit; any other word may be.
 _NO_UNITS: Final = VALUES | DOUBTS | _LINKS
 _FILLERS: Final = _words("of per a an the in each every total all altogether left more worth overall")
-#: A unit's name here, and what else it is called; plurals are made singular first.
+#: A unit's canonical name, and its other names; plurals are made singular first.
 _SAME: Final = """degree deg; percent % pct percentage; dollar $ usd buck; euro € eur; pound £ gbp lb; yen ¥ jpy;
     rupee ₹ inr rs; cent ¢; hour h hr; minute min; second s sec; day d; year yr; meter m metre; kilometer km kilometre;
     centimeter cm centimetre; millimeter mm millimetre; inch inche; foot ft feet; yard yd; mile mi; gram g gm;
@@ -53,7 +53,7 @@ _SAME: Final = """degree deg; percent % pct percentage; dollar $ usd buck; euro 
     volt v; newton n; joule j; person people; child children; man men; woman women"""
 _CANONICAL: Final = {word: names.split()[0] for names in _SAME.split(";") for word in names.split()}
 _COMPOUND: Final = {"mph": ("mile", "hour"), "kmh": ("kilometer", "hour"), "kph": ("kilometer", "hour")}
-#: Units of two letters that have no other name here. Other words as short as that are variables.
+#: Units of two letters that are not listed above. Other words of two letters are variables.
 _SHORT: Final = _words("am pm st nd rd th pt qt mg kw hz pa kb mb gb tb ha ms ns kj cc rs tv pc")
 _POWERS: Final = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cu": "^3", "cubed": "^3"}
 _LETTERS: Final = frozenset("ahsmglLWVNJCF%$€£¥₹¢")  # letters and signs that are units, or the article
@@ -63,7 +63,7 @@ _WORD: Final = re.compile(
 
 
 def unit_of(text: str) -> frozenset[str] | None:
-    """The parts of a unit in their canonical names; empty for no text, None where `text` is not a unit.
+    """The parts of a unit in their canonical names; empty for no text, None if `text` is not a unit.
 
     `text` is all that follows a number: without a blank, only a well-known unit is one (`5kg`, not `5ab`).
     """
@@ -88,7 +88,7 @@ def leading_unit(text: str) -> str:
 
 
 def compatible(reference: frozenset[str], found: frozenset[str]) -> bool:
-    """Whether one of them only leaves out what the other names; a reference without a unit takes any."""
+    """Whether one contains all parts of the other; a reference without a unit accepts any."""
     return reference <= found or found <= reference
 
 
