@@ -103,7 +103,7 @@ def _jsonl(content: bytes, data: Data, where: str) -> Pairs:
 def _json_array(content: bytes, data: Data, where: str) -> Pairs:
     rows = _json(content, where) if content.strip() else []
     if not isinstance(rows, list):
-        raise UserError(f"{where} should hold one array of objects; a file with an object a line is named .jsonl")
+        raise UserError(f"{where} should hold one array of objects; a file with one object per line is named .jsonl")
     for number, row in enumerate(rows, 1):
         yield _pair(row, data, f"{where}, element {number}")
 

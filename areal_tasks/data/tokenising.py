@@ -24,7 +24,7 @@ def render_prompts(
     """The table PROMPTS: the user's message as text, and the model's token ids (chat template applied).
 
     A prompt must leave `max_new_tokens` within `max_length`; None: tokens for the row's own answer and an end token, as
-    in supervised fine-tuning. One that leaves fewer is an error, or dropped, as the recipe says.
+    in supervised fine-tuning. One that leaves fewer is an error, or dropped (`data.on_long_prompt`).
     """
     messages = [data.template.replace("{prompt}", row.prompt) for row in rows]
     texts = _rendered(messages, data, tokenizer)

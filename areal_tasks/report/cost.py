@@ -107,7 +107,7 @@ def cost_facts(cost: Cost) -> Table:
 
 
 def ends(starts: Sequence[Start]) -> str:
-    """`2 starts of the flow, 1 until the log says failed, 1 until the log says finished`."""
+    """`2 starts of the flow, 1 until logged as failed, 1 until logged as finished`."""
     counts = Counter(_end(start.ended_by) for start in starts)
     known = ", ".join(f"{count} {end}" if len(counts) > 1 else end for end, count in counts.items())
     return f"{len(starts)} {'start' if len(starts) == 1 else 'starts'} of the flow, {known}"
@@ -115,17 +115,17 @@ def ends(starts: Sequence[Start]) -> str:
 
 def _end(ended_by: str) -> str:
     if ended_by == "last commit":
-        return "until its last commit, as the log does not tell its end"
-    return f"until the log says {ended_by}" if ended_by else "that committed nothing and is not counted"
+        return "until its last commit, as its end is not in the log"
+    return f"until logged as {ended_by}" if ended_by else "that committed nothing and is not counted"
 
 
 def devices(cost: Cost) -> str:
     """The GPU seconds, and the source of the number of GPUs."""
     if not any(start.gpus for start in cost.starts):
-        return "0, on the CPU, as far as the log and the recipe tell"
+        return "0, on the CPU, according to the log and the recipe"
     most = max(start.gpus for start in cost.starts)
     guessed = any(start.gpus and start.gpus_by == "recipe" for start in cost.starts)
-    source = "as far as the recipe tells, for the log does not" if guessed else "as the log tells"
+    source = "according to the recipe, as the log has no number" if guessed else "according to the log"
     return f"{cost.gpu_seconds:,.1f}: {most} {'GPU' if most == 1 else 'GPUs'} for the wall time, {source}"
 
 

@@ -79,7 +79,7 @@ class Rejections:
         return UserError(
             f"rollout.filters have rejected {len(self._filtered)} groups while no batch of {self.limits.groups} was "
             f"filled: {summary(self._filtered)}{failed}. Let them reject less, or change the data or the reward; or "
-            f"raise rollout.filters.max_rejected ({self.most_filtered}) to go on"
+            f"raise rollout.filters.max_rejected ({self.most_filtered}) to continue"
         )
 
 

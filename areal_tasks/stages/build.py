@@ -1,4 +1,4 @@
-"""Builds one stage of one iteration: reuses what is committed under its key, else runs the stage and commits.
+"""Builds one stage of one iteration: reuses what is committed under its key, or runs the stage and commits the result.
 
 Resume and replay consist of this alone: earlier results are found by their keys, in this run or in the run that is
 replayed.

@@ -1,4 +1,4 @@
-"""The stages of each flow, and which of them an iteration asks for."""
+"""The stages of each flow, and the targets of an iteration."""
 
 from __future__ import annotations
 

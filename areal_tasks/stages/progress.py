@@ -43,8 +43,8 @@ def _report(label: str, unit: str, count: Count, every: float, ended: threading.
 
 
 def progress_line(label: str, unit: str, done: int, of: int, seconds: float) -> str:
-    """`rollout 3: 96 of 512 samples (19%) after 30 s, 3.2 a second, about 130 s left`."""
+    """`rollout 3: 96 of 512 samples (19%) after 30 s, 3.2 per second, about 130 s left`."""
     line = f"{label}: {done:,} of {of:,} {unit} ({done / of:.0%}) after {seconds:.0f} s"
     if not done:
         return line
-    return f"{line}, {done / seconds:.3g} a second, about {(of - done) * seconds / done:.0f} s left"
+    return f"{line}, {done / seconds:.3g} per second, about {(of - done) * seconds / done:.0f} s left"

@@ -130,8 +130,8 @@ def test_the_page_says_where_its_figures_are_from(tmp_path: Path) -> None:
     facts, found = dict(shown["cost"]["facts"]), cost(run)
     assert empty["cost"] is None
     assert facts["tokens generated"] == f"{found.generated}, and {found.evaluated} in evaluations"
-    assert "2 starts of the flow, 1 until the log says finished, 1 until the log says failed" in facts["wall time"]
-    assert facts["GPU seconds"].endswith("1 GPU for the wall time, as the log tells")
+    assert "2 starts of the flow, 1 until logged as finished, 1 until logged as failed" in facts["wall time"]
+    assert facts["GPU seconds"].endswith("1 GPU for the wall time, according to the log")
     assert {row[0] for row in shown["cost"]["stages"][1:]} == found.stages.keys()
 
 

@@ -22,7 +22,7 @@ LOGGER = "areal_tasks.stages.progress"
 
 def test_a_line_holds_share_rate_and_what_is_left() -> None:
     line = progress_line("rollout 3", "samples", 96, 512, 30.0)
-    assert line == "rollout 3: 96 of 512 samples (19%) after 30 s, 3.2 a second, about 130 s left"
+    assert line == "rollout 3: 96 of 512 samples (19%) after 30 s, 3.2 per second, about 130 s left"
     assert progress_line("train 0", "samples", 0, 1024, 60.0) == "train 0: 0 of 1,024 samples (0%) after 60 s"
 
 

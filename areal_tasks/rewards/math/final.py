@@ -29,7 +29,7 @@ _THOUGHTS: Final = "(?:think|thinking|thought|reasoning)"
 _THOUGHT: Final = re.compile(rf"<(?P<closes>/?){_THOUGHTS}>", re.IGNORECASE)
 _THINKS_FROM_THE_START: Final = re.compile(rf"<{_THOUGHTS}>\s*\Z", re.IGNORECASE)
 _BRACES: Final = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
-_LINE: Final = re.compile(r"(?<!#)####(?!#)[ \t]*(?P<said>[^\n#]*)")
+_LINE: Final = re.compile(r"(?<!#)####(?!#)[ \t]*(?P<answer>[^\n#]*)")
 _HEADING: Final = re.compile(r"(?![-+(\[{\\$€£¥₹.\d]|[A-Za-z](?:$|\s*[-+*^=(\d]))|\d+[.)]\s+[A-Za-z]")
 _CODE: Final = re.compile(r"```[A-Za-z]+\n.*?(?:```|\Z)", re.DOTALL)
 _EMPHASIS: Final = re.compile(r"\*\*|__|`")
@@ -37,7 +37,7 @@ _MATH: Final = re.compile(
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\$\w])\$(?=\S)([^$\n]+?)(?<=\S)\$(?!\d)", re.DOTALL
 )
 _ANCHOR: Final = re.compile(
-    r"(?:^\s*a\s*:|\banswer\b[^\n.:=\d]{0,60}?(?:\bis\b|[:=]))\s*(?P<said>[^\n]+)", re.IGNORECASE | re.MULTILINE
+    r"(?:^\s*a\s*:|\banswer\b[^\n.:=\d]{0,60}?(?:\bis\b|[:=]))\s*(?P<answer>[^\n]+)", re.IGNORECASE | re.MULTILINE
 )
 _NUMBER: Final = re.compile(r"(?<![\w.)^_])[-+]?(?:[$€£¥₹]\s*)?[-+]?(?:\d|\.\d)")
 _SENTENCE_END: Final = re.compile(r"[.!?](?:\s|$)|\n")
@@ -95,8 +95,8 @@ def _without_thoughts(text: str, prompt: str) -> str:
 def _marked(text: str, unfinished: bool, words: bool) -> str | None:
     """The last marked answer that is not empty; None without one. NoAnswer if it is cut off."""
     boxes, opened = _boxes(text)
-    said = [(line.end(), line["said"]) for line in _LINE.finditer(text)]
-    lines = [line for line in said if words or not _is_heading(line[1])]
+    found_lines = [(line.end(), line["answer"]) for line in _LINE.finditer(text)]
+    lines = [line for line in found_lines if words or not _is_heading(line[1])]
     end, found = max((mark for mark in (*boxes, *lines) if mark[1].strip(" \t*")), default=(0, None))
     is_line = (end, found) in lines
     if unfinished and (opened > end or (is_line and end == len(text))):
@@ -120,9 +120,9 @@ def _boxes(text: str) -> tuple[list[tuple[int, str]], int]:
     return found, max((start for is_box, start in opened if is_box), default=-1)
 
 
-def _is_heading(said: str) -> bool:
+def _is_heading(line: str) -> bool:
     """Whether a line that begins with #### is a Markdown heading: words, or a number followed by words."""
-    return _HEADING.match(tidy(said[:MAX_ANSWER])) is not None
+    return _HEADING.match(tidy(line[:MAX_ANSWER])) is not None
 
 
 def _statement(text: str) -> str:
@@ -152,11 +152,11 @@ def _is_numbers(answer: Answer) -> bool:
 def _stated(text: str, words: bool) -> str:
     """A value after the last `answer is`; else the last line, if it is numbers; else the last number or formula."""
     text = _MATH.sub(_inline, slashed(respelled(_EMPHASIS.sub("", text)))).strip()
-    anchors = [anchor["said"] for anchor in _ANCHOR.finditer(text)]
+    anchors = [anchor["answer"] for anchor in _ANCHOR.finditer(text)]
     if anchors and len(anchors[-1]) <= MAX_ANSWER:
-        said = _statement(anchors[-1])
-        if words or not _has_words(read_answer(said)):
-            return said
+        answer = _statement(anchors[-1])
+        if words or not _has_words(read_answer(answer)):
+            return answer
     line = text.rpartition("\n")[2]
     return line if len(line) <= MAX_ANSWER and _is_numbers(read_answer(line)) else _last_value(text)
 

@@ -1,6 +1,6 @@
 """The process of a rollout worker and its HTTP API: /begin, /orders, /serving, /busy, /news, /write, /flush and /close.
 
-Errors are JSON, {"error": "..."}; their status says what they mean (`areal_tasks.rollout.orders.STATUSES`).
+Errors are JSON, {"error": "..."}; the status tells their kind (`areal_tasks.rollout.orders.STATUSES`).
 """
 
 from __future__ import annotations
