@@ -29,7 +29,7 @@ class Verdict:
     reward: float
     verdict: VerdictName
     parsed: str = ""  # the answer found in the completion
-    detail: str = ""  # why, for a person
+    detail: str = ""  # the reason, for people
 
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:

@@ -55,7 +55,7 @@ def rejection(results: Sequence[VerifyResult], filters: Filters) -> str:
 
 
 def rejection_by(function: Function, samples: Sequence[Sample], results: Sequence[VerifyResult]) -> str:
-    """Why the user's filter rejects a group; empty if it does not. TypeError if it returns no string and not None."""
+    """Why the user's filter rejects a group; empty if it returns None. TypeError unless it returns a string or None."""
     reason = function(list(samples), [result.reward for result in results])
     if not isinstance(reason, str | None):
         raise TypeError(f"rollout.filters.function returned {reason!r}, which is neither a string nor None")

@@ -113,7 +113,7 @@ def _penalty(read: Mapping[str, pa.Table], mask: Flat, kl_coef: float) -> torch.
 
 
 def dropped_reasons(rollout: pa.Table, verdicts: pa.Table, reward: Reward) -> list[str]:
-    """Why a sample is not trained on: its verdict, where that gave it no reward (NaN), or "" where it is trained on.
+    """Why each sample is not trained on: its verdict if that gave no reward (NaN); "" if it is trained on.
 
     `drop_group` also drops all other samples of their groups (`group`).
     """

@@ -131,7 +131,7 @@ class Generation:
         return {"next_group": settled.prefix} | beyond | spooled
 
     def _following(self, context: Context, inputs: Inputs) -> Rollouts:
-        """The groups in progress. Begins afresh if the recipe differs from the last iteration's, as in a replay."""
+        """The groups in progress; starts over if the recipe differs from the last iteration's, as in a replay."""
         if self._rollouts is None or self._recipe != context.recipe:
             self.close()
             self._recipe, self._engines = context.recipe, context.engines

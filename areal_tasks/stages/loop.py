@@ -104,7 +104,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.head = self.run.head()
-        self.restored: WeightsRef | None = None  # replace the head's weights
+        self.restored: WeightsRef | None = None  # replaces the head's weights
         self.generation: Generation | None = None
         self.overlapped = Overlapped()
 

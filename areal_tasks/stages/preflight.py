@@ -87,7 +87,7 @@ def check_inputs(recipe: Recipe, name: str = "") -> None:
 
 
 def usable_store(url: str) -> Store:
-    """The store at `url`, its folder made. UserError if it cannot be read, or its folder not created or written."""
+    """The store at `url`; creates its folder. UserError if it cannot be read, or its folder not created or written."""
     store = open_store(url)
     store.exists(run_record("any"))
     root = store.local("")

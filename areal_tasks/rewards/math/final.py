@@ -57,7 +57,7 @@ class NoAnswer(ValueError):
 
 
 def final_answer(completion: str, prompt: str = "", unfinished: bool = False, words: bool = False) -> str:
-    """The text of the final answer. NoAnswer where there is none.
+    """The text of the final answer. NoAnswer if there is none.
 
     Args:
         prompt: It may end with an opening `<think>`.
