@@ -94,7 +94,7 @@ def test_the_same_again_and_a_replay_of_the_replay(folder: Path) -> None:
     [
         (kept("train", "score"), JUDGED, "'score' has no stage 'train' to replay from: replay it from verify"),
         (kept("verify", "score", until="advantage"), JUDGED, "'score' has no stage 'advantage'"),
-        (kept("verify", "score"), "evaluation.temperature=0.5", "temperature is read by what has generated"),
+        (kept("verify", "score"), "evaluation.temperature=0.5", "temperature is read by the stage that generated"),
         (kept("verify", "score"), "model.path=run://x", "model.path is read by|model.path changes nothing"),
         (kept("verify", "score"), "seed=3", "seed is read by"),
         (Origin("score", 0, "replay", False, "verify"), JUDGED, "on-policy: the weights .* are still the same"),
