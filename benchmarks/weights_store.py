@@ -25,7 +25,7 @@ from areal_tasks.engines.trainer.snapshot import Snapshot
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.files import commit_weights, materialise, read_weights, upload
+from areal_tasks.store.objects.files import commit_weights, materialise, read_weights, upload
 from areal_tasks.store.provenance import make_provenance, now
 from benchmarks.store import machine
 

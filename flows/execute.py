@@ -27,7 +27,7 @@ from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.backend import StoreError, open_store
 from areal_tasks.store.commit import find_record
 from areal_tasks.store.fork import Origin, check_forkable, inherit_model, origin_of, read_fork
-from areal_tasks.store.journal import append
+from areal_tasks.store.history.journal import append
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import Run, load_run, open_run
 from areal_tasks.store.segments import continued

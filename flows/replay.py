@@ -13,9 +13,9 @@ from prefect.runtime import flow_run
 from areal_tasks.stages.preflight import check_code, check_engines
 from areal_tasks.stages.replay_checks import check_replay, replay_segments, replayed_iterations
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.diff_curves import Section
-from areal_tasks.store.diff_replay import compare_replay
 from areal_tasks.store.fork import Origin
+from areal_tasks.store.history.diff_curves import Section
+from areal_tasks.store.history.diff_replay import compare_replay
 from areal_tasks.store.runs import load_run
 from flows.credentials import take_s3_keys
 from flows.execute import execute, hide_tracebacks, split_overrides

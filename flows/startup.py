@@ -19,7 +19,7 @@ from prefect import get_run_logger
 from areal_tasks.stages.loop import IterationResult
 from areal_tasks.store.backend import Store, StoreError
 from areal_tasks.store.commit import find_record
-from areal_tasks.store.journal import append
+from areal_tasks.store.history.journal import append
 from areal_tasks.store.paths import service
 from areal_tasks.store.runs import Run
 from schemas.manifest import ServiceRecord, StageManifest

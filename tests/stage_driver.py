@@ -25,7 +25,7 @@ from areal_tasks.stages.loop import Execute, Job, run_directly
 from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.local import LocalBackend
+from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.runs import Run, load_run, open_run
 from areal_tasks.store.segments import continued
 from schemas.recipe.load import parse_recipe

@@ -15,7 +15,7 @@ from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.files import commit_weights, common_folder, materialise, read_weights
+from areal_tasks.store.objects.files import commit_weights, common_folder, materialise, read_weights
 from areal_tasks.store.parallel import beside
 from areal_tasks.store.paths import weights_attempt
 from areal_tasks.store.provenance import make_provenance, now

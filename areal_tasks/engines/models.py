@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from areal_tasks.store.backend import Store
-from areal_tasks.store.files import materialise, read_weights, upload, weights_made
 from areal_tasks.store.fork import find_reference, leave_reference
+from areal_tasks.store.objects.files import materialise, read_weights, upload, weights_made
 from areal_tasks.store.paths import run_record
+from areal_tasks.store.retention.tombstones import check_kept, check_run_kept
 from areal_tasks.store.runs import Run, load_run
-from areal_tasks.store.tombstones import check_kept, check_run_kept
 from schemas.errors import UserError
 from schemas.manifest import FileRef, IterationCommit, WeightsRef
 from schemas.recipe.sections import Model

@@ -16,8 +16,8 @@ from areal_tasks.engines.trainer.commands import Compare, Load, Train
 from areal_tasks.engines.trainer.rows import COLUMNS
 from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.store.backend import StoreError
-from areal_tasks.store.files import weights_made
 from areal_tasks.store.keys import combine_digests
+from areal_tasks.store.objects.files import weights_made
 from areal_tasks.store.runs import Run
 from schemas.manifest import InputRef, IterationCommit, StageManifest, WeightsRef
 

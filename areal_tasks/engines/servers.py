@@ -29,7 +29,7 @@ from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.engines.workers import Workers
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.launchers.supervisor import Ready, ServiceFailed, Supervisor
-from areal_tasks.store.files import common_folder, read_weights
+from areal_tasks.store.objects.files import common_folder, read_weights
 from areal_tasks.store.runs import Run
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef

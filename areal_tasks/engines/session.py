@@ -21,7 +21,7 @@ from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.launchers.gpus import assigned
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.rewards.pool import VerifierPool
-from areal_tasks.store.journal import append
+from areal_tasks.store.history.journal import append
 from areal_tasks.store.parallel import in_background
 from areal_tasks.store.runs import Run
 from schemas.manifest import WeightsRef

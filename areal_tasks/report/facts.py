@@ -11,7 +11,7 @@ from typing import Any, Final
 import duckdb
 
 from areal_tasks.store.fork import origin_of
-from areal_tasks.store.journal import read_log
+from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.runs import Run
 from areal_tasks.store.starts import read_owners
 from schemas.manifest import IterationCommit, Segment

@@ -10,7 +10,7 @@ from typing import Final
 from areal_tasks.store import paths
 from areal_tasks.store.catalog import Catalog
 from areal_tasks.store.commit import read_record
-from areal_tasks.store.files import materialise
+from areal_tasks.store.objects.files import materialise
 from areal_tasks.store.shards import read_table
 from schemas.errors import UserError
 from schemas.manifest import FileRef, WeightsManifest

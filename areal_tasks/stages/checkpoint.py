@@ -18,7 +18,7 @@ from areal_tasks.stages.context import Context
 from areal_tasks.store import paths
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.files import commit_weights
+from areal_tasks.store.objects.files import commit_weights
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.manifest import IterationCommit, StageManifest, WeightsRef
 from schemas.recipe.derived import same_code_on_cpu

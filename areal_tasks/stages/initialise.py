@@ -12,7 +12,7 @@ from areal_tasks.stages.context import Context
 from areal_tasks.stages.publish import publish_row
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.files import commit_weights
+from areal_tasks.store.objects.files import commit_weights
 from areal_tasks.store.paths import weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.recipe.recipe import Recipe

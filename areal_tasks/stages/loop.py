@@ -26,10 +26,10 @@ from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.publish import published_weights, unwritten
 from areal_tasks.stages.stage import Stage
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.compact import Compactor
-from areal_tasks.store.files import newest_written
+from areal_tasks.store.objects.files import newest_written
 from areal_tasks.store.parallel import in_background
 from areal_tasks.store.provenance import make_provenance, now
+from areal_tasks.store.retention.compact import Compactor
 from areal_tasks.store.runs import Run
 from schemas.manifest import IterationCommit, StageRef, WeightsRef
 from schemas.recipe.recipe import Recipe, RlhfRecipe

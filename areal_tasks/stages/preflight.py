@@ -13,7 +13,7 @@ from areal_tasks.launchers.gpus import place_recipe, visible_gpus
 from areal_tasks.rewards.load import BUILT_IN, check_module
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.store.backend import Store, open_store
-from areal_tasks.store.local import unusable
+from areal_tasks.store.objects.local import unusable
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import check_run
 from areal_tasks.store.segments import continued

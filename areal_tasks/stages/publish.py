@@ -11,7 +11,7 @@ from areal_tasks.engines.handover import write_weights
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
 from areal_tasks.store.backend import Store
-from areal_tasks.store.files import weights_ref
+from areal_tasks.store.objects.files import weights_ref
 from areal_tasks.store.paths import weights
 from areal_tasks.store.shards import read_table
 from schemas.manifest import FileRef, StageManifest, WeightsRef

@@ -190,11 +190,11 @@ def open_store(named: str = "") -> Store:
             "them into the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)."
         )
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
-        from areal_tasks.store.local import LocalBackend
+        from areal_tasks.store.objects.local import LocalBackend
 
         return Store(url, LocalBackend(Path(unquote(parts.path))))
     if parts.scheme == "s3" and parts.netloc:
-        from areal_tasks.store.s3 import S3Backend  # s3fs takes half a second to import
+        from areal_tasks.store.objects.s3 import S3Backend  # s3fs takes half a second to import
 
         return Store(url, S3Backend(parts.netloc, parts.path.strip("/")))
     raise UserError(f"Store {named!r} is not supported: name a folder, file:///absolute/folder or s3://bucket/prefix.")

@@ -18,9 +18,9 @@ import pyarrow.dataset as ds
 
 from areal_tasks.store import paths
 from areal_tasks.store.commit import read_verified
-from areal_tasks.store.compacted import CompactionDamaged, CompactReader, believed
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.record_tables import utc
+from areal_tasks.store.retention.compacted import CompactionDamaged, CompactReader, believed
 from areal_tasks.store.runs import Run
 from areal_tasks.store.search import last_present
 from schemas.compaction import Compaction, CompactTable

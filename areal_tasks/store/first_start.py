@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Final
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Newer, Store, StoreError, Unavailable
-from areal_tasks.store.files import newest_written, read_weights, weights_ref
 from areal_tasks.store.fork import Origin
+from areal_tasks.store.objects.files import newest_written, read_weights, weights_ref
+from areal_tasks.store.objects.verified_files import check_shard
 from areal_tasks.store.parallel import parallel
+from areal_tasks.store.retention.tombstones import check_kept
 from areal_tasks.store.shards import read_table
-from areal_tasks.store.tombstones import check_kept
-from areal_tasks.store.verified_files import check_shard
 from schemas.errors import UserError
 from schemas.manifest import FileRef, ShardRef, StageManifest, WeightsRef
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.commit import commit_once, find_record, new_attempt
-from areal_tasks.store.journal import append
+from areal_tasks.store.history.journal import append
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.errors import UserError
 from schemas.manifest import Reference, RunRecord

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from areal_tasks.rollout.settled import settled_after
-from areal_tasks.store.journal import read_log
+from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.provenance import now
 from areal_tasks.store.runs import Run
 from areal_tasks.store.spool import read_spool

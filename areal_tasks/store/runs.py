@@ -34,9 +34,9 @@ from areal_tasks.store.fork import (
 )
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
+from areal_tasks.store.retention.tombstones import check_history_kept, check_run_kept
 from areal_tasks.store.search import check_gaps, last_present
 from areal_tasks.store.segments import check_same, compare, extends, read_segments
-from areal_tasks.store.tombstones import check_history_kept, check_run_kept
 from schemas.errors import UserError
 from schemas.manifest import PROMPT_ORDER, IterationCommit, OwnerRecord, RunRecord, Segment, StageManifest, StageRef
 from schemas.recipe.recipe import BaseRecipe

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from areal_tasks.store.catalog import Catalog, Region
-from areal_tasks.store.compacted import FORMAT
-from areal_tasks.store.verified_files import CheckedShards
+from areal_tasks.store.objects.verified_files import CheckedShards
+from areal_tasks.store.retention.compacted import FORMAT
 from schemas.tables import REPEATED, TABLES
 
 #: Makes the data set that is scanned, given the columns and the filter.

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from areal_tasks.store import paths
 from areal_tasks.store.catalog import Catalog
 from areal_tasks.store.commit import read_record
-from areal_tasks.store.journal import read_log
+from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.record_tables import utc
 from areal_tasks.store.runs import Run

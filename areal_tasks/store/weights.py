@@ -10,12 +10,12 @@ from typing import Any
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import find_record
-from areal_tasks.store.files import common_folder, materialise, read_weights
 from areal_tasks.store.first_start import initial_weights
+from areal_tasks.store.objects.files import common_folder, materialise, read_weights
 from areal_tasks.store.parallel import parallel
+from areal_tasks.store.retention.tags import NEWEST, PROTECTED, find_tag, read_tags
+from areal_tasks.store.retention.tombstones import check_kept, find_weights_tombstone
 from areal_tasks.store.runs import Run
-from areal_tasks.store.tags import NEWEST, PROTECTED, find_tag, read_tags
-from areal_tasks.store.tombstones import check_kept, find_weights_tombstone
 from schemas.errors import UserError
 from schemas.manifest import Tag, WeightsManifest, WeightsRef
 

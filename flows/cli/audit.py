@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from areal_tasks.store.audit import Report
-from areal_tasks.store.audit import audit as check
 from areal_tasks.store.backend import Store, open_store
-from areal_tasks.store.signing import Verified, sign, unsigned_lines, verify
+from areal_tasks.store.history.audit import Report
+from areal_tasks.store.history.audit import audit as check
+from areal_tasks.store.history.signing import Verified, sign, unsigned_lines, verify
 from flows.cli.inspect import AsJson, StoreUrl
 from schemas.errors import UserError
 from schemas.manifest import Signature

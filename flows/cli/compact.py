@@ -9,7 +9,7 @@ import typer
 
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.catalog import DERIVED, Catalog
-from areal_tasks.store.compact import compact_all
+from areal_tasks.store.retention.compact import compact_all
 from areal_tasks.store.runs import load_run
 from flows.cli.inspect import AsJson, StoreUrl, show
 from schemas.compaction import SCALAR_TABLES

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.diff import Difference, diff_runs
-from areal_tasks.store.diff_curves import Section
+from areal_tasks.store.history.diff import Difference, diff_runs
+from areal_tasks.store.history.diff_curves import Section
 from flows.cli.inspect import AsJson, StoreUrl
 
 Name = Annotated[str, typer.Argument(help="Name of a run.")]

@@ -14,7 +14,7 @@ import typer
 
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.inventory import remove, remove_folders
+from areal_tasks.store.objects.inventory import remove, remove_folders
 from arealflow.packages import namesakes
 from flows.cli.inspect import AsJson, StoreUrl, show
 from flows.cli.machine import DEFAULT_PORT, free_port, named_server, running, ui_url

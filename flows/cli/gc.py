@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from areal_tasks.store.backend import Store, open_store
-from areal_tasks.store.gc import Item, Rule, plan
-from areal_tasks.store.gc_remove import execute, interrupted, remove_run, whole_run
+from areal_tasks.store.retention.gc import Item, Rule, plan
+from areal_tasks.store.retention.gc_remove import execute, interrupted, remove_run, whole_run
 from flows.cli.inspect import AsJson, StoreUrl
 from schemas.errors import UserError
 

@@ -8,7 +8,7 @@ import typer
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, open_store
-from areal_tasks.store.journal import read_log
+from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.runs import check_name, load_run
 from flows.cli.audit import RunName
 from flows.cli.inspect import AsJson, StoreUrl, show

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.diff_curves import Section
 from areal_tasks.store.fork import Origin
+from areal_tasks.store.history.diff_curves import Section
 from areal_tasks.store.runs import load_run
 from flows.cli.diff import show_sections
 from flows.cli.fork import changes_text, child_name, parentage

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from stage_driver import store_in
 
 from areal_tasks.store import paths
-from areal_tasks.store.audit import Report, audit
 from areal_tasks.store.backend import Store
-from areal_tasks.store.inventory import entries
-from areal_tasks.store.journal import append
+from areal_tasks.store.history.audit import Report, audit
+from areal_tasks.store.history.journal import append
+from areal_tasks.store.objects.inventory import entries
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import list_runs, load_run
 from schemas.errors import UserError

@@ -17,18 +17,19 @@ from stage_driver import Digests, digests, drive, finished, start_driver, store_
 from waiting import meet
 from warm_processes import Process
 
-from areal_tasks.store import gc_live, paths
-from areal_tasks.store.audit import audit
+from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError, open_store
-from areal_tasks.store.files import read_weights
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.gc import Item, Rule, _attempts, _used_by_stages, plan
-from areal_tasks.store.gc_live import read_run
-from areal_tasks.store.gc_remove import execute, interrupted, remove_run, whole_run
-from areal_tasks.store.inventory import Entry, entries
-from areal_tasks.store.journal import append, read_log
+from areal_tasks.store.history.audit import audit
+from areal_tasks.store.history.journal import append, read_log
+from areal_tasks.store.objects.files import read_weights
+from areal_tasks.store.objects.inventory import Entry, entries
+from areal_tasks.store.retention import gc_live
+from areal_tasks.store.retention.gc import Item, Rule, _attempts, _used_by_stages, plan
+from areal_tasks.store.retention.gc_live import read_run
+from areal_tasks.store.retention.gc_remove import execute, interrupted, remove_run, whole_run
+from areal_tasks.store.retention.tags import protect_weights, tag_weights
 from areal_tasks.store.runs import list_runs, load_run, open_run
-from areal_tasks.store.tags import protect_weights, tag_weights
 from areal_tasks.store.weights import find_weights
 from flows.cli import main
 from schemas.errors import UserError
@@ -207,7 +208,7 @@ def test_who_comes_between_the_tombstone_and_the_removal_is_seen(folder: Path, m
             tag_weights(store, "r", "late", weights_of(store, 2))
         return needed(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("areal_tasks.store.gc_remove.needed", late)
+    monkeypatch.setattr("areal_tasks.store.retention.gc_remove.needed", late)
     gone = execute(store, found)
     assert versions(gone, "weights") == [1, 3] and 2 in on_disk(store, "r")
     report = audit(store, "r")

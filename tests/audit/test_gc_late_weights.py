@@ -7,10 +7,10 @@ from pathlib import Path
 from stage_driver import drive, left_over, start_driver, store_in, tiny
 from waiting import wait_until
 
-from areal_tasks.store.audit import audit
-from areal_tasks.store.gc import Rule, plan
-from areal_tasks.store.gc_remove import execute
-from areal_tasks.store.journal import append
+from areal_tasks.store.history.audit import audit
+from areal_tasks.store.history.journal import append
+from areal_tasks.store.retention.gc import Rule, plan
+from areal_tasks.store.retention.gc_remove import execute
 from areal_tasks.store.runs import load_run
 from areal_tasks.store.weights import find_weights
 

@@ -10,17 +10,17 @@ from stage_driver import tiny
 
 from areal_tasks.engines import models
 from areal_tasks.store import paths, runs
-from areal_tasks.store.audit import audit
 from areal_tasks.store.backend import Exists, Store
 from areal_tasks.store.catalog import Catalog
-from areal_tasks.store.compact import compact
-from areal_tasks.store.compacted import listed
 from areal_tasks.store.fork import find_reference, leave_reference
-from areal_tasks.store.gc import Rule, plan
-from areal_tasks.store.gc_remove import execute
+from areal_tasks.store.history.audit import audit
+from areal_tasks.store.retention.compact import compact
+from areal_tasks.store.retention.compacted import listed
+from areal_tasks.store.retention.gc import Rule, plan
+from areal_tasks.store.retention.gc_remove import execute
+from areal_tasks.store.retention.tags import find_tag, tag_weights
+from areal_tasks.store.retention.tombstones import write_tombstone
 from areal_tasks.store.runs import load_run, open_run
-from areal_tasks.store.tags import find_tag, tag_weights
-from areal_tasks.store.tombstones import write_tombstone
 from schemas.errors import UserError
 from schemas.manifest import Reference
 

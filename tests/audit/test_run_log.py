@@ -9,7 +9,7 @@ import pytest
 from prefect.exceptions import Pause, TerminationSignal
 
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.journal import read_log
+from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.runs import Run, open_run
 from flows import execute
 from flows.execute import logged

@@ -13,13 +13,13 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_pri
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from areal_tasks.store import paths
-from areal_tasks.store.audit import audit
 from areal_tasks.store.backend import Store
-from areal_tasks.store.inventory import entries
-from areal_tasks.store.journal import append, log_length, read_log
+from areal_tasks.store.history.audit import audit
+from areal_tasks.store.history.journal import append, log_length, read_log
+from areal_tasks.store.history.signing import root_hash, sign, unsigned_lines, verify
+from areal_tasks.store.objects.inventory import entries
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import load_run
-from areal_tasks.store.signing import root_hash, sign, unsigned_lines, verify
 from flows.cli import main
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.gc import Rule, plan
-from areal_tasks.store.gc_remove import execute
-from areal_tasks.store.inventory import entries
-from areal_tasks.store.journal import append, read_log
+from areal_tasks.store.history.journal import append, read_log
+from areal_tasks.store.objects.inventory import entries
+from areal_tasks.store.retention.gc import Rule, plan
+from areal_tasks.store.retention.gc_remove import execute
 from areal_tasks.store.runs import load_run, open_run
 from areal_tasks.store.weights import compare_folders, find_weights, list_weights
 from flows.cli import main

@@ -30,7 +30,7 @@ os.chdir(Path(__file__).parents[2])
 from scene import VICTIMS, Failed, Scene, arm, disarmed, kill, stage, wait_for  # noqa: E402
 from stage_driver import digests_of  # noqa: E402
 
-from areal_tasks.store.audit import audit  # noqa: E402
+from areal_tasks.store.history.audit import audit  # noqa: E402
 from areal_tasks.store.query import run_sql  # noqa: E402
 from flows.cli.machine import free_port  # noqa: E402
 

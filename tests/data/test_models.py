@@ -13,7 +13,7 @@ from areal_tasks.data.scratch import make_scratch
 from areal_tasks.engines.models import initial_weights, load_tokenizer, model_folder, run_weights
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.commit import commit_once, new_attempt
-from areal_tasks.store.files import commit_weights, upload
+from areal_tasks.store.objects.files import commit_weights, upload
 from areal_tasks.store.paths import iteration_commit, run_record, weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.errors import UserError

@@ -14,7 +14,7 @@ from stage_driver import digests, drive, finished, start_driver, store_in, tiny,
 from task_states import task_states
 
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.journal import read_log
+from areal_tasks.store.history.journal import read_log
 from flows.cli.main import main
 from flows.replay import replay
 from flows.rlhf import rlhf

@@ -19,7 +19,7 @@ from task_states import task_states
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.launchers.supervisor import ServiceFailed
 from areal_tasks.store.commit import commit_once
-from areal_tasks.store.journal import read_log
+from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.paths import owner
 from areal_tasks.store.runs import Run, load_run, open_run
 from flows import tasks

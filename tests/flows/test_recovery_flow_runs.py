@@ -19,7 +19,7 @@ from stage_driver import Digests, digests, drive, store_in, tiny
 from waiting import wait_until
 
 from areal_tasks.store import paths
-from areal_tasks.store.journal import read_log
+from areal_tasks.store.history.journal import read_log
 from flows.cli import automations, machine, upkeep
 from flows.rlhf import rlhf
 from schemas.recipe.recipe import RlhfRecipe

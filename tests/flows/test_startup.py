@@ -20,7 +20,7 @@ from waiting import alive, wait_until
 
 from areal_tasks.stages.loop import IterationResult
 from areal_tasks.store.backend import StoreError
-from areal_tasks.store.journal import read_log
+from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.paths import service
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, open_run

@@ -17,7 +17,7 @@ from waiting import wait_until
 
 from areal_tasks.engines.watchdog import Waited, Watchdog
 from areal_tasks.store.backend import Unavailable
-from areal_tasks.store.local import LocalBackend
+from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.runs import load_run, open_run
 from areal_tasks.store.waits import standing_waits
 from flows import waits as shown

@@ -11,16 +11,16 @@ from s3_server import BUCKET, S3Server
 from stage_driver import digests, digests_of, drive, finished, tiny
 
 from areal_tasks.store import paths
-from areal_tasks.store.audit import audit
 from areal_tasks.store.backend import Store, open_store
-from areal_tasks.store.diff import diff_runs
-from areal_tasks.store.diff_replay import compare_replay
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.gc import Rule, plan
-from areal_tasks.store.gc_remove import execute, remove_run, whole_run
-from areal_tasks.store.inventory import entries
-from areal_tasks.store.journal import append
+from areal_tasks.store.history.audit import audit
+from areal_tasks.store.history.diff import diff_runs
+from areal_tasks.store.history.diff_replay import compare_replay
+from areal_tasks.store.history.journal import append
+from areal_tasks.store.objects.inventory import entries
 from areal_tasks.store.query import run_sql
+from areal_tasks.store.retention.gc import Rule, plan
+from areal_tasks.store.retention.gc_remove import execute, remove_run, whole_run
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.weights import find_weights
 from schemas.errors import UserError

@@ -14,9 +14,9 @@ from stage_driver import drive, store_in, tiny, tiny_sft
 from areal_tasks.store.backend import Store
 from areal_tasks.store.first_start import check_first_start, loaded_weights
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.gc import Rule, plan
-from areal_tasks.store.gc_remove import execute
-from areal_tasks.store.journal import append
+from areal_tasks.store.history.journal import append
+from areal_tasks.store.retention.gc import Rule, plan
+from areal_tasks.store.retention.gc_remove import execute
 from areal_tasks.store.runs import Run, load_run, open_run
 from schemas.errors import UserError
 from schemas.manifest import SCHEMA_VERSION, IterationCommit

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from stage_driver import digests, drive, finished, start_driver, store_in, tiny, tiny_evaluation, tiny_sft
 
-from areal_tasks.store.audit import audit
 from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import Origin, find_reference, inherit_model, leave_reference, read_fork
-from areal_tasks.store.journal import read_log
+from areal_tasks.store.history.audit import audit
+from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import RunSummary, list_runs, load_run, open_run
 from schemas.errors import UserError

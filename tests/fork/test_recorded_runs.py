@@ -13,9 +13,9 @@ from stage_driver import digests, drive, store_in
 from areal_tasks.engines.session import Engines
 from areal_tasks.report.facts import flatten
 from areal_tasks.stages.loop import Loop
-from areal_tasks.store.audit import audit
-from areal_tasks.store.diff import diff_runs
 from areal_tasks.store.fork import Origin, parent_values
+from areal_tasks.store.history.audit import audit
+from areal_tasks.store.history.diff import diff_runs
 from areal_tasks.store.keys import semantic_values
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, load_run

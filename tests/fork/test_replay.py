@@ -15,13 +15,13 @@ from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
 from areal_tasks.stages.replay import loop_of
 from areal_tasks.store import paths
-from areal_tasks.store.diff_replay import compare_replay
 from areal_tasks.store.fork import Origin, check_iteration, parent_values
-from areal_tasks.store.gc import Rule
-from areal_tasks.store.gc import plan as plan_gc
-from areal_tasks.store.gc_remove import execute as execute_gc
-from areal_tasks.store.journal import append
+from areal_tasks.store.history.diff_replay import compare_replay
+from areal_tasks.store.history.journal import append
 from areal_tasks.store.query import run_sql
+from areal_tasks.store.retention.gc import Rule
+from areal_tasks.store.retention.gc import plan as plan_gc
+from areal_tasks.store.retention.gc_remove import execute as execute_gc
 from areal_tasks.store.runs import Run, list_runs, load_run, open_run
 from schemas.errors import UserError
 from schemas.recipe.load import parse_recipe

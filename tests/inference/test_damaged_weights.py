@@ -15,7 +15,7 @@ from areal_tasks.engines.external import SERVER_TOKEN
 from areal_tasks.engines.session import Engines
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.files import commit_weights, read_weights, upload
+from areal_tasks.store.objects.files import commit_weights, read_weights, upload
 from areal_tasks.store.paths import weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run, open_run

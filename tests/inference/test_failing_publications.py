@@ -21,8 +21,8 @@ from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import Write, Written
 from areal_tasks.store.backend import Missing, Store, StoreError, open_store
 from areal_tasks.store.commit import read_record
-from areal_tasks.store.files import upload
-from areal_tasks.store.local import LocalBackend
+from areal_tasks.store.objects.files import upload
+from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.parallel import beside
 from areal_tasks.store.runs import open_run
 from schemas.errors import UserError

@@ -28,7 +28,7 @@ from areal_tasks.engines.lifeline import LIFELINE
 from areal_tasks.engines.service import SPEC, TOKEN, ServiceSpec
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.commit import new_attempt, read_record
-from areal_tasks.store.files import commit_weights, upload
+from areal_tasks.store.objects.files import commit_weights, upload
 from areal_tasks.store.paths import service, weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.manifest import ServiceRecord, WeightsRef

@@ -13,7 +13,7 @@ from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import Send, Sent, Write, Written
 from areal_tasks.launchers.supervisor import Ready
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.files import upload
+from areal_tasks.store.objects.files import upload
 from areal_tasks.store.runs import open_run
 from schemas.manifest import WeightsRef
 from schemas.recipe.load import load_recipe

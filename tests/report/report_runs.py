@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.commit import commit_once, new_attempt
-from areal_tasks.store.files import commit_weights, upload
 from areal_tasks.store.keys import combine_digests, digest_json
+from areal_tasks.store.objects.files import commit_weights, upload
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run, open_run, stage_ref
 from areal_tasks.store.shards import write_table

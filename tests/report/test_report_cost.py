@@ -17,7 +17,7 @@ from areal_tasks.report.data import make_report
 from areal_tasks.store import paths
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.journal import append, read_log
+from areal_tasks.store.history.journal import append, read_log
 from areal_tasks.store.query import Session
 from areal_tasks.store.runs import Run, open_run
 from areal_tasks.store.shards import read_table

@@ -22,7 +22,7 @@ from areal_tasks.report.series import Series, number, thin
 from areal_tasks.report.tokens import texts_of
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.journal import append
+from areal_tasks.store.history.journal import append
 from areal_tasks.store.runs import list_runs, open_run
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe

@@ -29,7 +29,7 @@ from areal_tasks.rollout.staleness import Finished, Staleness
 from areal_tasks.rollout.worker.groups import Groups
 from areal_tasks.store import spool as records
 from areal_tasks.store.backend import Store, StoreError, open_store
-from areal_tasks.store.local import LocalBackend
+from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.spool import StartClosed
 from areal_tasks.workflows import Prompt, Sample, WorkflowContext
 from schemas.errors import UserError

@@ -28,7 +28,7 @@ from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.files import commit_weights, upload
+from areal_tasks.store.objects.files import commit_weights, upload
 from areal_tasks.store.paths import weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.recipe.sections import Launcher

@@ -22,7 +22,7 @@ from areal_tasks.launchers.local import LocalHandle
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
 from areal_tasks.store.backend import Store, Unavailable, open_store
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.files import commit_weights, upload
+from areal_tasks.store.objects.files import commit_weights, upload
 from areal_tasks.store.paths import weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.errors import UserError

@@ -15,11 +15,11 @@ from store_builders import STAGES, commit_stage, iteration_commit, manifest, rec
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.catalog import DERIVED, Catalog
-from areal_tasks.store.compact import Compactor, compact, compact_all, due
-from areal_tasks.store.compacted import believed, listed
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.local import LocalBackend
+from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.query import Session, run_sql
+from areal_tasks.store.retention.compact import Compactor, compact, compact_all, due
+from areal_tasks.store.retention.compacted import believed, listed
 from areal_tasks.store.runs import Run, load_run, open_run
 from schemas.compaction import SCALAR_TABLES, Compaction
 from schemas.tables import TABLES

@@ -21,8 +21,8 @@ from areal_tasks.stages.generation import groups_of
 from areal_tasks.stages.loop import Job, run_directly
 from areal_tasks.store import paths
 from areal_tasks.store import spool as records
-from areal_tasks.store.audit import audit
 from areal_tasks.store.fork import Origin
+from areal_tasks.store.history.audit import audit
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.shards import read_table

@@ -12,8 +12,8 @@ from waiting import wait_until
 from areal_tasks.report.data import make_report
 from areal_tasks.rollout.settled import Settled, settled_after
 from areal_tasks.stages.generation import groups_of
-from areal_tasks.store.audit import audit
 from areal_tasks.store.fork import Origin
+from areal_tasks.store.history.audit import audit
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.shards import read_table

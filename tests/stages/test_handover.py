@@ -21,7 +21,7 @@ from areal_tasks.stages.loop import Execute, Job, run_directly
 from areal_tasks.stages.publish import is_written
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.files import commit_weights
+from areal_tasks.store.objects.files import commit_weights
 from areal_tasks.store.paths import weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run, open_run

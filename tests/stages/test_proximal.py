@@ -20,7 +20,7 @@ from areal_tasks.rollout import spooling
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.graphs import iteration_plan
 from areal_tasks.stages.loop import Job, run_directly
-from areal_tasks.store.files import materialise, read_weights
+from areal_tasks.store.objects.files import materialise, read_weights
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.shards import read_table

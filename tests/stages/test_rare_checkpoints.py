@@ -15,7 +15,7 @@ from areal_tasks.engines.recovery import Retrained, difference, stage_of, worst
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
 from areal_tasks.store.backend import StoreError
-from areal_tasks.store.files import read_weights
+from areal_tasks.store.objects.files import read_weights
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run
 from schemas.recipe.recipe import Recipe

@@ -17,7 +17,7 @@ from areal_tasks.stages import loop
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.context import Context
 from areal_tasks.stages.loop import Execute, Job, run_directly
-from areal_tasks.store.files import newest_written, weights_made
+from areal_tasks.store.objects.files import newest_written, weights_made
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.weights import list_weights

@@ -9,7 +9,7 @@ import pytest
 from areal_tasks.engines.handover import Fetched
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.files import commit_weights, read_weights, upload
+from areal_tasks.store.objects.files import commit_weights, read_weights, upload
 from areal_tasks.store.paths import weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.errors import UserError

@@ -15,9 +15,9 @@ from waiting import meet
 from warm_processes import Process
 
 from areal_tasks.store import paths
-from areal_tasks.store import s3 as s3_module
 from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.commit import commit_once, find_record, new_attempt, read_record
+from areal_tasks.store.objects import s3 as s3_module
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.shards import read_table
 from schemas.manifest import SCHEMA_VERSION, RunRecord, StageManifest

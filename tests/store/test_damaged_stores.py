@@ -12,10 +12,11 @@ from faulty_proxy import EMPTY_LISTING, FLIPPED, TORN, Faults, faulty_proxy
 from s3_server import BUCKET, S3Server
 from stage_driver import Digests, digests_of, drive, finished, store_in, tiny
 
-from areal_tasks.store import paths, verified_files
-from areal_tasks.store.audit import audit
+from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, open_store
-from areal_tasks.store.inventory import entries, remove
+from areal_tasks.store.history.audit import audit
+from areal_tasks.store.objects import verified_files
+from areal_tasks.store.objects.inventory import entries, remove
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import load_run
 from schemas.errors import UserError

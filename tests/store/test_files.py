@@ -9,7 +9,7 @@ import pytest
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Store, StoreError
-from areal_tasks.store.files import commit_weights, materialise, read_weights, upload, weights_ref
+from areal_tasks.store.objects.files import commit_weights, materialise, read_weights, upload, weights_ref
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.manifest import FileRef, WeightsRef
 

@@ -14,10 +14,11 @@ import pytest
 from small_disk import small_disk
 from store_builders import build, recipe, table
 
-from areal_tasks.store import provenance, shards, verified_files
+from areal_tasks.store import provenance, shards
 from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.commit import read_verified
-from areal_tasks.store.inventory import open_file
+from areal_tasks.store.objects import verified_files
+from areal_tasks.store.objects.inventory import open_file
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import load_run, open_run
 from areal_tasks.store.shards import content_digest, encode, footer_holds, read_table, write_table

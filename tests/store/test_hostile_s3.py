@@ -14,10 +14,10 @@ from s3_server import BUCKET, S3Server
 from store_builders import build, recipe, table
 from waiting import wait_until
 
-from areal_tasks.store import s3 as s3_module
 from areal_tasks.store.backend import Store, StoreError, Unavailable, open_store
 from areal_tasks.store.commit import verified
-from areal_tasks.store.files import materialise, upload
+from areal_tasks.store.objects import s3 as s3_module
+from areal_tasks.store.objects.files import materialise, upload
 from areal_tasks.store.runs import load_run, open_run
 from areal_tasks.store.shards import read_table, write_table
 from areal_tasks.store.under_way import LEDGER

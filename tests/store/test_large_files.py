@@ -14,8 +14,8 @@ from faulty_proxy import ALTERED, ERROR_503, HANG_UP, TORN, Faults, faulty_proxy
 from s3_server import BUCKET, S3Server
 from urllib3.exceptions import SSLError
 
-from areal_tasks.store import s3_bulk
 from areal_tasks.store.backend import Content, Exists, Store, StoreError, open_store
+from areal_tasks.store.objects import s3_bulk
 
 PART = 5 << 20  # the least that S3 takes
 DATA = os.urandom(3 * PART + 12_345)

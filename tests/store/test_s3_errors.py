@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from s3_server import BUCKET, S3Server
 
-from areal_tasks.store import s3 as s3_module
 from areal_tasks.store.backend import Store, StoreError, open_store
+from areal_tasks.store.objects import s3 as s3_module
 from schemas.errors import UserError
 
 USES: list[Callable[[Store], object]] = [

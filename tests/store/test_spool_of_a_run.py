@@ -19,15 +19,15 @@ from areal_tasks.rollout.spooling import Spool, Writer
 from areal_tasks.rollout.staleness import Staleness
 from areal_tasks.stages.generation import Generation
 from areal_tasks.store import paths
-from areal_tasks.store.audit import audit
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.gc import Rule, plan
-from areal_tasks.store.gc_remove import execute, remove_run, whole_run
-from areal_tasks.store.inventory import entries
-from areal_tasks.store.journal import append as log
+from areal_tasks.store.history.audit import audit
+from areal_tasks.store.history.journal import append as log
+from areal_tasks.store.objects.inventory import entries
 from areal_tasks.store.query import run_sql
+from areal_tasks.store.retention.gc import Rule, plan
+from areal_tasks.store.retention.gc_remove import execute, remove_run, whole_run
 from areal_tasks.store.runs import Run, open_run
 from areal_tasks.store.shards import write_table
 from areal_tasks.store.spool import append, close_start, open_start, read_spool

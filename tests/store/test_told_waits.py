@@ -13,8 +13,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from store_builders import recipe
 
-from areal_tasks.store.audit import audit
 from areal_tasks.store.backend import Store
+from areal_tasks.store.history.audit import audit
 from areal_tasks.store.runs import Run, open_run
 from areal_tasks.store.waits import holds, standing_waits, tell_waits, waits_record
 from schemas.manifest import Wait, WaitsRecord

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from areal_tasks.engines.trainer import checkpoint, checkpoint_files
 from areal_tasks.engines.trainer.backend import Progress
-from areal_tasks.store.local import file_sha256
+from areal_tasks.store.objects.local import file_sha256
 
 PIECE = 1 << 10
 

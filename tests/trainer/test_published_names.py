@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from areal_tasks.engines.trainer.commands import Compare, Load, Write
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.files import upload
+from areal_tasks.store.objects.files import upload
 from schemas.errors import UserError
 from tests.trainer.families import DENSE, MIXED, Tensors, assert_same, make_family, stored
 

@@ -17,7 +17,7 @@ from areal_tasks.engines.trainer.rows import make_table
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.files import commit_weights, upload
+from areal_tasks.store.objects.files import commit_weights, upload
 from areal_tasks.store.paths import checkpoint_attempt, stage_attempt, weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.shards import write_table

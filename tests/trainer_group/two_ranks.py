@@ -23,7 +23,7 @@ from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.ranks import join
 from areal_tasks.engines.trainer.service import Trainer, make_backend
 from areal_tasks.engines.trainer.settings import read_settings
-from areal_tasks.store.files import commit_weights
+from areal_tasks.store.objects.files import commit_weights
 from areal_tasks.store.paths import checkpoint_attempt, stage_attempt, weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.manifest import WeightsRef

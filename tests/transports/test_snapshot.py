@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from areal_tasks.engines.trainer import snapshot
 from areal_tasks.engines.trainer.snapshot import TYPES, Snapshot
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.local import file_sha256
+from areal_tasks.store.objects.local import file_sha256
 from schemas.manifest import FileRef
 
 

@@ -19,7 +19,7 @@ from areal_tasks.engines.embedded.weights import find_detokenizer, weights_folde
 from areal_tasks.engines.ends import end_tokens
 from areal_tasks.engines.service import ServiceSpec, read_spec, serve, store_may_be_away
 from areal_tasks.store.backend import Unavailable, open_store
-from areal_tasks.store.files import read_weights
+from areal_tasks.store.objects.files import read_weights
 from schemas.errors import UserError
 from schemas.recipe.sections import Inference, Model
 

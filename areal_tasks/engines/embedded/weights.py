@@ -11,7 +11,7 @@ from areal_tasks.engines.ends import Detokenizer
 from areal_tasks.engines.models import load_tokenizer
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import read_record
-from areal_tasks.store.files import materialise
+from areal_tasks.store.objects.files import materialise
 from schemas.errors import UserError
 from schemas.manifest import WeightsManifest
 

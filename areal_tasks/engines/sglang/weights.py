@@ -13,7 +13,7 @@ from pathlib import Path
 from areal_tasks.engines.models import file_states, link_wanted
 from areal_tasks.engines.service import ModelFolder, ServiceSpec
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.files import common_folder, materialise, read_weights
+from areal_tasks.store.objects.files import common_folder, materialise, read_weights
 from areal_tasks.store.parallel import in_background
 from schemas.errors import UserError
 

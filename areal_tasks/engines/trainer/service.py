@@ -63,8 +63,8 @@ from areal_tasks.engines.trainer.settings import Settings, read_settings
 from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, copy_description, largest_difference, remove_weights
 from areal_tasks.engines.trainer.transport import Sender
 from areal_tasks.store.backend import Store, open_store
-from areal_tasks.store.files import materialise, read_weights, upload
-from areal_tasks.store.local import unusable
+from areal_tasks.store.objects.files import materialise, read_weights, upload
+from areal_tasks.store.objects.local import unusable
 from areal_tasks.store.parallel import beside
 from areal_tasks.store.shards import read_table, write_table
 from areal_tasks.store.under_way import LEDGER

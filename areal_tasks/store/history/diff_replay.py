@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_tasks.store.backend import Store
-from areal_tasks.store.diff_curves import Section, compare_curves, compare_distributions, read_curves
+from areal_tasks.store.history.diff_curves import Section, compare_curves, compare_distributions, read_curves
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, load_run
 from schemas.errors import UserError

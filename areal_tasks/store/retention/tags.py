@@ -8,10 +8,10 @@ from typing import Final
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import commit_once, find_record, new_attempt, read_record
-from areal_tasks.store.journal import append, user
+from areal_tasks.store.history.journal import append, user
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.tombstones import check_kept
+from areal_tasks.store.retention.tombstones import check_kept
 from schemas.errors import UserError
 from schemas.manifest import Tag, WeightsRef
 

@@ -11,13 +11,13 @@ from typing import Final
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import find_record, read_record
-from areal_tasks.store.inventory import Entry, entries
-from areal_tasks.store.journal import read_log
+from areal_tasks.store.history.journal import read_log
+from areal_tasks.store.objects.inventory import Entry, entries
 from areal_tasks.store.parallel import parallel
+from areal_tasks.store.retention.tags import read_tags
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.search import last_present
 from areal_tasks.store.shards import read_table
-from areal_tasks.store.tags import read_tags
 from schemas.manifest import IterationCommit, Reference, RunRecord, StageManifest, WeightsManifest
 
 #: A reference is left before its child begins: for this long, it counts although the child does not exist yet.

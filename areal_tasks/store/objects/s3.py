@@ -23,7 +23,7 @@ from botocore.exceptions import (
 from pyarrow.fs import FileSystem, S3FileSystem
 
 from areal_tasks.store.backend import Content, Exists, Missing, StoreError, Unavailable, s3_endpoint, s3_region
-from areal_tasks.store.s3_bulk import Bulk, bulk_options
+from areal_tasks.store.objects.s3_bulk import Bulk, bulk_options
 from schemas.errors import UserError
 
 T = TypeVar("T")

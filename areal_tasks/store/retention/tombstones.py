@@ -9,7 +9,7 @@ from __future__ import annotations
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import commit_once, find_record, new_attempt
-from areal_tasks.store.journal import user
+from areal_tasks.store.history.journal import user
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, Tombstone, WeightsRef

@@ -11,10 +11,10 @@ from areal_tasks.rollout.settled import settled_after
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import read_record
-from areal_tasks.store.compacted import believed, listed
-from areal_tasks.store.gc_live import RunFiles, Version, needed, read_run, selected
-from areal_tasks.store.inventory import Entry, clock
+from areal_tasks.store.objects.inventory import Entry, clock
 from areal_tasks.store.parallel import parallel
+from areal_tasks.store.retention.compacted import believed, listed
+from areal_tasks.store.retention.gc_live import RunFiles, Version, needed, read_run, selected
 from areal_tasks.store.runs import list_runs
 from areal_tasks.store.spool import attempts_of
 from schemas.compaction import Compaction

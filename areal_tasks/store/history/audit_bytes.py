@@ -12,9 +12,9 @@ from functools import partial
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from areal_tasks.store.audit_records import Findings
 from areal_tasks.store.backend import Missing, StoreError
-from areal_tasks.store.inventory import file_digest
+from areal_tasks.store.history.audit_records import Findings
+from areal_tasks.store.objects.inventory import file_digest
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.shards import content_digest
 from schemas.manifest import FileRef, ShardRef, TableRef

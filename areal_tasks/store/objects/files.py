@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from areal_tasks.store.backend import Missing, Store, StoreError
 from areal_tasks.store.commit import commit_once, decode, read_verified
 from areal_tasks.store.keys import combine_digests
-from areal_tasks.store.local import file_sha256
+from areal_tasks.store.objects.local import file_sha256
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.paths import checkpoint, weights
 from schemas.manifest import FileRef, IterationCommit, Provenance, WeightsManifest, WeightsRef

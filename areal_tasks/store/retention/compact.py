@@ -20,9 +20,9 @@ from areal_tasks.store import paths
 from areal_tasks.store.backend import Exists
 from areal_tasks.store.catalog import DERIVED, Catalog, Region, compact_schema
 from areal_tasks.store.commit import bytes_digest, new_attempt
-from areal_tasks.store.compacted import extent, listed, short_digest
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
+from areal_tasks.store.retention.compacted import extent, listed, short_digest
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import read_shard
 from schemas.compaction import SCALAR_TABLES, CompactFile, Compaction, CompactTable

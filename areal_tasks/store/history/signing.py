@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import bytes_digest, commit_once, new_attempt, read_record
-from areal_tasks.store.journal import append, log_digest, log_length, read_log, user
+from areal_tasks.store.history.journal import append, log_digest, log_length, read_log, user
 from areal_tasks.store.keys import combine_digests, digest_json
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now

@@ -10,8 +10,8 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from areal_tasks.store.backend import Store
-from areal_tasks.store.diff_curves import Section, compare_curves, read_curves
 from areal_tasks.store.fork import origin_of
+from areal_tasks.store.history.diff_curves import Section, compare_curves, read_curves
 from areal_tasks.store.keys import semantic_values
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.runs import Run, load_run

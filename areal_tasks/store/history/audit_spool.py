@@ -8,10 +8,10 @@ from itertools import islice
 
 from areal_tasks.rollout.settled import Settled, settled_after
 from areal_tasks.store import paths
-from areal_tasks.store.audit_bytes import Work
-from areal_tasks.store.audit_history import Link
-from areal_tasks.store.audit_records import Findings
-from areal_tasks.store.inventory import entries
+from areal_tasks.store.history.audit_bytes import Work
+from areal_tasks.store.history.audit_history import Link
+from areal_tasks.store.history.audit_records import Findings
+from areal_tasks.store.objects.inventory import entries
 from areal_tasks.store.spool import number_of_starts
 from schemas.manifest import IterationCommit, SpoolRecord, StageManifest, TableRef
 

@@ -122,7 +122,7 @@ def remove_folders(store: Store, prefix: str) -> None:
 
 
 def _remove_objects(store: Store, paths: Sequence[str]) -> None:
-    from areal_tasks.store.s3 import S3Backend
+    from areal_tasks.store.objects.s3 import S3Backend
 
     backend = store.backend
     if not isinstance(backend, S3Backend):

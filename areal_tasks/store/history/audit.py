@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from areal_tasks.store import paths
-from areal_tasks.store.audit_bytes import Progress, Work
-from areal_tasks.store.audit_history import Link, audit_history, audit_log
-from areal_tasks.store.audit_records import Defect, Findings
-from areal_tasks.store.audit_spool import audit_spool, check_groups
 from areal_tasks.store.backend import Store, StoreError
-from areal_tasks.store.compacted import short_digest
-from areal_tasks.store.files import common_folder
-from areal_tasks.store.inventory import entries
+from areal_tasks.store.history.audit_bytes import Progress, Work
+from areal_tasks.store.history.audit_history import Link, audit_history, audit_log
+from areal_tasks.store.history.audit_records import Defect, Findings
+from areal_tasks.store.history.audit_spool import audit_spool, check_groups
+from areal_tasks.store.history.signing import root_hash
 from areal_tasks.store.keys import combine_digests
+from areal_tasks.store.objects.files import common_folder
+from areal_tasks.store.objects.inventory import entries
 from areal_tasks.store.parallel import parallel
+from areal_tasks.store.retention.compacted import short_digest
 from areal_tasks.store.runs import load_run
 from areal_tasks.store.shards import read_table
-from areal_tasks.store.signing import root_hash
 from schemas.compaction import Compaction
 from schemas.manifest import (
     InputRef,

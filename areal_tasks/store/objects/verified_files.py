@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from areal_tasks.store.backend import Store, StoreError
 from areal_tasks.store.commit import verified
-from areal_tasks.store.inventory import open_file
+from areal_tasks.store.objects.inventory import open_file
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.shards import footer_holds
 from schemas.manifest import ShardRef

@@ -6,9 +6,9 @@ import hashlib
 from dataclasses import dataclass
 
 from areal_tasks.store import paths
-from areal_tasks.store.audit_records import Findings
 from areal_tasks.store.backend import Store
-from areal_tasks.store.journal import log_digest
+from areal_tasks.store.history.audit_records import Findings
+from areal_tasks.store.history.journal import log_digest
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.search import last_present
 from schemas.manifest import IterationCommit, LogRecord, RunRecord, Segment

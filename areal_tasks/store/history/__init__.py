@@ -1,0 +1,1 @@
+"""What became of a run: its log, audit, signatures, and how two runs differ."""

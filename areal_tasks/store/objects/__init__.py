@@ -1,0 +1,1 @@
+"""Object storage: a disk, S3, and files in either of them."""
