@@ -51,7 +51,7 @@ def test_lines_written_at_once_all_stand_in_the_log(here: Store) -> None:
 
 
 def test_only_known_actions_are_logged(here: Store) -> None:
-    with pytest.raises(ValueError, match="not of 'tidied'"):
+    with pytest.raises(ValueError, match="unknown action 'tidied'"):
         append(here, "r", "tidied")
 
 

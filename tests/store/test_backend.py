@@ -137,7 +137,8 @@ def test_the_default_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 def test_the_store_needs_neither_torch_nor_prefect() -> None:
-    modules = [f"areal_tasks.store.{name}" for name in ("runs", "query", "objects.files", "objects.s3", "objects.local")]
+    names = ("runs", "query", "objects.files", "objects.s3", "objects.local")
+    modules = [f"areal_tasks.store.{name}" for name in names]
     code = (
         f"import sys, {', '.join(modules)}; sys.exit(bool({{'torch', 'prefect', 'transformers'}} & sys.modules.keys()))"
     )
