@@ -131,8 +131,8 @@ class ResidentTrainer:
 
     def _holding(self, client: TrainerClient, version: int, *accepted: int) -> TrainerClient:
         if (held := client.health().version) not in accepted:
-            now = "nothing" if held is None else f"version {held}"
-            log.info("the trainer holds %s; loading version %d", now, version)
+            now = "no policy loaded" if held is None else f"the trainer holds version {held}"
+            log.info("%s; restoring version %d", now, version)
             self._note(restore(self.run, client, self._initial(), version))
         return client
 

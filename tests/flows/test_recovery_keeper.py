@@ -119,7 +119,7 @@ def test_down_stops_the_keeper_before_what_it_keeps(tmp_path: Path, monkeypatch:
     machine.write(machine.Machine(url, server, worker))
     kept = machine._spawn("keeper", [sys.executable, "-m", machine.KEEPER], url)
     machine.write(machine.Machine(url, server, worker, kept))
-    wait_until(lambda: "keeping" in (tmp_path / "logs" / "keeper.log").read_text())
+    wait_until(lambda: "watching" in (tmp_path / "logs" / "keeper.log").read_text())
     machine.down()
     assert not any(machine.alive(process) for process in (server, worker, kept))
     assert machine.read() is None

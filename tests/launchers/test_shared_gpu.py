@@ -76,6 +76,6 @@ def test_a_server_that_has_only_just_started_gives_its_memory_too(
         log(engines).append("looked at")
         return []
 
-    monkeypatch.setattr(InferenceClient, "standing", looked_at)
+    monkeypatch.setattr(InferenceClient, "wait_healthy", looked_at)
     monkeypatch.setattr(InferenceClient, "release_memory", release)
     assert placed(engines, "0")[-3:] == ["looked at", "release", TRAINER]
