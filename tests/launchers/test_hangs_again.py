@@ -23,6 +23,7 @@ RESTARTS = 2
 NAME = "ready"
 
 
+@pytest.mark.slow("waits for three hangs; tests/stages/test_watchdog.py waits for one")
 def test_a_service_that_hangs_again_and_again_is_ended_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

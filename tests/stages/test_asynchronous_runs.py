@@ -93,7 +93,7 @@ def test_forks_may_become_asynchronous_and_synchronous_again(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "die_at", ["rollout 3", 55, *(pytest.param(at, marks=OTHERS) for at in ("train 2", "publish 2", 40, 70))]
+    "die_at", ["rollout 3", *(pytest.param(at, marks=OTHERS) for at in ("train 2", "publish 2", 40, 55, 70))]
 )
 def test_a_killed_flow_goes_on_with_what_waits_in_the_store(tmp_path: Path, die_at: int | str) -> None:
     recipe = ahead(rollout={"flush_seconds": 0.0})

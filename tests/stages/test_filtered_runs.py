@@ -71,7 +71,7 @@ def check(run: Run, eta: int) -> None:
     assert audit(run.store, run.name).sound
 
 
-@pytest.mark.parametrize("eta", [0, 2])
+@pytest.mark.parametrize("eta", [pytest.param(0, marks=pytest.mark.slow("the same without groups ahead")), 2])
 def test_each_group_is_trained_on_once_or_rejected_with_its_reason(tmp_path: Path, eta: int) -> None:
     run = finished(tmp_path, "filtered", filtered(eta))
     check(run, eta)

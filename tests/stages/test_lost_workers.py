@@ -18,7 +18,7 @@ from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import load_run
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow("two show it already"))])
 def test_at_eta_0_it_makes_no_difference_how_many_workers_there_are(tmp_path: Path, count: int) -> None:
     finished(tmp_path, "one", tiny())
     drive(tmp_path, "more", tiny(rollout={"workers": count, "flush_seconds": 0.0}))
@@ -26,7 +26,9 @@ def test_at_eta_0_it_makes_no_difference_how_many_workers_there_are(tmp_path: Pa
 
 
 @pytest.mark.parametrize("eta", [pytest.param(0, marks=pytest.mark.slow("the same with less under way")), 2])
-@pytest.mark.parametrize("how", ["leave", "stop", "block"])
+@pytest.mark.parametrize(
+    "how", ["leave", pytest.param("stop", marks=pytest.mark.slow("waits until a heartbeat is missed")), "block"]
+)
 def test_user_code_that_ends_or_blocks_its_worker_costs_no_group(tmp_path: Path, how: str, eta: int) -> None:
     workflow = {"name": "working:Misbehaving", "arguments": {"how": how, "group": 9, "folder": str(tmp_path)}}
     limits: dict[str, Any] = {  # what a busy machine delays is begun again; an evaluation is not
@@ -76,7 +78,10 @@ def test_a_worker_that_loses_its_flow_leaves_what_waits_and_ends(tmp_path: Path)
     assert waiting <= {group for groups in groups_by_iteration(run)[:ITERATIONS] for group in groups}
 
 
-@pytest.mark.parametrize("mode", ["in_place", "abort", "drain"])
+OTHER_MODE = pytest.mark.slow("the same by a mode that is not the default")
+
+
+@pytest.mark.parametrize("mode", ["in_place", *(pytest.param(mode, marks=OTHER_MODE) for mode in ("abort", "drain"))])
 def test_new_weights_interrupt_the_requests_of_workers(tmp_path: Path, mode: str) -> None:
     changes: dict[str, Any] = {"interruption": mode, "max_head_offpolicyness": 2, "workers": 2}
     drive(tmp_path, mode, ahead(rollout=changes))

@@ -91,7 +91,7 @@ def check_named(store: Store, path: str, folder: Path, how: str = "") -> None:
         ("file", "shard", "missing"),
         ("file", "manifest", "altered"),
         ("s3", "shard", "cut"),
-        ("s3", "shard", "missing"),
+        pytest.param("s3", "shard", "missing", marks=pytest.mark.slow("the same as a file that is cut")),
     ],
     indirect=["place"],
 )
