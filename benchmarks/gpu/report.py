@@ -86,7 +86,7 @@ def figure(
 
 
 class Results:
-    """Poll-ups in the results of one device."""
+    """Look-ups in the results of one device."""
 
     def __init__(self, rows: Sequence[Record]) -> None:
         self.rows = rows

@@ -5,6 +5,7 @@ Its SQL is executed elsewhere: tests/sql/test_cookbook.py, tests/audit/test_line
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import shlex
 from collections.abc import Iterator
@@ -23,9 +24,11 @@ from schemas.recipe.load import RECIPES, load_recipe, parse_recipe
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+PARTS = ("areal_tasks", "flows", "schemas", "benchmarks", "tests")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`((?:arealflow|prefect deployment run|make|python -m) [^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([\w/*]+\.py)`")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 PLACEHOLDER = re.compile(r"[…<\[|]|\.\.\.")
 
@@ -136,3 +139,11 @@ def known(values: Any, model: type[BaseModel] | None) -> bool:
         name in model.model_fields and known(value, nested_section(model.model_fields[name]))
         for name, value in values.items()
     )
+
+
+def test_internals_name_files_that_exist() -> None:
+    files = [f"/{path.relative_to(ROOT)}" for part in PARTS for path in (ROOT / part).rglob("*.py")]
+    pages = sorted(ROOT.glob("docs/internals/*.md"))
+    named = {(page.name, name) for page in pages for name in CODE.findall(page.read_text())}
+    assert len(named) > 50
+    assert not [one for one in named if not fnmatch.filter(files, f"*/{one[1]}")]
