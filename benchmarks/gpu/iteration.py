@@ -1,12 +1,11 @@
 """Whole GRPO iterations through the product, then the bare parts for the same tokens: one machine, one command.
 
-    python -m benchmarks.gpu.iteration SHAPE [--parts run,sglang,step,trl] [key=value …]
+    python -m benchmarks.gpu.iteration SHAPE [--parts run,sglang,step] [key=value …]
 
 1. `run`: Prefect server, worker and `prefect deployment run rlhf/gpu-iteration` on random weights and prompts;
 2. `sglang`: raw SGLang under the run's flags on exactly the prompts of one of its iterations, by a server that starts
    when nothing of the run is left on the GPU;
 3. `step`: the plain compiled training step on sequences of the run's mean length, in each precision of `--step`;
-4. `trl`: whole iterations of TRL's GRPOTrainer on the same prompts, in each variant of `--trl`.
 
 Each part has a time limit and appends its result; `benchmarks.gpu.report` makes the table. Parts may be measured by
 calls of their own, the run first (`--name` says whose prompts). `key=value` overrides fields of
@@ -38,7 +37,7 @@ from flows.cli.machine import down
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe
 
-PARTS = ("run", "sglang", "step", "trl")
+PARTS = ("run", "sglang", "step")
 WARM = 4  # iterations that are left out: compilation, first CUDA graphs, the first write, which page-locks memory
 
 
@@ -57,7 +56,6 @@ def main() -> None:
         help="raw SGLang's rounds in turns with the run's rollouts; no-cache: for a server without a cache to flush",
     )
     parser.add_argument("--step", default="layers,layers+master", help="variants of the plain step")
-    parser.add_argument("--trl", default="float32,bf16", help="variants of TRL's iteration")
     parser.add_argument("--seconds", type=float, default=420, help="time limit of the run")
     parser.add_argument("--part-seconds", type=float, default=150, help="time limit of every other measurement")
     add_results_option(parser)
@@ -201,24 +199,7 @@ def run_step(arguments: argparse.Namespace) -> None:
         measure("baseline_step", words, arguments.part_seconds)
 
 
-def run_trl(arguments: argparse.Namespace) -> None:
-    """TRL's iterations on the same prompts."""
-    model, prompts, _ = paths(arguments)
-    recipe = recipe_of(arguments)
-    options = {
-        "--model": model,
-        "--prompts": prompts,
-        "--groups": recipe.rollout.groups,
-        "--size": recipe.rollout.group_size,
-        "--new-tokens": recipe.rollout.max_new_tokens,
-        "--results": arguments.results,
-    }
-    for variant in arguments.trl.split(","):
-        words = [arguments.shape, "--variant", variant, *_words(options)]
-        measure("baseline_trl_iteration", words, arguments.part_seconds)
-
-
-RUN = {"run": run_product, "sglang": run_sglang, "step": run_step, "trl": run_trl}
+RUN = {"run": run_product, "sglang": run_sglang, "step": run_step}
 
 
 def last_run(arguments: argparse.Namespace) -> Record:

@@ -36,7 +36,6 @@ READY: Final = ("weights_ready_written_seconds", "weights_ready_seconds")
 SAID: Final = {
     "trainer_core": {"varied", "rows", "length"},
     "our_iteration": {"groups", "group_size", "minibatches", "kl", "not_seen"},
-    "trl_iteration": {"groups", "group_size", "variant"},
     "weights": {"since"},
 }
 
@@ -169,7 +168,7 @@ def weights(results: Results, shape: str) -> Iterator[Figure]:
 
 
 def iterations(results: Results, ours: Record) -> Iterator[Figure]:
-    """Whole iterations beside their bare parts and beside TRL's."""
+    """Whole iterations beside their bare parts."""
     shape, seconds = ours["shape"], _iteration(ours)
     bare = bare_seconds(results, ours)
     if bare is not None:
@@ -177,11 +176,6 @@ def iterations(results: Results, ours: Record) -> Iterator[Figure]:
         ratio = ours["iteration_seconds"] / (bare[0] + bare[1])
         parts = f"{bare[0]:.2f} s SGLang + {bare[1]:.2f} s plain step ({bare[2]})"
         yield figure("iteration ÷ bare parts", ours, ratio, target, seconds, parts)
-    size = {name: ours[name] for name in ("shape", "groups", "group_size", "new_tokens")}
-    if trl := min(results.all("trl_iteration", **size), key=lambda r: float(r["iteration_seconds"]), default=None):
-        ratio = ours["iteration_seconds"] / trl["iteration_seconds"]
-        theirs = f"{trl['iteration_seconds']:.1f} s, {trl['variant']}, generating through transformers (no vLLM)"
-        yield figure("iteration ÷ TRL iteration", ours, ratio, at_most(0.3), seconds, theirs)
 
 
 def shares(ours: Record) -> Iterator[Figure]:

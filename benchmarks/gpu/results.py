@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import psutil
 
-PACKAGES: Final = ("torch", "transformers", "sglang", "trl", "liger-kernel", "deepspeed", "prefect")
+PACKAGES: Final = ("torch", "transformers", "sglang", "deepspeed", "prefect")
 Record = dict[str, Any]
 
 

@@ -369,18 +369,6 @@ def test_no_other_plain_step_stands_for_an_iterations(other: dict[str, Any]) -> 
     assert "iteration ÷ bare parts" not in by_name(rows)
 
 
-def test_the_best_trl_iteration_on_as_many_samples_counts_and_is_named() -> None:
-    size = {"groups": 2, "group_size": 2, "new_tokens": 100}
-    rows = [
-        our_run(),
-        row("trl_iteration", iteration_seconds=20.0, variant="bf16", **size),
-        row("trl_iteration", iteration_seconds=40.0, variant="float32", **size),
-        row("trl_iteration", iteration_seconds=1.0, variant="bf16", **(size | {"groups": 1, "group_size": 4})),
-    ]
-    found = by_name(rows)["iteration ÷ TRL iteration"]
-    assert found.value == 0.5 and "20.0 s, bf16" in found.baseline
-
-
 def test_a_share_that_lacks_a_cost_says_so_and_reaches_nothing() -> None:
     name = "all but generation and training ÷ iteration"
     assert by_name([our_run(not_seen=[], overhead_share=0.01)])[name].reached is True
