@@ -1,4 +1,4 @@
-"""Questions to a run of ten million samples, on two cores, beside a naive layout: what they cost and what they read.
+"""Questions to a run of ten million samples on two cores, next to a naive layout: what they cost and what they read.
 
     python -m benchmarks.scale [--iterations 10000] [--samples 1000] [--folder F] [--real STORE RUN]
 
@@ -9,7 +9,7 @@ and empty. Files are not fsynced. The naive layout is one uncompressed Parquet f
 read by DuckDB itself by a glob. `--real` adds the bytes a token of a run of a real model.
 
 Times are the best of three, each in a fresh session (catalog, compactions and views included); what a cold start of
-the command adds is measured too. `CPU` is the seconds of all threads together. A machine that does other work beside
+the command adds is measured too. `CPU` is the seconds of all threads together. A machine that does other work meanwhile
 makes the clock useless: `at rest` is half the CPU seconds, what two cores would take at best.
 """
 
@@ -192,7 +192,7 @@ def _line(name: str, ours: Cost, theirs: Cost | None) -> str:
 
 
 def small_compaction(url: str, samples: int) -> Cost:
-    """What the loop does beside itself every 64 iterations."""
+    """What the loop does concurrently every 64 iterations."""
     if not open_store(url).exists(run_record("short")):
         write_run(url, "short", 64, samples, 0)
     run = load_run(open_store(url), "short")
@@ -238,7 +238,7 @@ def measure(folder: Path, options: argparse.Namespace) -> str:
             *lines,
             "",
             f"  the command, cold ({'reward by length'!r}): {cold(url, one):.2f} s by the clock",
-            f"  compacting 64 iterations beside the loop: {step.wall:.2f} s by the clock, {step.cpu:.2f} s CPU",
+            f"  compacting 64 iterations during the loop: {step.wall:.2f} s by the clock, {step.cpu:.2f} s CPU",
             f"  merged files: {merged / 1e6:.0f} MB, {merged / (sizes[0] * sizes[1]):.0f} bytes a sample;"
             f" naive: {bytes_below(naive_folder) / 1e6:.0f} MB",
             f"  uncompressed, with tokens and texts: {naive_token:.1f} bytes a token, {naive_token / token:.1f}× ours",

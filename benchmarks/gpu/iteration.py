@@ -86,7 +86,7 @@ def overrides(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def raw_file(arguments: argparse.Namespace) -> Path:
-    """Where a run's raw rounds are told."""
+    """The file with a run's raw rounds."""
     return arguments.folder.resolve() / f"raw-rounds-{arguments.name}.jsonl"
 
 
@@ -138,7 +138,7 @@ def run_product(arguments: argparse.Namespace) -> None:
 
 
 def prepare_raw_rounds(recipe: RlhfRecipe, file: Path, fresh: bool) -> None:
-    """See that what is told there will be of this run alone. SystemExit where rounds would come elsewhere, too."""
+    """Check that the file will hold rounds of this run alone. SystemExit if they would also go elsewhere."""
     if recipe.evaluation.every:
         raise SystemExit("--raw-rounds: evaluations would have raw rounds, too; set evaluation.every=0")
     if fresh:

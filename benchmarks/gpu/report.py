@@ -1,4 +1,4 @@
-"""The figures beside their targets: one Markdown table and one JSON file from the results of a machine.
+"""The figures next to their targets: one Markdown table and one JSON file from the results of a machine.
 
     python -m benchmarks.gpu.report RESULTS.jsonl … [--out FOLDER]
 
@@ -61,11 +61,11 @@ def at_least(limit: float) -> Callable[[float], tuple[str, bool]]:
 def surely_at_least(limit: float, error: float) -> Callable[[float], tuple[str, bool | None]]:
     """Reached or missed only by more than the standard error."""
 
-    def told(value: float) -> tuple[str, bool | None]:
+    def judged(value: float) -> tuple[str, bool | None]:
         open_still = abs(value - limit) <= error
         return (f"≥ {limit:g}, undecided", None) if open_still else (f"≥ {limit:g}", value > limit)
 
-    return told
+    return judged
 
 
 def at_most(limit: float) -> Callable[[float], tuple[str, bool]]:
@@ -122,7 +122,7 @@ def is_comparable(row: Record) -> bool:
 
 
 def training(results: Results, shape: str) -> Iterator[Figure]:
-    """Our trainer beside the plain step, and its share of the chip: of each batch measured with equal lengths."""
+    """Our trainer next to the plain step, and its share of the chip, for each batch measured with equal lengths."""
     measured = results.all("trainer_core", shape=shape, varied=False)
     for rows, length in dict.fromkeys((r["rows"], r["length"]) for r in measured):
         batch = {"shape": shape, "rows": rows, "length": length}
@@ -139,7 +139,7 @@ def training(results: Results, shape: str) -> Iterator[Figure]:
 
 
 def generation(results: Results, ours: Record) -> Iterator[Figure]:
-    """The rollout stage beside raw SGLang."""
+    """The rollout stage compared with raw SGLang."""
     raw, mine = raw_server(results, ours), f"{ours['rollout_tokens_per_second']:,.0f} tokens/s, stage{_cache(ours)}"
     if raw is None:
         return
@@ -168,7 +168,7 @@ def weights(results: Results, shape: str) -> Iterator[Figure]:
 
 
 def iterations(results: Results, ours: Record) -> Iterator[Figure]:
-    """Whole iterations beside their bare parts."""
+    """Whole iterations compared with their bare parts."""
     shape, seconds = ours["shape"], _iteration(ours)
     bare = bare_seconds(results, ours)
     if bare is not None:

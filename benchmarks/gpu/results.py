@@ -88,7 +88,7 @@ def wait_for_free_gpu(most_mib: int = 2048, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while (used := of_first_gpu("memory.used")).isdigit() and int(used) > most_mib:
         if time.monotonic() > deadline:
-            print(f"{used} MiB of the GPU are in use by something else; it goes on beside that", file=sys.stderr)
+            print(f"{used} MiB of the GPU are in use by something else; the measurement goes on", file=sys.stderr)
             return
         time.sleep(0.5)
 

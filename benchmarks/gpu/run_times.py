@@ -70,7 +70,7 @@ def without_raw(row: Row) -> Row:
 
 
 def beside_raw(table: Sequence[Row], warm: int) -> Row:
-    """The run's rollouts beside the raw rounds among the steady iterations; {} with less than two.
+    """The run's rollouts compared with the raw rounds among the steady iterations; {} with less than two.
 
     `ratios`: of each iteration, tokens a second of the stage ÷ those of the raw round in turn with it.
     """
@@ -124,7 +124,7 @@ def at_cadence(cadence: Cadence, steady: Sequence[Row]) -> Row:
 
     A short run writes them more often than its recipe's model would: what a write and a checkpoint cost is the
     difference of the iterations with and without one, and so is what a checkpoint costs the rollout after it. A cost
-    is None where it cannot be told: `not_seen` names what no iteration had, which is missing from the seconds; what
+    is None where it is not known: `not_seen` names what no iteration had, which is missing from the seconds; what
     every iteration had stays in them as often as it was.
     """
     checkpoints = _mean(steady, "steps") / cadence.recover_within_seconds

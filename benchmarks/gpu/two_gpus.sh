@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two GPUs through the product: two ranks beside one on the same tables, checkpoints from one rank to two and back, one
+# Two GPUs through the product: two ranks and one on the same tables, checkpoints from one rank to two and back, one
 # server over both GPUs, weights over NCCL; and memory that trainer and server hand over on one GPU.
 #
 #   benchmarks/gpu/two_gpus.sh [fsdp2] [deepspeed] [tp] [nccl] [shared]          (default: all of them)
