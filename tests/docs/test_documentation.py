@@ -1,6 +1,6 @@
 """Every page of the documentation: its links lead somewhere, its commands and recipes are ones that the program takes.
 
-Its SQL is executed elsewhere: tests/sql/test_cookbook.py, tests/audit/test_lineage.py.
+What can be executed on a real run is, in test_pages_run.py; the cookbook in tests/sql/test_cookbook.py.
 """
 
 from __future__ import annotations
