@@ -20,7 +20,8 @@ from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.paths import iteration_commit
 from areal_tasks.store.query import Session, run_sql
 from flows.cli.inspect import show
-from flows.cli.machine import Machine, environment, running, start, ui_url
+from flows.cli.machine import start
+from flows.cli.processes import environment, running, ui_url
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
 
@@ -60,42 +61,42 @@ def main() -> None:
         sys.exit(1)
 
 
-def interrupted(machine: Machine | None, stops: bool) -> str:
+def interrupted(api_url: str, stops: bool) -> str:
     """The message after Ctrl-C: what keeps running, and how to stop it."""
-    if machine is None or stops:
+    if not api_url or stops:
         return "\ninterrupted"
     return (
         "\ninterrupted; the Prefect server, the worker and a run that has begun keep running: see "
-        f"{ui_url(machine)}/runs. Stop everything: make down"
+        f"{ui_url(api_url)}/runs. Stop everything: make down"
     )
 
 
 def demo(store_url: str, iterations: int, stops: bool) -> None:
     """Start what is needed, run, follow and query; print next steps, unless the caller then `stops` everything."""
     began = time.monotonic()
-    machine = start()
+    api_url = start()
     store = open_store(store_url)
     run = f"quickstart-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     overrides = f"store.url={store.url}" + (f" schedule.iterations={iterations}" if iterations else "")
-    flow_run = deploy_run(machine, run, overrides)
-    console.print(f"follow it in the Prefect UI: {ui_url(machine)}/runs/flow-run/{flow_run}", soft_wrap=True)
-    follow(machine, store, run, flow_run, iterations)
+    flow_run = deploy_run(api_url, run, overrides)
+    console.print(f"follow it in the Prefect UI: {ui_url(api_url)}/runs/flow-run/{flow_run}", soft_wrap=True)
+    follow(api_url, store, run, flow_run, iterations)
     answer(store, run)
     print_cost(store, f"{run}-sft", run)
     console.print(f"\nParquet: {store.uri(run)}", soft_wrap=True, markup=False)
     if not stops:
-        console.print(f"Prefect UI: {ui_url(machine)}")
+        console.print(f"Prefect UI: {ui_url(api_url)}")
         console.print(f'Ask more: .venv/bin/arealflow sql {run} "SHOW TABLES"')
         console.print("Stop everything: make down")
     console.print(f"{time.monotonic() - began:.0f} s in all")
 
 
-def deploy_run(machine: Machine, run: str, overrides: str) -> str:
+def deploy_run(api_url: str, run: str, overrides: str) -> str:
     """Call `prefect deployment run rlhf/quickstart`; returns the id of the flow run."""
     command = ["deployment", "run", DEPLOYMENT, "--param", f"run={run}", "--param", f"overrides={overrides}"]
     console.print(f"$ prefect {' '.join(command)}", soft_wrap=True, markup=False)
     done = subprocess.run(
-        [sys.executable, "-m", "prefect", *command], env=environment(machine.api_url), capture_output=True, text=True
+        [sys.executable, "-m", "prefect", *command], env=environment(api_url), capture_output=True, text=True
     )
     found = re.search(r"UUID: (\S+)", done.stdout)
     if done.returncode or found is None:
@@ -103,7 +104,7 @@ def deploy_run(machine: Machine, run: str, overrides: str) -> str:
     return found[1]
 
 
-def follow(machine: Machine, store: Store, run: str, flow_run: str, iterations: int) -> None:
+def follow(api_url: str, store: Store, run: str, flow_run: str, iterations: int) -> None:
     """Show progress bars of the SFT run and the RL run until the flow run ends. UserError unless it completed."""
     totals = {f"{run}-sft": _planned("quickstart-sft"), run: iterations or _planned("quickstart")}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -112,14 +113,14 @@ def follow(machine: Machine, store: Store, run: str, flow_run: str, iterations: 
             name: progress.add_task("sft" if name.endswith("-sft") else "rlhf", total=n, start=False)
             for name, n in totals.items()
         }
-        for state in states(machine, flow_run):
+        for state in states(api_url, flow_run):
             for name, bar in bars.items():
                 advance(progress, bar, store, name)
             if state in ENDED:
                 break
     if state != "COMPLETED":
         raise UserError(
-            f"the flow run ended {state}; its log is in the Prefect UI at {ui_url(machine)}/runs/flow-run/{flow_run}"
+            f"the flow run ended {state}; its log is in the Prefect UI at {ui_url(api_url)}/runs/flow-run/{flow_run}"
         )
 
 
@@ -133,11 +134,11 @@ def advance(progress: Progress, bar: TaskID, store: Store, run: str) -> None:
     progress.update(bar, completed=done)
 
 
-def states(machine: Machine, flow_run: str) -> Iterator[str]:
+def states(api_url: str, flow_run: str) -> Iterator[str]:
     """The type of the flow run's state, polled every second; polls without an answer are skipped."""
     while True:
         with contextlib.suppress(httpx.TransportError):
-            yield httpx.get(f"{machine.api_url}/flow_runs/{flow_run}", timeout=30).json()["state_type"]
+            yield httpx.get(f"{api_url}/flow_runs/{flow_run}", timeout=30).json()["state_type"]
         time.sleep(1.0)
 
 

@@ -34,7 +34,7 @@ class Patience:
         self.known = known
         self.clock = clock
         self.failures = 0
-        self.since = 0.0
+        self.until = 0.0  # after the first failure: when retries end
 
     def progressed(self) -> None:
         """Record progress: the store answered and the run was opened, or an iteration was committed."""
@@ -42,10 +42,8 @@ class Patience:
 
     def pause(self, error: Exception) -> float:
         """Seconds until the next retry: 1, 2, 4, … Raises `error` when retries are over or make no sense."""
-        if not self.known:
-            raise error
-        self.since = self.since if self.failures else self.clock()
-        if self.clock() - self.since > WAIT_SECONDS:
+        self.until = self.until if self.failures else self.clock() + WAIT_SECONDS
+        if not self.known or self.clock() > self.until:
             raise error
         self.failures += 1
         return min(LONGEST_PAUSE_SECONDS, 2.0 ** (self.failures - 1))

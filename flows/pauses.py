@@ -9,9 +9,10 @@ can refuse them. So a thread polls the state of the flow run, over a connection 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import copy_context
-from types import TracebackType
 from typing import Any, Final
 from uuid import UUID
 
@@ -25,7 +26,9 @@ from prefect.settings import PREFECT_API_URL
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 
 LOOK_SECONDS: Final = 2.0
-_AWAY: Final = (httpx.HTTPError, ObjectNotFound, RuntimeError)  # RuntimeError: Prefect's client cannot connect
+RESUME_SECONDS: Final = 0.1
+#: A flow run can be neither paused nor resumed meanwhile. RuntimeError: Prefect's client cannot connect.
+_AWAY: Final = (httpx.HTTPError, ObjectNotFound, RuntimeError)
 
 
 class Pauses:
@@ -39,49 +42,41 @@ class Pauses:
         self.watchdog = watchdog
         self.on_stopping: Callable[[bool], object] = lambda stops: None
         self.flow_run = flow_run.get_id() if PREFECT_API_URL.value() else None
-        self._may_run, self._over = threading.Event(), threading.Event()
-        self._may_run.set()
-        self._stopping = False
+        self._held, self._stopping = False, False
+        self._over = threading.Event()
 
     def __enter__(self) -> Pauses:
         if self.flow_run:
             threading.Thread(target=copy_context().run, args=(self._watch,), name="pauses", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
 
     def hold(self) -> None:
         """Wait while the flow run is paused."""
-        if self._may_run.is_set():
-            return
-        with self.watchdog.waiting("to be resumed", _person, limit="the pause's own timeout"):
-            while not self._may_run.wait(0.5):  # with a timeout, so that a cancelling signal is handled in between
-                pass
+        if self._held:
+            with self.watchdog.waiting("to be resumed", _person, limit="the pause's own timeout"):
+                while self._held:
+                    time.sleep(RESUME_SECONDS)
 
     def _watch(self) -> None:
-        while not self._over.is_set():
-            try:
-                with get_client(sync_client=True) as client:
+        while not self._over.wait(LOOK_SECONDS):
+            with suppress(*_AWAY), get_client(sync_client=True) as client:
+                self._look(client)
+                while not self._over.wait(LOOK_SECONDS):
                     self._look(client)
-            except _AWAY:  # while the server is down, a flow run can be neither paused nor resumed
-                self._over.wait(LOOK_SECONDS)
 
     def _look(self, client: SyncPrefectClient) -> None:
-        while not self._over.wait(LOOK_SECONDS):
-            state = client.read_flow_run(UUID(self.flow_run)).state
-            held, stops = is_held(state), is_stopping(state)
-            if stops != self._stopping:
-                self.on_stopping(stops)
-                self._stopping = stops
-            if held and self._may_run.is_set():
-                self._may_run.clear()
-                self.log.info("paused: no stage begins until this flow run is resumed; its services keep running")
-            elif not held and not self._may_run.is_set():
-                self.log.info("the flow run is resumed")
-                self._may_run.set()
+        state = client.read_flow_run(UUID(self.flow_run)).state
+        held, stops = is_held(state), is_stopping(state)
+        if stops != self._stopping:
+            self.on_stopping(stops)
+        if held and not self._held:
+            self.log.info("paused: no stage begins until this flow run is resumed; its services keep running")
+        elif self._held and not held:
+            self.log.info("the flow run is resumed")
+        self._held, self._stopping = held, stops
 
 
 def _person() -> dict[str, Heartbeat]:

@@ -2,7 +2,7 @@
 
 Written for Prefect 3.8.8, whose own worker
 - reports the death of a flow process twice: immediately, and again after the flow's hooks have run. By then an
-  automation has restarted the flow run, and the second report would mark the new start as crashed;
+  keeper has restarted the flow run, and the second report would mark the new start as crashed;
 - runs these hooks in a process that imports the flow, and torch with it, concurrently with the new start;
 - starts each flow run through a process that resolves the flow's dependencies. Ours are installed;
 - gives a cancelled flow process 30 s before it is killed. Here it must be gone within 10 s.
@@ -26,7 +26,7 @@ from prefect.runner._starter_engine import EngineCommandStarter
 from prefect.utilities.processutils import setup_signal_handlers_worker
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
 
-from flows.cli.machine import POOL
+from flows.cli.processes import POOL
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, State

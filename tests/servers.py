@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,9 +20,8 @@ from s3_server import S3Server
 from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.ports import loopback_port
-from flows.cli import machine
+from flows.cli import machine, processes
 from flows.home import home
-from schemas.errors import UserError
 
 T = TypeVar("T")
 
@@ -49,30 +48,16 @@ def prefect_server(home_folder: Path) -> Iterator[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AREALFLOW_HOME", str(home_folder))
-        patch.setattr(machine, "START_SECONDS", LIMIT)
+        patch.setattr(processes, "START_SECONDS", LIMIT)
         (home() / "prefect").mkdir()
-        url, server = _prefect_server()
         try:
+            url = machine.start_server(loopback_port())
             patch.setenv("PREFECT_API_URL", url)
             patch.setenv("PREFECT_HOME", str(home() / "prefect"))
             with temporary_settings({PREFECT_API_URL: url, PREFECT_HOME: home() / "prefect"}):
                 yield url
         finally:
-            machine.stop(server)
-
-
-def _prefect_server(tries: int = 3) -> tuple[str, machine.Started]:
-    """Its API's address, once it answers. Somebody else may take its port while it starts: then it gets another."""
-    url = f"http://127.0.0.1:{loopback_port()}/api"
-    server = machine.start_server(url)
-    try:
-        machine._wait_for(url, server)
-    except BaseException as error:
-        machine.stop(server)
-        if isinstance(error, UserError) and tries > 1:
-            return _prefect_server(tries - 1)
-        raise
-    return url, server
+            processes.end(processes.parts("server"))
 
 
 @dataclass(frozen=True)
@@ -113,9 +98,9 @@ def arealflow_up(home_folder: Path) -> Iterator[Up]:
     started = found.arealflow("up", "--port", str(port))
     try:
         assert started.returncode == 0, started.stdout + started.stderr
-        api_url = json.loads((home_folder / "up.json").read_text())["api_url"]  # if another port was taken
-        found = replace(found, url=api_url.removesuffix("/api"))
-        assert found.url in started.stdout
+        said = re.search(r"^Prefect UI: (\S+)$", started.stdout, re.MULTILINE)  # another port, if that was taken
+        assert said is not None, started.stdout
+        found = replace(found, url=said[1])
         yield found
     finally:
         found.arealflow("down")

@@ -103,11 +103,11 @@ def run_product(arguments: argparse.Namespace) -> None:
     if arguments.raw_rounds:
         prepare_raw_rounds(recipe, raw_file(arguments), fresh=not committed(store, name))
     started = time.monotonic()
-    machine = start_machine(home, "benchmarks/gpu/prefect.yaml")
+    api_url = start_machine(home, "benchmarks/gpu/prefect.yaml")
     try:
-        flow_run = deploy_run(machine, "rlhf/gpu-iteration", name, changes)
+        flow_run = deploy_run(api_url, "rlhf/gpu-iteration", name, changes)
         tell = lambda: f"{committed(store, name)} of {recipe.schedule.iterations} iterations"  # noqa: E731
-        ended = follow(machine, {name: flow_run}, started + arguments.seconds, tell)[name]
+        ended = follow(api_url, {name: flow_run}, started + arguments.seconds, tell)[name]
         if ended != "COMPLETED":
             show_failure(home, name)
     finally:

@@ -17,12 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-import psutil
-
 from areal_tasks.store.backend import Store, open_store
 from benchmarks.gpu.learn_export import export
 from benchmarks.gpu.product import ENDED, committed, deploy_run, follow, show_failure, start_machine, state, write_json
-from flows.cli.machine import Machine, down, running
+from flows.cli.machine import down
+from flows.cli.processes import flow_processes, parts, running
 from schemas.recipe.load import load_recipe
 
 EVALUATE: Final = ("evaluate/smollm2-gsm8k", "smollm2-evaluate-gsm8k")
@@ -55,10 +54,10 @@ def main() -> None:
     deadline = time.monotonic() + arguments.seconds
     store = open_store((arguments.folder.resolve() / "store").as_uri())
     alive = machine_runs(arguments.folder / "home")
-    machine = start_machine(arguments.folder / "home")
+    api_url = start_machine(arguments.folder / "home")
     known = flow_runs(arguments.folder) if alive else {}
-    finished = work(machine, store, arguments, known, deadline - EXPORT_SECONDS)
-    end(machine, "down" if finished else arguments.end)
+    finished = work(api_url, store, arguments, known, deadline - EXPORT_SECONDS)
+    end(api_url, "down" if finished else arguments.end)
     print(export(store, names(arguments.name), flow_runs(arguments.folder), arguments.out))
     print("finished" if finished else "not finished: call again to go on", flush=True)
 
@@ -71,7 +70,7 @@ def names(prefix: str) -> dict[str, str]:
 def machine_runs(home: Path) -> bool:
     """Whether an earlier call's server and worker are still there (and with them its flow runs)."""
     os.environ["AREALFLOW_HOME"] = str(home)
-    return running() is not None
+    return bool(running())
 
 
 def flow_runs(folder: Path) -> dict[str, list[str]]:
@@ -82,10 +81,10 @@ def flow_runs(folder: Path) -> dict[str, list[str]]:
 
 
 def work(
-    machine: Machine, store: Store, arguments: argparse.Namespace, known: Mapping[str, list[str]], deadline: float
+    api_url: str, store: Store, arguments: argparse.Namespace, known: Mapping[str, list[str]], deadline: float
 ) -> bool:
     """Run what is missing, as much side by side as can be; True once every step has all its iterations."""
-    going = {s: ids[-1] for s, ids in known.items() if state(machine, ids[-1]) not in (*ENDED, "")}
+    going = {s: ids[-1] for s, ids in known.items() if state(api_url, ids[-1]) not in (*ENDED, "")}
     while time.monotonic() < deadline:
         left = missing(store, arguments)
         if not left:
@@ -93,8 +92,8 @@ def work(
         settled = committed(store, names(arguments.name)["grpo"]) >= SETTLED
         for step in ready(left, settled):
             if step not in going:
-                going[step] = submit(machine, arguments, step)
-        ended = wait_for_one(machine, store, arguments, going, deadline)
+                going[step] = submit(api_url, arguments, step)
+        ended = wait_for_one(api_url, store, arguments, going, deadline)
         for step, how in ended.items():
             del going[step]
             if how != "COMPLETED":
@@ -143,9 +142,9 @@ def overrides(step: str, arguments: argparse.Namespace) -> dict[str, str]:
     return own | dict(word.split("=", 1) for word in more)
 
 
-def submit(machine: Machine, arguments: argparse.Namespace, step: str) -> str:
+def submit(api_url: str, arguments: argparse.Namespace, step: str) -> str:
     """Start a step's flow run, and remember it."""
-    flow_run = deploy_run(machine, STEPS[step][0], names(arguments.name)[step], overrides(step, arguments))
+    flow_run = deploy_run(api_url, STEPS[step][0], names(arguments.name)[step], overrides(step, arguments))
     known = flow_runs(arguments.folder)
     known.setdefault(step, []).append(flow_run)
     write_json(arguments.folder / "flow_runs.json", known)
@@ -153,7 +152,7 @@ def submit(machine: Machine, arguments: argparse.Namespace, step: str) -> str:
 
 
 def wait_for_one(
-    machine: Machine, store: Store, arguments: argparse.Namespace, going: Mapping[str, str], deadline: float
+    api_url: str, store: Store, arguments: argparse.Namespace, going: Mapping[str, str], deadline: float
 ) -> dict[str, str]:
     """Steps that have ended, with their states, as soon as there is one; none after `LOOK_SECONDS`, or the deadline."""
     run = names(arguments.name)
@@ -161,19 +160,17 @@ def wait_for_one(
     def tell() -> str:
         return ", ".join(f"{s} {committed(store, run[s])}/{planned(s, arguments)}" for s in going)
 
-    states = follow(machine, going, min(deadline, time.monotonic() + LOOK_SECONDS), tell, first=True)
+    states = follow(api_url, going, min(deadline, time.monotonic() + LOOK_SECONDS), tell, first=True)
     return {step: how for step, how in states.items() if how in ENDED}
 
 
-def end(machine: Machine, how: str) -> None:
+def end(api_url: str, how: str) -> None:
     """Leave what is at work alone, stop it in order, or kill all of it at once."""
     if how == "down":
         down()
     elif how == "kill":
-        for started in (machine.worker, machine.server):
-            process = psutil.Process(started.pid)
-            for one in (*process.children(recursive=True), process):
-                one.kill()
+        for process in (*flow_processes(), *parts("worker", "server")):
+            process.kill()
         print("killed the worker with its flow runs, and the Prefect server", flush=True)
 
 

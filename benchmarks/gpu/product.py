@@ -19,36 +19,38 @@ import httpx
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.paths import iteration_commit
 from areal_tasks.store.query import run_sql
-from flows.cli.machine import Machine, environment, prefect, running, start
+from flows.cli.deploy import prefect
+from flows.cli.machine import start
+from flows.cli.processes import environment, running
 
 ENDED: Final = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
 ROOT: Final = Path(__file__).resolve().parents[2]
 
 
-def start_machine(home: Path, extra: str = "") -> Machine:
+def start_machine(home: Path, extra: str = "") -> str:
     """Server, worker and deployments, with their files under `home`; `extra`: a further prefect.yaml to deploy."""
     os.chdir(ROOT)
     os.environ["AREALFLOW_HOME"] = str(home)
     folders = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(f for f in folders if f))  # own verifiers are found there
-    machine = start()
+    api_url = start()
     if extra:
-        prefect(["--no-prompt", "deploy", "--all", "--prefect-file", extra], machine.api_url)
-    return machine
+        prefect(["--no-prompt", "deploy", "--all", "--prefect-file", extra], api_url)
+    return api_url
 
 
-def deploy_run(machine: Machine, deployment: str, run: str, overrides: Mapping[str, object]) -> str:
+def deploy_run(api_url: str, deployment: str, run: str, overrides: Mapping[str, object]) -> str:
     """`prefect deployment run` with these overrides; the id of the flow run."""
-    return create(machine, deployment, run, shlex.join(f"{key}={value}" for key, value in overrides.items()))
+    return create(api_url, deployment, run, shlex.join(f"{key}={value}" for key, value in overrides.items()))
 
 
-def create(machine: Machine, deployment: str, run: str, overrides: str) -> str:
+def create(api_url: str, deployment: str, run: str, overrides: str) -> str:
     """`prefect deployment run`; the id of the flow run."""
     quoted = json.dumps(overrides)  # as it is, Prefect takes a text with a brace or a quote for broken JSON
     command = ["deployment", "run", deployment, "--param", f"run={run}", "--param", f"overrides={quoted}"]
     print(f"$ prefect {' '.join(command)}", flush=True)
     done = subprocess.run(
-        [sys.executable, "-m", "prefect", *command], env=environment(machine.api_url), capture_output=True, text=True
+        [sys.executable, "-m", "prefect", *command], env=environment(api_url), capture_output=True, text=True
     )
     found = re.search(r"UUID: (\S+)", done.stdout)
     if done.returncode or found is None:
@@ -56,16 +58,16 @@ def create(machine: Machine, deployment: str, run: str, overrides: str) -> str:
     return found[1]
 
 
-def state(machine: Machine, flow_run: str) -> str:
+def state(api_url: str, flow_run: str) -> str:
     """The flow run's state; empty while the server does not answer."""
     with contextlib.suppress(httpx.TransportError):
-        answer = httpx.get(f"{machine.api_url}/flow_runs/{flow_run}", timeout=30).raise_for_status()
+        answer = httpx.get(f"{api_url}/flow_runs/{flow_run}", timeout=30).raise_for_status()
         return str(answer.json()["state_type"])
     return ""
 
 
 def follow(
-    machine: Machine, flow_runs: Mapping[str, str], deadline: float, tell: Callable[[], str], first: bool = False
+    api_url: str, flow_runs: Mapping[str, str], deadline: float, tell: Callable[[], str], first: bool = False
 ) -> dict[str, str]:
     """The last state of each flow run (name -> id) once all have ended, or at the deadline (monotonic seconds).
 
@@ -74,7 +76,7 @@ def follow(
     said, states = "", dict.fromkeys(flow_runs, "")
     enough = any if first else all
     while time.monotonic() < deadline:
-        states = {name: state(machine, flow_run) for name, flow_run in flow_runs.items()}
+        states = {name: state(api_url, flow_run) for name, flow_run in flow_runs.items()}
         if (news := tell()) != said:
             said = news
             print(f"{time.strftime('%H:%M:%S')} {said}", flush=True)
@@ -114,12 +116,12 @@ def write_json(file: Path, value: object) -> None:
 def main() -> None:
     """`python -m benchmarks.gpu.product DEPLOYMENT RUN "OVERRIDES"`: run it on a machine that is up, to its end."""
     deployment, run, overrides = sys.argv[1:]
-    machine = running()
-    if machine is None:
+    api_url = running()
+    if not api_url:
         raise SystemExit("nothing is running: arealflow up")
-    flow_run = create(machine, deployment, run, overrides)
+    flow_run = create(api_url, deployment, run, overrides)
     store = open_store("")
-    ended = follow(machine, {run: flow_run}, time.monotonic() + 540, lambda: f"{committed(store, run)} iterations")[run]
+    ended = follow(api_url, {run: flow_run}, time.monotonic() + 540, lambda: f"{committed(store, run)} iterations")[run]
     print(f"flow run {flow_run} of run {run}: {ended or 'still at work'}", flush=True)
     if ended != "COMPLETED":
         show_failure(Path(os.environ["AREALFLOW_HOME"]), run)

@@ -39,7 +39,7 @@ def alerts(
 
 def server() -> str:
     """The API of the Prefect server that records runs. UserError if there is none."""
-    from flows.cli.machine import named_server
+    from flows.cli.processes import named_server
 
     if not (api_url := named_server()):
         raise UserError("no Prefect server runs here: start it with `arealflow up`, or name one in PREFECT_API_URL")

@@ -1,26 +1,33 @@
-"""Creates or updates the automations of `deployments/automations/` on a Prefect server."""
+"""Creates or updates the work pool and the automations of `deployments/automations/` on a Prefect server."""
 
 from __future__ import annotations
 
 import time
 from importlib.resources import files
-from typing import Any
+from typing import Any, Final
 
 import httpx
 import yaml
 
+from flows.cli.processes import POOL
 from schemas.errors import UserError
 
 RECOVERY = "arealflow-recovery"
-INSTALLED = ("recovery",)  # the others need an address to send to
+#: What the automation is where a keeper recovers flow runs: of two that act, one would overrule the other.
+SWITCH: Final[dict[str, Any]] = {
+    "description": "While this is enabled, the keeper runs crashed flow runs of the work pool arealflow again.",
+    "actions": [{"type": "do-nothing"}],
+}
 TIMEOUT_SECONDS = 30.0
 BUSY_PAUSES = (0.5, 1.0, 2.0, 4.0)
 
 
 def install(api_url: str) -> None:
-    """Create or update the automations of `up`; disabled ones stay disabled. UserError if the server refuses."""
-    for name in INSTALLED:
-        put(api_url, read_automation(name))
+    """Create the work pool, and the switch of the keeper's recovery, which stays off if it is. UserError if refused."""
+    answer = ask("POST", f"{api_url}/work_pools/", {"name": POOL, "type": "process"})  # the worker completes it
+    if answer.is_error and answer.status_code != httpx.codes.CONFLICT:
+        raise UserError(f"the Prefect server refused the work pool {POOL}: {answer.text[:500]}")
+    put(api_url, {**read_automation(RECOVERY.removeprefix("arealflow-")), **SWITCH})
 
 
 def put(api_url: str, wanted: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import tomllib
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from arealflow.packages import note
-from flows.cli import machine
+from flows.cli.processes import POOL, environment, named_server, python
 from schemas.errors import UserError
 from schemas.recipe.load import list_recipes, load_recipe
 
@@ -24,7 +25,7 @@ Recipes = Annotated[list[str], typer.Argument(metavar="RECIPE…", help="YAML fi
 def deploy(recipes: Recipes) -> None:
     """Create deployments from recipes, with a form of their fields: mine.yaml of the flow rlhf becomes rlhf/mine."""
     names = deployment_names(recipes)
-    if not (api_url := machine.named_server()):
+    if not (api_url := named_server()):
         raise UserError("there is no Prefect server to deploy to: start it with `arealflow up`, or set PREFECT_API_URL")
     warn_of_namesakes()
     deploy_recipes(recipes, api_url)
@@ -74,13 +75,33 @@ def warn_of_namesakes() -> None:
         typer.echo(f"note: {text}", err=True)
 
 
+def deploy_all(recipes: Sequence[str], api_url: str) -> None:
+    """Deploy the prefect.yaml of this folder, if there is one, and these recipes. UserError as `deploy_recipes`."""
+    project_file = Path("prefect.yaml").exists()
+    if project_file:
+        typer.echo("deploying prefect.yaml")
+        prefect(["--no-prompt", "deploy", "--all"], api_url)
+    if recipes:
+        deploy_recipes(recipes, api_url)
+    elif not project_file:
+        typer.echo("nothing is deployed: there is no prefect.yaml here, and no recipe is named (arealflow deploy)")
+
+
 def deploy_recipes(recipes: Sequence[str], api_url: str) -> None:
     """Deploy recipes, to run in the current folder. UserError as from `deployment_names`, or if Prefect fails."""
     names = deployment_names(recipes)
     typer.echo(f"deploying {', '.join(names)}")
     with TemporaryDirectory() as folder:  # in the current folder Prefect would search for our packages first
         (Path(folder) / "prefect.yaml").write_text(json.dumps(project(recipes, names)))  # JSON is YAML
-        machine.prefect(["--no-prompt", "deploy", "--all"], api_url, Path(folder))
+        prefect(["--no-prompt", "deploy", "--all"], api_url, Path(folder))
+
+
+def prefect(arguments: Sequence[str], api_url: str, folder: Path | None = None) -> None:
+    """Run a Prefect command, in another folder if one is given. UserError with its output if it fails."""
+    command = [*python("prefect"), *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment(api_url), capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"prefect {' '.join(arguments)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
 def project(recipes: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
@@ -96,7 +117,7 @@ def _deployment(recipe: str, name: str) -> dict[str, Any]:
     return {
         "name": short,
         "entrypoint": f"flows.{flow}.{flow}",
-        "work_pool": {"name": machine.POOL},
+        "work_pool": {"name": POOL},
         "build": [{"flows.deploy.read_recipe": {"id": "recipe", "name": str(file or recipe)}}],
         "parameters": {"recipe": "{{ recipe.values }}"},
         "pull": [{"flows.deploy.enter": {"directory": str(current), "modules": str(modules)}}],

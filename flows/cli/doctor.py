@@ -17,7 +17,8 @@ from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.objects.inventory import remove, remove_folders
 from arealflow.packages import namesakes
 from flows.cli.inspect import AsJson, StoreUrl, show
-from flows.cli.machine import DEFAULT_PORT, free_port, named_server, running, ui_url
+from flows.cli.machine import DEFAULT_PORT, free_port
+from flows.cli.processes import named_server, running, ui_url
 from flows.credentials import NEEDED, in_environment, kept_by_prefect, on_s3, use
 from flows.home import home
 from schemas.errors import UserError
@@ -73,9 +74,9 @@ def gpu() -> dict[str, Any]:
 
 
 def server() -> dict[str, Any]:
-    machine = running()
-    if machine is not None:
-        return _row("Prefect server", "ok", f"running at {ui_url(machine)}")
+    api_url = running()
+    if api_url:
+        return _row("Prefect server", "ok", f"running at {ui_url(api_url)}")
     port = free_port(DEFAULT_PORT)
     return _row("Prefect server", "not running", f"`arealflow up` would start it on port {port}")
 

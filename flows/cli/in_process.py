@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 import httpx
 
 from areal_tasks.importing import importing
-from flows.cli.machine import named_server
+from flows.cli.processes import named_server
 from flows.cli.temporary import TemporaryServer
 from flows.home import home
 from schemas.errors import UserError

@@ -1,164 +1,236 @@
-"""The keeper: restarts the Prefect server and the worker of `arealflow up` when they die, until `down`.
+"""The keeper: keeps the Prefect server, the worker and the flow runs of `arealflow up` at work, until `down`.
 
-A killed worker leaves its flow processes behind, which no process could cancel or observe. So the keeper ends them
-with SIGTERM (they stop their services and report a crash), and the automation runs them again on the new worker. A flow
-process survives a server that is down for some seconds.
+It starts the worker, restarts it and the server when they die, finds flow runs whose process is gone, and alone decides
+what becomes of a flow run that has crashed: it is run again, cancelled, or given up.
+
+A killed worker leaves its flow processes behind, which no process could cancel or observe: the keeper ends them with
+SIGTERM, so that they stop their services and report a crash. A flow process survives a server that is down for some
+seconds.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
 
-from flows.cli import machine
-from flows.cli.machine import Machine
-from flows.cli.upkeep import Upkeep, end_cancelling, flow_processes
+from flows.cli.automations import RECOVERY, ask, find
+from flows.cli.processes import POOL, alive, end, flow_processes, parts, python, spawn
+from flows.home import home
 
 log = logging.getLogger("keeper")
 
-LOOK_SECONDS = 0.5
-UPKEEP_SECONDS = 2.0
+FlowRun = dict[str, Any]  # as Prefect's API describes it
+
+WORKER = "flows.worker"
+POLL_SECONDS = 1.0
 FLOW_GRACE_SECONDS = 10.0
-#: After a process has lived this long, its next restart is immediate again.
-STEADY_SECONDS = 10.0
-LONGEST_DELAY_SECONDS = 30.0
+RESTART_SECONDS = 5.0
+#: Seconds after which a flow run without a process is declared lost: a living worker reports it sooner.
+GONE_SECONDS = {"RUNNING": 10.0, "CANCELLING": 10.0, "PAUSED": 10.0, "PENDING": 45.0}
+#: Seconds after which the worker will not end a cancelled flow run any more: it kills 7 s after asking it to end.
+STUCK_SECONDS = 45.0
+#: Consecutive crashes, without a committed stage in between, after which a flow run is not retried.
+CRASHES: Final = 5
+TIMEOUT_SECONDS = 10.0
 
 
 @dataclass
-class Backoff:
-    """Seconds to wait before a restart: none at first, then 1, 2, 4, … while the process dies soon after its start."""
+class Kept:
+    """A part of `up`. Processes of it that run already are adopted."""
 
-    failures: int = 0
-    started: float = field(default_factory=time.monotonic)
+    name: str
+    command: Sequence[str]
+    processes: list[psutil.Process]
+    due: float = 0.0  # not to be started before
 
-    def delay(self) -> float:
-        """The wait before the restart that is due now; call once per restart."""
-        soon = time.monotonic() - self.started < STEADY_SECONDS
-        self.failures = self.failures + 1 if soon else 0
-        return min(LONGEST_DELAY_SECONDS, 2.0 ** (self.failures - 2)) if self.failures > 1 else 0.0
+    def runs(self) -> bool:
+        return any(map(alive, self.processes))
 
-    def begin(self) -> None:
-        """The process was started just now."""
-        self.started = time.monotonic()
+    def start(self, api_url: str, stopped: threading.Event) -> None:
+        """Start it, once in RESTART_SECONDS at most; not if the keeper is stopped meanwhile."""
+        delay = max(0.0, self.due - time.monotonic())
+        log.warning("the %s does not run; starting it in %.1f s", self.name, delay)
+        if not stopped.wait(delay):
+            self.due = time.monotonic() + RESTART_SECONDS
+            self.processes = [spawn(self.name, self.command, api_url)]
 
 
 class Keeper:
-    """Watches the processes in `up.json`. `stopped` ends it between two polls, never within one."""
+    """Watches the server, the worker and the flow runs. `stopped` ends it between two polls, never within one."""
 
-    def __init__(self, watched: Machine, stopped: threading.Event) -> None:
-        self.machine = watched
+    def __init__(self, api_url: str, stopped: threading.Event) -> None:
+        self.api_url = api_url
         self.stopped = stopped
-        self.upkeep = Upkeep(watched.api_url)
-        self.server, self.worker, self.trouble = Backoff(), Backoff(), Backoff()
-        self.next_upkeep = 0.0
-        self.written = True
+        self.server = Kept("server", server_command(api_url), parts("server"))
+        self.worker = Kept("worker", python(WORKER), parts("worker"))
+        self.flow_runs = FlowRuns(api_url)
 
     def __call__(self) -> None:
-        """Watch until stopped; a failed poll, as on a full disk, is retried."""
-        while not self.stopped.wait(LOOK_SECONDS):
+        """Watch until stopped; a failed poll, as on a full disk or while the server is down, is retried."""
+        while not self.stopped.wait(POLL_SECONDS):
             try:
                 self.poll()
-            except Exception:
-                delay = self.trouble.delay()
-                log.exception("this poll failed; the next one follows in %g s", delay)
-                self.stopped.wait(delay)
-                self.trouble.begin()
+            except Exception as error:
+                away = isinstance(error, httpx.HTTPError)
+                log.warning("this poll failed: %s", error or type(error).__name__, exc_info=not away)
 
     def poll(self) -> None:
-        """Restart what has died, the server first, since the worker needs it."""
-        if not machine.alive(self.machine.server):
-            self._restart_server()
-        elif not machine.alive(self.machine.worker):
-            self._restart_worker()
-        elif not self.written:
-            self._write(self.machine)
-        elif time.monotonic() >= self.next_upkeep:
-            self._look_after_flow_runs()
-
-    def _restart_server(self) -> None:
-        if self._may_start("server", self.server):
-            self._write(replace(self.machine, server=machine.start_server(self.machine.api_url)))
-            if machine.wait_for_api(self.machine.api_url, self._gives_up):
-                log.info("the server answers again")
-
-    def _restart_worker(self) -> None:
-        try:
-            end_cancelling(self.machine.api_url, "Its worker died while it was being cancelled.")
-        except httpx.HTTPError as error:  # the upkeep cancels them later
-            log.warning("cannot ask for cancelled flow runs: %s", error or type(error).__name__)
-        left = ask_flows_to_end()
-        if self._may_start("worker", self.worker):
-            self._write(replace(self.machine, worker=machine.spawn_worker(self.machine.api_url)))
-        kill(left, FLOW_GRACE_SECONDS)
-
-    def _may_start(self, name: str, backoff: Backoff) -> bool:
-        """Wait for the backoff's delay; False if the keeper was stopped meanwhile."""
-        delay = backoff.delay()
-        log.warning("the %s is gone; restarting it%s", name, f" in {delay:g} s" if delay else "")
-        stop = self.stopped.wait(delay)
-        backoff.begin()
-        return not stop
-
-    def _write(self, renewed: Machine) -> None:
-        self.machine, self.written = renewed, False
-        machine.write(renewed)
-        self.written = True
-
-    def _gives_up(self) -> bool:
-        return self.stopped.is_set() or not machine.alive(self.machine.server)
-
-    def _look_after_flow_runs(self) -> None:
-        try:
-            self.upkeep()
-        except httpx.HTTPError as error:
-            log.warning("the server did not answer: %s", error or type(error).__name__)
-        self.next_upkeep = time.monotonic() + UPKEEP_SECONDS
+        """Start what does not run, the server first, since the worker needs it. Raises httpx.HTTPError without it."""
+        if not self.server.runs():
+            self.server.start(self.api_url, self.stopped)
+        elif not self.worker.runs():
+            httpx.get(f"{self.api_url}/health", timeout=TIMEOUT_SECONDS).raise_for_status()
+            ending = threading.Thread(target=end, args=(flow_processes(), FLOW_GRACE_SECONDS), daemon=True)
+            self.worker.start(self.api_url, self.stopped)
+            ending.start()
+        else:
+            self.flow_runs.look()
 
 
-def ask_flows_to_end() -> list[psutil.Process]:
-    """Terminate the flow processes that a dead worker left; returns all processes of their flow runs."""
-    left = _processes(flow_processes())
-    ids = {process.pid for process in left}
-    roots = [process for process in left if _parent(process) not in ids]  # a root stops its own descendants
-    if roots:
-        log.warning("ending the flow processes of the worker: %s", ", ".join(str(process.pid) for process in roots))
-    for process in roots:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.terminate()
-    return left
+def server_command(api_url: str) -> list[str]:
+    """The command of the Prefect server at `api_url`."""
+    return [*python("prefect"), "server", "start", "--host", "127.0.0.1", "--port", str(urlsplit(api_url).port)]
 
 
-def kill(processes: Sequence[psutil.Process], grace_seconds: float) -> None:
-    """Kill the processes that have not ended after `grace_seconds`."""
-    _, alive = psutil.wait_procs(processes, grace_seconds)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+# ── flow runs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _processes(pids: Iterable[int]) -> list[psutil.Process]:
-    found: list[psutil.Process] = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(psutil.Process(pid))
+def beginning() -> Path:
+    """A file as old as the first keeper since the last `down`: earlier crashes are left alone."""
+    return home() / "kept-since"
+
+
+def kept_since() -> float:
+    """The time of `beginning`, in seconds since 1970; from now on, if there is none."""
+    with suppress(FileExistsError):
+        beginning().touch(exist_ok=False)
+    return beginning().stat().st_mtime
+
+
+@dataclass
+class FlowRuns:
+    """The flow runs of a server's work pool, the states of which it corrects."""
+
+    api_url: str
+    since: float = field(default_factory=kept_since)
+    gone: dict[str, float] = field(default_factory=dict)  # state id -> when its flow run was first without a process
+
+    def look(self) -> None:
+        """Poll once and handle what is found. Raises httpx.HTTPError while the server is down."""
+        runs = find_flow_runs(self.api_url, *GONE_SECONDS, "CRASHED")
+        processes = flow_processes() if runs else {}
+        self._find_lost([run for run in runs if run["state_type"] in GONE_SECONDS and not suspended(run)], processes)
+        stuck = [run["id"] for run in runs if run["state_type"] == "CANCELLING" and age(run) > STUCK_SECONDS]
+        end([process for process, run in processes.items() if run in stuck], grace_seconds=0.0)
+        crashed = [run for run in runs if run["state_type"] == "CRASHED" and time.time() - age(run) > self.since]
+        if crashed and self._recovers():
+            for run in crashed:
+                set_state(self.api_url, run, *self._after_crash(run))
+
+    def _find_lost(self, runs: Sequence[FlowRun], processes: Mapping[psutil.Process, str]) -> None:
+        """Set flow runs without a process for GONE_SECONDS to crashed, or to cancelled if they were being cancelled."""
+        lost = {run["state_id"]: run for run in runs if run["id"] not in processes.values()}
+        now = time.monotonic()
+        self.gone = {state: self.gone.get(state, now) for state in lost}
+        for state, run in lost.items():
+            if now - self.gone[state] >= GONE_SECONDS[run["state_type"]]:
+                kind = "CANCELLED" if run["state_type"] == "CANCELLING" else "CRASHED"
+                set_state(self.api_url, run, kind, "The flow run's process is gone and no worker has reported it.")
+
+    def _recovers(self) -> bool:
+        """Whether crashed flow runs are run again: the automation in the UI is the switch for that."""
+        automation = find(self.api_url, RECOVERY)
+        return automation is not None and bool(automation["enabled"])
+
+    def _after_crash(self, run: FlowRun) -> tuple[str, ...]:
+        """The state that follows the crash: its type, message and, if it is not the type's own, name."""
+        states = _answer("GET", f"{self.api_url}/flow_run_states/", params={"flow_run_id": run["id"]})
+        crashes, before = crashes_in_a_row(states)
+        if before == "CANCELLING":
+            return "CANCELLED", "It crashed while it was being cancelled."
+        if len(crashes) >= CRASHES and not self._committed_since(run["id"], crashes[-CRASHES]):
+            why = f"Crashed {CRASHES} times in a row and committed nothing meanwhile; not retried automatically."
+            return "FAILED", f"{why} Fix the cause that its log names, then retry the flow run."
+        return "SCHEDULED", "Crashed; run again by the keeper of `arealflow up`", "AwaitingRetry"
+
+    def _committed_since(self, flow_run: str, moment: str) -> bool:
+        committed = {"state": {"name": {"any_": ["Committed"]}}, "end_time": {"after_": moment}}
+        query = {"flow_runs": {"id": {"any_": [flow_run]}}, "task_runs": committed}
+        return bool(_answer("POST", f"{self.api_url}/task_runs/count", query))
+
+
+def stop_flow_runs(api_url: str, message: str, seconds: float) -> None:
+    """Cancel all flow runs of the pool that have a process or soon will; wait until they end, at most `seconds`.
+
+    Raises:
+        httpx.HTTPError: the server does not answer.
+    """
+    for run in find_flow_runs(api_url, "RUNNING", "PENDING", "PAUSED", "SCHEDULED"):
+        if not suspended(run) and (run["state_type"] != "SCHEDULED" or run["state_name"] == "AwaitingRetry"):
+            set_state(api_url, run, "CANCELLING", message)
+    until = time.monotonic() + seconds
+    while find_flow_runs(api_url, "CANCELLING") and time.monotonic() < until:
+        time.sleep(0.5)
+
+
+def find_flow_runs(api_url: str, *types: str) -> list[FlowRun]:
+    """The work pool's flow runs in states of these types, latest start first. Raises httpx.HTTPError."""
+    states, pools = {"state": {"type": {"any_": list(types)}}}, {"name": {"any_": [POOL]}}
+    query = {"flow_runs": states, "work_pools": pools, "sort": "START_TIME_DESC"}
+    found: list[FlowRun] = _answer("POST", f"{api_url}/flow_runs/filter", query)
     return found
 
 
-def _parent(process: psutil.Process) -> int | None:
-    try:
-        return process.ppid()
-    except psutil.NoSuchProcess:
-        return None
+def set_state(api_url: str, run: FlowRun, kind: str, message: str, name: str | None = None) -> None:
+    """Propose a state for a flow run; the server may refuse it, for example after another transition."""
+    state = {"type": kind, "name": name, "message": message}
+    _answer("POST", f"{api_url}/flow_runs/{run['id']}/set_state", {"state": state})
+
+
+def _answer(method: str, url: str, body: dict[str, Any] | None = None, params: dict[str, str] | None = None) -> Any:
+    """The server's response as JSON. Raises httpx.HTTPError."""
+    return ask(method, url, body, params, TIMEOUT_SECONDS).raise_for_status().json()
+
+
+def crashes_in_a_row(states: Iterable[dict[str, Any]]) -> tuple[list[str], str]:
+    """ISO times, in order, of a flow run's crashes since it last ended in another way; the type of state before them.
+
+    That is the type of the last state that is no crash.
+    """
+    times: list[str] = []
+    before = ""
+    for state in sorted(states, key=lambda state: str(state["timestamp"])):
+        if state["type"] == "CRASHED":
+            times.append(state["timestamp"])
+            continue
+        before = state["type"]
+        if before in ("COMPLETED", "FAILED", "CANCELLED", "PAUSED"):
+            times.clear()
+    return times, before
+
+
+def suspended(run: FlowRun) -> bool:
+    """Whether a flow run is suspended: paused without a process until it is resumed."""
+    return bool(run["state_type"] == "PAUSED" and run["state"]["state_details"].get("pause_reschedule"))
+
+
+def age(run: FlowRun) -> float:
+    """How many seconds ago the flow run entered its state."""
+    return time.time() - datetime.fromisoformat(run["state"]["timestamp"]).timestamp()
 
 
 def main() -> None:
@@ -167,11 +239,9 @@ def main() -> None:
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     signal.signal(signal.SIGINT, lambda *_: stopped.set())
-    watched = machine.read()
-    if watched is None:
-        sys.exit("Nothing to watch: start the server and worker with `arealflow up`.")
-    log.info("watching the server at %s and its worker", watched.api_url)
-    Keeper(replace(watched, keeper=machine.started(os.getpid())), stopped)()
+    api_url = os.environ["PREFECT_API_URL"]
+    log.info("watching the server at %s and its worker", api_url)
+    Keeper(api_url, stopped)()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from areal_tasks.stages.preflight import check_code, check_engines, check_inputs
 from areal_tasks.store.backend import open_store, store_url
 from flows.cli.deploy import is_file
 from flows.cli.in_process import run_recipe
-from flows.cli.machine import named_server
+from flows.cli.processes import named_server
 from flows.credentials import in_environment, may_be_kept, on_s3
 from flows.home import add_import_folder
 from schemas.errors import UserError

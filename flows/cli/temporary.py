@@ -17,7 +17,7 @@ import httpx
 
 from areal_tasks.engines.lifeline import LIFELINE
 from areal_tasks.engines.ports import listen
-from flows.cli.machine import START_SECONDS
+from flows.cli.processes import START_SECONDS
 from flows.home import home, last_lines
 from schemas.errors import UserError
 

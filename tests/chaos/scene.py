@@ -22,7 +22,7 @@ from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.paths import iteration_commit
 from flows.cli import machine
 from flows.cli.automations import ask
-from flows.cli.upkeep import FLOW_RUN, flow_processes
+from flows.cli.processes import FLOW_RUN, flow_processes, parts
 
 INJECT = Path(__file__).parent / "inject"
 ROOT = Path(__file__).parents[2]
@@ -111,27 +111,25 @@ class Scene:
     def pid(self, victim: str, flow_run: str) -> int | None:
         """The victim's process now, if there is one."""
         if victim in ("worker", "server"):
-            there = machine.read()
-            started = getattr(there, victim) if there else None
-            return started.pid if machine.alive(started) else None
+            return next((process.pid for process in parts(victim)), None)
         if victim == "s3":
             server = self.bucket.server if self.bucket else None
             return server.process.pid if server and server.process.poll() is None else None
-        found = [pid for pid, owner in flow_processes().items() if owner == flow_run]
-        return next((pid for pid in found if SERVICES.get(victim, "prefect.engine") in command(pid)), None)
+        found = [process for process, owner in flow_processes().items() if owner == flow_run]
+        return next((one.pid for one in found if SERVICES.get(victim, "prefect.engine") in command(one)), None)
 
     def left_over(self) -> list[str]:
         """Processes of flow runs that still run."""
-        return [f"{pid} {command(pid)}" for pid in flow_processes()]
+        return [f"{process.pid} {command(process)}" for process in flow_processes()]
 
     def services_left(self) -> list[str]:
         """Those of them that are not the flow process itself."""
         return [process for process in self.left_over() if "prefect.engine" not in process]
 
 
-def command(pid: int) -> str:
+def command(process: psutil.Process) -> str:
     try:
-        return " ".join(psutil.Process(pid).cmdline())
+        return " ".join(process.cmdline())
     except psutil.Error:
         return ""
 
@@ -175,7 +173,7 @@ def stage(home: Path, port: int, on_s3: bool, chance: random.Random) -> Iterator
     os.environ.update(changes)
     store = open_store(f"s3://{BUCKET}/store" if on_s3 else (home / "store").as_uri())
     try:
-        yield Scene(home, machine.start(port).api_url, store, bucket)
+        yield Scene(home, machine.start(port), store, bucket)
     finally:
         machine.down()
         stopped.set()

@@ -7,12 +7,12 @@ import pytest
 from waiting import LIMIT
 
 from flows import artifacts, execute, observe
-from flows.cli import upkeep
+from flows.cli import keeper
 
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execute, "ASK_TIMEOUT", httpx.Timeout(LIMIT))
-    monkeypatch.setattr(upkeep, "TIMEOUT_SECONDS", LIMIT)
+    monkeypatch.setattr(keeper, "TIMEOUT_SECONDS", LIMIT)
     monkeypatch.setattr(artifacts, "REQUEST_SECONDS", LIMIT)
     monkeypatch.setattr(observe, "CLOSE_SECONDS", LIMIT)

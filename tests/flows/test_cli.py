@@ -20,11 +20,11 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 from stage_driver import finished, store_in, tiny
-from waiting import alive, wait_until
+from waiting import wait_until
 
 from areal_tasks.store.backend import open_store
 from flows import demo
-from flows.cli import local, machine, main
+from flows.cli import automations, local, machine, main, processes
 from schemas.errors import UserError
 from schemas.recipe.recipe import Recipe
 
@@ -180,7 +180,7 @@ def test_a_store_is_named_by_its_folder_wherever_one_is_named(
         assert any(row["last committed"].startswith("small/") for row in json.loads(found.out))
         monkeypatch.setenv("AREALFLOW_STORE", named)
         assert json.loads(call(capsys, monkeypatch, "sql", "small", "SELECT 1 AS x", "--json").out) == [{"x": 1}]
-        assert machine.environment("http://x")["AREALFLOW_STORE"] == url
+        assert processes.environment("http://x")["AREALFLOW_STORE"] == url
 
 
 def test_a_plan_says_what_is_committed(
@@ -335,12 +335,12 @@ def test_an_interrupted_demo_says_what_goes_on(
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    ours = machine.started(os.getpid())
+    url = "http://127.0.0.1:4207/api"
     monkeypatch.setattr(demo, "demo", interrupt)
     for there, words, expected in (
-        (machine.Machine("http://127.0.0.1:4207/api", ours, ours), [], ["http://127.0.0.1:4207/runs", "make down"]),
-        (machine.Machine("http://127.0.0.1:4207/api", ours, ours), ["--stops"], ["interrupted\n"]),
-        (None, [], ["interrupted\n"]),
+        (url, [], ["http://127.0.0.1:4207/runs", "make down"]),
+        (url, ["--stops"], ["interrupted\n"]),
+        ("", [], ["interrupted\n"]),
     ):
         monkeypatch.setattr(demo, "running", lambda there=there: there)
         monkeypatch.setattr(sys, "argv", ["demo", *words])
@@ -378,13 +378,15 @@ def test_all_ports_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_prefect_server_that_does_not_start_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
-    monkeypatch.setattr(machine, "_command", lambda words: [sys.executable, "-c", "raise SystemExit('no disk left')"])
+    monkeypatch.setattr(
+        machine, "server_command", lambda url: [sys.executable, "-c", "raise SystemExit('no disk left')"]
+    )
     monkeypatch.setattr(machine, "free_port", lambda first: 1)
     with pytest.raises(
         UserError, match=r"(?s)the Prefect server did not start; last lines of .*server.log:\nno disk left"
     ):
         machine.start()
-    assert machine.running() is None
+    assert not processes.running()
 
 
 def test_a_port_that_another_takes_meanwhile_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,18 +397,16 @@ def test_a_port_that_another_takes_meanwhile_is_left_to_it(tmp_path: Path, monke
         passes = iter([port])  # it looked free when we asked
         look = machine.free_port
         monkeypatch.setattr(machine, "free_port", lambda first: next(passes, None) or look(first))
-        monkeypatch.setattr(machine, "_spawn", lambda name, command, url: machine.started(os.getpid()))
-        monkeypatch.setattr(machine, "stop", lambda server: None)
+        monkeypatch.setattr(machine, "spawn", lambda name, command, url: psutil.Process())
+        monkeypatch.setattr(machine, "end", lambda processes: None)
 
-        def worker(url: str, server: machine.Started) -> machine.Started:
+        def second(url: str, server: psutil.Process) -> bool:
             tried.append(url)
-            if len(tried) == 1:
-                raise UserError("the Prefect server did not start")
-            return server
+            return len(tried) > 1
 
-        monkeypatch.setattr(machine, "start_worker", worker)
-        found = machine._server_and_worker(port)
-    assert len(tried) == 2 and tried[0] == f"http://127.0.0.1:{port}/api" != tried[1] == found.api_url
+        monkeypatch.setattr(machine, "answers", second)
+        found = machine.start_server(port)
+    assert len(tried) == 2 and tried[0] == f"http://127.0.0.1:{port}/api" != tried[1] == found
 
 
 WAITS = "waiting for another `arealflow up` or `down` to end"
@@ -416,52 +416,31 @@ def test_of_two_ups_at_once_the_second_finds_what_the_first_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
-    begun: list[str] = []
+    begun: list[int] = []
     said: list[str] = []
-    ours = machine.started(os.getpid())
+    url = "http://127.0.0.1:4207/api"
 
-    def server(url: str) -> machine.Started:
-        begun.append(url)
-        wait_until(lambda: WAITS in said, "the other `up`")  # what is being started is not written down meanwhile
-        return ours
+    def start_server(port: int) -> str:
+        begun.append(port)
+        wait_until(lambda: WAITS in said, "the other `up`")
+        return url
 
     def echo(text: str) -> None:
         said.append(text)
 
     monkeypatch.setattr(machine.typer, "echo", echo)
-
-    monkeypatch.setattr(machine, "start_server", server)
-    monkeypatch.setattr(machine, "start_worker", lambda url, server: ours)
-    monkeypatch.setattr(machine, "_spawn", lambda name, command, url: ours)
-    monkeypatch.setattr(machine, "wait_for_api", lambda url: True)
-    monkeypatch.setattr(machine, "prefect", lambda words, url: None)
+    monkeypatch.setattr(machine, "start_server", start_server)
+    monkeypatch.setattr(machine, "running", lambda: url if begun else "")
+    monkeypatch.setattr(machine, "spawn", lambda name, command, url: None)
+    monkeypatch.setattr(machine, "answers", lambda url: True)
+    monkeypatch.setattr(automations, "install", lambda url: None)
+    monkeypatch.setattr(machine, "deploy_all", lambda recipes, url: None)
     ups = [threading.Thread(target=machine.start) for _ in range(2)]
     for one in ups:
         one.start()
     for one in ups:
         one.join()
     assert len(begun) == 1 and said.count(WAITS) == 1
-
-
-def test_the_answer_of_anothers_server_is_not_taken_for_ours() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, subprocess.Popen(["sleep", "3600"]) as sleeper:
-        port = taken.getsockname()[1]
-        assert machine.listens(machine.started(os.getpid()), port)
-        assert not machine.listens(machine.started(sleeper.pid), port)
-        sleeper.kill()
-
-
-def test_what_we_started_is_stopped_with_what_it_started() -> None:
-    code = "import subprocess, time; subprocess.Popen(['sleep', '3600']); time.sleep(3600)"
-    process = psutil.Popen([sys.executable, "-c", code])
-    wait_until(process.children, "its child")
-    family = [process, *process.children()]
-    machine.stop(machine.started(process.pid), grace_seconds=0.5)
-    assert not any(map(alive, family))
-
-
-def test_another_process_of_the_same_id_is_left_alone() -> None:
-    machine.stop(machine.Started(os.getpid(), machine.started(os.getpid()).created - 100))
 
 
 def test_a_prefect_server_that_is_named_and_does_not_answer(

@@ -11,7 +11,7 @@ from prefect.utilities.callables import parameter_schema
 from prefect_api import ask
 from servers import ROOT, Up
 
-from flows.cli import machine
+from flows.cli.processes import POOL
 from flows.evaluate import evaluate
 from flows.rlhf import rlhf
 from flows.sft import sft
@@ -29,7 +29,7 @@ def test_everything_in_prefect_yaml_is_deployed(deployments: list[dict[str, Any]
     wanted = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
     entrypoints = [(d["entrypoint"], d["name"]) for d in deployments]
     assert sorted(entrypoints) == sorted((d["entrypoint"], d["name"]) for d in wanted)
-    assert {d["work_pool_name"] for d in deployments} == {machine.POOL}
+    assert {d["work_pool_name"] for d in deployments} == {POOL}
 
 
 def test_every_deployment_has_a_recipe_that_its_flow_accepts(deployments: list[dict[str, Any]]) -> None:

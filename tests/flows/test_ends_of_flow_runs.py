@@ -1,4 +1,4 @@
-"""Who has decided that a flow run ends or runs again, and how a flow finds out why it ends."""
+"""How a flow finds out why it ends, and how long it has for that."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import uuid
 from base64 import b64encode
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
-from typing import Any
 
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-from flows.cli import upkeep
 from flows.execute import ended_as
 from flows.worker import CANCEL_SECONDS, hurry
 
@@ -39,16 +37,6 @@ def test_who_asks_why_a_flow_run_ends_says_who_they_are() -> None:
         with temporary_settings({PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: "me:key"}):
             assert ended_as(KeyboardInterrupt(), RUN["id"]) == "cancelled"
         server.shutdown()
-
-
-def test_a_cancelled_flow_run_that_waits_for_a_slot_of_its_deployment_was_retried_by_nobody() -> None:
-    def history(waits: str) -> list[dict[str, Any]]:
-        kinds = {"RUNNING": "", "CANCELLING": "", "CRASHED": "", "SCHEDULED": waits, "PENDING": ""}
-        rows = enumerate(kinds.items())
-        return [{"timestamp": str(i), "type": kind, "name": name, "message": None} for i, (kind, name) in rows]
-
-    assert upkeep.crashed_while_cancelling(history("AwaitingConcurrencySlot"))
-    assert not upkeep.crashed_while_cancelling(history("Scheduled"))
 
 
 def test_a_flow_process_that_is_cancelled_has_seconds_to_end() -> None:

@@ -20,7 +20,8 @@ from waiting import wait_until
 
 from areal_tasks.store import paths
 from areal_tasks.store.history.journal import read_log
-from flows.cli import automations, machine, upkeep
+from flows.cli import automations
+from flows.cli.processes import POOL, end, flow_processes, python, spawn
 from flows.rlhf import rlhf
 from schemas.recipe.recipe import RlhfRecipe
 
@@ -64,7 +65,7 @@ class Scene:
         return state
 
     def processes(self) -> list[int]:
-        return [pid for pid, owner in upkeep.flow_processes().items() if owner == self.flow_run]
+        return [process.pid for process, owner in flow_processes().items() if owner == self.flow_run]
 
     def flow_process(self) -> int:
         return next(pid for pid in self.processes() if "prefect.engine" in command_of(pid))
@@ -140,15 +141,14 @@ def scene(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]
         tests = Path(__file__).parent
         patch.setenv("GATE", str(gate))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]))
-        machine.prefect(["work-pool", "create", machine.POOL, "--type", "process", "--overwrite"], api)
         automations.install(api)
-        patch.setattr(machine, "WORKER", "patient_worker")
-        worker = machine.spawn_worker(api)
+        automations.put(api, automations.read_automation("recovery"))  # as on a server without a keeper
+        worker = spawn("worker", python("patient_worker"), api)
         try:
             yield Scene(api, folder, recipe(folder), submit(api, recipe(folder)), gate)
         finally:
             gate.unlink(missing_ok=True)
-            machine.stop(worker)
+            end([worker])
 
 
 def submit(api: str, recipe: RlhfRecipe) -> str:
@@ -163,7 +163,7 @@ def submit(api: str, recipe: RlhfRecipe) -> str:
         "flow_id": post("/flows/", {"name": "rlhf"}),
         "entrypoint": "warm_flow.rlhf",
         "pull_steps": [step],
-        "work_pool_name": machine.POOL,
+        "work_pool_name": POOL,
     }
     parameters = {"recipe": recipe.model_dump(mode="json"), "run": "r"}
     return post(f"/deployments/{post('/deployments/', deployment)}/create_flow_run", {"parameters": parameters})

@@ -9,20 +9,20 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from prefect.exceptions import TerminationSignal
 from prefect_api import ask
-from waiting import LIMIT, alive, wait_until
+from waiting import alive, wait_until
 
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.store.backend import Unavailable
-from flows.cli import automations, keeper, machine, upkeep
+from flows.cli import automations, keeper, machine
+from flows.cli.processes import FLOW_RUN, POOL, end, flow_processes, parts, spawn
 from flows.execute import ended_as
 from flows.patience import LONGEST_PAUSE_SECONDS, WAIT_SECONDS, Patience
 
@@ -36,28 +36,27 @@ SLEEPER = [sys.executable, "-c", "import time; time.sleep(3600)"]
 def sleepers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[keeper.Keeper]:
     """A keeper whose server and worker are processes that only sleep."""
     monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
-    monkeypatch.setattr(machine, "start_server", lambda url: machine._spawn("server", SLEEPER, url))
-    monkeypatch.setattr(machine, "spawn_worker", lambda url: machine._spawn("worker", SLEEPER, url))
-    monkeypatch.setattr(machine, "wait_for_api", lambda url, give_up: True)
-    url = "http://127.0.0.1:1/api"
-    watched = machine.Machine(url, machine.start_server(url), machine.spawn_worker(url), machine.started(os.getpid()))
-    kept = keeper.Keeper(watched, threading.Event())
+    monkeypatch.setattr(keeper, "python", lambda module: [*SLEEPER, module])
+    monkeypatch.setattr(keeper, "RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(httpx, "get", lambda url, timeout: httpx.Response(200, request=httpx.Request("GET", url)))
+    kept = keeper.Keeper("http://127.0.0.1:1/api", threading.Event())
+    monkeypatch.setattr(kept.flow_runs, "look", lambda: None)
+    kept.poll()
+    kept.poll()
     yield kept
-    for process in (kept.machine.server, kept.machine.worker):
-        machine.stop(process)
+    end(parts("server", "worker"))
 
 
 @pytest.mark.parametrize("victim", ["server", "worker"])
-def test_a_killed_process_is_started_again_and_written_down(sleepers: keeper.Keeper, victim: str) -> None:
-    before = sleepers.machine
-    dead = getattr(before, victim)
-    os.kill(dead.pid, signal.SIGKILL)
-    wait_until(lambda: not machine.alive(dead))
+def test_a_killed_process_is_started_again(sleepers: keeper.Keeper, victim: str) -> None:
+    before = {"server": sleepers.server.processes, "worker": sleepers.worker.processes}
+    [dead] = before[victim]
+    dead.kill()
+    wait_until(lambda: not alive(dead))
     sleepers.poll()
-    after = machine.read()
-    assert after == sleepers.machine and machine.alive(getattr(after, victim)) and getattr(after, victim) != dead
-    other = "worker" if victim == "server" else "server"
-    assert getattr(after, other) == getattr(before, other)
+    wait_until(lambda: parts(victim) not in ([], [dead]))
+    [other] = {"server", "worker"} - {victim}
+    assert parts(other) == before[other]
 
 
 def test_the_flow_processes_of_a_dead_worker_end_with_it(
@@ -66,78 +65,70 @@ def test_the_flow_processes_of_a_dead_worker_end_with_it(
     monkeypatch.setattr(keeper, "FLOW_GRACE_SECONDS", 0.5)
     sleeps = "print(flush=True); import time; time.sleep(3600)"
     stubborn = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {sleeps}"
-    ours = os.environ | {upkeep.FLOW_RUN: "an id"}
+    ours = os.environ | {FLOW_RUN: "an id"}
     theirs = ours | {"AREALFLOW_HOME": str(tmp_path / "elsewhere")}
     marked = [psutil.Popen([sys.executable, "-c", code], env=ours, stdout=-1) for code in (stubborn, sleeps)]
     other = psutil.Popen([sys.executable, "-c", sleeps], env=theirs, stdout=-1)
     for process in (*marked, other):
         process.stdout.readline()
-    assert set(upkeep.flow_processes()) == {process.pid for process in marked}
-    os.kill(sleepers.machine.worker.pid, signal.SIGKILL)
-    wait_until(lambda: not machine.alive(sleepers.machine.worker))
+    assert set(flow_processes()) == set(marked)
+    [worker] = sleepers.worker.processes
+    worker.kill()
+    wait_until(lambda: not alive(worker))
     sleepers.poll()
     wait_until(lambda: not any(map(alive, marked)))
     assert other.poll() is None
     other.kill()
 
 
-def test_the_keeper_goes_on_after_a_look_that_failed(
+def test_the_keeper_goes_on_after_a_poll_that_failed(
     sleepers: keeper.Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(keeper, "LOOK_SECONDS", 0.01)
-    dead, write, full = sleepers.machine.worker, machine.write, [OSError(28, "No space left on device")]
+    monkeypatch.setattr(keeper, "POLL_SECONDS", 0.01)
+    start, full = keeper.spawn, [OSError(28, "No space left on device")]
 
-    def fails_once(renewed: machine.Machine) -> None:
+    def fails_once(*part: Any) -> psutil.Process:
         if full:
             raise full.pop()
-        write(renewed)
+        return start(*part)
 
     def answers_no_json() -> None:
         sleepers.stopped.set()
         raise ValueError("no JSON")
 
-    monkeypatch.setattr(machine, "write", fails_once)
-    monkeypatch.setattr(sleepers, "upkeep", answers_no_json)
-    os.kill(dead.pid, signal.SIGKILL)
-    wait_until(lambda: not machine.alive(dead))
+    monkeypatch.setattr(keeper, "spawn", fails_once)
+    monkeypatch.setattr(sleepers.flow_runs, "look", answers_no_json)
+    [dead] = sleepers.worker.processes
+    dead.kill()
+    wait_until(lambda: not alive(dead))
     sleepers()
-    assert machine.read() == sleepers.machine and machine.alive(sleepers.machine.worker)
+    assert sleepers.worker.runs()
     assert "No space left on device" in caplog.text and "no JSON" in caplog.text
 
 
-def test_what_keeps_dying_is_started_ever_more_rarely() -> None:
-    backoff = keeper.Backoff(started=time.monotonic() + 3600.0)
-    assert [backoff.delay() for _ in range(9)] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
-    backoff.started = time.monotonic() - keeper.STEADY_SECONDS
-    assert backoff.delay() == 0.0
+def test_what_dies_soon_after_its_start_waits(sleepers: keeper.Keeper) -> None:
+    [dead] = sleepers.worker.processes
+    dead.kill()
+    wait_until(lambda: not alive(dead))
+    began, sleepers.worker.due = time.monotonic(), time.monotonic() + 0.5
+    sleepers.poll()
+    assert time.monotonic() - began >= 0.5 and sleepers.worker.runs()
+    sleepers.stopped.set()
+    end(sleepers.worker.processes)
+    sleepers.poll()
+    assert not sleepers.worker.runs()
 
 
-def test_down_stops_the_keeper_before_what_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
-    url = "http://127.0.0.1:1/api"
-    server, worker = machine._spawn("server", SLEEPER, url), machine._spawn("worker", SLEEPER, url)
-    machine.write(machine.Machine(url, server, worker))
-    kept = machine._spawn("keeper", [sys.executable, "-m", machine.KEEPER], url)
-    machine.write(machine.Machine(url, server, worker, kept))
-    wait_until(lambda: "watching" in (tmp_path / "logs" / "keeper.log").read_text())
-    machine.down()
-    assert not any(machine.alive(process) for process in (server, worker, kept))
-    assert machine.read() is None
-
-
-def test_down_ends_what_is_left_when_a_part_is_gone(
+def test_down_stops_the_keeper_before_what_it_keeps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
     url = "http://127.0.0.1:1/api"
-    server, gone = machine._spawn("server", SLEEPER, url), machine.Started(os.getpid(), 0.0)
-    flow = psutil.Popen(SLEEPER, env=os.environ | {upkeep.FLOW_RUN: "an id"})
-    machine.write(machine.Machine(url, server, gone))
-    wait_until(lambda: flow.pid in upkeep.flow_processes())
-    assert machine.running() is None
-    assert machine.alive(server) and flow.poll() is None and machine.read() is not None
+    kept = [spawn("server", SLEEPER, url), spawn("worker", SLEEPER, url)]
+    kept.append(spawn("keeper", [sys.executable, "-m", machine.KEEPER], url))
+    wait_until(lambda: "watching" in (tmp_path / "logs" / "keeper.log").read_text())
     machine.down()
-    assert not machine.alive(server) and flow.poll() is not None
+    assert not any(map(alive, kept)) and not parts("server", "worker", "keeper")
     machine.down()
     printed = capsys.readouterr().out
     assert printed.count("stopped\n") == 1 and printed.endswith("nothing is running\n")
@@ -156,10 +147,9 @@ class Server:
 
     def __init__(self, api: str) -> None:
         self.api = api
-        machine.prefect(["work-pool", "create", machine.POOL, "--type", "process", "--overwrite"], api)
         automations.install(api)
         flow = self.ask("/flows/", {"name": "crashes"})["id"]
-        deployment = {"name": "crashes", "flow_id": flow, "work_pool_name": machine.POOL, "parameters": {}}
+        deployment = {"name": "crashes", "flow_id": flow, "work_pool_name": POOL, "parameters": {}}
         self.deployment = self.ask("/deployments/", deployment)["id"]
 
     def ask(self, path: str, body: dict[str, Any]) -> Any:
@@ -177,16 +167,8 @@ class Server:
         state = ask("GET", f"{self.api}/flow_runs/{run}").raise_for_status().json()["state"]
         return state["name"], state["message"] or ""
 
-    def has_heard(self, run: str, kind: str) -> bool:
-        """Whether the event of that state has come, and been dealt with."""
-        since = datetime.now(UTC) - timedelta(days=1)
-        which = {"event": {"name": [f"prefect.flow-run.{kind}"]}, "resource": {"id": [f"prefect.flow-run.{run}"]}}
-        return bool(
-            self.ask("/events/filter", {"filter": {**which, "occurred": {"since": since.isoformat()}}})["events"]
-        )
-
     def enable(self, on: bool) -> None:
-        """Switch the automation that runs crashed flow runs again."""
+        """Switch the recovery of crashed flow runs."""
         there = automations.find(self.api, automations.RECOVERY)
         assert there is not None
         ask("PATCH", f"{self.api}/automations/{there['id']}", {"enabled": on}).raise_for_status()
@@ -198,17 +180,21 @@ def server(api: str) -> Server:
 
 
 def test_the_automation_runs_a_crashed_flow_run_again(server: Server) -> None:
+    """On a server without a keeper; where there is one, the automation is but its switch."""
+    automations.put(server.api, automations.read_automation("recovery"))
     run = server.flow_run()
     for kind in ("PENDING", "RUNNING", "CRASHED"):
         server.set(run, kind)
     wait_until(lambda: server.state(run)[0] == "AwaitingRetry")
     assert automations.RECOVERY in server.state(run)[1]
     server.set(run, "CANCELLED")
+    automations.install(server.api)
 
 
-def test_an_automation_that_a_person_has_disabled_stays_so(server: Server) -> None:
+def test_a_crashed_flow_run_is_run_again_unless_a_person_has_switched_that_off(server: Server) -> None:
     there = automations.find(server.api, automations.RECOVERY)
     assert there is not None
+    look = keeper.FlowRuns(server.api)
     server.enable(False)
     automations.install(server.api)
     again = automations.find(server.api, automations.RECOVERY)
@@ -216,11 +202,12 @@ def test_an_automation_that_a_person_has_disabled_stays_so(server: Server) -> No
     run = server.flow_run()
     for kind in ("PENDING", "RUNNING", "CRASHED"):
         server.set(run, kind)
-    look = upkeep.Upkeep(server.api, began=0.0)
-    look()
-    wait_until(lambda: server.has_heard(run, "Crashed"), "the event")
+    look.look()
     assert server.state(run)[0] == "Crashed"
     server.enable(True)
+    look.look()
+    assert server.state(run) == ("AwaitingRetry", "Crashed; run again by the keeper of `arealflow up`")
+    server.set(run, "CANCELLED")
 
 
 def test_a_flow_run_without_a_process_is_found_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,100 +216,75 @@ def test_a_flow_run_without_a_process_is_found_out(server: Server, monkeypatch: 
         server.set(run, "PENDING")
         server.set(run, "RUNNING")
     server.set(cancelled, "CANCELLING")
-    monkeypatch.setattr(upkeep, "flow_processes", lambda: {1: lively})
-    monkeypatch.setattr(upkeep, "GONE_SECONDS", dict.fromkeys(upkeep.GONE_SECONDS, 1800.0))
-    look = upkeep.Upkeep(server.api)
-    look()
-    look()
+    monkeypatch.setattr(keeper, "flow_processes", lambda: {psutil.Process(): lively})
+    monkeypatch.setattr(keeper, "GONE_SECONDS", dict.fromkeys(keeper.GONE_SECONDS, 1800.0))
+    look = keeper.FlowRuns(server.api)
+    look.look()
+    look.look()
     assert server.state(lost)[0] == "Running"
-    look.seen_without = {key: since - 3600.0 for key, since in look.seen_without.items()}
-    look()
+    look.gone = {state: since - 3600.0 for state, since in look.gone.items()}
+    look.look()
     assert server.state(cancelled)[0] == "Cancelled" and server.state(lively)[0] == "Running"
-    wait_until(lambda: server.state(lost)[0] == "AwaitingRetry")
+    assert server.state(lost) == ("Crashed", "The flow run's process is gone and no worker has reported it.")
+    look.look()
+    assert server.state(lost)[0] == "AwaitingRetry"
     for run in (lost, lively):
         server.set(run, "CANCELLED")
 
 
-def test_a_crash_whose_event_was_lost_is_answered_by_the_keeper(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(upkeep, "MISSED_SECONDS", 0.0)
-    run = server.flow_run()
-    look = upkeep.Upkeep(server.api)
-    with without_automation(server):
-        for kind in ("PENDING", "RUNNING", "CRASHED"):
-            server.set(run, kind)
-        monkeypatch.setattr(look, "_recovers", lambda: True)
-        look()
-        assert server.state(run) == ("AwaitingRetry", "Crashed; run again by the keeper of `arealflow up`")
-        server.set(run, "CANCELLED")
-
-
-def test_a_crash_just_before_a_keeper_begins_is_answered_too(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(upkeep, "MISSED_SECONDS", 0.0)
-    upkeep.Upkeep(server.api)()
-    run = server.flow_run()
-    with without_automation(server):
-        for kind in ("PENDING", "RUNNING", "CRASHED"):
-            server.set(run, kind)
-        look = upkeep.Upkeep(server.api)
-        monkeypatch.setattr(look, "_recovers", lambda: True)
-        look()
-        assert server.state(run)[0] == "AwaitingRetry"
-        server.set(run, "CANCELLED")
-    upkeep.last_look().unlink()  # as `down` does
-    before = time.time()
-    assert before <= upkeep.Upkeep(server.api).began <= time.time()
-
-
-@contextmanager
-def without_automation(server: Server) -> Iterator[None]:
-    server.enable(False)
-    yield
-    server.enable(True)
+def test_crashes_count_from_the_first_keeper_since_the_last_down(server: Server) -> None:
+    earlier, later = server.flow_run(), server.flow_run()
+    for kind in ("PENDING", "RUNNING", "CRASHED"):
+        server.set(earlier, kind)
+    keeper.FlowRuns(server.api)
+    for kind in ("PENDING", "RUNNING", "CRASHED"):
+        server.set(later, kind)
+    keeper.FlowRuns(server.api).look()  # of a keeper that was started again
+    assert server.state(earlier)[0] == "Crashed" and server.state(later)[0] == "AwaitingRetry"
+    server.set(later, "CANCELLED")
+    keeper.beginning().unlink()  # as `down` does
+    before = time.time() - 1.0
+    assert before <= keeper.FlowRuns(server.api).since <= time.time()
 
 
 def test_a_flow_run_that_crashes_at_once_is_not_run_again_for_ever(server: Server) -> None:
     run = server.flow_run()
-    look = upkeep.Upkeep(server.api)
-    for crash in range(upkeep.CRASHES):
+    look = keeper.FlowRuns(server.api)
+    for crash in range(keeper.CRASHES):
         server.set(run, "PENDING")
         server.set(run, "CRASHED")
-        wait_until(lambda: server.state(run)[0] == "AwaitingRetry")
-        look()
+        look.look()
         name, message = server.state(run)
-        assert name == ("Failed" if crash == upkeep.CRASHES - 1 else "AwaitingRetry")
+        assert name == ("Failed" if crash == keeper.CRASHES - 1 else "AwaitingRetry")
     assert "Crashed 5 times in a row and committed nothing meanwhile" in message
 
 
-def test_a_flow_run_that_its_worker_does_not_end_is_cancelled(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
+def test_a_flow_run_that_its_worker_does_not_end_is_cancelled(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     run = server.flow_run()
     for kind in ("PENDING", "RUNNING", "CANCELLING"):
         server.set(run, kind)
-    flow, other = (psutil.Popen(SLEEPER, env=os.environ | {upkeep.FLOW_RUN: name}) for name in (run, "other"))
-    wait_until(lambda: len(upkeep.flow_processes()) == 2)
-    upkeep.end_cancelling(server.api, "Its worker died.", after_seconds=3600.0)
+    flow, other = (psutil.Popen(SLEEPER, env=os.environ | {FLOW_RUN: name}) for name in (run, "other"))
+    wait_until(lambda: len(flow_processes()) == 2)
+    look = keeper.FlowRuns(server.api)
+    look.look()
     assert flow.poll() is None and server.state(run)[0] == "Cancelling"
-    monkeypatch.setattr(upkeep, "STUCK_SECONDS", 0.0)  # as after some time
-    upkeep.Upkeep(server.api)()
-    assert flow.wait(LIMIT) == -signal.SIGKILL and other.poll() is None
-    assert server.state(run) == ("Cancelled", "Its worker has not ended it.")
+    monkeypatch.setattr(keeper, "STUCK_SECONDS", 0.0)  # as after some time
+    look.look()
+    assert not alive(flow) and other.poll() is None
+    monkeypatch.setattr(keeper, "GONE_SECONDS", dict.fromkeys(keeper.GONE_SECONDS, 0.0))
+    look.look()
+    assert server.state(run)[0] == "Cancelled"
     other.kill()
     other.wait()
 
 
 def test_what_crashed_while_it_was_cancelled_is_not_run_again(server: Server) -> None:
     run = server.flow_run()
+    look = keeper.FlowRuns(server.api)
     for kind in ("PENDING", "RUNNING", "CANCELLING"):
         server.set(run, kind)
     server.ask(f"/flow_runs/{run}/set_state", {"state": {"type": "CRASHED"}, "force": True})
-    wait_until(lambda: server.state(run)[0] == "AwaitingRetry")  # the automation does not know
-    upkeep.Upkeep(server.api)()
+    look.look()
     assert server.state(run) == ("Cancelled", "It crashed while it was being cancelled.")
 
 
@@ -335,41 +297,10 @@ def test_a_signal_means_what_the_flow_runs_state_says(server: Server) -> None:
     assert ended_as(KeyboardInterrupt(), run) == "cancelled"
 
 
-def test_what_was_cancelled_and_runs_again_already_is_cancelled(server: Server) -> None:
-    run, other = server.flow_run(), server.flow_run()
-    for kind in ("PENDING", "RUNNING"):
-        server.set(other, kind)
-        server.set(run, kind)
-    server.set(run, "CANCELLING")
-    server.ask(f"/flow_runs/{run}/set_state", {"state": {"type": "CRASHED"}, "force": True})
-    wait_until(lambda: server.state(run)[0] == "AwaitingRetry")
-    for kind in ("PENDING", "RUNNING"):  # all of it between two looks
-        server.set(run, kind)
-    upkeep.Upkeep(server.api)()
-    assert server.state(run) == ("Cancelling", upkeep.CANCELLED_EARLIER) and server.state(other)[0] == "Running"
-    for one in (run, other):
-        server.set(one, "CANCELLED")
-
-
-def test_a_cancelled_flow_run_that_a_person_retries_runs() -> None:
-    def history(*kinds: str, retried: str = "Crashed; run again by the automation") -> list[dict[str, str]]:
-        stamps = [f"2026-01-01T00:00:0{i}Z" for i in range(len(kinds))]
-        messages = [retried if kind == "SCHEDULED" else "" for kind in kinds]
-        rows = zip(stamps, kinds, messages, strict=True)
-        return [{"timestamp": at, "type": kind, "name": kind, "message": message} for at, kind, message in rows]
-
-    asked = ("RUNNING", "CANCELLING", "CRASHED")
-    for later in ((), ("SCHEDULED",), ("SCHEDULED", "PENDING", "RUNNING")):
-        assert upkeep.crashed_while_cancelling(history(*asked, *later))
-    assert not upkeep.crashed_while_cancelling(history(*asked, "SCHEDULED", "CANCELLED", "SCHEDULED"))
-    assert not upkeep.crashed_while_cancelling(history(*asked, "SCHEDULED", "RUNNING", retried=""))
-    assert not upkeep.crashed_while_cancelling(history("RUNNING", "CANCELLING"))
-
-
 def test_only_crashes_without_another_end_between_count() -> None:
     kinds = ["CRASHED", "SCHEDULED", "RUNNING", "FAILED", "SCHEDULED", "CRASHED", "SCHEDULED", "CRASHED"]
     states = [{"timestamp": f"2026-01-01T00:00:0{i}Z", "type": kind} for i, kind in enumerate(kinds)]
-    assert upkeep.crashes_in_a_row(states) == ["2026-01-01T00:00:05Z", "2026-01-01T00:00:07Z"]
+    assert keeper.crashes_in_a_row(states) == (["2026-01-01T00:00:05Z", "2026-01-01T00:00:07Z"], "SCHEDULED")
 
 
 # ── patience ────────────────────────────────────────────────────────────────────────────────────────────────────────

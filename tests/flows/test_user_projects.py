@@ -20,9 +20,9 @@ from areal_tasks.store.backend import open_store
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import load_run
 from arealflow.packages import INSTALLED, PACKAGES
-from flows.cli import machine, main
-from flows.cli.automations import ask
-from flows.cli.deploy import deployment_names, print_commands, project
+from flows.cli import main
+from flows.cli.automations import ask, install
+from flows.cli.deploy import deploy_all, deployment_names, print_commands, project
 from flows.cli.init import FILES, filled, recipe_name
 from flows.deploy import enter
 from schemas.errors import UserError
@@ -170,7 +170,7 @@ def installed(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[In
     make_namesakes(work)
     own = {"PYTHONPATH": str(site), "AREALFLOW_HOME": str(work / "home"), "PREFECT_API_URL": api}
     kept = {name: value for name, value in os.environ.items() if name != "AREALFLOW_STORE"}
-    machine.prefect(["work-pool", "create", machine.POOL, "--type", "process", "--overwrite"], api)
+    install(api)
     yield Installed({**kept, **own}, work)
 
 
@@ -243,7 +243,7 @@ def test_the_commands_of_the_readme_are_in_an_order_that_works() -> None:
 
 
 def test_up_says_where_there_is_nothing_to_deploy(api: str, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    machine._deploy(api, [])
+    deploy_all([], api)
     assert "nothing is deployed: there is no prefect.yaml here" in capsys.readouterr().out
 
 

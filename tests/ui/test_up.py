@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-import psutil
+import pytest
 from listeners import beyond_loopback, listening
 from servers import Up
 
+from flows.cli.processes import parts
+
 
 def test_server_worker_and_keeper_listen_on_loopback_alone(up: Up) -> None:
-    written = json.loads((Path(up.environment["AREALFLOW_HOME"]) / "up.json").read_text())
-    roots = [psutil.Process(written[name]["pid"]) for name in ("server", "worker", "keeper")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AREALFLOW_HOME", up.environment["AREALFLOW_HOME"])
+        roots = parts("server", "worker", "keeper")
+    assert len(roots) == 3
     assert any(listening(roots).values()), "the server listens"
     assert beyond_loopback(roots) == {}

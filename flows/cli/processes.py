@@ -1,0 +1,121 @@
+"""The processes of this home: how they are started, found and ended.
+
+No file lists them. They are found by marks in their environments, which child processes inherit: so nothing can be out
+of date, and what a killed `up` or keeper has started is found like everything else.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from typing import Final
+
+import psutil
+
+from areal_tasks.store.backend import store_url
+from flows.home import home
+
+#: Environment variable of each server, worker and keeper that says which it is.
+PART: Final = "AREALFLOW_PART"
+FLOW_RUN: Final = "PREFECT__FLOW_RUN_ID"
+POOL: Final = "arealflow"
+START_SECONDS = 120.0  # within which a Prefect server answers
+
+
+def parts(*names: str) -> list[psutil.Process]:
+    """The running processes of `arealflow up` with these names. Each leads a session, unlike what it has started."""
+    found: list[psutil.Process] = []
+    for process, values in _marked():
+        with suppress(OSError):
+            if values.get(PART) in names and FLOW_RUN not in values and os.getsid(process.pid) == process.pid:
+                found.append(process)
+    return found
+
+
+def flow_processes() -> dict[psutil.Process, str]:
+    """The processes of our flow runs on this machine, services included, each with the id of its flow run."""
+    return {process: values[FLOW_RUN] for process, values in _marked() if FLOW_RUN in values}
+
+
+def _marked() -> Iterator[tuple[psutil.Process, dict[str, str]]]:
+    """The running processes of this home, with their environments."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            values = process.environ()
+            if values.get("AREALFLOW_HOME") == str(home()) and alive(process):
+                yield process, values
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether a process has not ended yet; another one of the same id does not count."""
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def end(processes: Collection[psutil.Process], grace_seconds: float = 15.0) -> None:
+    """Terminate processes, leaving children of one of them to their parent; kill those that do not end in time."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.parent() not in processes:
+                process.terminate()
+    _, left = psutil.wait_procs(processes, grace_seconds)
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, 5)
+
+
+def running() -> str:
+    """The URL of the API that `up` provides; empty if neither its server runs nor a keeper, which restarts it."""
+    for process in parts("keeper", "server"):
+        with suppress(psutil.Error, OSError):
+            return process.environ()["PREFECT_API_URL"]
+    return ""
+
+
+def named_server() -> str:
+    """The API URL in PREFECT_API_URL, else that of `up`'s server; empty without either."""
+    return os.environ.get("PREFECT_API_URL") or running()
+
+
+def ui_url(api_url: str) -> str:
+    return api_url.removesuffix("/api")
+
+
+def spawn(name: str, command: Sequence[str], api_url: str) -> psutil.Process:
+    """Start a part of `up` that outlives this process; its output goes to a log of that name."""
+    log = home() / "logs" / f"{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as sink:
+        return psutil.Popen(
+            command,
+            env=environment(api_url) | {PART: name},
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def python(module: str) -> list[str]:
+    """The command that runs a module; with -P, since the current folder may contain packages named like ours."""
+    return [sys.executable, "-P", "-m", module]
+
+
+def environment(api_url: str) -> dict[str, str]:
+    """The environment of processes that use our Prefect server: its API URL, and our folders."""
+    store = {"AREALFLOW_STORE": store_url(named)} if (named := os.environ.get("AREALFLOW_STORE")) else {}
+    return {
+        **os.environ,
+        **store,  # absolute, since flow runs have other working directories
+        "AREALFLOW_HOME": str(home()),
+        "PREFECT_API_URL": api_url,
+        "PREFECT_HOME": str(home() / "prefect"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_WORKER_QUERY_SECONDS": "2",
+        "PYTHONUNBUFFERED": "1",
+    }
