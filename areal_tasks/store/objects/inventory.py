@@ -130,7 +130,6 @@ def _remove_objects(store: Store, paths: Sequence[str]) -> None:
 
     def delete(path: str) -> None:
         bucket, key, _ = backend.fs.split_path(f"{backend.root}/{path}")
-        with _errors(store, path):
-            backend.fs.call_s3("delete_object", Bucket=bucket, Key=key)
+        backend.retried(path, lambda: backend.fs.call_s3("delete_object", Bucket=bucket, Key=key))
 
     parallel(delete, paths)

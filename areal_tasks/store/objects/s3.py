@@ -32,10 +32,10 @@ T = TypeVar("T")
 PATIENCE_SECONDS = 20.0
 _CONNECT_SECONDS: Final = 2  # three attempts: an endpoint that does not answer is reported in less than 10 s
 _READ_SECONDS: Final = 30
-_ATTEMPTS: Final = 3
+_ATTEMPTS: Final = 3  # at least
 _CONFLICT_ATTEMPTS: Final = 5
 _TORN_ATTEMPTS: Final = 5
-_LONGEST_PAUSE: Final = 5.0
+_LONGEST_PAUSE: Final = 2.0
 _TORN: Final = (
     *(aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError),
     *(FlexibleChecksumError, IncompleteReadError, ResponseStreamingError),
@@ -73,12 +73,12 @@ class S3Backend:
         self.endpoint = s3_endpoint() or None
         options = _options(self.endpoint)
         self.fs = s3fs.S3FileSystem(**options)
-        self.fs.retries = 1  # botocore retries already
+        self.fs.retries = 1  # `retried` alone repeats requests
         self.known = False  # it has answered: from then on a failure is more likely temporary than a wrong URL
-        self.bulk = Bulk(self.root, bulk_options(options), self._retried)
+        self.bulk = Bulk(self.root, bulk_options(options), self.retried)
 
     def read(self, path: str) -> bytes:
-        data: bytes = self._retried(path, lambda: self.fs.cat_file(self._at(path)))
+        data: bytes = self.retried(path, lambda: self.fs.cat_file(self._at(path)))
         return data
 
     def create(self, path: str, data: bytes) -> None:
@@ -106,12 +106,12 @@ class S3Backend:
 
     def size(self, path: str) -> int:
         bucket, key, _ = self.fs.split_path(self._at(path))
-        head = self._retried(path, lambda: self.fs.call_s3("head_object", Bucket=bucket, Key=key))
+        head = self.retried(path, lambda: self.fs.call_s3("head_object", Bucket=bucket, Key=key))
         return int(head["ContentLength"])
 
     def children(self, prefix: str) -> list[str]:
         try:
-            found = self._retried(prefix, lambda: self.fs.ls(self._at(prefix), detail=False))
+            found = self.retried(prefix, lambda: self.fs.ls(self._at(prefix), detail=False))
         except Missing:
             return []
         return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
@@ -142,9 +142,9 @@ class S3Backend:
         return f"{self.root}/{path}" if path else self.root
 
     def _put(self, path: str, data: bytes, mode: str) -> None:
-        self._retried(path, lambda: self.fs.pipe_file(self._at(path), data, mode=mode))
+        self.retried(path, lambda: self.fs.pipe_file(self._at(path), data, mode=mode))
 
-    def _retried(self, path: str, request: Callable[[], T]) -> T:
+    def retried(self, path: str, request: Callable[[], T]) -> T:
         """The answer of `request`, which may be repeated. Errors are StoreErrors, once retries have not helped."""
         started, attempt = time.monotonic(), 0
         while True:
@@ -156,10 +156,10 @@ class S3Backend:
             except Unavailable as error:
                 attempt += 1
                 torn = isinstance(error, _Torn)
-                waited = time.monotonic() - started
-                if attempt >= _TORN_ATTEMPTS if torn else not self.known or waited >= PATIENCE_SECONDS:
+                patient = self.known and not torn and time.monotonic() - started < PATIENCE_SECONDS
+                if attempt >= (_TORN_ATTEMPTS if torn else _ATTEMPTS) and not patient:
                     raise
-                time.sleep(_pause(attempt, 0.05 if torn else 0.5))
+                time.sleep(_pause(attempt))
             except (Missing, Exists):
                 self.known = True
                 raise
@@ -193,7 +193,7 @@ class S3Backend:
         return kind(f"The store at {where} refused {self.uri(path)} ({code}): {remedy}.")
 
     def list(self, prefix: str) -> list[str]:
-        found = self._retried(prefix, lambda: self.fs.find(self._at(prefix)))
+        found = self.retried(prefix, lambda: self.fs.find(self._at(prefix)))
         return sorted(str(path).removeprefix(f"{self.root}/") for path in found)
 
 
@@ -205,9 +205,9 @@ class _Torn(Unavailable):
     """Bytes were lost or altered in transit."""
 
 
-def _pause(attempt: int, first: float) -> float:
+def _pause(attempt: int) -> float:
     """Seconds before the next attempt: exponential backoff with jitter."""
-    return float(min(_LONGEST_PAUSE, first * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0))
+    return float(min(_LONGEST_PAUSE, 0.1 * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0))
 
 
 def _options(endpoint: str | None) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def _options(endpoint: str | None) -> dict[str, Any]:
             "connect_timeout": _CONNECT_SECONDS,
             "read_timeout": _READ_SECONDS,
             "max_pool_connections": 64,
-            "retries": {"mode": "standard", "total_max_attempts": _ATTEMPTS},
+            "retries": {"total_max_attempts": 1},
         },
         "use_listings_cache": False,
         "max_concurrency": 1,  # with more, s3fs asks for an object's size before each read
