@@ -8,12 +8,13 @@ import threading
 import uuid
 from base64 import b64encode
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 
+import pytest
+from prefect.runner._process_manager import ProcessManager
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from flows.execute import ended_as
-from flows.worker import CANCEL_SECONDS, hurry
+from flows.worker import CANCEL_SECONDS, HurriedManager
 
 RUN = {"id": str(uuid.uuid4()), "flow_id": str(uuid.uuid4()), "state_type": "CANCELLING"}
 
@@ -39,14 +40,13 @@ def test_who_asks_why_a_flow_run_ends_says_who_they_are() -> None:
         server.shutdown()
 
 
-def test_a_flow_process_that_is_cancelled_has_seconds_to_end() -> None:
+def test_a_flow_process_that_is_cancelled_has_seconds_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[float, bool]] = []
 
-    async def kill(flow_run_id: uuid.UUID, grace_seconds: float = 30.0, *, force: bool = False) -> None:
+    async def kill(self: ProcessManager, flow_run_id: uuid.UUID, grace_seconds: float, *, force: bool) -> None:
         given.append((grace_seconds, force))
 
-    processes = SimpleNamespace(kill=kill)
-    hurry(processes)  # type: ignore[arg-type]
+    monkeypatch.setattr(ProcessManager, "kill", kill)
     for options in ({}, {"grace_seconds": 30.0}, {"grace_seconds": 1.0, "force": True}):
-        asyncio.run(processes.kill(uuid.uuid4(), **options))
+        asyncio.run(HurriedManager().kill(uuid.uuid4(), **options))
     assert given == [(CANCEL_SECONDS, False), (CANCEL_SECONDS, False), (1.0, True)] and CANCEL_SECONDS < 10
