@@ -68,13 +68,12 @@ def _write_block(
 
 
 def _commit(run: Run, k: int, stages: list[StageRef]) -> None:
-    before = run.commit(k - 1) if k else None
     run.commit_iteration(
         IterationCommit(
             run=run.name,
             iteration=k,
             attempt=new_attempt(),
-            previous=run.digest_of(before),
+            previous=run.digest_before(k),
             segment=0,
             stages=tuple(stages),
             weights=WeightsRef(version=k + 1, attempt="", path="", sha256="", digest=""),

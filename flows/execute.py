@@ -24,13 +24,10 @@ from areal_tasks.stages.build import PrefectIds
 from areal_tasks.stages.loop import IterationResult
 from areal_tasks.stages.preflight import check_code, check_engines, check_inputs
 from areal_tasks.stages.replay import loop_of
-from areal_tasks.store.backend import StoreError, open_store
-from areal_tasks.store.commit import find_record
-from areal_tasks.store.fork import Origin, check_forkable, inherit_model, origin_of, read_fork
+from areal_tasks.store.backend import StoreError
+from areal_tasks.store.fork import Origin, read_fork
 from areal_tasks.store.history.journal import append
-from areal_tasks.store.paths import run_record
-from areal_tasks.store.runs import Run, load_run, open_run
-from areal_tasks.store.segments import continued
+from areal_tasks.store.runs import Run, open_run
 from flows.credentials import take_s3_keys
 from flows.home import add_import_folder, logs_folder
 from flows.observe import Observer
@@ -40,7 +37,6 @@ from flows.startup import Startup, flow_begins, mark
 from flows.tasks import StageTasks
 from flows.waits import Waits
 from schemas.errors import UserError
-from schemas.manifest import RunRecord
 from schemas.recipe.load import apply_overrides, parse_recipe
 from schemas.recipe.recipe import BaseRecipe, Recipe
 
@@ -52,16 +48,28 @@ ENDS: Final = {"CANCELLING": "cancelled", "CANCELLED": "cancelled", "PAUSED": "s
 ASK_TIMEOUT: Final = httpx.Timeout(2.0, connect=1.0)
 
 
-def prepared(recipe: R, overrides: str) -> R:
-    """The recipe with its overrides, after all checks that need no run. Raises UserError."""
-    flow_begins(nested=flow_run.get_parent_flow_run_id() is not None)
-    hide_tracebacks()
-    add_import_folder(Path.cwd())
+def prepared(recipe: R, run: str, overrides: str, fork: str = "") -> tuple[R, str, Origin | None]:
+    """What `execute` takes: the recipe with its overrides, the name of the run, and for a new fork its origin.
+
+    The name is `run`, or `<recipe>-<flow run name>`, so that a retried flow run resumes its own run. UserError if the
+    recipe cannot be used here.
+    """
+    begin_flow()
     recipe = with_overrides(recipe, overrides)
     take_s3_keys(recipe.store.url)
     check_engines(recipe)  # type: ignore[arg-type]
     check_code(recipe)  # type: ignore[arg-type]
-    return recipe
+    flow_name = flow_run.get_name()
+    name = run or (f"{recipe.name}-{flow_name}" if flow_name else recipe.name)
+    return recipe, name, read_fork(fork) if fork else None
+
+
+def begin_flow() -> None:
+    """Time the flow, hide tracebacks of user errors, and allow imports from the current folder."""
+    flow_begins(nested=flow_run.get_parent_flow_run_id() is not None)
+    for logger in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(logger).addFilter(without_traceback)
+    add_import_folder(Path.cwd())
 
 
 def with_overrides(recipe: R, overrides: str) -> R:
@@ -82,31 +90,6 @@ def split_overrides(overrides: str) -> list[str]:
         raise UserError(f"overrides: {error} in {overrides!r}; write section.field=value separated by blanks") from None
 
 
-def run_name(recipe: BaseRecipe, run: str) -> str:
-    """`run`, or `<recipe>-<flow run name>`, so that a retried flow run resumes its own run."""
-    flow_name = flow_run.get_name()
-    return run or (f"{recipe.name}-{flow_name}" if flow_name else recipe.name)
-
-
-def child_recipe(recipe: R, name: str, fork: str) -> tuple[R, Origin | None]:
-    """For a fork, its recipe with the parent's model, and its origin; for any other run, the recipe and None.
-
-    Args:
-        fork: `PARENT@ITERATION` for a new child; may be omitted to continue an existing one.
-
-    Raises:
-        UserError: the parent does not exist or lacks that iteration, or the recipe begins with other weights.
-    """
-    store = open_store(recipe.store.url)
-    record = find_record(store, run_record(name), RunRecord)
-    origin = read_fork(fork) if fork else origin_of(record) if record and record.kind == "fork" else None
-    if origin is None:
-        return recipe, None
-    parent = load_run(store, origin.parent)
-    check_forkable(parent, origin.iteration)
-    return inherit_model(parent, origin.iteration, recipe), origin
-
-
 def execute(
     recipe: Recipe, name: str, origin: Origin | None = None, segments: Sequence[tuple[int, Recipe]] = ()
 ) -> dict[str, Any]:
@@ -125,17 +108,23 @@ def _start(
     patience: Patience,
 ) -> dict[str, Any]:
     """One start of the run: from its last commit to its last iteration."""
-    startup = Startup()
-    store, ids = open_store(recipe.store.url), PrefectIds(flow_run=flow_run.get_id() or "")
-    if origin is None:
-        check_inputs(recipe, name)
-    recipe, kept = continued(store, name, recipe)
-    run = open_run(store, name, recipe.flow, recipe, origin=origin, segments=segments, prefect_flow_run_id=ids.flow_run)
-    log = get_run_logger()
+    startup, flow_run_id = Startup(), flow_run.get_id() or ""
+    checked = check_inputs(recipe, name, origin)
+    recipe, origin, store, log = checked.recipe, checked.origin, checked.stored.store, get_run_logger()
+    run = open_run(
+        store,
+        name,
+        recipe.flow,
+        recipe,
+        origin=origin,
+        segments=segments,
+        prefect_flow_run_id=flow_run_id,
+        stored=checked.stored,
+    )
     log.info("run %s in %s, start #%d", name, store.url, run.owner)
     if origin is not None:
         log.info("run %s is %s", name, origin)
-    if kept:
+    if kept := checked.kept:
         log.info("run %s keeps its recorded values, whose defaults have changed since: %s", name, settings(kept))
     services = Engines(run, recipe, logs_folder(), generates=not run.record.counterfactual)
     patience.progressed()
@@ -144,7 +133,7 @@ def _start(
         patience.progressed()
         services.supervisor.progressed()
         observe(iteration)
-        startup(run, iteration, list(services.supervisor.services), ids.flow_run)
+        startup(run, iteration, list(services.supervisor.services), flow_run_id)
 
     # `logged` is entered last so that it exits first: the worker kills a flow run 7 s after asking it to end.
     with (
@@ -152,13 +141,12 @@ def _start(
         Waits(run, services.watchdog, observe.artifacts),
         Pauses(log, services.watchdog) as pauses,
         services as engines,
-        logged(run, ids.flow_run),
+        logged(run, flow_run_id),
     ):
-        loop = loop_of(run)(run, recipe, engines, StageTasks(pauses.hold), closed, ids)
+        loop = loop_of(run)(run, recipe, engines, StageTasks(pauses.hold), closed, PrefectIds(flow_run_id))
         pauses.on_stopping = loop.hold
         loop()
-    head = run.head()
-    return {"run": name, "store": store.url, "iterations": head.iteration + 1 if head else 0}
+    return {"run": name, "store": store.url, "iterations": run.committed}
 
 
 def settings(values: Mapping[str, Any]) -> str:
@@ -211,8 +199,8 @@ def state_type(flow_run_id: str) -> str:
 
 def standing(run: Run) -> dict[str, int | str]:
     """State of a run: its owner, the number of committed iterations, and the digest of the last commit."""
-    head = run.head()
-    return {"owner": run.owner, "iterations": head.iteration + 1 if head else 0, "head": run.digest_of(head)}
+    committed = run.committed
+    return {"owner": run.owner, "iterations": committed, "head": run.digest_before(committed)}
 
 
 def without_traceback(record: logging.LogRecord) -> bool:
@@ -220,12 +208,6 @@ def without_traceback(record: logging.LogRecord) -> bool:
     if record.exc_info and isinstance(record.exc_info[1], UserError):
         record.exc_info = None
     return True
-
-
-def hide_tracebacks() -> None:
-    """Apply `without_traceback` to Prefect's logs of failed flows and tasks."""
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
-        logging.getLogger(name).addFilter(without_traceback)
 
 
 mark("imports")  # a flow imports this module last, and it takes longest

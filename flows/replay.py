@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
 
 from areal_tasks.stages.preflight import check_code, check_engines
-from areal_tasks.stages.replay_checks import check_replay, replay_segments, replayed_iterations
+from areal_tasks.stages.replay import replay_segments
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.fork import Origin
+from areal_tasks.store.fork import Origin, ReplayEnd, ReplayStart
 from areal_tasks.store.history.diff_curves import Section
 from areal_tasks.store.history.diff_replay import compare_replay
 from areal_tasks.store.runs import load_run
 from flows.credentials import take_s3_keys
-from flows.execute import execute, hide_tracebacks, split_overrides
-from flows.home import add_import_folder
+from flows.execute import begin_flow, execute, split_overrides
 from flows.observe import artifact_key
 from flows.pages import escape_markdown
-from flows.startup import flow_begins
-
-Start = Literal["verify", "advantage", "train"]
-Until = Literal["", "verify", "advantage"]
 
 
 @flow(name="replay", validate_parameters=True)
 def replay(
     original: str,
-    start: Start,
+    start: ReplayStart,
     overrides: str = "",
     run: str = "",
-    until: Until = "",
+    until: ReplayEnd = "",
     at: int = 0,
     on_policy: bool = False,
     store: str = "",
@@ -51,20 +45,15 @@ def replay(
         on_policy: Generate again from the first iteration that the change affects.
         store: Folder or URL of the store. Empty: AREALFLOW_STORE, else the default folder.
     """
-    flow_begins(nested=False)
-    hide_tracebacks()
-    add_import_folder(Path.cwd())
+    begin_flow()
     take_s3_keys(store)
     there, name = load_run(open_store(store), original), run or f"{original}-{flow_run.get_name() or 'replay'}"
     origin = Origin(original, at, "replay", not on_policy, start, until)
-    committed = replayed_iterations(there, name)
-    segments = replay_segments(there, origin, committed, split_overrides(overrides))
-    for _, before, after in segments:
-        check_replay(there, origin, before, after)
-    recipe = segments[-1][2]
+    segments = replay_segments(there, origin, name, split_overrides(overrides))
+    recipe = segments[-1][1]
     check_engines(recipe)
     check_code(recipe)
-    result = execute(recipe, name, origin, [(first, after) for first, _, after in segments])
+    result = execute(recipe, name, origin, segments)
     comparison = compare_replay(there.store, name)
     show(name, origin, comparison)
     return result | {"comparison": [asdict(section) for section in comparison]}

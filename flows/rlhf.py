@@ -7,7 +7,8 @@ from typing import Any
 from prefect import flow
 
 from areal_tasks.stages.preflight import check_inputs
-from flows.execute import child_recipe, execute, prepared, run_name
+from areal_tasks.store.fork import Origin
+from flows.execute import execute, prepared
 from flows.patience import patiently
 from flows.sft import sft
 from schemas.recipe.load import first_name, warm_start
@@ -24,17 +25,19 @@ def rlhf(recipe: RlhfRecipe, run: str = "", overrides: str = "", fork: str = "")
         overrides: Fields to change, as `section.field=value` separated by blanks, such as `schedule.iterations=50`.
         fork: A run and an iteration, `NAME@40`: share its history before that iteration, and continue from there.
     """
-    recipe = prepared(recipe, overrides)
-    name = run_name(recipe, run)
-    recipe, origin = child_recipe(recipe, name, fork)
+    recipe, name, origin = prepared(recipe, run, overrides, fork)
     if recipe.model.warm_start:
-        recipe = warm_started(recipe, name)
+        recipe = warm_started(recipe, name, origin)
     return execute(recipe, name, origin)
 
 
-def warm_started(recipe: RlhfRecipe, name: str) -> RlhfRecipe:
-    """Run the recipe's SFT recipe; returns the recipe with the last weights of that run as its initial weights."""
+def warm_started(recipe: RlhfRecipe, name: str, origin: Origin | None = None) -> RlhfRecipe:
+    """Run the recipe's SFT recipe; returns the recipe with the last weights of that run as its initial weights.
+
+    A fork has its parent's initial weights: its recipe is returned unchanged.
+    """
     first, warm = warm_start(recipe, name)
-    patiently(lambda _: check_inputs(recipe, name))  # of both runs, before the first
+    if patiently(lambda _: check_inputs(recipe, name, origin)).origin:  # checks both runs, before the first
+        return recipe
     sft(first, run=first_name(name))
     return warm

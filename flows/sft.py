@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.execute import child_recipe, execute, prepared, run_name
+from flows.execute import execute, prepared
 from schemas.recipe.recipe import SftRecipe
 
 
@@ -20,7 +20,4 @@ def sft(recipe: SftRecipe, run: str = "", overrides: str = "", fork: str = "") -
         overrides: Fields to change, as `section.field=value` separated by blanks, such as `trainer.lr=1e-5`.
         fork: A run and an iteration, `NAME@40`: share its history before that iteration, and continue from there.
     """
-    recipe = prepared(recipe, overrides)
-    name = run_name(recipe, run)
-    recipe, origin = child_recipe(recipe, name, fork)
-    return execute(recipe, name, origin)
+    return execute(*prepared(recipe, run, overrides, fork))

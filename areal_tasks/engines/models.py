@@ -61,7 +61,7 @@ def run_weights(store: Store, path: str, reader: str = "") -> tuple[FileRef, ...
     if not store.exists(run_record(name)):
         raise UserError(f"model.path: there is no run '{name}' in {store.url}")
     run, earlier = load_run(store, name), find_reference(store, name, reader) if reader else None
-    commit = _commit_of(run, int(version) if version else earlier.iteration if earlier else _versions(run))
+    commit = _commit_of(run, int(version) if version else earlier.iteration if earlier else run.committed)
     if reader:
         leave_reference(store, name, reader, commit.iteration + 1, "weights")
     ref = _written(path, weights_made(run, commit))
@@ -82,7 +82,7 @@ def _written(path: str, ref: WeightsRef) -> WeightsRef:
 
 def _commit_of(run: Run, version: int) -> IterationCommit:
     """The commit that made a version of the run's weights: the parent's, if the run was forked after that version."""
-    newest = _versions(run)
+    newest = run.committed  # a version per committed iteration
     if newest == 0:
         raise UserError(
             f"model.path: run '{run.name}' has committed no iteration yet, so it has no weights to start from"
@@ -94,12 +94,6 @@ def _commit_of(run: Run, version: int) -> IterationCommit:
     if version > newest:
         raise UserError(f"model.path: run '{run.name}' has no version {version}; its newest is {newest}")
     return run.commit(version - 1)
-
-
-def _versions(run: Run) -> int:
-    """How many versions the run has made: one per committed iteration."""
-    head = run.head()
-    return 0 if head is None else head.iteration + 1
 
 
 # ── folders and names ───────────────────────────────────────────────────────────────────────────────────────────────

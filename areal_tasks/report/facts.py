@@ -109,7 +109,7 @@ def _facts(run: Run, head: IterationCommit | None, makers: Makers) -> Table:
             ["last commit", f"iteration {head.iteration}, {moment(head.provenance.committed)}"],
             ["weights", f"version {head.weights.version}" + ("" if head.weights.written else ", not written")],
             ["newest checkpoint", f"version {head.checkpoint.version}" if head.checkpoint else "none"],
-            ["SHA-256 of the head", run.digest_of(head)],
+            ["SHA-256 of the head", run.digest_before(head.iteration + 1)],
         ]
     return rows
 

@@ -6,8 +6,7 @@ import pyarrow as pa
 
 from areal_tasks.data.sampler import position, row_of_group
 from areal_tasks.data.tokenising import Example, sft_examples
-from areal_tasks.stages.context import Context, demonstrations
-from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
+from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns, demonstrations
 from schemas.recipe.recipe import SftRecipe
 from schemas.tables import SFT_BATCH
 

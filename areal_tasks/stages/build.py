@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from areal_tasks.stages.context import Context
-from areal_tasks.stages.stage import Inputs, Kind, Output, Stage
+from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage
 from areal_tasks.store import paths
 from areal_tasks.store.commit import commit_once, new_attempt
 from areal_tasks.store.keys import combine_digests, recipe_values, stage_key
@@ -45,9 +44,7 @@ class Built:
 
 def build(stage: Stage, context: Context, inputs: Mapping[str, Built], ids: PrefectIds) -> Built:
     """The committed result of `stage` for this iteration's inputs, reused if its key is known, else built now."""
-    given = Inputs({name: built.manifest for name, built in inputs.items()}, stage.reads)
-    key = key_of(stage, context, given)
-    given = replace(given, key=key)
+    given = _given(stage, context, inputs)
     built = _found(stage, context, given)
     if built is None:
         return _make(stage, context, given, ids)
@@ -58,8 +55,12 @@ def build(stage: Stage, context: Context, inputs: Mapping[str, Built], ids: Pref
 
 def find_built(stage: Stage, context: Context, inputs: Mapping[str, Built]) -> Built | None:
     """What `build` or `carried` would reuse; None if the stage would have to run. Uses no engine."""
+    return carried(stage, context, inputs) or _found(stage, context, _given(stage, context, inputs))
+
+
+def _given(stage: Stage, context: Context, inputs: Mapping[str, Built]) -> Inputs:
     given = Inputs({name: built.manifest for name, built in inputs.items()}, stage.reads)
-    return carried(stage, context, inputs) or _found(stage, context, replace(given, key=key_of(stage, context, given)))
+    return replace(given, key=key_of(stage, context, given))
 
 
 def _found(stage: Stage, context: Context, inputs: Inputs) -> Built | None:
@@ -94,7 +95,7 @@ def carried(stage: Stage, context: Context, inputs: Mapping[str, Built]) -> Buil
     history = context.previous or (None if stage.reads else _beginning(context))
     if not stage.once or history is None:
         return None
-    key = key_of(stage, context, Inputs({name: built.manifest for name, built in inputs.items()}, stage.reads))
+    key = _given(stage, context, inputs).key
     known = (r for r in history.stages if r.stage == stage.name and (r.key == key or not stage.reads))
     ref = next(known, None)
     return None if ref is None else Built(context.run.read_stage(ref), ref, reused=True)

@@ -14,7 +14,7 @@ from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.trainer.commands import Write
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.context import Context
+from areal_tasks.stages.stage import Context
 from areal_tasks.store import paths
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.commit import new_attempt

@@ -11,11 +11,10 @@ import pyarrow as pa
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS, workflow_context
 from areal_tasks.rollout.worker.apart import IsolatedWorkflow, in_time
-from areal_tasks.stages.context import Context
-from areal_tasks.stages.generation import ENGINE_FIELDS, check_versions
+from areal_tasks.stages.generation import ENGINE_FIELDS, check_versions, sizes_of
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.prompts import dropped_eval_prompts
-from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
+from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
 from areal_tasks.stages.verify import check_failures, judge, mean_reward, verdict_shares, verify_table
 from areal_tasks.store.runs import Found
 from areal_tasks.store.shards import read_table
@@ -54,7 +53,9 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     accuracy = {"accuracy": shares["correct"], "reward": mean_reward(results)}
     dropped = dropped_eval_prompts(inputs.manifests["prompts"])
     also_read = (InputRef(path=source.ref.path, digest=source.ref.digest),) if source else ()
-    return Output({"evaluate": table}, {**accuracy, **summary(samples), **shares, **dropped}, also_read)
+    generated, truncated = (sum(samples[name].to_pylist()) for name in ("num_generated", "truncated"))
+    sizes = sizes_of(len(samples), generated, truncated)
+    return Output({"evaluate": table}, {**accuracy, **sizes, **shares, **dropped}, also_read)
 
 
 def generated_samples(context: Context, inputs: Inputs, label: str) -> pa.Table:
@@ -107,18 +108,6 @@ async def run_groups(
 def recorded_samples(context: Context, source: Found) -> pa.Table:
     """The recorded completions without their verdicts."""
     return read_table(context.store, source.manifest.tables["evaluate"], ROLLOUT.names)
-
-
-def summary(table: pa.Table) -> dict[str, float]:
-    """Samples, generated tokens, their mean per sample, and the share of truncated samples."""
-    generated = table["num_generated"].to_pylist()
-    truncated = table["truncated"].to_pylist()
-    return {
-        "samples": float(len(generated)),
-        "tokens": float(sum(generated)),
-        "mean_tokens": sum(generated) / max(len(generated), 1),
-        "truncated": sum(truncated) / max(len(truncated), 1),
-    }
 
 
 def joined(samples: pa.Table, verdicts: pa.Table, version: int) -> pa.Table:

@@ -1,4 +1,7 @@
-"""What the rollout stages of a run share: settled groups, and groups in progress for coming iterations."""
+"""rollout: the iteration's prompts, and `group_size` completions of each, sampled by the inference servers.
+
+The rollout stages of a run share their groups: settled ones, and those in progress for coming iterations.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,21 @@ import pyarrow.compute as pc
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.session import Engines
+from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.filters import kind_of
 from areal_tasks.rollout.judging import judged_with
 from areal_tasks.rollout.link import Link
-from areal_tasks.rollout.orders import Begin, Written
+from areal_tasks.rollout.orders import Begin
+from areal_tasks.rollout.prompts import PROMPT_COLUMNS
 from areal_tasks.rollout.rollouts import Rollouts, recover
 from areal_tasks.rollout.settled import settled_after
 from areal_tasks.rollout.spooling import NOTHING_SPOOLED, Place, Spool, Writer
 from areal_tasks.rollout.staleness import Staleness
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.context import Context
 from areal_tasks.stages.progress import reported
-from areal_tasks.stages.stage import Inputs, Output
+from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
 from areal_tasks.stages.verify import check_failures
 from areal_tasks.store.backend import Store
 from areal_tasks.store.keys import digest_json, recipe_values
@@ -47,6 +51,30 @@ GROUP_FIELDS: Final = (
     *("rollout.group_size", "rollout.max_new_tokens", "rollout.temperature", "rollout.stop"),
     *("workflow", *ENGINE_FIELDS),
 )
+
+
+def rollout(recipe: RlhfRecipe) -> Stage:
+    """One row per completion: its tokens, their log-probabilities and the weights version of each.
+
+    With filters, verdicts determine which groups there are, so they are written too, and the key covers their settings.
+    """
+    filtered = recipe.rollout.filters.active
+    return Stage(
+        name="rollout",
+        kind=Kind.GENERATE,
+        version=1 + (100 * verifier_version(recipe.reward.verifier) if filtered else 0),
+        run=run,
+        reads=columns("prompts", *PROMPT_COLUMNS),
+        writes=("rollout", "judged") if filtered else ("rollout",),
+        fields=("rollout", "workflow", *ENGINE_FIELDS, *(("reward",) if filtered else ())),
+        carries=() if recipe.rollout.max_head_offpolicyness else ("weights",),  # else samples have several versions
+        source=True,
+    )
+
+
+def run(context: Context, inputs: Inputs, prefix: str) -> Output:
+    assert context.generation is not None, "the loop makes it"
+    return context.generation.take(context, inputs, prefix)
 
 
 class Generation:
@@ -88,7 +116,8 @@ class Generation:
             parts = context.engines.servers.call(rollouts.take(prefix), generates=True)
         check_verdicts(rollouts.verdicts, context.recipe)
         tables = {name: whole(context.store, [part.tables[name] for part in parts]) for name in parts[0].tables}
-        return Output(tables, counts(parts) | rollouts.rejections.metrics())
+        sizes = sizes_of(sum(p.samples for p in parts), sum(p.tokens for p in parts), sum(p.truncated for p in parts))
+        return Output(tables, sizes | rollouts.rejections.metrics())
 
     def consume(self, context: Context, rollout: Built) -> None:
         """The iteration's rollout is committed: its groups are settled, whichever process generated them."""
@@ -212,14 +241,13 @@ def check_verdicts(verdicts: list[VerifyResult], recipe: Recipe) -> None:
         verdicts.clear()
 
 
-def counts(parts: Sequence[Written]) -> dict[str, float]:
+def sizes_of(samples: int, tokens: int, truncated: int) -> dict[str, float]:
     """Samples, generated tokens, their mean per sample, and the share of truncated samples."""
-    samples, tokens = sum(part.samples for part in parts), sum(part.tokens for part in parts)
     return {
         "samples": float(samples),
         "tokens": float(tokens),
         "mean_tokens": tokens / max(samples, 1),
-        "truncated": sum(part.truncated for part in parts) / max(samples, 1),
+        "truncated": truncated / max(samples, 1),
     }
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from areal_tasks.stages.advantage import advantage
 from areal_tasks.stages.batch import batch
 from areal_tasks.stages.evaluate import evaluate
+from areal_tasks.stages.generation import rollout
 from areal_tasks.stages.initialise import initialise
 from areal_tasks.stages.planner import Plan, plan
 from areal_tasks.stages.prompts import prompts
 from areal_tasks.stages.publish import publish
 from areal_tasks.stages.reference import proximal, reference
-from areal_tasks.stages.rollout import rollout
 from areal_tasks.stages.scalars import scalars
 from areal_tasks.stages.stage import Stage
 from areal_tasks.stages.train import train

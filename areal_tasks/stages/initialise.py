@@ -8,9 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from areal_tasks.engines.models import initial_weights
-from areal_tasks.stages.context import Context
 from areal_tasks.stages.publish import publish_row
-from areal_tasks.stages.stage import Inputs, Kind, Output, Stage
+from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.objects.files import commit_weights
 from areal_tasks.store.paths import weights_attempt

@@ -19,14 +19,13 @@ from typing import Any, Final
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built, PrefectIds, build, carried, find_built
 from areal_tasks.stages.checkpoint import next_checkpoint, restored_weights
-from areal_tasks.stages.context import Context
 from areal_tasks.stages.generation import Generation
 from areal_tasks.stages.graphs import evaluates_at_end, iteration_plan, iterations
 from areal_tasks.stages.planner import Plan
-from areal_tasks.stages.publish import published_weights, unwritten
-from areal_tasks.stages.stage import Stage
+from areal_tasks.stages.publish import unwritten
+from areal_tasks.stages.stage import Context, Stage
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.objects.files import newest_written
+from areal_tasks.store.objects.files import newest_written, published_weights
 from areal_tasks.store.parallel import in_background
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.retention.compact import Compactor
@@ -51,26 +50,6 @@ class Job:
     def run(self, ids: PrefectIds) -> Built:
         with self.context.engines.watchdog.waiting(self.label):
             return build(self.stage, self.context, self.inputs, ids)
-
-
-class Overlapped:
-    """Work concurrent with the next iteration's stages if η > 0: publication, and evaluation.
-
-    A later commit names its results. At most one at a time, in a thread of its own.
-    """
-
-    def __init__(self) -> None:
-        self._work: Future[dict[str, Built]] | None = None
-
-    def begin(self, work: Callable[[], dict[str, Built]]) -> None:
-        """Begin `work`, in the caller's context. The results of earlier work must have been taken."""
-        assert self._work is None, "one at a time"
-        self._work = in_background(partial(copy_context().run, work), "overlapped")
-
-    def take(self) -> dict[str, Built]:
-        """Wait for the work and return its results; empty if none was begun. Raises what the work raised."""
-        work, self._work = self._work, None
-        return {} if work is None else work.result()
 
 
 @dataclass(frozen=True)
@@ -104,19 +83,16 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.head = self.run.head()
+        self._digest = ""  # of the head, once it is known
+        self.last = iterations(self.recipe)  # the run's total number of iterations
         self.restored: WeightsRef | None = None  # replaces the head's weights
         self.generation: Generation | None = None
-        self.overlapped = Overlapped()
+        self._overlapping: Future[dict[str, Built]] | None = None
 
     @property
     def first(self) -> int:
         """The first iteration that is not committed."""
         return 0 if self.head is None else self.head.iteration + 1
-
-    @property
-    def last(self) -> int:
-        """The run's total number of iterations."""
-        return iterations(self.recipe)
 
     def plan(self, k: int) -> Plan:
         """The graph of iteration `k`."""
@@ -132,18 +108,17 @@ class Loop:
 
     def __call__(self) -> None:
         """Build and commit all missing iterations. Starts the engines; the caller stops them."""
-        last = self.last
-        if self.first >= last:
+        if self.first >= self.last:
             return
         once = self._begin()
         late = self._publish_late()
         self._overlap(self.first, once, lambda: late)
         with self._generating(), Compactor(self.run, self.recipe.store.compact_every) as compactor, rare_collections():
-            for k in range(self.first, last):
+            for k in range(self.first, self.last):
                 started = time.monotonic()
                 built = self._iteration(k, once)
                 compactor.committed()
-                self.observe(IterationResult(k, last, built, time.monotonic() - started))
+                self.observe(IterationResult(k, self.last, built, time.monotonic() - started))
 
     def standing(self) -> tuple[Plan, dict[str, Built]]:
         """The graph of the next iteration, and its stages that are built already. Starts and builds nothing."""
@@ -155,7 +130,7 @@ class Loop:
                 continue
             found[stage.name] = known
             if stage.name == "initialise" and context.weights_held is None:
-                initial = published_weights(self.run.store, known.manifest, "initial_weights")
+                initial = published_weights(self.run.store, known.manifest)
                 context = replace(context, weights_held=initial)
         return plan, found
 
@@ -178,18 +153,22 @@ class Loop:
     def _begin(self) -> dict[str, Built]:
         """Build what is built once per run. Services start meanwhile, inference servers once there are weights."""
         plan = self.plan(self.first)
-        self._begin_engines()
+        if self._needs_engines(plan):
+            self.engines.begin()
         once: dict[str, Built] = {}
         for stage in (s for s in plan.stages if s.once):
             once |= self._level([stage], plan, self._context(self.first), once)
             if stage.name == "initialise":
-                self._start_engines(published_weights(self.run.store, once["initialise"].manifest, "initial_weights"))
+                self._start_engines(published_weights(self.run.store, once["initialise"].manifest), plan)
         return once
 
-    def _begin_engines(self) -> None:
-        self.engines.begin()
+    def _needs_engines(self, plan: Plan) -> bool:
+        return True
 
-    def _start_engines(self, initial: WeightsRef) -> None:
+    def _start_engines(self, initial: WeightsRef, plan: Plan) -> None:
+        if not self._needs_engines(plan):
+            self.engines.initial = initial
+            return
         current = self.head.weights if self.head else initial
         written = newest_written(self.run, self.head) if self.head else None
         self.engines.start(initial, current, written or initial)
@@ -201,7 +180,7 @@ class Loop:
         plan, context, overlapped = self.plan(k), self._context(k), self._overlapped_stages(k)
         for level in plan.levels():
             if any(stage.name == "publish" for stage in level):  # the servers keep the evaluated weights until then
-                built |= self.overlapped.take()
+                built |= self._take_overlapped()
             wanted = [s for s in level if s.name not in built and s.name not in overlapped]
             built |= (new := self._level(wanted, plan, context, built))
             if self.generation is not None and "rollout" in new:
@@ -228,7 +207,7 @@ class Loop:
         return frozenset({"evaluate"} if k == self.last - 1 else {"evaluate", "publish"})
 
     def _overlap(self, k: int, once: Mapping[str, Built], before: Callable[[], dict[str, Built]]) -> None:
-        """Begin `before`, followed by the evaluation due in iteration `k`, whose commit names both."""
+        """Begin `before`, then the evaluation due in iteration `k`, in a thread; the commit of `k` names both."""
         plan, context = self.plan(k), self._context(k)
         due = self._overlaps(k) and any(stage.name == "evaluate" for stage in plan.stages)
         evaluation = self._job("evaluate", plan, context, once) if due else None
@@ -237,7 +216,13 @@ class Loop:
             done = before()
             return done if evaluation is None else done | {"evaluate": self.execute([evaluation])[0]}
 
-        self.overlapped.begin(work)
+        assert self._overlapping is None, "one at a time"
+        self._overlapping = in_background(partial(copy_context().run, work), "overlapped")
+
+    def _take_overlapped(self) -> dict[str, Built]:
+        """Wait for what `_overlap` began and return its results. Raises what it raised."""
+        work, self._overlapping = self._overlapping, None
+        return {} if work is None else work.result()
 
     def _late(self, publication: Job) -> dict[str, Built]:
         """The publication of a committed iteration, under its label: a later iteration has a `publish` of its own."""
@@ -248,7 +233,7 @@ class Loop:
         if (train := self._unpublished()) is None or self.head is None or self.restored is not None:
             return {}
         k, plan = self.head.iteration, self.plan(self.head.iteration)
-        context = self._context_after(self.run.commit(k - 1) if k else None, k)
+        context = self._context_after(self.run.commit(k - 1) if k else None, self.run.digest_before(k), k)
         built = Built(self.run.read_stage(train), train, reused=True)
         return self._late(self._job("publish", plan, context, {"train": built}))
 
@@ -308,7 +293,7 @@ class Loop:
             published=self._published_late(context, built),
             provenance=make_provenance(self.run.owner, started, prefect_flow_run_id=self.ids.flow_run),
         )
-        self.head, self.restored = self.run.commit_iteration(commit), None
+        self.head, self.restored, self._digest = self.run.commit_iteration(commit), None, ""
 
     def _retrained(self) -> dict[str, Any]:
         """How metrics and weights retrained during the iteration compare with the committed ones."""
@@ -322,20 +307,20 @@ class Loop:
     def _published_late(self, context: Context, built: Mapping[str, Built]) -> WeightsRef | None:
         """The weights that the previous iteration's publication has written."""
         late = [b for b in built.values() if b.manifest.stage == "publish" and b.manifest.iteration < context.iteration]
-        refs = [published_weights(self.run.store, one.manifest, "publish") for one in late]
+        refs = [published_weights(self.run.store, one.manifest) for one in late]
         return next((ref for ref in refs if ref.written), None)
 
     def _new_weights(self, context: Context, built: Mapping[str, Built]) -> WeightsRef:
         """The weights after an iteration, published now or later; the initial ones if nothing is trained."""
         if "train" in built and "publish" not in built:
             return unwritten(built["train"].manifest)
-        source, table = ("publish", "publish") if "publish" in built else ("initialise", "initial_weights")
-        return published_weights(self.run.store, built[source].manifest, table)
+        return published_weights(self.run.store, built["publish" if "publish" in built else "initialise"].manifest)
 
     def _context(self, k: int) -> Context:
-        return self._context_after(self.head, k)
+        self._digest = self._digest or self.run.digest_before(self.first)
+        return self._context_after(self.head, self._digest, k)
 
-    def _context_after(self, head: IterationCommit | None, k: int) -> Context:
+    def _context_after(self, head: IterationCommit | None, digest: str, k: int) -> Context:
         return Context(
             run=self.run,
             recipe=self.recipe_at(k),
@@ -343,7 +328,7 @@ class Loop:
             iteration=k,
             weights_held=self.restored or (head.weights if head else self.engines.initial),
             previous=head,
-            previous_digest=self.run.digest_of(head),
+            previous_digest=digest,
             generation=self.generation,
         )
 

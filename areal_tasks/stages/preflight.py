@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 from areal_tasks.data.datasets import check_data
 from areal_tasks.engines.external import external_servers
@@ -13,10 +16,11 @@ from areal_tasks.launchers.gpus import place_recipe, visible_gpus
 from areal_tasks.rewards.load import BUILT_IN, check_module
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.fork import Origin, check_forkable, inherit_model
 from areal_tasks.store.objects.local import unusable
+from areal_tasks.store.opening import Stored, find_stored
 from areal_tasks.store.paths import run_record
-from areal_tasks.store.runs import check_run
-from areal_tasks.store.segments import continued
+from areal_tasks.store.runs import load_run
 from schemas.errors import UserError
 from schemas.recipe.load import first_name, warm_start
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
@@ -60,30 +64,63 @@ def check_code(recipe: Recipe) -> None:
             pass
 
 
-def check_inputs(recipe: Recipe, name: str = "") -> None:
-    """Check that the store can be used, and that the inputs of a run named `name` exist.
+@dataclass(frozen=True)
+class Checked:
+    """A recipe that a start may use, what the store holds of the run, and for a child its origin.
 
-    An existing run has its model and data in the store. Models and data on a network are not checked.
+    `kept`: by dotted path, the values that the run was recorded with and keeps, although their defaults have changed.
+    """
+
+    recipe: Recipe
+    kept: Mapping[str, Any]
+    stored: Stored
+    origin: Origin | None
+
+
+def check_inputs(recipe: Recipe, name: str = "", origin: Origin | None = None) -> Checked:
+    """Check that the store can be used, that the run `name` can be opened, and that its inputs exist.
+
+    A fork gets the model of its parent. An existing run and a child have model and data in the store. Models and data
+    on a network are not checked.
+
+    Args:
+        origin: of a child; not needed to continue an existing fork.
 
     Raises:
-        UserError: the store cannot be used; the run exists with another recipe; or model, data, or the module of the
-            verifier do not exist.
+        UserError: the store cannot be used; the run exists with another recipe; it cannot be a child of this parent;
+            or model, data, or the module of the verifier do not exist.
     """
     store, first = usable_store(recipe.store.url), None
-    if isinstance(recipe, RlhfRecipe) and recipe.model.warm_start:
+    stored = find_stored(store, name) if name else Stored(store, name)
+    origin = origin or stored.fork
+    if origin is not None and origin.kind == "fork":
+        recipe = _forked(recipe, stored, origin)
+    elif isinstance(recipe, RlhfRecipe) and recipe.model.warm_start:
         first, recipe = warm_start(recipe, name)
-    if name:
-        check_run(store, name, recipe.flow, continued(store, name, recipe)[0])
+    recipe, kept = stored.continued(recipe)
+    stored.check(recipe, origin)
     if first is not None:
         check_inputs(first, first_name(name) if name else "")
-    if not name or not store.exists(run_record(name)):
-        if source_kind(recipe.data.source) == "hub":
-            require_package("datasets", f"data.source={recipe.data.source}")
-        check_data(recipe)
-        if first is None:
-            check_model(store, recipe.model)
+    if stored.record is None and origin is None:
+        _check_sources(recipe, store, first is None)
     if not isinstance(recipe, SftRecipe):
         check_module(recipe.reward.verifier)
+    return Checked(recipe, kept, stored, origin)
+
+
+def _forked(recipe: Recipe, stored: Stored, origin: Origin) -> Recipe:
+    parent = load_run(stored.store, origin.parent)
+    if stored.record is None:
+        check_forkable(parent, origin.iteration)
+    return inherit_model(parent, origin.iteration, recipe)
+
+
+def _check_sources(recipe: Recipe, store: Store, own_model: bool) -> None:
+    if source_kind(recipe.data.source) == "hub":
+        require_package("datasets", f"data.source={recipe.data.source}")
+    check_data(recipe)
+    if own_model:
+        check_model(store, recipe.model)
 
 
 def usable_store(url: str) -> Store:

@@ -6,8 +6,7 @@ import logging
 
 from areal_tasks.data.datasets import load_rows, splits
 from areal_tasks.data.tokenising import render_prompts
-from areal_tasks.stages.context import Context
-from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
+from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
 from schemas.manifest import StageManifest
 from schemas.recipe.recipe import Recipe, RlhfRecipe, SftRecipe
 

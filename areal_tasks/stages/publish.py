@@ -8,12 +8,9 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from areal_tasks.engines.handover import write_weights
-from areal_tasks.stages.context import Context
-from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
+from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
 from areal_tasks.store.backend import Store
-from areal_tasks.store.objects.files import weights_ref
-from areal_tasks.store.paths import weights
-from areal_tasks.store.shards import read_table
+from areal_tasks.store.objects.files import published_weights
 from schemas.manifest import FileRef, StageManifest, WeightsRef
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 from schemas.tables import PUBLISH
@@ -90,15 +87,6 @@ def publish_row(store: Store, ref: WeightsRef, files: Sequence[FileRef], transpo
 
 def reload(context: Context, inputs: Inputs, manifest: StageManifest) -> None:
     """Give the servers the committed weights, from the store or from the trainer."""
-    ref = published_weights(context.store, manifest, "publish")
+    ref = published_weights(context.store, manifest)
     trainer = None if ref.written else context.engines.actor.keeping(inputs.manifests["train"])
     context.engines.servers.serve(ref, trainer)
-
-
-def published_weights(store: Store, manifest: StageManifest, table: str) -> WeightsRef:
-    """The weights that the one row of a table like `publish` names; their files are in the run that wrote it."""
-    columns_read = ("version", "weights_attempt", "materialised", "sha256")
-    row = read_table(store, manifest.tables[table], columns_read).to_pylist()[0]
-    if not row["materialised"]:
-        return WeightsRef(version=row["version"], attempt="", path="", sha256="", digest=row["sha256"])
-    return weights_ref(store, weights(manifest.run, row["version"], row["weights_attempt"]))

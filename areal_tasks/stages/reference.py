@@ -13,9 +13,8 @@ from typing import Final, Literal
 
 from areal_tasks.engines.trainer.commands import Logprobs
 from areal_tasks.engines.trainer.rows import COLUMNS
-from areal_tasks.stages.context import Context
 from areal_tasks.stages.progress import reported
-from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
+from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
 from schemas.recipe.recipe import RlhfRecipe
 
 Which = Literal["policy", "reference"]

@@ -6,24 +6,27 @@ policy, rollouts are rebuilt as well from the first iteration that a change affe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import get_args
 
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.checkpoint import since_checkpoint
-from areal_tasks.stages.context import Context
 from areal_tasks.stages.graphs import iteration_plan, stages
 from areal_tasks.stages.loop import Loop
 from areal_tasks.stages.planner import Plan, plan
-from areal_tasks.stages.stage import Kind, Stage
-from areal_tasks.store.fork import Origin, find_reference, origin_of
+from areal_tasks.stages.stage import Context, Kind, Stage
+from areal_tasks.store.fork import LIFTED_GAP, Origin, ReplayStart, find_reference, origin_of, parent_values
+from areal_tasks.store.keys import semantic_values
 from areal_tasks.store.runs import Found, Run
+from schemas.errors import UserError
 from schemas.manifest import IterationCommit, StageRef, WeightsRef
-from schemas.recipe.load import parse_recipe
+from schemas.recipe.load import apply_overrides, parse_recipe
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe
 
 #: Where a replay may begin, in the order of an iteration.
-STARTS = ("verify", "advantage", "train")
+STARTS = get_args(ReplayStart)
 _POLICY = {"policy", "weights"}  # what a stage carries that depends on the weights so far
 
 
@@ -87,27 +90,18 @@ def before(graph: Plan, stage: str) -> list[Stage]:
     return [s for s in graph.stages if s.name in found]
 
 
-def kept_stages(graph: Plan, origin: Origin, start: str) -> frozenset[str]:
-    """The stages whose recorded results are kept, whatever their keys are now.
+def kept_stages(graph: Plan, origin: Origin, start: str) -> list[Stage]:
+    """The stages whose recorded results a replay keeps, although a change may affect them.
 
-    On policy, only those that a run begins with. Otherwise all before `start`, the first stage that is rebuilt: the
-    rollouts, although other weights would generate others, and all stages computed from them, except those that depend
-    on weights that are trained again.
+    On policy, only those that a run begins with; otherwise all before `start`, the first stage that is rebuilt: the
+    rollouts, although other weights would generate others, and all stages computed from them.
     """
-    if not origin.counterfactual:
-        return frozenset(s.name for s in graph.stages if s.once and not s.reads)
-    earlier = before(graph, start)
-    return frozenset(s.name for s in earlier if s.source or origin.replay_until or not _POLICY & set(s.carries))
+    return before(graph, start) if origin.counterfactual else [s for s in graph.stages if s.once and not s.reads]
 
 
 def loop_of(run: Run) -> type[Loop]:
     """The class that builds the iterations of this run."""
     return Replay if run.record.kind == "replay" else Loop
-
-
-def needs_trainer(graph: Plan) -> bool:
-    """Whether any stage of the graph uses the trainer."""
-    return any(stage.kind in (Kind.INFERENCE, Kind.TRAIN_STEP) for stage in graph.stages)
 
 
 @dataclass
@@ -119,12 +113,9 @@ class Replay(Loop):
         origin, parent = origin_of(self.run.record), self.run.parent
         assert origin is not None and parent is not None, "a replay is a child"
         self.origin, self.original = origin, parent
-
-    @property
-    def last(self) -> int:
-        reference = find_reference(self.run.store, self.original.name, self.run.name)
+        reference = find_reference(parent.store, parent.name, self.run.name)
         assert reference is not None, "a child leaves its reference before it begins"
-        return reference.iteration
+        self.last = reference.iteration
 
     def plan(self, k: int) -> Plan:
         return replay_plan(self.recipe_at(k), self.origin, k)
@@ -143,20 +134,15 @@ class Replay(Loop):
         """None: weights that the original published are not published again."""
         return None
 
-    def _begin_engines(self) -> None:
-        if needs_trainer(self.plan(self.first)):
-            super()._begin_engines()
-
-    def _start_engines(self, initial: WeightsRef) -> None:
-        if needs_trainer(self.plan(self.first)):
-            super()._start_engines(initial)
-        else:
-            self.engines.initial = initial
+    def _needs_engines(self, plan: Plan) -> bool:
+        return any(stage.kind in (Kind.INFERENCE, Kind.TRAIN_STEP) for stage in plan.stages)
 
     def _context(self, k: int) -> Context:
         start = stage_at(self.recipe_at(k), self.origin.replay_from)
         kept = kept_stages(self.plan(k), self.origin, start)
-        recorded = Recorded(self.original, self.original.commit(k), kept, start)
+        unchanged = (s for s in kept if s.source or self.origin.replay_until or not _POLICY & set(s.carries))
+        names = frozenset(stage.name for stage in unchanged)
+        recorded = Recorded(self.original, self.original.commit(k), names, start)
         return replace(super()._context(k), recorded=recorded)
 
     def _new_weights(self, context: Context, built: Mapping[str, Built]) -> WeightsRef:
@@ -171,3 +157,112 @@ class Replay(Loop):
         if context.recorded is not None and (train is None or train.recorded(context)):
             return context.recorded.commit.checkpoint, since_checkpoint(context.recorded.commit)
         return super()._checkpoint(context, built)
+
+
+# ── the changes that a replay allows, and its recipes ────────────────────────────────────────────────────────────────
+
+
+def replay_segments(original: Run, origin: Origin, child: str, changes: Sequence[str]) -> list[tuple[int, Recipe]]:
+    """For each recipe of the original: its first iteration, and the recipe of the replay `child` from there.
+
+    A replay has the iterations that were committed when it was created. The recorded samples may come from other
+    weights than the replay's, so the limit on the logprob gap to the trainer is lifted, unless a change sets it.
+
+    Raises:
+        UserError: the original has not committed the iteration to begin at, or the replay does not allow the changes.
+    """
+    reference = find_reference(original.store, original.name, child)
+    committed = reference.iteration if reference else original.committed
+    if committed == 0:
+        raise UserError(f"Run {original.name!r} has not committed any iteration: there is nothing to replay.")
+    if origin.iteration >= committed:
+        raise UserError(
+            f"Run {original.name!r} has committed {committed} iterations: replay it at 0 to {committed - 1}, "
+            f"not at {origin.iteration}."
+        )
+    runs = groupby(range(origin.iteration, committed), lambda k: original.segment_at(k).attempt)
+    return [_changed(original, origin, next(iterations), changes) for _, iterations in runs]
+
+
+def _changed(original: Run, origin: Origin, first: int, changes: Sequence[str]) -> tuple[int, Recipe]:
+    there = parse_recipe(original.recipe_at(first), original.name)
+    lifted = _lifted(there) if origin.counterfactual else []
+    recipe = parse_recipe(apply_overrides(parent_values(original, first), [*lifted, *changes]), original.name)
+    _check_replay(original, origin, there, recipe)
+    return first, recipe
+
+
+def _lifted(recipe: Recipe) -> list[str]:
+    return [f"algorithm.max_logprob_gap={LIFTED_GAP}"] if isinstance(recipe, RlhfRecipe) else []
+
+
+def _check_replay(original: Run, origin: Origin, there: Recipe, recipe: Recipe) -> None:
+    """UserError unless `origin` can be replayed with the changes from the recipe `there` to `recipe`."""
+    if there.flow != recipe.flow:
+        raise UserError(f"flow={recipe.flow}: a replay of {original.name!r} belongs to its flow {there.flow!r}.")
+    if origin.iteration and original.record.replay_until:
+        raise UserError(f"Run {original.name!r} trained nothing, so it cannot be continued at {origin.iteration}.")
+    graph = _graph(original, origin, recipe)
+    changed = [name for name, value in semantic_values(recipe).items() if semantic_values(there).get(name) != value]
+    for field in changed:
+        if isinstance(recipe, EvaluateRecipe):
+            _check_judgement(field, graph)
+        _check_change(field, graph, origin, stage_at(recipe, origin.replay_from))
+
+
+def _graph(original: Run, origin: Origin, recipe: Recipe) -> Plan:
+    """The graph of the replay. UserError if its first or last stage is not part of it."""
+    names = [stage.name for stage in iteration_plan(recipe, 0).stages]
+    known = [name for name in STARTS if stage_at(recipe, name) in names]
+    for name in filter(None, (origin.replay_from, origin.replay_until)):
+        if name not in known:
+            raise UserError(
+                f"Run {original.name!r} has no stage {name!r} to replay from: replay it from {', '.join(known)}."
+            )
+    if isinstance(recipe, EvaluateRecipe) and not origin.counterfactual:
+        raise UserError(
+            f"--on-policy: the weights that {original.name!r} has evaluated are still the same, so nothing would be "
+            "generated again: replay it without, or run its recipe again, with changes."
+        )
+    graph = replay_plan(recipe, origin, 0)
+    if stage_at(recipe, origin.replay_from) not in [stage.name for stage in graph.stages]:
+        raise UserError(
+            f"A replay from {origin.replay_from} cannot end with {origin.replay_until}, which comes before."
+        )
+    return graph
+
+
+def _check_judgement(field: str, graph: Plan) -> None:
+    """UserError if the field affects how an evaluation's completions were generated, which a replay keeps."""
+    evaluate = next(stage for stage in graph.stages if stage.name == "evaluate")
+    if _reads(evaluate, field) and not field.startswith("reward."):
+        raise UserError(
+            f"{field} is read by the stage that generated the completions, which this replay keeps as recorded: "
+            "run the recipe again with it."
+        )
+
+
+def _check_change(field: str, graph: Plan, origin: Origin, start: str) -> None:
+    """UserError if a kept stage reads the field, or no rebuilt stage does."""
+    kept = kept_stages(graph, origin, start)
+    readers = [stage.name for stage in graph.stages if _reads(stage, field)]
+    for stage in kept:
+        filters = stage.source and field.startswith("reward.")  # the groups that they kept stay, and are verified again
+        if field == "seed" or (stage.name in readers and not filters):
+            raise UserError(f"{field} is read by {stage.name}, which this replay keeps as recorded: {_remedy(stage)}.")
+    if field != "seed" and not readers:
+        last = f" until {origin.replay_until}" if origin.replay_until else ""
+        where = f"a replay from {origin.replay_from}{last}"
+        raise UserError(f"{field} changes nothing in {where}: no stage of it reads that field.")
+
+
+def _reads(stage: Stage, field: str) -> bool:
+    return any(field == name or field.startswith(f"{name}.") for name in stage.fields)
+
+
+def _remedy(stage: Stage) -> str:
+    if stage.name in STARTS:
+        return f"replay --from {stage.name}"
+    if stage.once:
+        return "begin another run"
+    return "add --on-policy, which generates again, or fork the run"

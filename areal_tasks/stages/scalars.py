@@ -6,8 +6,7 @@ import math
 
 import pyarrow as pa
 
-from areal_tasks.stages.context import Context
-from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
+from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
 from schemas.recipe.recipe import RlhfRecipe
 from schemas.tables import ADVANTAGE, ROLLOUT, SCALARS, TRAIN_SAMPLES, VERIFY, scalar_fields
 

@@ -6,9 +6,8 @@ from typing import Final
 
 from areal_tasks.engines.trainer.commands import Train
 from areal_tasks.engines.trainer.rows import read_of
-from areal_tasks.stages.context import Context
 from areal_tasks.stages.progress import reported
-from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns
+from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
 from schemas.manifest import StageManifest
 from schemas.recipe.derived import needs_proximal
 from schemas.recipe.recipe import RlhfRecipe, SftRecipe

@@ -13,9 +13,8 @@ from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult, unverified
 from areal_tasks.rewards.protocol import Row
 from areal_tasks.rollout.judging import judged_with
-from areal_tasks.stages.context import Context
 from areal_tasks.stages.progress import reported
-from areal_tasks.stages.stage import Inputs, Kind, Output, Stage, columns, tables_of
+from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns, tables_of
 from schemas.errors import UserError
 from schemas.recipe.recipe import RlhfRecipe
 from schemas.recipe.sections import Reward

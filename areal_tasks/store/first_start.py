@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Newer, Store, StoreError, Unavailable
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.objects.files import newest_written, read_weights, weights_ref
+from areal_tasks.store.objects.files import newest_written, published_weights, read_weights
 from areal_tasks.store.objects.verified_files import check_shard
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.retention.tombstones import check_kept
-from areal_tasks.store.shards import read_table
 from schemas.errors import UserError
-from schemas.manifest import FileRef, ShardRef, StageManifest, WeightsRef
+from schemas.manifest import FileRef, ShardRef, WeightsRef
 
 if TYPE_CHECKING:
     from areal_tasks.store.runs import Run
@@ -23,8 +21,8 @@ if TYPE_CHECKING:
 _ONCE: Final = ("initialise", "prompts")  # stages that are built once per run, whose tables every start reads
 
 
-def check_first_start(parent: Run, origin: Origin) -> None:
-    """Check everything that the first start of the child which `origin` describes loads.
+def check_first_start(parent: Run, origin: Origin) -> list[WeightsRef]:
+    """Check everything that the first start of the child which `origin` describes loads; returns its weights.
 
     Weights and checkpoints: existence and size. Tables: `check_shard`.
 
@@ -32,9 +30,10 @@ def check_first_start(parent: Run, origin: Origin) -> None:
         UserError: a file, which is named, is missing, damaged or written by a newer version; or weights were removed
             on purpose.
     """
+    refs: list[WeightsRef] = []
     try:
-        check_loaded_kept(parent, origin)
         refs = loaded_weights(parent, origin)
+        check_all_kept(parent.store, refs)
         files = [file for ref in refs for file in read_weights(parent.store, ref).files]
         parallel(lambda file: _check_size(parent.store, file), files)
         if refs:  # an engine will be started
@@ -43,19 +42,19 @@ def check_first_start(parent: Run, origin: Origin) -> None:
         raise
     except StoreError as error:
         with suppress(StoreError):
-            check_loaded_kept(parent, origin)  # it may have been removed since the first check
+            check_all_kept(parent.store, refs)  # they may have been removed since the first check
         what = f"{error.where} does not exist" if isinstance(error, Missing) else str(error).split(". Restore")[0]
         raise UserError(
             f"No child of run {parent.name!r} can begin at iteration {origin.iteration}: it would load a missing or "
             f"damaged file: {what}. Restore it from a backup, or begin at another iteration; "
             f"`arealflow audit {parent.name}` lists all damage."
         ) from error
+    return refs
 
 
-def check_loaded_kept(parent: Run, origin: Origin) -> None:
-    """UserError if weights that the child's first start loads were removed on purpose."""
-    for ref in loaded_weights(parent, origin):
-        check_kept(parent.store, ref)
+def check_all_kept(store: Store, refs: Sequence[WeightsRef]) -> None:
+    """UserError if any of these weights and checkpoints were removed on purpose."""
+    parallel(lambda ref: check_kept(store, ref), refs)
 
 
 def loaded_weights(parent: Run, origin: Origin) -> list[WeightsRef]:
@@ -65,23 +64,16 @@ def loaded_weights(parent: Run, origin: Origin) -> list[WeightsRef]:
     with; and for servers the newest written weights, if the last ones were not written.
     """
     starts = not origin.replay_until and parent.record.flow != "evaluate"  # an engine
-    if not starts or parent.head() is None:
+    if not starts or not parent.store.exists(parent.commit_path(0)):
         return []
     initial = next((ref for ref in parent.commit(0).stages if ref.stage == "initialise"), None)
-    found = [initial_weights(parent.store, parent.read_stage(initial))] if initial else []
+    found = [published_weights(parent.store, parent.read_stage(initial))] if initial else []
     if origin.iteration:
         last = parent.commit(origin.iteration - 1)
         served = parent.record.flow == "rlhf" and not origin.counterfactual
         written = newest_written(parent, last) if served else None
         found += [ref for ref in (last.weights, written, last.checkpoint) if ref is not None and ref.written]
     return list({ref.path: ref for ref in found}.values())
-
-
-def initial_weights(store: Store, initialise: StageManifest) -> WeightsRef:
-    """Version 0 of a run, which the table of its stage `initialise` names."""
-    columns = ("version", "weights_attempt")
-    row = read_table(store, initialise.tables["initial_weights"], columns).to_pylist()[0]
-    return weights_ref(store, paths.weights(initialise.run, row["version"], row["weights_attempt"]))
 
 
 def _check_size(store: Store, file: FileRef) -> None:

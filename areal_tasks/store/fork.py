@@ -30,6 +30,11 @@ LIFTED_GAP: Final = 100.0
 _BEGINNING: Final = ("path", "scratch", "warm_start")  # fields of `model` that determine version 0
 
 
+#: The first stage that a replay builds, and the last one; "": all that follow.
+ReplayStart = Literal["verify", "advantage", "train"]
+ReplayEnd = Literal["", "verify", "advantage"]
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where a child run comes from: its parent, and the first iteration that is the child's own."""
@@ -40,6 +45,10 @@ class Origin:
     counterfactual: bool = False  # a replay that keeps the recorded rollouts although its policy differs
     replay_from: str = ""
     replay_until: str = ""
+
+    def recorded(self) -> dict[str, Any]:
+        """The fields of `run.json` that record it."""
+        return {name if name != "iteration" else "parent_iteration": value for name, value in vars(self).items()}
 
     def __str__(self) -> str:
         if self.kind == "fork":
@@ -96,18 +105,12 @@ def check_forkable(parent: Run, iteration: int) -> None:
 
 def check_iteration(parent: Run, iteration: int) -> None:
     """UserError unless all iterations of `parent` before this one are committed, and the last of them was trained."""
-    head = parent.head()
-    committed = 0 if head is None else head.iteration + 1
+    committed = parent.committed
     if iteration > committed:
         has = f"has committed {committed} iterations" if committed else "has not committed any iteration"
         raise UserError(f"Run {parent.name!r} {has}: fork it at 0 to {committed}, not at {iteration}.")
     if iteration:
-        _check_trained(_owner(parent, iteration - 1), iteration)
-
-
-def _owner(run: Run, k: int) -> Run:
-    """The run that made iteration `k` of `run`: itself or an ancestor."""
-    return _owner(run.parent, k) if k < run.first and run.parent is not None else run
+        _check_trained(parent.maker(iteration - 1), iteration)
 
 
 def _check_trained(run: Run, iteration: int) -> None:
@@ -163,7 +166,7 @@ def _max_gap(run: Run, k: int) -> float:
 
     The replay's own children generate with the weights that they train, so the bound must hold for them.
     """
-    maker = _owner(run, k)
+    maker = run.maker(k)
     gap = float(maker.recipe_at(k)["algorithm"]["max_logprob_gap"])
     original = maker.parent if maker.record.counterfactual and gap == LIFTED_GAP else None
     return gap if original is None else _max_gap(original, k)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Store, StoreError
@@ -22,27 +21,33 @@ from areal_tasks.store.commit import (
     read_record,
     read_verified,
 )
-from areal_tasks.store.first_start import check_first_start, check_loaded_kept
+from areal_tasks.store.first_start import check_all_kept, check_first_start
 from areal_tasks.store.fork import (
     Origin,
     check_iteration,
-    check_origin,
     commits_needed,
     leave_reference,
     log_child,
     origin_of,
 )
+from areal_tasks.store.opening import (
+    NAME,
+    Stored,
+    check_name,
+    check_same,
+    compare,
+    extends,
+    find_stored,
+    read_segments,
+)
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.retention.tombstones import check_history_kept, check_run_kept
-from areal_tasks.store.search import check_gaps, last_present
-from areal_tasks.store.segments import check_same, compare, extends, read_segments
+from areal_tasks.store.retention.tombstones import check_run_kept
+from areal_tasks.store.search import last_present
 from schemas.errors import UserError
 from schemas.manifest import PROMPT_ORDER, IterationCommit, OwnerRecord, RunRecord, Segment, StageManifest, StageRef
 from schemas.recipe.recipe import BaseRecipe
 from schemas.recipe.recorded import read_recorded
-
-_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 
 class Superseded(UserError):
@@ -63,13 +68,14 @@ class Found:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, opened by one start of its flow. `owner` is 0 for a reader."""
+    """A run, opened by one start of its flow. `owner` is 0 for a reader; `known` is a commit of its own, if any."""
 
     store: Store
     name: str
     record: RunRecord
     owner: int
     segments: tuple[Segment, ...]
+    known: IterationCommit | None = None
 
     @cached_property
     def parent(self) -> Run | None:
@@ -91,9 +97,25 @@ class Run:
         return self.record.parent_iteration
 
     def head(self) -> IterationCommit | None:
-        """The last commit (of the parent, when this run has none of its own); O(log n) reads and no listing."""
-        last = last_present(lambda k: self.store.exists(paths.iteration_commit(self.name, k)), self.first)
+        """The last commit (of the parent, when this run has none of its own); O(log n) reads and no listing.
+
+        The search begins at `known`, so that a start that has just read it asks once.
+        """
+        begin = self.known.iteration if self.known else self.first - 1
+        last = last_present(lambda k: self.store.exists(paths.iteration_commit(self.name, k)), begin + 1)
+        if self.known is not None and last == begin:
+            return self.known
         return self.commit(last) if last >= 0 else None
+
+    @property
+    def committed(self) -> int:
+        """How many iterations are committed, those of the parent before the fork included."""
+        head = self.head()
+        return 0 if head is None else head.iteration + 1
+
+    def maker(self, k: int) -> Run:
+        """The run that has or will have made iteration `k`: this one, or the run it was forked from."""
+        return self.parent.maker(k) if k < self.first and self.parent is not None else self
 
     def commit(self, k: int) -> IterationCommit:
         """The commit of iteration `k`, from the parent where it is not this run's own; else `Missing`."""
@@ -101,14 +123,11 @@ class Run:
 
     def commit_path(self, k: int) -> str:
         """Path of the commit of iteration `k`: in this run, or in the run it was forked from."""
-        if k < self.first and self.parent is not None:
-            return self.parent.commit_path(k)
-        return paths.iteration_commit(self.name, k)
+        return paths.iteration_commit(self.maker(k).name, k)
 
-    def digest_of(self, head: IterationCommit | None) -> str:
-        """`previous` of the commit after `head`: SHA-256 of the bytes of `head`, or of run.json if it is None."""
-        path = paths.run_record(self.name) if head is None else self.commit_path(head.iteration)
-        return bytes_digest(self.store, path)
+    def digest_before(self, k: int) -> str:
+        """`previous` of the commit of iteration `k`: SHA-256 of the bytes of the commit before, for 0 of run.json."""
+        return bytes_digest(self.store, self.commit_path(k - 1) if k else paths.run_record(self.name))
 
     def commit_iteration(self, commit: IterationCommit) -> IterationCommit:
         """Commit an iteration.
@@ -119,8 +138,7 @@ class Run:
             ValueError: `commit` does not name the commit before it.
         """
         self.check_owner()
-        before = self.commit(commit.iteration - 1) if commit.iteration > 0 else None
-        if commit.previous != self.digest_of(before):
+        if commit.previous != self.digest_before(commit.iteration):
             raise ValueError(f"commit of iteration {commit.iteration} does not name the commit before it")
         there, mine = commit_once(self.store, paths.iteration_commit(self.name, commit.iteration), commit)
         self.store.settle(paths.iteration_commit(self.name, commit.iteration))
@@ -132,11 +150,10 @@ class Run:
 
     def segment_at(self, k: int) -> Segment:
         """The recipe segment in force at iteration `k`."""
-        if k < self.first and self.parent is not None:
-            return self.parent.segment_at(k)
-        known = [segment for segment in self.segments if segment.from_iteration <= k]
+        run = self.maker(k)
+        known = [segment for segment in run.segments if segment.from_iteration <= k]
         if not known:
-            raise Missing(self.store.uri(paths.segment(self.name, 0)))
+            raise Missing(self.store.uri(paths.segment(run.name, 0)))
         return known[-1]
 
     def recipe_at(self, k: int) -> dict[str, Any]:
@@ -152,7 +169,7 @@ class Run:
             before_fork = k < self.first and self.parent is not None
             return self.parent.find_stage(k, stage, key) if before_fork and self.parent else None
         manifest = decode(self.store, path, StageManifest, data)
-        return Found(manifest, _stage_ref(path, manifest, data))
+        return Found(manifest, stage_ref(path, manifest, data))
 
     def read_stage(self, ref: StageRef) -> StageManifest:
         """The stage manifest that a commit names, whose bytes are verified."""
@@ -207,41 +224,33 @@ def open_run(
     origin: Origin | None = None,
     segments: Sequence[tuple[int, BaseRecipe]] = (),
     prefect_flow_run_id: str = "",
+    stored: Stored | None = None,
 ) -> Run:
     """Create the run, or continue it from its head, as its next owner.
 
-    The recipe's semantic fields must be the run's own (see `continued`), but it may have more iterations (a new
+    The recipe's semantic fields must be the run's own (see `Stored.continued`), but it may have more iterations (a new
     segment).
 
     Args:
         origin: the parent, for a child. It is not needed to continue an existing fork.
         segments: for a replay, its recipes with the first iteration of each; the last one is `recipe`.
+        stored: what the store holds of the run, if the caller has read it.
 
     Raises:
         UserError: the name is invalid, the run was removed, or it exists with another recipe, flow or origin; fields
             and remedies are named.
     """
-    check_run(store, name, flow, recipe, origin)  # before an owner is fenced off
-    record, mine = _create(store, name, flow, recipe.seed, origin)
+    stored = stored or find_stored(store, name)
+    stored.check(recipe, origin)  # before an owner is fenced off
+    record, mine = (stored.record, False) if stored.record else _create(store, name, flow, recipe.seed, origin)
     if mine and origin is not None:
         log_child(store, name, origin, prefect_flow_run_id)
-    owner = _claim(store, name, prefect_flow_run_id)
+    owner = _claim(store, name, stored.owner, prefect_flow_run_id)
     check_run_kept(store, name)  # a removal that missed this claim left its tombstone before
-    run = Run(store, name, record, owner, read_segments(store, name))
+    run = Run(store, name, record, owner, read_segments(store, name, stored.segments), stored.head)
     for first, part in segments[len(run.segments) :]:
-        run = replace(run, segments=(*run.segments, _write_segment(run, first, part)))
-    return replace(run, segments=_add_segment(run, recipe))
-
-
-def check_run(store: Store, name: str, flow: str, recipe: BaseRecipe, origin: Origin | None = None) -> None:
-    """Raise what `open_run` would raise for this name, recipe and origin, and change nothing."""
-    check_name(name)
-    check_run_kept(store, name)
-    record, segments = find_record(store, paths.run_record(name), RunRecord), read_segments(store, name)
-    check_gaps(store, name, record, len(segments))
-    if record is not None:
-        check_origin(record, origin)
-        check_same(name, record.flow, flow, segments, recipe)
+        run = _with_segment(run, first, part)
+    return _extended(run, recipe)
 
 
 def load_run(store: Store, name: str) -> Run:
@@ -249,31 +258,26 @@ def load_run(store: Store, name: str) -> Run:
     check_name(name)
     record = find_record(store, paths.run_record(name), RunRecord)
     if record is None:
-        known = ", ".join(summary.name for summary in list_runs(store)) or "none"
+        known = ", ".join(run_names(store)) or "none"
         raise UserError(f"There is no run {name!r} in {store.url}. Runs there: {known}.")
     return Run(store, name, record, 0, read_segments(store, name))
 
 
 def list_runs(store: Store) -> list[RunSummary]:
     """All runs of the store, by name."""
-    names = [name for name in store.children("") if _NAME.fullmatch(name)]
-    return [_summary(store, name) for name in names if store.exists(paths.run_record(name))]
+    return [_summary(store, name) for name in run_names(store)]
 
 
-def stage_ref(path: str, manifest: StageManifest) -> StageRef:
-    """The reference to a stage manifest that this program has just written or read back."""
-    return _stage_ref(path, manifest, manifest.encode())
+def run_names(store: Store) -> list[str]:
+    """The names of all runs of the store, sorted."""
+    names = [name for name in store.children("") if NAME.fullmatch(name)]
+    return [name for name in names if store.exists(paths.run_record(name))]
 
 
-def _stage_ref(path: str, manifest: StageManifest, data: bytes) -> StageRef:
-    sha256 = hashlib.sha256(data).hexdigest()
+def stage_ref(path: str, manifest: StageManifest, data: bytes = b"") -> StageRef:
+    """The reference to a stage manifest, of which `data` are the bytes; else it was just written or read back."""
+    sha256 = hashlib.sha256(data or manifest.encode()).hexdigest()
     return StageRef(stage=manifest.stage, key=manifest.key, path=path, sha256=sha256, digest=manifest.digest)
-
-
-def check_name(name: str) -> None:
-    """UserError unless `name` can be a run's name."""
-    if not _NAME.fullmatch(name):
-        raise UserError(f"{name!r} cannot name a run: use lower-case letters, digits, '.', '_' and '-' (run=NAME).")
 
 
 def _summary(store: Store, name: str) -> RunSummary:
@@ -297,9 +301,7 @@ def _summary(store: Store, name: str) -> RunSummary:
 
 
 def _create(store: Store, name: str, flow: str, seed: int, origin: Origin | None) -> tuple[RunRecord, bool]:
-    found = find_record(store, paths.run_record(name), RunRecord)
-    if found is not None:
-        return found, False
+    """The record of a new run, and whether this start has created it."""
     parent = _join(store, name, origin) if origin else None
     record = RunRecord(
         run=name,
@@ -307,24 +309,10 @@ def _create(store: Store, name: str, flow: str, seed: int, origin: Origin | None
         seed=seed,
         attempt=new_attempt(),
         order=parent.record.order if parent else PROMPT_ORDER,
-        **_parentage(origin),
+        **(origin.recorded() if origin else {}),
         provenance=make_provenance(0, now()),
     )
     return commit_once(store, paths.run_record(name), record)
-
-
-def _parentage(origin: Origin | None) -> dict[str, Any]:
-    """The fields of `run.json` that record a child's origin."""
-    if origin is None:
-        return {}
-    return {
-        "parent": origin.parent,
-        "parent_iteration": origin.iteration,
-        "kind": origin.kind,
-        "counterfactual": origin.counterfactual,
-        "replay_from": origin.replay_from,
-        "replay_until": origin.replay_until,
-    }
 
 
 def _join(store: Store, child: str, origin: Origin) -> Run:
@@ -334,21 +322,18 @@ def _join(store: Store, child: str, origin: Origin) -> Run:
     """
     parent = load_run(store, origin.parent)
     check_iteration(parent, origin.iteration)
-    check_first_start(parent, origin)  # before the reference is left
-    needed = origin.iteration if origin.kind == "fork" else _next_iteration(parent)
+    loaded = check_first_start(parent, origin)  # before the reference is left
+    needed = origin.iteration if origin.kind == "fork" else parent.committed
     there = leave_reference(store, origin.parent, child, needed, origin.kind)
-    parent = load_run(store, origin.parent)
     check_run_kept(store, origin.parent)
-    wanted = commits_needed(origin, there.iteration)
-    parallel(lambda k: check_history_kept(store, origin.parent, parent.commit(k)), wanted)
-    check_loaded_kept(parent, origin)
+    commits = parallel(parent.commit, commits_needed(origin, there.iteration))
+    check_all_kept(store, [*loaded, *(ref for commit in commits for ref in commit.stored)])
     return parent
 
 
-def _claim(store: Store, name: str, prefect_flow_run_id: str) -> int:
-    """Claim the next owner number and return it."""
-    n = last_present(lambda n: store.exists(paths.owner(name, n)), 1)
-    mine = False
+def _claim(store: Store, name: str, last: int, prefect_flow_run_id: str) -> int:
+    """Claim the next owner number after `last`, or a later one if others have claimed since, and return it."""
+    n, mine = last, False
     while not mine:
         n += 1
         record = OwnerRecord(
@@ -363,18 +348,16 @@ def _claim(store: Store, name: str, prefect_flow_run_id: str) -> int:
     return n
 
 
-def _add_segment(run: Run, recipe: BaseRecipe) -> tuple[Segment, ...]:
-    """The run's segments, the last of which is `recipe`'s: appended where the recipe is new or longer."""
-    segments = run.segments
-    while not segments or extends(compare(segments[-1], recipe)):
-        first = _next_iteration(run) if segments else run.first
-        segments = (*segments, _write_segment(replace(run, segments=segments), first, recipe))
-    check_same(run.name, run.record.flow, run.record.flow, segments, recipe)  # a concurrent start may have won
-    return segments
+def _extended(run: Run, recipe: BaseRecipe) -> Run:
+    """The run with `recipe` as its last segment: appended where it is new or longer."""
+    while not run.segments or extends(compare(run.segments[-1], recipe)):
+        run = _with_segment(run, run.committed if run.segments else run.first, recipe)
+    check_same(run.name, run.record.flow, recipe, run.segments)  # a concurrent start may have won
+    return run
 
 
-def _write_segment(run: Run, first: int, recipe: BaseRecipe) -> Segment:
-    """The run's next segment: `recipe` from iteration `first` on, or what another start has written there."""
+def _with_segment(run: Run, first: int, recipe: BaseRecipe) -> Run:
+    """The run with one more segment: `recipe` from iteration `first` on, or what another start has written there."""
     segment = Segment(
         n=len(run.segments),
         from_iteration=first,
@@ -382,9 +365,5 @@ def _write_segment(run: Run, first: int, recipe: BaseRecipe) -> Segment:
         recipe=recipe.model_dump(mode="json"),
         provenance=make_provenance(run.owner, now()),
     )
-    return commit_once(run.store, paths.segment(run.name, segment.n), segment)[0]
-
-
-def _next_iteration(run: Run) -> int:
-    head = run.head()
-    return run.first if head is None else head.iteration + 1
+    there, _ = commit_once(run.store, paths.segment(run.name, segment.n), segment)
+    return replace(run, segments=(*run.segments, there))

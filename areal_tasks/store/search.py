@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError
-from areal_tasks.store.commit import read_record
-from schemas.manifest import IterationCommit, RunRecord
 
 _AHEAD: Final = (2, 3, 5, 9, 17, 33, 65)  # distances beyond the end at which no record should exist
 
@@ -32,36 +29,17 @@ def last_present(present: Callable[[int], bool], first: int = 0) -> int:
     return low
 
 
-def check_gaps(store: Store, name: str, record: RunRecord | None, segments: int) -> None:
-    """StoreError that names a missing record of the run, if others show that it existed. Changes nothing.
-
-    `record` is its `run.json`, None if there is none; `segments` is the number of segments found.
-    """
-    if record is None:
-        if any(store.exists(path) for path in (paths.owner(name, 1), paths.segment(name, 0))):
-            raise _missing(store, paths.run_record(name))
-        return
-    last = _end(store, lambda k: paths.iteration_commit(name, k), record.parent_iteration)
-    owner = _end(store, lambda n: paths.owner(name, n), 1)
-    if last < record.parent_iteration:
-        return
-    head = read_record(store, paths.iteration_commit(name, last), IterationCommit)
-    if head.segment >= segments:
-        raise _missing(store, paths.segment(name, segments))
-    if head.provenance.owner > owner:
-        raise _missing(store, paths.owner(name, owner + 1))
-
-
-def _end(store: Store, path: Callable[[int], str], first: int) -> int:
-    """The last number from `first` on that exists; StoreError if there are some beyond a gap."""
+def end_of(store: Store, path: Callable[[int], str], first: int) -> int:
+    """The last number from `first` on whose record exists; StoreError if there are some beyond a gap."""
     last = last_present(lambda n: store.exists(path(n)), first)
     beyond = any(store.exists(path(last + ahead)) for ahead in _AHEAD)
     if beyond and not store.exists(path(last + 1)):  # else another start has just written it
-        raise _missing(store, path(last + 1))
+        raise missing_before(store, path(last + 1))
     return last
 
 
-def _missing(store: Store, path: str) -> StoreError:
+def missing_before(store: Store, path: str) -> StoreError:
+    """The error for a record that is missing although later ones exist."""
     return StoreError(
         f"{store.uri(path)} is missing, and what was written after it is there. Restore this file from a backup; "
         "nothing was changed."

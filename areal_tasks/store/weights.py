@@ -10,8 +10,7 @@ from typing import Any
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import find_record
-from areal_tasks.store.first_start import initial_weights
-from areal_tasks.store.objects.files import common_folder, materialise, read_weights
+from areal_tasks.store.objects.files import common_folder, materialise, published_weights, read_weights
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.retention.tags import NEWEST, PROTECTED, find_tag, read_tags
 from areal_tasks.store.retention.tombstones import check_kept, find_weights_tombstone
@@ -100,7 +99,7 @@ def _refs(run: Run) -> list[tuple[WeightsRef, str]]:
     if initial is None:
         return made
     manifest = run.read_stage(initial)
-    return [(initial_weights(run.store, manifest), manifest.provenance.committed), *made]
+    return [(published_weights(run.store, manifest), manifest.provenance.committed), *made]
 
 
 def _version(store: Store, ref: WeightsRef, committed: str, tags: Sequence[Tag]) -> WeightsVersion:

@@ -63,12 +63,11 @@ def plan_run(run: Run, changes: Sequence[str], as_json: bool) -> None:
     from areal_tasks.engines.session import Engines
     from areal_tasks.stages.replay import loop_of
 
-    head = run.head()
-    values = apply_overrides(run.recipe_at(run.first if head is None else head.iteration + 1), changes)
+    values = apply_overrides(run.recipe_at(run.committed), changes)
     recipe = parse_recipe(values, run.name)
     with Engines(run, recipe, logs_folder()) as engines:  # none of them starts
         loop = loop_of(run)(run, recipe, engines)
-        complete = loop.first >= loop.last
+        head, complete = loop.head, loop.first >= loop.last
         graph, found = (loop.plan(loop.last - 1), {}) if complete else loop.standing()
     rows = [stage_row(stage, graph) | run_columns(stage, head, found, complete) for stage in graph.stages]
     show(rows, as_json, f"{recipe.flow} · run {run.label}: {progress(head, loop.last)}")

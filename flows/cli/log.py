@@ -9,7 +9,8 @@ import typer
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.history.journal import read_log
-from areal_tasks.store.runs import check_name, load_run
+from areal_tasks.store.opening import check_name
+from areal_tasks.store.runs import load_run
 from flows.cli.audit import RunName
 from flows.cli.inspect import AsJson, StoreUrl, show
 from schemas.manifest import LogRecord

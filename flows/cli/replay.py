@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.fork import Origin
+from areal_tasks.store.fork import Origin, ReplayStart
 from areal_tasks.store.history.diff_curves import Section
 from areal_tasks.store.runs import load_run
 from flows.cli.diff import show_sections
@@ -20,28 +19,15 @@ from flows.cli.inspect import AsJson, StoreUrl
 from schemas.recipe.load import run_and_changes
 
 
-class Start(StrEnum):
-    """The stages at which a replay may begin."""
-
-    verify = "verify"
-    advantage = "advantage"
-    train = "train"
-
-
-class Until(StrEnum):
-    """The stages at which a replay may end before training."""
-
-    verify = "verify"
-    advantage = "advantage"
-
-
 def replay(
     run: Annotated[str, typer.Argument(help="Name of the run to replay.")],
-    start: Annotated[Start, typer.Option("--from", help="First stage that is built again.")],
+    start: Annotated[ReplayStart, typer.Option("--from", help="First stage that is built again.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="section.field=value …; run=NAME names the replay.")
     ] = None,
-    until: Annotated[Until | None, typer.Option("--until", help="Last stage that is built; default: all.")] = None,
+    until: Annotated[
+        Literal["verify", "advantage"] | None, typer.Option("--until", help="Last stage that is built; default: all.")
+    ] = None,
     at: Annotated[int, typer.Option("--at", min=0, help="First iteration that is replayed.")] = 0,
     on_policy: Annotated[bool, typer.Option("--on-policy", help="Generate again where weights differ.")] = False,
     store: StoreUrl = "",
@@ -63,10 +49,10 @@ def replay(
     result = call_flow(
         "replay",
         run,
-        start.value,
+        start,
         overrides=shlex.join(changes),
         run=name,
-        until=until.value if until else "",
+        until=until or "",
         at=at,
         on_policy=on_policy,
         store=there.store.url,

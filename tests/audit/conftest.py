@@ -39,11 +39,11 @@ def make(folder: Path) -> None:
     )
     head = run.head()
     assert head is not None and head.checkpoint is not None
-    append(run.store, "small", "started", {"owner": 1, "iterations": 0, "head": run.digest_of(None)})
+    append(run.store, "small", "started", {"owner": 1, "iterations": 0, "head": run.digest_before(0)})
     tag_weights(run.store, "small", "first", run.commit(0).weights)
     catalog = Catalog(run)
     compact(run, catalog, catalog.regions)
-    append(run.store, "small", "finished", {"owner": 1, "iterations": 2, "head": run.digest_of(head)})
+    append(run.store, "small", "finished", {"owner": 1, "iterations": 2, "head": run.digest_before(2)})
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def test_a_start_and_its_end_are_logged_with_the_flow_run(tmp_path: Path) -> Non
     assert (first.action, last.action) == ("started", "finished")
     assert first.prefect_flow_run_id == last.prefect_flow_run_id == "flow-run-1"
     assert (first.details["owner"], first.details["iterations"]) == (1, 0)
-    assert first.details["head"] == start(tmp_path).digest_of(None)
+    assert first.details["head"] == start(tmp_path).digest_before(0)
 
 
 def test_a_later_start_resumes_and_says_what_it_asks_for_beyond(tmp_path: Path) -> None:

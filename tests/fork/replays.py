@@ -7,7 +7,7 @@ from pathlib import Path
 from stage_driver import drive, store_in
 
 from areal_tasks.stages.loop import Execute, run_directly
-from areal_tasks.stages.replay_checks import check_replay, replay_segments, replayed_iterations
+from areal_tasks.stages.replay import replay_segments
 from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.runs import Run, load_run
@@ -23,11 +23,7 @@ def segments(
     folder: Path, name: str, origin: Origin, *changes: str, store: Store | None = None
 ) -> list[tuple[int, Recipe]]:
     """The recipes of a replay, checked."""
-    original = load_run(store or store_in(folder), origin.parent)
-    found = replay_segments(original, origin, replayed_iterations(original, name), changes)
-    for _, there, recipe in found:
-        check_replay(original, origin, there, recipe)
-    return [(first, recipe) for first, _, recipe in found]
+    return replay_segments(load_run(store or store_in(folder), origin.parent), origin, name, changes)
 
 
 def replay(

@@ -178,7 +178,7 @@ def _commit(run: Run, k: int, stages: Sequence[StageRef]) -> None:
             run=run.name,
             iteration=k,
             attempt=new_attempt(),
-            previous=run.digest_of(run.head()),
+            previous=run.digest_before(run.committed),
             segment=0,
             stages=tuple(stages),
             weights=WeightsRef(version=k + 1, attempt="", path="", sha256="", digest="d"),

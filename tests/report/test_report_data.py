@@ -241,7 +241,7 @@ def test_facts_of_an_unfinished_run(store: Store) -> None:
     found = report_of(store, "a")[0]
     assert found["state"] == "Unfinished: 1 of 3 iterations are committed."
     facts = dict(found["facts"])
-    assert facts["store"] == store.url and facts["SHA-256 of the head"] == run.digest_of(run.head())
+    assert facts["store"] == store.url and facts["SHA-256 of the head"] == run.digest_before(run.committed)
     assert found["starts"][1][0] == "1" and found["segments"][1][:2] == ["0", "3"]
     assert found["log"][1][1] == "tagged" and found["log"][1][3] == "tag best"
     assert found["recipe"]["trainer.lr"] == "0.0002"

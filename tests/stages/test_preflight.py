@@ -12,9 +12,10 @@ from stage_driver import tiny
 from areal_tasks.stages import preflight
 from areal_tasks.stages.preflight import check_engines, check_inputs
 from areal_tasks.store.backend import open_store
+from areal_tasks.store.fork import Origin
 from areal_tasks.store.runs import open_run
 from schemas.errors import UserError
-from schemas.recipe.load import load_recipe
+from schemas.recipe.load import load_recipe, warm_start
 from schemas.recipe.recipe import Recipe
 
 
@@ -134,6 +135,17 @@ def test_the_first_run_of_a_warm_start_is_looked_at_too(store: str) -> None:
     taken = load_recipe("quickstart-sft", ["trainer.lr=0.5", f"store.url={store}"])
     open_run(open_store(store), "mine-sft", "sft", taken)
     assert "'mine-sft' exists with another recipe: trainer.lr" in refused(quickstart(store), "mine")
+
+
+def test_a_fork_is_continued_with_the_model_of_its_parent(store: str) -> None:
+    own = load_recipe("quickstart", [f"store.url={store}"])
+    model = warm_start(own, "parent")[1].model
+    for name, origin in (("parent", None), ("child", Origin("parent", 0))):
+        open_run(open_store(store), name, "rlhf", own.model_copy(update={"model": model}), origin=origin)
+    checked = check_inputs(own, "child")
+    assert (checked.origin, checked.recipe.model) == (Origin("parent", 0), model)
+    other = quickstart(store, "model.warm_start=", "model.path=org/other")
+    assert "begins with the initial weights of its parent" in refused(other, "child")
 
 
 def test_what_a_run_has_in_its_store_is_not_looked_for_elsewhere(store: str, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from waiting import LIMIT, wait_until
 
 from areal_tasks.stages import loop
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.context import Context
 from areal_tasks.stages.loop import Execute, Job, run_directly
+from areal_tasks.stages.stage import Context
 from areal_tasks.store.objects.files import newest_written, weights_made
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, load_run

@@ -94,7 +94,7 @@ def iteration_commit(run: Run, k: int, stages: Sequence[StageRef] = ()) -> Itera
         run=run.name,
         iteration=k,
         attempt=new_attempt(),
-        previous=run.digest_of(run.head()),
+        previous=run.digest_before(run.committed),
         segment=run.segment_at(k).n,
         stages=tuple(stages),
         weights=WeightsRef(version=k + 1, attempt="", path="", sha256="", digest="d"),  # not written

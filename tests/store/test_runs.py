@@ -14,6 +14,7 @@ from store_builders import build, iteration_commit, recipe
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import Origin
+from areal_tasks.store.opening import find_stored
 from areal_tasks.store.runs import Behind, Run, Superseded, list_runs, load_run, open_run
 from areal_tasks.store.search import last_present
 from schemas.errors import UserError
@@ -52,6 +53,22 @@ def test_the_head_is_found_without_listing(local_store: Store, monkeypatch: pyte
         monkeypatch.delattr(backend, listing)
     head = run.head()
     assert head is not None and head.iteration == 39 and len(asked) <= 13
+
+
+def test_a_start_asks_for_each_record_once(local_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(opened(local_store), range(40), {})
+    asked: dict[str, list[str]] = {"size": [], "read": []}
+    backend = type(local_store.backend)
+    for name, paths_asked in asked.items():
+        ask = getattr(backend, name)
+        monkeypatch.setattr(
+            backend, name, lambda self, path, ask=ask, into=paths_asked: into.append(path) or ask(self, path)
+        )
+    stored = find_stored(local_store, "run")
+    assert len(asked["read"]) == len(set(asked["read"])) == 5 and len(asked["size"]) <= 28
+    head = open_run(local_store, "run", "rlhf", recipe(), stored=stored).head()
+    assert head is not None and head.iteration == 39
+    assert len(asked["read"]) <= 7 and len(asked["size"]) <= 29, "only what may have been written since"
 
 
 def test_a_run_opened_again_continues(store: Store) -> None:

@@ -17,9 +17,8 @@ from areal_tasks.engines.trainer.commands import Compare, Load
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.optimizer import is_matrix, make_optimizer, step_at, use_options
 from areal_tasks.engines.trainer.service import Trainer as Service
-from areal_tasks.stages.publish import published_weights
 from areal_tasks.store.backend import Store
-from areal_tasks.store.objects.files import materialise, read_weights
+from areal_tasks.store.objects.files import materialise, published_weights, read_weights
 from areal_tasks.store.runs import Run, load_run
 from schemas.manifest import WeightsRef
 from schemas.recipe.sections import Model, Trainer
@@ -75,7 +74,7 @@ def trained_again(run: Run, **changes: Any) -> float:
     """How far a recorded run's version 1 is from what its first iteration gives now, with `changes` of its trainer."""
     commit, recipe = run.commit(0), run.recipe_at(0)
     recipe = {**recipe, "trainer": {**recipe["trainer"], **changes}}
-    initial = published_weights(run.store, stage_of(run, commit, "initialise"), "initial_weights")
+    initial = published_weights(run.store, stage_of(run, commit, "initialise"))
     spec = ServiceSpec(name="trainer", restart=0, store_url=run.store.url, run=run.name, owner=run.owner, recipe=recipe)
     trainer = Service(spec)
     trainer.load(Load(owner=run.owner, version=0, weights=initial))

@@ -18,7 +18,8 @@ from areal_tasks.store.keys import combine_digests
 from areal_tasks.store.objects.local import file_sha256
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.paths import checkpoint, weights
-from schemas.manifest import FileRef, IterationCommit, Provenance, WeightsManifest, WeightsRef
+from areal_tasks.store.shards import read_table
+from schemas.manifest import FileRef, IterationCommit, Provenance, StageManifest, WeightsManifest, WeightsRef
 
 if TYPE_CHECKING:
     from areal_tasks.store.runs import Run
@@ -130,6 +131,15 @@ def weights_ref(store: Store, path: str) -> WeightsRef:
     return WeightsRef(
         version=manifest.version, attempt=manifest.attempt, path=path, sha256=sha256, digest=manifest.digest
     )
+
+
+def published_weights(store: Store, manifest: StageManifest) -> WeightsRef:
+    """The weights that the one row of a stage's table names; their files are in the run that wrote it."""
+    [table] = manifest.tables.values()
+    row = read_table(store, table, ("version", "weights_attempt", "materialised", "sha256")).to_pylist()[0]
+    if not row["materialised"]:
+        return WeightsRef(version=row["version"], attempt="", path="", sha256="", digest=row["sha256"])
+    return weights_ref(store, weights(manifest.run, row["version"], row["weights_attempt"]))
 
 
 def read_weights(store: Store, ref: WeightsRef) -> WeightsManifest:

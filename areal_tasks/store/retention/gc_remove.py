@@ -8,10 +8,11 @@ from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Store
 from areal_tasks.store.history.journal import append
 from areal_tasks.store.objects.inventory import clock, entries, remove, remove_folders
+from areal_tasks.store.opening import check_name
 from areal_tasks.store.retention.gc import Item, named_attempts
 from areal_tasks.store.retention.gc_live import RunFiles, borrowers, live_references, needed, read_run
 from areal_tasks.store.retention.tombstones import tombstone_path, write_tombstone
-from areal_tasks.store.runs import check_name, list_runs
+from areal_tasks.store.runs import list_runs
 from areal_tasks.store.spool import attempts_of, read_start
 from schemas.errors import UserError
 

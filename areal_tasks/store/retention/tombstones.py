@@ -12,7 +12,7 @@ from areal_tasks.store.commit import commit_once, find_record, new_attempt
 from areal_tasks.store.history.journal import user
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.errors import UserError
-from schemas.manifest import IterationCommit, Tombstone, WeightsRef
+from schemas.manifest import Tombstone, WeightsRef
 
 
 def write_tombstone(
@@ -62,11 +62,3 @@ def check_run_kept(store: Store, run: str) -> None:
             f"Run {run!r} was removed by {tombstone.user} on {tombstone.provenance.committed[:10]}: choose another "
             "name (run=NAME); `arealflow log` shows its removal."
         )
-
-
-def check_history_kept(store: Store, run: str, commit: IterationCommit | None) -> None:
-    """UserError if weights or the checkpoint of `commit`, the last that a child shares, or the run were removed."""
-    check_run_kept(store, run)
-    if commit is not None:
-        for ref in commit.stored:
-            check_kept(store, ref)

@@ -1,0 +1,151 @@
+"""What the store holds of a run when a start begins, read once, and whether a recipe may continue it.
+
+A run's recipe is a list of segments, each of which is the same recipe with more iterations.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from pydantic import ValidationError
+
+from areal_tasks.store import paths
+from areal_tasks.store.backend import Store
+from areal_tasks.store.commit import find_record, read_record
+from areal_tasks.store.fork import Origin, check_origin, origin_of
+from areal_tasks.store.keys import semantic_values
+from areal_tasks.store.retention.tombstones import check_run_kept
+from areal_tasks.store.search import end_of, missing_before
+from schemas.errors import UserError
+from schemas.manifest import IterationCommit, RunRecord, Segment
+from schemas.recipe.recipe import BaseRecipe
+from schemas.recipe.recorded import keep_recorded, read_recorded
+
+R = TypeVar("R", bound=BaseRecipe)
+Difference = dict[str, tuple[Any, Any]]  # field -> the run's value, the recipe's value
+
+NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]*")
+_LENGTH: Final = "schedule.iterations"
+_NOTHING: Final = "unset"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the store holds of a run; of a new one, nothing.
+
+    Attributes:
+        owner: the number of its last owner.
+        head: the last commit of its own.
+    """
+
+    store: Store
+    name: str
+    record: RunRecord | None = None
+    segments: tuple[Segment, ...] = ()
+    owner: int = 0
+    head: IterationCommit | None = None
+
+    @property
+    def fork(self) -> Origin | None:
+        """The origin of an existing fork."""
+        return origin_of(self.record) if self.record and self.record.kind == "fork" else None
+
+    def continued(self, recipe: R) -> tuple[R, dict[str, Any]]:
+        """`recipe` for continuing the run, with the run's recorded values where only a default has changed since; and
+        those values, by dotted path. Unchanged for a new run.
+        """
+        if not self.segments or self.segments[-1].recipe.get("flow") != recipe.flow:
+            return recipe, {}
+        return keep_recorded(recipe, self.segments[-1].recipe)
+
+    def check(self, recipe: BaseRecipe, origin: Origin | None = None) -> None:
+        """UserError unless a start with this recipe and origin can continue the run, or the run is new."""
+        if self.record is not None:
+            check_origin(self.record, origin)
+            check_same(self.name, self.record.flow, recipe, self.segments)
+
+
+def find_stored(store: Store, name: str) -> Stored:
+    """What the store holds of the run `name`. Changes nothing.
+
+    Raises:
+        UserError: the name is invalid, the run was removed, or a record is damaged, or missing although others show
+            that it existed.
+    """
+    check_name(name)
+    check_run_kept(store, name)
+    record = find_record(store, paths.run_record(name), RunRecord)
+    if record is None:
+        if any(store.exists(path) for path in (paths.owner(name, 1), paths.segment(name, 0))):
+            raise missing_before(store, paths.run_record(name))
+        return Stored(store, name)
+    last = end_of(store, lambda k: paths.iteration_commit(name, k), record.parent_iteration)
+    owner = end_of(store, lambda n: paths.owner(name, n), 1)
+    segments = read_segments(store, name)
+    if last < record.parent_iteration:
+        return Stored(store, name, record, segments, owner)
+    head = read_record(store, paths.iteration_commit(name, last), IterationCommit)
+    if head.segment >= len(segments):
+        raise missing_before(store, paths.segment(name, len(segments)))
+    if head.provenance.owner > owner:
+        raise missing_before(store, paths.owner(name, owner + 1))
+    return Stored(store, name, record, segments, owner, head)
+
+
+def check_name(name: str) -> None:
+    """UserError unless `name` can be a run's name."""
+    if not NAME.fullmatch(name):
+        raise UserError(f"{name!r} cannot name a run: use lower-case letters, digits, '.', '_' and '-' (run=NAME).")
+
+
+def read_segments(store: Store, run: str, known: tuple[Segment, ...] = ()) -> tuple[Segment, ...]:
+    """All segments of a run, in order, of which the first are `known`."""
+    segments = list(known)
+    while (found := find_record(store, paths.segment(run, len(segments)), Segment)) is not None:
+        segments.append(found)
+    return tuple(segments)
+
+
+def check_same(name: str, flow: str, recipe: BaseRecipe, segments: tuple[Segment, ...]) -> None:
+    """UserError unless `recipe` can continue the run: the same flow, and equal semantic fields or more iterations."""
+    if flow != recipe.flow:
+        raise UserError(f"Run {name!r} belongs to the flow {flow!r}, not {recipe.flow!r}: {_remedy(name)}")
+    difference = compare(segments[-1], recipe) if segments else {}
+    if difference and not extends(difference):
+        listed = "; ".join(
+            f"{field} is {recorded!r} in the run and {given!r} here" for field, (recorded, given) in difference.items()
+        )
+        raise UserError(f"Run {name!r} exists with another recipe: {listed}. {_remedy(name)}")
+
+
+def compare(segment: Segment, recipe: BaseRecipe) -> Difference:
+    """The semantic fields in which `recipe` differs from the segment's."""
+    recorded, given = semantic_values(_parse(segment, type(recipe))), semantic_values(recipe)
+    names = sorted(recorded.keys() | given.keys())
+    pairs = {name: (recorded.get(name, _NOTHING), given.get(name, _NOTHING)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def extends(difference: Difference) -> bool:
+    """Whether the recipe differs only by more iterations."""
+    return difference.keys() == {_LENGTH} and difference[_LENGTH][1] > difference[_LENGTH][0]
+
+
+def _remedy(name: str) -> str:
+    return (
+        f"Choose another name (run=NAME), or use {name}'s own values to continue it. Only schedule.iterations may grow."
+    )
+
+
+def _parse(segment: Segment, model: type[BaseRecipe]) -> BaseRecipe:
+    try:
+        return model.model_validate(read_recorded(segment.recipe))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "recipe"
+        raise UserError(
+            f"This version cannot read the run's recipe ({where}: {first['msg']}): "
+            "continue it with the version that began it, or choose another name (run=NAME)."
+        ) from error
