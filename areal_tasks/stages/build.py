@@ -48,7 +48,7 @@ def build(stage: Stage, context: Context, inputs: Mapping[str, Built], ids: Pref
     built = _found(stage, context, given)
     if built is None:
         return _make(stage, context, given, ids)
-    if stage.on_reuse is not None and _engines_follow(stage, context, built):
+    if stage.on_reuse is not None and context.engines.servers.generates:
         stage.on_reuse(context, given, built.manifest)
     return built
 
@@ -77,14 +77,6 @@ def _recorded(stage: Stage, context: Context, inputs: Inputs) -> Found | None:
     recorded = context.recorded
     key = key_of(stage, replace(context, previous_digest=recorded.previous_digest), inputs)
     return recorded.find(stage.name, key)
-
-
-def _engines_follow(stage: Stage, context: Context, built: Built) -> bool:
-    """Whether the engines must be brought to the state of a reused result at once.
-
-    A result of the replayed run changes only the servers: the trainer is restored when it is next needed.
-    """
-    return not built.recorded(context) or (stage.kind is Kind.WEIGHTS and context.engines.servers.generates)
 
 
 def carried(stage: Stage, context: Context, inputs: Mapping[str, Built]) -> Built | None:
@@ -150,8 +142,9 @@ def _make(stage: Stage, context: Context, inputs: Inputs, ids: PrefectIds) -> Bu
     )
     path = manifest_path(manifest)
     winner, mine = commit_once(context.store, path, manifest)
-    if not mine and stage.on_reuse is not None:  # the engine has this attempt's state, not the committed one
-        context.engines.actor.drop()
+    if not mine and stage.kind is Kind.TRAIN_STEP:
+        context.engines.actor.drop()  # it holds this attempt's policy, not the committed one
+    if not mine and stage.on_reuse is not None:
         stage.on_reuse(context, inputs, winner)
     return Built(winner, stage_ref(path, winner), reused=not mine)
 

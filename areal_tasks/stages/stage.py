@@ -72,8 +72,8 @@ class Stage:
     """One node of the graph. `reads` are `table.column`; `writes` are tables; `carries` is state of the last iteration.
 
     `source` stages read no table of their iteration, so their key contains the previous commit's digest; `once` stages
-    are built once per run, and every later commit names the same manifest. `on_reuse` brings an engine to the state in
-    which running the stage would have left it.
+    are built once per run, and every later commit names the same manifest. `on_reuse` gives the servers, if there
+    are any, what running the stage would have given them; a trainer is restored when it is next used.
     """
 
     name: str

@@ -8,7 +8,6 @@ from areal_tasks.engines.trainer.commands import Train
 from areal_tasks.engines.trainer.rows import read_of
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
-from schemas.manifest import StageManifest
 from schemas.recipe.derived import needs_proximal
 from schemas.recipe.recipe import RlhfRecipe, SftRecipe
 
@@ -31,7 +30,6 @@ def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
         after=("evaluate",)
         if isinstance(recipe, RlhfRecipe) and recipe.inference.release_memory
         else (),  # one at a time on the GPU
-        on_reuse=restore_policy,
     )
 
 
@@ -54,11 +52,6 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     with reported(f"train {context.iteration}", "samples", trainer.work):
         done = trainer.train(_command(context, inputs, prefix))
     return Output(done.tables, done.metrics)
-
-
-def restore_policy(context: Context, inputs: Inputs, manifest: StageManifest) -> None:
-    """The steps are committed: restore the policy to the version after them."""
-    context.engines.actor.after(manifest)
 
 
 def _command(context: Context, inputs: Inputs, prefix: str) -> Train:
