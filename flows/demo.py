@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 
 import httpx
 from rich.console import Console
@@ -169,8 +170,8 @@ def print_cost(store: Store, *runs: str) -> None:
     """Print the total cost of these runs in one line."""
     total = Cost()
     for run in runs:
-        with Session(store, run) as session, session.explained() as connection:
-            total += cost_of(connection, run)
+        with Session(store, run) as session:
+            total += session.ask(partial(cost_of, run=run))
     console.print(f"\ncost, supervised fine-tuning included: {total}", soft_wrap=True)
 
 

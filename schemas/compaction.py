@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from schemas.manifest import FileRef, Provenance, Record, StoredRecord
 
@@ -12,15 +12,19 @@ from schemas.manifest import FileRef, Provenance, Record, StoredRecord
 SCALAR_TABLES: Final = ("scalars", "train_steps", "train_samples", "publish")
 
 
+#: Digests of parts of a file, which earlier versions recorded.
+_FORMER: Final = frozenset({"footer", "footer_sha256", "chunks"})
+
+
 class CompactFile(FileRef):
-    """A Parquet file whose column chunks can be verified individually: a reader of few columns hashes few bytes."""
+    """A Parquet file of a merged table."""
 
     rows: int
-    footer: int = Field(description="bytes of the Parquet footer, including its length field and magic")
-    footer_sha256: str
-    chunks: tuple[tuple[str, ...], ...] = Field(
-        description="per row group, per column chunk in the footer's order: first half of its SHA-256"
-    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former(cls, value: Any) -> Any:
+        return {k: v for k, v in value.items() if k not in _FORMER} if isinstance(value, dict) else value
 
 
 class CompactTable(Record):

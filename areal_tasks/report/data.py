@@ -63,16 +63,22 @@ def _run(store: Store, catalog: Catalog, points: int, samples: int) -> Payload:
     head = catalog.run.head()
     if head is None:
         return run_facts(catalog.run, None, Makers()) | nothing
-    with Session(store, catalog.run.name) as session, session.explained() as connection:
-        facts = run_facts(catalog.run, head, makers_of(connection))
-        facts["facts"] += dropped_prompts(connection)
-        cost = cost_payload(cost_of(connection, catalog.run.name))
-        lines, picked, count = curves(connection, points), pick(connection, samples), available(connection)
+    with Session(store, catalog.run.name) as session:
+        makers, dropped, cost = session.ask(lambda c: (makers_of(c), dropped_prompts(c), cost_of(c, catalog.run.name)))
+        lines, picked, count = session.ask(lambda c: (curves(c, points), pick(c, samples), available(c)))
+    facts = run_facts(catalog.run, head, makers)
+    facts["facts"] += dropped
     rows, problems = read_samples(catalog, picked)
     encoded = [encode_sample(key, row, picked[key]) for key, row in rows]
     texts, problem = vocabulary(catalog, {i for sample in encoded for i in sample["tokens"]["ids"]})
     samples_found = {"available": count, "problems": [*problems, *([problem] if problem else [])]}
-    return facts | {"cost": cost, "curves": lines, "samples": encoded, "vocabulary": texts, **samples_found}
+    return facts | {
+        "cost": cost_payload(cost),
+        "curves": lines,
+        "samples": encoded,
+        "vocabulary": texts,
+        **samples_found,
+    }
 
 
 def _fit(payload: Payload, max_bytes: int) -> None:

@@ -8,28 +8,29 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.dataset as ds
 
 from areal_tasks.store import paths
+from areal_tasks.store.backend import StoreError
 from areal_tasks.store.commit import read_verified
+from areal_tasks.store.objects.verified_files import read_files
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.record_tables import utc
-from areal_tasks.store.retention.compacted import CompactionDamaged, CompactReader, believed
+from areal_tasks.store.retention.compacted import believed
 from areal_tasks.store.runs import Run
 from areal_tasks.store.search import last_present
-from schemas.compaction import Compaction, CompactTable
+from schemas.compaction import CompactFile, Compaction
 from schemas.manifest import IterationCommit, Provenance, ShardRef, StageManifest, StageRef
 from schemas.tables import TABLES
 from schemas.views import COMMITS, SHARDS, STAGES
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 Refs = dict[str, tuple[StageRef, IterationCommit]]
 DERIVED: Final = {"commits": COMMITS, "stages": STAGES, "shards": SHARDS}
@@ -88,22 +89,18 @@ class Region:
             if table in found.manifest.tables:
                 yield from ((found.manifest.iteration, shard) for shard in found.manifest.tables[table].shards)
 
-    def compacted(self, table: str) -> CompactTable | None:
-        """The merged table, if there is one with the columns that this version has."""
+    def merged(self, table: str) -> Sequence[CompactFile] | None:
+        """The files of the merged table, if there is one with the columns that this version has."""
         found = self.compaction.tables.get(table) if self.compaction else None
-        return found if found and found.columns == tuple(compact_schema(table).names) else None
+        return found.files if found and found.columns == tuple(compact_schema(table).names) else None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Catalog:
-    """A run's history up to its head, read lazily. Without `compacted`, compactions are ignored."""
+    """A run's history up to its head, read lazily. Without `compacted`, tables in compactions are ignored."""
 
     run: Run
     compacted: bool = True
-    reader: CompactReader = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "reader", CompactReader(self.run.store))
 
     @cached_property
     def regions(self) -> list[Region]:
@@ -166,50 +163,57 @@ class Catalog:
         merged = self.merged(region, "shards", ds.field("table_name") == table)
         if merged is None:
             return list(region.shards(self.stages_of[table], table))
-        rows = [row for part in merged for row in part.to_pylist()]
-        return [(row["iteration"], ShardRef(**{name: row[name] for name in ShardRef.model_fields})) for row in rows]
+        return [shard for part in merged for shard in shard_refs(part)]
 
     def merged(self, region: Region, table: str, filter: ds.Expression | None = None) -> list[pa.Table] | None:
         """The region's rows of a table in its compaction; None if they must be read from its source files."""
-        compact, schema = region.compacted(table), compact_schema(table)
-        if compact is None:
+        files = region.merged(table) if self.compacted else None
+        if files is None:
             return None
-        return self.trusted(lambda: list(self.reader.tables(compact, schema, filter)))
-
-    def trusted(self, read: Callable[[], T]) -> T | None:
-        """The result of `read`, which reads a compaction; None, and a warning, if that is damaged."""
         try:
-            return read()
-        except CompactionDamaged as error:
-            log.warning(
-                "%s: reading its source files instead, which takes longer; `arealflow compact %s` makes it again",
-                error,
-                self.run.name,
-            )
+            return read_files(self.run.store, files, compact_schema(table), filter)
+        except (StoreError, OSError, pa.ArrowException) as error:
+            self.pass_over(error)
             return None
+
+    def merged_files(self, table: str) -> list[CompactFile]:
+        """All files of a merged table that are read in place of its shards."""
+        return [file for region in self.regions if self.compacted for file in region.merged(table) or ()]
+
+    def pass_over(self, damage: Exception) -> None:
+        """Read source files from now on, with a warning: a compaction is damaged."""
+        self.compacted = False
+        log.warning(
+            "%s: reading the source files instead, which takes longer; `arealflow compact %s` merges them again",
+            str(damage).split(". Restore")[0],
+            self.run.name,
+        )
 
     def stages_table(self) -> pa.Table:
         """The rows of the view `stages`."""
-        return self._everywhere("stages")
+        return self.rows("stages", *self.regions)
 
     def commits_table(self) -> pa.Table:
         """The rows of the view `commits`."""
-        return self._everywhere("commits")
+        return self.rows("commits", *self.regions)
 
     def shards_table(self) -> pa.Table:
         """The rows of the view `shards`."""
-        return self._everywhere("shards")
+        return self.rows("shards", *self.regions)
 
-    def _everywhere(self, name: str) -> pa.Table:
+    def rows(self, name: str, *regions: Region) -> pa.Table:
+        """The rows of a view of `DERIVED`: from compactions, or computed from commits and manifests."""
         parts = [DERIVED[name].empty_table()]
-        for region in self.regions:
+        for region in regions:
             merged = self.merged(region, name)
-            parts += [self.derived(name, region)] if merged is None else merged
+            parts += [pa.Table.from_pylist(_DERIVE[name](region), DERIVED[name])] if merged is None else merged
         return pa.concat_tables(parts)
 
-    def derived(self, name: str, region: Region) -> pa.Table:
-        """The rows of a view of `DERIVED` for a region, computed from its commits and manifests."""
-        return pa.Table.from_pylist(_DERIVE[name](region), schema=DERIVED[name])
+
+def shard_refs(rows: pa.Table) -> list[tuple[int, ShardRef]]:
+    """The shards in rows of the view `shards`, with their iterations."""
+    found = rows.select(["iteration", *ShardRef.model_fields]).to_pylist()
+    return [(row.pop("iteration"), ShardRef(**row)) for row in found]
 
 
 def compact_schema(table: str) -> pa.Schema:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from areal_tasks.store.backend import Missing, Newer, Store, StoreError, Unavailable
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.objects.files import newest_written, published_weights, read_weights
-from areal_tasks.store.objects.verified_files import check_shard
+from areal_tasks.store.objects.verified_files import check_file
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.retention.tombstones import check_kept
 from schemas.errors import UserError
@@ -24,7 +24,7 @@ _ONCE: Final = ("initialise", "prompts")  # stages that are built once per run, 
 def check_first_start(parent: Run, origin: Origin) -> list[WeightsRef]:
     """Check everything that the first start of the child which `origin` describes loads; returns its weights.
 
-    Weights and checkpoints: existence and size. Tables: `check_shard`.
+    Weights and checkpoints: existence and size. Tables: `check_file`.
 
     Raises:
         UserError: a file, which is named, is missing, damaged or written by a newer version; or weights were removed
@@ -37,7 +37,7 @@ def check_first_start(parent: Run, origin: Origin) -> list[WeightsRef]:
         files = [file for ref in refs for file in read_weights(parent.store, ref).files]
         parallel(lambda file: _check_size(parent.store, file), files)
         if refs:  # an engine will be started
-            parallel(lambda shard: check_shard(parent.store, shard), list(_shards(parent, origin.iteration)))
+            parallel(lambda shard: check_file(parent.store, shard), list(_shards(parent, origin.iteration)))
     except (Unavailable, Newer):  # nothing has to be restored
         raise
     except StoreError as error:

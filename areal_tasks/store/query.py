@@ -7,10 +7,9 @@ on S3 alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 import duckdb
 import pyarrow as pa
@@ -22,6 +21,7 @@ from areal_tasks.store.run_views import RunViews, unite, words_of_plan
 from areal_tasks.store.runs import load_run
 from schemas.errors import UserError
 
+A = TypeVar("A")
 _ONE_SELECT: Final = "Pass one query at a time: a single SELECT (or DESCRIBE, SUMMARIZE, EXPLAIN)."
 
 
@@ -31,7 +31,7 @@ class Session:
     Views: one per table (with the iteration), those of `schemas.views.VIEWS`, `stages`, `commits`, `shards`, `log`,
     `starts`, `segments`, `spool`. Each has the rows of all runs, and the column `run`. `several` gives one run the
     columns of several.
-    The queries of a session share what they have read: the catalog, and the verified parts of compacted tables.
+    The queries of a session share what they have read: the catalog, and small files.
     """
 
     def __init__(self, store: Store, *names: str, compacted: bool = True, several: bool = False) -> None:
@@ -68,22 +68,22 @@ class Session:
         for run in self.runs:
             run.define(frozenset())
         self._drop_unused_joins(query)
-        with self.explained() as connection:
-            answer: pa.Table = connection.sql(query).to_arrow_table()
-        return answer
+        return self.ask(lambda connection: connection.sql(query).to_arrow_table())
 
-    @contextmanager
-    def explained(self) -> Iterator[duckdb.DuckDBPyConnection]:
-        """The connection, for the program's own queries; an error inside becomes the UserError that `sql` would raise.
+    def ask(self, work: Callable[[duckdb.DuckDBPyConnection], A]) -> A:
+        """The result of `work`, the program's own queries; its error becomes the UserError that `sql` would raise.
 
-        It has the views of `sql`, and no access to anything else.
+        The connection has the views of `sql`, and no access to anything else. If a compaction is found to be damaged,
+        `work` is done again, from the source files.
         """
         for run in self.runs:
             for lazy in run.lazies.values():
                 lazy.failure = None
         try:
-            yield self.connection
+            return work(self.connection)
         except duckdb.Error as error:
+            if any(run.passes_over() for run in self.runs):
+                return self.ask(work)
             raise self._explained(error) from error
 
     def _drop_unused_joins(self, query: str) -> None:

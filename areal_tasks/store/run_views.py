@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Final
 
 import duckdb
 
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.catalog import Catalog
-from areal_tasks.store.commit import verified
+from areal_tasks.store.objects.verified_files import check_whole
 from areal_tasks.store.record_tables import log_table, segments_table, spool_table
 from areal_tasks.store.scan import Lazy, derived_dataset, table_dataset
 from areal_tasks.store.starts import starts_table
+from schemas.manifest import FileRef
 from schemas.views import COMMITS, LOG, SEGMENTS, SHARDS, SHARED, SPOOL, STAGES, STARTS, VIEWS, View
 
 #: Views with a column `run` of their own: the run that made what the row describes, which may be a parent.
@@ -57,15 +58,28 @@ class RunViews:
         used = {join.table for join in joins if any(column.source in words for column in join.columns)}
         return {join.table for join in joins} - used
 
+    def passes_over(self) -> bool:
+        """Whether a scan failed on a damaged compaction, and compactions are therefore passed over from now on."""
+        damage = self._damage(file for table in self._failed() for file in self.catalog.merged_files(table))
+        if damage is not None:
+            self.catalog.pass_over(damage)
+        return damage is not None
+
     def damage(self) -> StoreError | None:
         """The error of a damaged shard that made a scan fail; None if the failure has another cause."""
-        failed = [self.shown[name] for name, lazy in self.lazies.items() if lazy.failure and name in self.shown]
-        for table in failed:
-            for _, shard in self.catalog.shards(table):
-                try:
-                    verified(self.catalog.run.store, shard.path, shard.sha256)
-                except StoreError as damage:
-                    return damage
+        return self._damage(shard for table in self._failed() for _, shard in self.catalog.shards(table))
+
+    def _failed(self) -> list[str]:
+        """The tables of which a scan has failed."""
+        return [self.shown[name] for name, lazy in self.lazies.items() if lazy.failure and name in self.shown]
+
+    def _damage(self, files: Iterable[FileRef]) -> StoreError | None:
+        """What is wrong with the first of these files that is not whole."""
+        for file in files:
+            try:
+                check_whole(self.catalog.run.store, file)
+            except StoreError as damage:
+                return damage
         return None
 
 

@@ -11,12 +11,11 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from areal_tasks.store.catalog import Catalog, Region
-from areal_tasks.store.objects.verified_files import CheckedShards
-from areal_tasks.store.retention.compacted import FORMAT
+from areal_tasks.store.objects.verified_files import FORMAT, CheckedFiles
 from schemas.tables import REPEATED, TABLES
 
-#: Makes the data set that is scanned, given the columns and the filter.
-Build = Callable[[Sequence[str], ds.Expression | None], ds.Dataset]
+#: Makes the data set that is scanned.
+Build = Callable[[], ds.Dataset]
 #: Checks fragments, and returns those to scan in their place.
 Check = Callable[[Sequence[Any]], Sequence[Any]]
 
@@ -71,9 +70,8 @@ class Lazy(ds.InMemoryDataset):  # type: ignore[misc]
 
     def scanner(self, columns: Any = None, filter: ds.Expression | None = None, **options: Any) -> ds.Scanner:
         """As `Dataset.scanner`, of the data set that `build` makes."""
-        names = self.schema.names if columns is None else list(columns)
         with self.recording():
-            dataset = self.build(names, filter)
+            dataset = self.build()
             if isinstance(dataset, ds.InMemoryDataset):
                 return dataset.scanner(columns=columns, filter=filter, **options)
             return RecordingScan(dataset, filter, {"columns": columns, **options}, self._checked, self.recording)
@@ -100,39 +98,31 @@ def table_schema(table: str) -> pa.Schema:
 
 def table_dataset(catalog: Catalog, table: str) -> Lazy:
     """A table of the run, from valid compactions where there are any, and from its shards elsewhere."""
-    schema = table_schema(table)
-    filesystem, root = catalog.run.store.arrow()
-    check = CheckedShards(catalog.run.store, root)
-    plain: dict[int, list[Any]] = {}  # first iteration of a region -> its shards
+    schema, files = table_schema(table), CheckedFiles(catalog.run.store)
+    filesystem, _ = catalog.run.store.arrow()
+    shards: dict[int, list[Any]] = {}  # first iteration of a region -> its shards
 
-    def shards(region: Region) -> list[Any]:
-        if region.first not in plain:
-            plain[region.first] = [
-                FORMAT.make_fragment(check.add(shard), filesystem, ds.field("iteration") == iteration)
-                for iteration, shard in catalog.shards_of(region, table)
-            ]
-        return plain[region.first]
+    def fragments(region: Region) -> list[Any]:
+        merged = region.merged(table) if catalog.compacted else None
+        if merged is not None:
+            return [files.fragment(file) for file in merged]
+        if region.first not in shards:
+            found = catalog.shards_of(region, table)
+            shards[region.first] = [files.fragment(shard, ds.field("iteration") == k) for k, shard in found]
+        return shards[region.first]
 
-    def fragments(region: Region, columns: Sequence[str], filter: ds.Expression | None) -> list[Any]:
-        compact = region.compacted(table)
-        if compact is None:
-            return shards(region)
-        read = catalog.reader.fragments
-        found = catalog.trusted(lambda: read(compact, set(columns), filter, schema))
-        return shards(region) if found is None else found
-
-    def build(columns: Sequence[str], filter: ds.Expression | None) -> ds.Dataset:
-        parts = [part for region in catalog.regions for part in fragments(region, columns, filter)]
+    def build() -> ds.Dataset:
+        parts = [part for region in catalog.regions for part in fragments(region)]
         return ds.FileSystemDataset(parts, schema, FORMAT, filesystem)
 
-    return Lazy(schema, build, check)
+    return Lazy(schema, build, files)
 
 
 def derived_dataset(schema: pa.Schema, make: Callable[[], pa.Table]) -> Lazy:
     """A table that `make` computes on the first scan."""
     made: list[pa.Table] = []
 
-    def build(columns: Sequence[str], filter: ds.Expression | None) -> ds.Dataset:
+    def build() -> ds.Dataset:
         if not made:
             made.append(make())
         return ds.InMemoryDataset(made[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -24,8 +24,7 @@ MAX_ROWS: Final = 8192
 _SHARD_BYTES: Final = 256 << 20  # a shard of long samples holds fewer rows
 _GROUP_ROWS: Final = 1024
 _MARK: Final = b"arealsum"  # before the SHA-256 of a footer
-_DIGEST_BYTES: Final = 32
-_SEAL_BYTES: Final = len(_MARK) + _DIGEST_BYTES
+_CHECKSUM_BYTES: Final = len(_MARK) + 32
 _TAIL_BYTES: Final = 64 << 10  # holds nearly every footer; Arrow begins with as much
 
 
@@ -77,51 +76,41 @@ def _write_shard(store: Store, path: str, table: pa.Table) -> ShardRef:
     return ShardRef(path=path, sha256=digest, bytes=len(data), rows=table.num_rows, tokens=_tokens(table))
 
 
-def encode(table: pa.Table) -> bytes:
-    """The table as the bytes of a Parquet file, with a checksum of the footer before the footer.
+def encode(table: pa.Table, layout: Mapping[str, Any] | None = None) -> bytes:
+    """The table as the bytes of a Parquet file that can be verified in parts: SQL reads few columns of a large one.
 
-    Parquet has checksums only for pages. Readers find the footer from the file's end, and the pages by their offsets in
-    it, so they ignore what lies between.
+    Each page has a CRC-32, and the footer a SHA-256 before it, for which Parquet has no place. Readers find the footer
+    from the file's end, and the pages by their offsets in it, so they ignore what lies between.
     """
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, **_options(table.schema))
+    pq.write_table(
+        table,
+        sink,
+        compression="zstd",
+        compression_level=1,
+        write_page_checksum=True,
+        **layout or _layout(table.schema),
+    )
     data = memoryview(sink.getvalue())
     footer = len(data) - int.from_bytes(data[-8:-4], "little") - 8
     return b"".join((data[:footer], _MARK, hashlib.sha256(data[footer:]).digest(), data[footer:]))
 
 
 def footer_holds(file: pa.NativeFile, size: int) -> bool:
-    """Whether the footer of an open shard of `size` bytes is unaltered, as far as its checksum shows.
-
-    Shards of earlier versions have no checksum; they pass.
-    """
+    """Whether an open file of `size` bytes has a checksum of its footer, and it holds; earlier versions wrote none."""
     tail: bytes = file.read_at(min(size, _TAIL_BYTES), max(size - _TAIL_BYTES, 0))
     footer = int.from_bytes(tail[-8:-4], "little") + 8
-    long = footer + _SEAL_BYTES
+    long = footer + _CHECKSUM_BYTES
     if len(tail) < long <= size:
         tail = file.read_at(long, size - long)
-    if tail[-long:].startswith(_MARK):
-        return hashlib.sha256(tail[-footer:]).digest() == tail[-long:][len(_MARK) : _SEAL_BYTES]
-    return not _misses_seal(tail)
+    return tail[-long:-footer] == _MARK + hashlib.sha256(tail[-footer:]).digest()
 
 
-def _misses_seal(tail: bytes) -> bool:
-    """Whether a checksum elsewhere in `tail` holds for the footer with the last 8 bytes as they should be.
-
-    These contain the footer's length, which locates the footer and the checksum before it.
-    """
-    digest, footer = (rest := tail.rpartition(_MARK)[2])[:_DIGEST_BYTES], rest[_DIGEST_BYTES:-8]
-    return hashlib.sha256(footer + len(footer).to_bytes(4, "little") + b"PAR1").digest() == digest
-
-
-def _options(schema: pa.Schema) -> dict[str, Any]:
-    """Parquet options. No dictionaries: zstd itself finds what a group's samples share."""
+def _layout(schema: pa.Schema) -> dict[str, Any]:
+    """Options of Parquet. No dictionaries: zstd itself finds what a group's samples share."""
     return {
         "row_group_size": _GROUP_ROWS,
-        "compression": "zstd",
-        "compression_level": 1,
         "use_dictionary": False,
-        "write_page_checksum": True,  # SQL reads parts of a shard, which its SHA-256 cannot verify
         "use_byte_stream_split": [f"{f.name}.list.element" for f in schema if f.type == FLOATS] or False,
         "write_statistics": [f.name for f in schema if not pa.types.is_list(f.type) and f.name not in TEXTS],
     }

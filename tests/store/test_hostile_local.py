@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import subprocess
 import sys
@@ -19,11 +20,12 @@ from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.commit import read_verified
 from areal_tasks.store.objects import verified_files
 from areal_tasks.store.objects.inventory import open_file
+from areal_tasks.store.objects.verified_files import check_file
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import load_run, open_run
 from areal_tasks.store.shards import content_digest, encode, footer_holds, read_table, write_table
 from schemas.errors import UserError
-from schemas.manifest import StageManifest
+from schemas.manifest import FileRef, StageManifest
 
 SMALL = 512 << 10  # bytes of the disk
 
@@ -78,7 +80,7 @@ def flipped(data: bytes, draw: random.Random) -> bytes:
 def test_no_altered_bit_of_a_shard_makes_sql_tell_something_else(
     local_store: Store, whole_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small shards are hashed whole; of large ones the footer and the pages that are read have checksums."""
+    """Small shards are hashed whole; in large ones the footer and each page that is read have checksums."""
     monkeypatch.setattr(verified_files, "WHOLE_BYTES", whole_bytes)
     build(open_run(local_store, "run", "rlhf", recipe()), range(2), {"verify": ("verify",)})
     query = "SELECT count(*) AS n, sum(hash(reward)) AS rewards, sum(hash(detail)) AS details FROM verify"
@@ -98,43 +100,52 @@ def test_no_altered_bit_of_a_shard_makes_sql_tell_something_else(
         assert noticed >= (tries if whole_bytes else least)
 
 
-def test_the_footer_of_an_older_shard_is_read_as_it_is(local_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs before wrote no checksum there, and no other program that reads Parquet minds the one of now."""
+def test_a_footer_has_a_checksum_that_other_programs_ignore(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = table("verify")
     data = encode(rows)
-    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    older = data[: footer - 40] + data[footer:]
-    for name, stored in (("older", older), ("newer", data)):
-        local_store.put(name, stored)
-        assert pq.read_table(local_store.uri(name)).equals(rows)
-        with open_file(local_store, name) as file:
-            assert footer_holds(file, len(stored))
+    local_store.put("file", data)
+    assert pq.read_table(local_store.uri("file")).equals(rows)
+    with open_file(local_store, "file") as file:
+        assert footer_holds(file, len(data))
     monkeypatch.setattr(shards, "_TAIL_BYTES", 64)  # a footer that is longer than what is read at first
-    for stored, holds in ((data, True), (older, True), (data[:-20] + bytes([data[-20] ^ 1]) + data[-19:], False)):
+    for stored, holds in (
+        (data, True),
+        (older(data), False),
+        (data[:-20] + bytes([data[-20] ^ 1]) + data[-19:], False),
+    ):
         assert footer_holds(pa.BufferReader(stored), len(stored)) is holds
+
+
+def older(data: bytes) -> bytes:
+    """A shard without the checksum of its footer, as earlier versions wrote it."""
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    return data[: footer - 40] + data[footer:]
+
+
+def test_a_large_file_of_an_earlier_version_is_verified_as_a_whole(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verified_files, "WHOLE_BYTES", 0)
+    named = table("verify").set_column(0, "sample_id", pa.array(["arealsum"] * 16))  # not taken for the checksum's mark
+    data = older(encode(named))
+    file = FileRef(path="file", sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+    local_store.put("file", data)
+    check_file(local_store, file)
+    for at in range(0, len(data), 7):
+        Path(local_store.uri("file")).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(StoreError, match="file is damaged"):
+            check_file(local_store, file)
 
 
 def test_every_altered_bit_of_a_footers_checksum_length_or_end_is_noticed() -> None:
     data = encode(table("verify"))
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    for at in (*range(footer - 32, footer), *range(len(data) - 8, len(data))):
+    for at in (*range(footer - 40, footer), *range(len(data) - 8, len(data))):
         for bit in range(8):
             altered = data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1 :]
             assert not footer_holds(pa.BufferReader(altered), len(altered)), (at - len(data), bit)
-
-
-def test_what_rows_say_is_not_taken_for_a_footers_checksum() -> None:
-    """The word that marks it may stand in the texts of an older shard, and in the statistics of any footer."""
-    rows = table("verify")
-    named = rows.set_column(0, rows.schema.field(0), pa.array(["arealsum"] * len(rows)))
-    newer = encode(named)
-    footer = len(newer) - 8 - int.from_bytes(newer[-8:-4], "little")
-    assert b"arealsum" in newer[footer:]
-    older = newer[: footer - 40] + newer[footer:]
-    texts = newer[: footer - 40] + b"a text that says arealsum, and goes on for a while" + newer[footer:]
-    for stored in (newer, older, texts):
-        assert footer_holds(pa.BufferReader(stored), len(stored))
-        assert pq.read_table(pa.BufferReader(stored)).equals(named)
 
 
 Damage = Callable[[Path], None]

@@ -230,7 +230,8 @@ def test_sql_sees_no_python_variables(local_store: Store) -> None:
 
 def test_a_connection_has_every_view_and_stays_locked(local_store: Store) -> None:
     built(local_store, 1)
-    with Session(local_store, "run") as session, session.explained() as connection:
+    with Session(local_store, "run") as session:
+        connection = session.ask(lambda connection: connection)
         names = {row[0] for row in connection.execute("SHOW TABLES").fetchall()}
         assert {"samples", "tokens", "stages", "commits", "rollout", "scalars"} <= names
         assert connection.execute("SELECT count(*) FROM samples JOIN tokens USING (sample_id)").fetchall() == [(64,)]

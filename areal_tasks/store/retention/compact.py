@@ -11,20 +11,21 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.dataset as ds
 
 from areal_tasks.store import paths
-from areal_tasks.store.backend import Exists
-from areal_tasks.store.catalog import DERIVED, Catalog, Region, compact_schema
+from areal_tasks.store.backend import Exists, Store
+from areal_tasks.store.catalog import DERIVED, Catalog, Region, compact_schema, shard_refs
 from areal_tasks.store.commit import bytes_digest, new_attempt
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.retention.compacted import extent, listed, short_digest
+from areal_tasks.store.retention.compacted import listed, short_digest
 from areal_tasks.store.runs import Run
-from areal_tasks.store.shards import read_shard
+from areal_tasks.store.shards import encode, read_shard
 from schemas.compaction import SCALAR_TABLES, CompactFile, Compaction, CompactTable
 from schemas.errors import UserError
 from schemas.manifest import ShardRef
@@ -52,7 +53,6 @@ def compact(run: Run, catalog: Catalog, regions: Sequence[Region], tables: Seque
     """
     attempt, started = new_attempt(), now()
     first, stop = regions[0].first, regions[-1].stop
-    names = [*(name for name in tables if name in catalog.stages_of), *DERIVED]
     record = Compaction(
         run=run.name,
         first=first,
@@ -60,7 +60,7 @@ def compact(run: Run, catalog: Catalog, regions: Sequence[Region], tables: Seque
         attempt=attempt,
         last=bytes_digest(run.store, run.commit_path(stop - 1)),
         stages_of={table: tuple(sorted(stages)) for table, stages in catalog.stages_of.items()},
-        tables=_merged(run, catalog, regions, names, paths.compact_attempt(run.name, attempt)),
+        tables=_merged(catalog, regions, tables, paths.compact_attempt(run.name, attempt)),
         provenance=make_provenance(run.owner, started),
     )
     data = record.encode()
@@ -71,16 +71,14 @@ def compact(run: Run, catalog: Catalog, regions: Sequence[Region], tables: Seque
     return record
 
 
-def _merged(
-    run: Run, catalog: Catalog, regions: Sequence[Region], names: Sequence[str], prefix: str
-) -> dict[str, CompactTable]:
-    """All tables in one pass over the history."""
-    merges = [_Merge(run, name, f"{prefix}/{name}") for name in names]
-    for region in (part for whole in regions for part in _parts(whole)):
-        for merge in merges:
-            for rows in _rows(catalog, region, merge.name):
-                merge.add(rows)
-    return {merge.name: merge.finished() for merge in merges}
+def _merged(catalog: Catalog, regions: Sequence[Region], tables: Sequence[str], folder: str) -> dict[str, CompactTable]:
+    """The merged tables, in files in `folder`. The manifests come first: they name the shards of the others."""
+    parts = [part for region in regions for part in _parts(region)]
+    derived = [{name: catalog.rows(name, replace(part)) for name in DERIVED} for part in parts]
+    rows: dict[str, Iterable[pa.Table]] = {name: [one[name] for one in derived] for name in DERIVED}
+    shards = [one["shards"] for one in derived]
+    rows |= {name: _rows(catalog, name, parts, shards) for name in tables if name in catalog.stages_of}
+    return {name: _write(catalog.run.store, name, found, f"{folder}/{name}") for name, found in rows.items()}
 
 
 def _parts(region: Region) -> Iterable[Region]:
@@ -91,93 +89,57 @@ def _parts(region: Region) -> Iterable[Region]:
     return (Region(region.run, k, min(k + _ITERATIONS, region.stop)) for k in starts)
 
 
-def _rows(catalog: Catalog, region: Region, name: str) -> Iterator[pa.Table]:
-    """The region's rows of a table, every byte of their source verified."""
-    merged = catalog.merged(region, name)
-    if merged is not None:
-        yield from merged
-        return
-    for part in [region] if region.compaction is None else _parts(Region(region.run, region.first, region.stop)):
-        part.selected()  # each table needs these manifests: the region keeps them
-        if name in DERIVED:
-            yield catalog.derived(name, part)
-        else:
-            yield from _plain_rows(catalog, part, name)
+def _rows(catalog: Catalog, name: str, parts: Sequence[Region], shards: Sequence[pa.Table]) -> Iterator[pa.Table]:
+    """The rows of a table in each of `parts`, every byte verified; `shards` lists all shards of each."""
+    for part, its_shards in zip(parts, shards, strict=True):
+        merged = catalog.merged(part, name)
+        yield from _plain_rows(catalog.run.store, name, its_shards) if merged is None else merged
 
 
-def _plain_rows(catalog: Catalog, region: Region, name: str) -> Iterator[pa.Table]:
-    schema, shards = compact_schema(name), catalog.shards_of(region, name)
-    threads = _AT_ONCE if catalog.run.store.local("") is None else 2  # local reads gain nothing from more
+def _plain_rows(store: Store, name: str, shards_of_all: pa.Table) -> Iterator[pa.Table]:
+    schema, shards = compact_schema(name), shard_refs(shards_of_all.filter(ds.field("table_name") == name))
+    threads = _AT_ONCE if store.local("") is None else 2  # local reads gain nothing from more
     for start in range(0, len(shards), _AT_ONCE):
         some = shards[start : start + _AT_ONCE]
-        yield pa.concat_tables(parallel(lambda found: _shard_rows(catalog.run, *found, schema), some, threads))
+        yield pa.concat_tables(parallel(lambda found: _shard_rows(store, *found, schema), some, threads))
 
 
-def _shard_rows(run: Run, iteration: int, shard: ShardRef, schema: pa.Schema) -> pa.Table:
-    table = read_shard(run.store, shard)
+def _shard_rows(store: Store, iteration: int, shard: ShardRef, schema: pa.Schema) -> pa.Table:
+    table = read_shard(store, shard)
     given = {name: table[name] for name in table.column_names}
     given["iteration"] = pa.array([iteration] * len(table), pa.int32())
     columns = [given[f.name].cast(f.type) if f.name in given else pa.nulls(len(table), f.type) for f in schema]
     return pa.table(columns, schema=schema)
 
 
-class _Merge:
-    """The merged files of one table: rows are buffered until they fill a file."""
-
-    def __init__(self, run: Run, name: str, prefix: str) -> None:
-        self.run, self.name, self.prefix = run, name, prefix
-        self.held: list[pa.Table] = []
-        self.rows = self.bytes = 0
-        self.files: list[CompactFile] = []
-
-    def add(self, rows: pa.Table) -> None:
-        self.held.append(rows)
-        self.rows, self.bytes = self.rows + len(rows), self.bytes + rows.nbytes
-        if self.rows >= _FILE_ROWS or self.bytes >= _FILE_BYTES:
-            self._flush()
-
-    def finished(self) -> CompactTable:
-        if self.rows:
-            self._flush()
-        return CompactTable(columns=tuple(compact_schema(self.name).names), files=tuple(self.files))
-
-    def _flush(self) -> None:
-        path = f"{self.prefix}-{len(self.files):05d}.parquet"
-        self.files.append(_write(self.run, path, pa.concat_tables(self.held)))
-        self.held, self.rows, self.bytes = [], 0, 0
+def _write(store: Store, name: str, parts: Iterable[pa.Table], prefix: str) -> CompactTable:
+    files = (_write_file(store, f"{prefix}-{i:05d}.parquet", rows) for i, rows in enumerate(_filled(parts)))
+    return CompactTable(columns=tuple(compact_schema(name).names), files=tuple(files))
 
 
-def _write(run: Run, path: str, table: pa.Table) -> CompactFile:
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, **_options(table))
-    data: bytes = sink.getvalue().to_pybytes()
-    run.store.put(path, data)
-    footer = int.from_bytes(data[-8:-4], "little") + 8
-    return CompactFile(
-        path=path,
-        sha256=hashlib.sha256(data).hexdigest(),
-        bytes=len(data),
-        rows=len(table),
-        footer=footer,
-        footer_sha256=hashlib.sha256(data[-footer:]).hexdigest(),
-        chunks=_chunk_digests(data),
-    )
+def _filled(parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The rows of `parts` in tables as large as a merged file should be."""
+    held: list[pa.Table] = []
+    for part in parts:
+        held += [part] if len(part) else []
+        if sum(map(len, held)) >= _FILE_ROWS or sum(rows.nbytes for rows in held) >= _FILE_BYTES:
+            yield pa.concat_tables(held)
+            held = []
+    if held:
+        yield pa.concat_tables(held)
 
 
-def _chunk_digests(data: bytes) -> tuple[tuple[str, ...], ...]:
-    metadata, view = pq.read_metadata(pa.BufferReader(data)), memoryview(data)
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    extents = [[extent(group.column(c)) for c in range(group.num_columns)] for group in groups]
-    return tuple(tuple(short_digest(view[start : start + size]) for start, size in group) for group in extents)
+def _write_file(store: Store, path: str, table: pa.Table) -> CompactFile:
+    data = encode(table, _layout(table))
+    store.put(path, data)
+    return CompactFile(path=path, sha256=hashlib.sha256(data).hexdigest(), bytes=len(data), rows=len(table))
 
 
-def _options(table: pa.Table) -> dict[str, Any]:
+def _layout(table: pa.Table) -> dict[str, Any]:
     """How a merged table is laid out: large row groups for scans, dictionaries where values repeat."""
     row_bytes = table.nbytes // max(len(table), 1) + 1
     return {
         "row_group_size": max(1, min(_GROUP_ROWS, _GROUP_BYTES // row_bytes)),
-        "compression": "zstd",
-        "compression_level": 1,
         "use_dictionary": [f.name for f in table.schema if _repeats(f)],
         "use_byte_stream_split": [f"{f.name}.list.element" for f in table.schema if f.type == FLOATS] or False,
         "write_statistics": [f.name for f in table.schema if pa.types.is_integer(f.type)],

@@ -1,46 +1,25 @@
-"""Reading compactions: which are valid, and their files, of which nothing is decoded before it is verified."""
+"""Which compactions a run has, and which of them are valid."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Set
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Final
-
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.dataset as ds
+from dataclasses import dataclass
+from typing import Final
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError
 from areal_tasks.store.commit import bytes_digest, decode
-from areal_tasks.store.parallel import parallel
 from areal_tasks.store.runs import Run
-from schemas.compaction import CompactFile, Compaction, CompactTable
-from schemas.tables import REPEATED
+from schemas.compaction import Compaction
 
-#: Reads texts that repeat as dictionaries: DuckDB groups and filters them several times faster.
-FORMAT: Final = ds.ParquetFileFormat(
-    dictionary_columns=sorted(REPEATED),
-    default_fragment_scan_options=ds.ParquetFragmentScanOptions(page_checksum_verification=True),
-)
-DIGEST: Final = 32  # hex digits of the SHA-256 that a name or a chunk carries
+DIGEST: Final = 32  # hex digits of the SHA-256 that a name carries
 _NAME: Final = re.compile(rf"(\d{{6,}})-(\d{{6,}})-(\d{{3,}})-([0-9a-f]{{{DIGEST}}})\.json")
 
 
-class CompactionDamaged(Exception):
-    """A compaction's file is damaged or cannot be read: read the source files instead."""
-
-
-def short_digest(data: bytes | memoryview) -> str:
+def short_digest(data: bytes) -> str:
     """The first half of the SHA-256, in hex."""
     return hashlib.sha256(data).hexdigest()[:DIGEST]
-
-
-# ── which compactions there are ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -100,113 +79,3 @@ def _valid(run: Run, name: Named) -> Compaction | None:
     except StoreError:  # a newer schema, or removed since
         return None
     return record if record.last == last else None
-
-
-# ── their files ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass
-class VerifiedFile:
-    """A buffer of a compacted file's size, in which only the requested parts are filled, once they are verified."""
-
-    file: CompactFile
-    read: Callable[[str, int, int], bytes]  # path, first byte, number of bytes
-    memory: npt.NDArray[np.uint8] = field(init=False)
-    fragment: Any = field(init=False)
-    loaded: set[tuple[int, int]] = field(init=False, default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.memory = np.zeros(self.file.bytes, np.uint8)  # the kernel allocates pages when they are written
-        start = self.file.bytes - self.file.footer
-        footer = self.read(self.file.path, start, self.file.footer)
-        if hashlib.sha256(footer).hexdigest() != self.file.footer_sha256:
-            raise CompactionDamaged(f"the footer of {self.file.path} is damaged")
-        self.memory[start:] = np.frombuffer(footer, np.uint8)
-        self.fragment = FORMAT.make_fragment(pa.py_buffer(self.memory))
-
-    def part(self, columns: Set[str], filter: ds.Expression | None, schema: pa.Schema) -> Any | None:
-        """The row groups that `filter` leaves, with `columns` verified and in memory; None if there are none."""
-        part = self.fragment if filter is None else self.fragment.subset(filter=filter, schema=schema)
-        groups = [group.id for group in part.row_groups]
-        wanted = [(g, c) for g in groups for c in self._columns(columns)]
-        missing = [chunk for chunk in wanted if chunk not in self.loaded]
-        parallel(self._load, missing)
-        self.loaded.update(missing)
-        return part if groups else None
-
-    def _columns(self, names: Set[str]) -> list[int]:
-        schema = self.fragment.metadata.schema
-        return [i for i in range(len(schema)) if schema.column(i).path.split(".")[0] in names]
-
-    def _load(self, chunk: tuple[int, int]) -> None:
-        group, column = chunk
-        start, size = extent(self.fragment.metadata.row_group(group).column(column))
-        data = self.read(self.file.path, start, size)
-        if short_digest(data) != self.file.chunks[group][column]:
-            raise CompactionDamaged(f"{self.file.path} is damaged in bytes {start} to {start + size}")
-        self.memory[start : start + size] = np.frombuffer(data, np.uint8)
-
-
-def extent(chunk: Any) -> tuple[int, int]:
-    """The first byte of a column chunk in its file, and its length, from the footer's metadata."""
-    start = chunk.data_page_offset
-    if chunk.dictionary_page_offset is not None:
-        start = min(start, chunk.dictionary_page_offset)
-    return start, chunk.total_compressed_size
-
-
-def mentioned(names: Iterable[str], filter: ds.Expression | None) -> set[str]:
-    """The `names` that occur in `filter`: its columns, and any that are also a word in a literal."""
-    words = set(re.findall(r"\w+", str(filter))) if filter is not None else set()
-    return words & set(names)
-
-
-class CompactReader:
-    """Reads compacted tables; verified parts stay in memory for the next query."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.files: dict[str, VerifiedFile] = {}
-
-    def fragments(
-        self, table: CompactTable, columns: Set[str], filter: ds.Expression | None, schema: pa.Schema
-    ) -> list[Any]:
-        """The parts of the table that may match `filter`, with `columns` and the filter's columns verified.
-
-        Raises:
-            CompactionDamaged: some of it is damaged or gone.
-        """
-        wanted = set(columns) | mentioned(schema.names, filter)
-        parts = [self._kept(file).part(wanted, filter, schema) for file in table.files]
-        return [part for part in parts if part is not None]
-
-    def tables(self, table: CompactTable, schema: pa.Schema, filter: ds.Expression | None = None) -> Iterator[pa.Table]:
-        """The rows that `filter` leaves, all columns of `schema`, file by file; nothing is cached.
-
-        Raises:
-            CompactionDamaged: as `fragments`.
-        """
-        for file in table.files:
-            part = VerifiedFile(file, self._read).part(set(schema.names), filter, schema)
-            if part is not None:
-                yield part.to_table(schema=schema, columns=schema.names, filter=filter)
-
-    def _kept(self, file: CompactFile) -> VerifiedFile:
-        if file.path not in self.files:
-            self.files[file.path] = VerifiedFile(file, self._read)
-        return self.files[file.path]
-
-    @cached_property
-    def _place(self) -> tuple[Any, str]:
-        return self.store.arrow()
-
-    def _read(self, path: str, start: int, size: int) -> bytes:
-        filesystem, root = self._place
-        try:
-            with filesystem.open_input_file(f"{root}/{path}") as file:
-                data: bytes = file.read_at(size, start)
-        except OSError as error:
-            raise CompactionDamaged(f"{path} cannot be read: {error}") from error
-        if len(data) != size:
-            raise CompactionDamaged(f"{path} ends too early")
-        return data
