@@ -25,9 +25,10 @@ from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.publish import unwritten
 from areal_tasks.stages.stage import Context, Stage
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.objects.files import newest_written, published_weights
+from areal_tasks.store.objects.files import newest_written
 from areal_tasks.store.parallel import in_background
 from areal_tasks.store.provenance import make_provenance, now
+from areal_tasks.store.reachable import published_weights
 from areal_tasks.store.retention.compact import Compactor
 from areal_tasks.store.runs import Run
 from schemas.manifest import IterationCommit, StageRef, WeightsRef

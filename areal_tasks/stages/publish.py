@@ -10,7 +10,7 @@ import pyarrow as pa
 from areal_tasks.engines.handover import write_weights
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
 from areal_tasks.store.backend import Store
-from areal_tasks.store.objects.files import published_weights
+from areal_tasks.store.reachable import published_weights
 from schemas.manifest import FileRef, StageManifest, WeightsRef
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 from schemas.tables import PUBLISH

@@ -19,8 +19,9 @@ import pyarrow.dataset as ds
 from areal_tasks.store import paths
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.commit import read_verified
-from areal_tasks.store.objects.verified_files import read_files
+from areal_tasks.store.objects.verified_files import read_file
 from areal_tasks.store.parallel import parallel
+from areal_tasks.store.reachable import Reached, reachable
 from areal_tasks.store.record_tables import utc
 from areal_tasks.store.retention.compacted import believed
 from areal_tasks.store.runs import Run
@@ -32,7 +33,7 @@ from schemas.views import COMMITS, SHARDS, STAGES
 
 log = logging.getLogger(__name__)
 
-Refs = dict[str, tuple[StageRef, IterationCommit]]
+Refs = Reached[StageRef]
 DERIVED: Final = {"commits": COMMITS, "stages": STAGES, "shards": SHARDS}
 
 
@@ -62,24 +63,20 @@ class Region:
     def refs(self) -> Refs:
         """Path of every manifest first selected in this region -> its reference and the first commit with it."""
         known = {ref.path for ref in self.run.commit(self.first - 1).stages} if self.first else set()
-        found: Refs = {}
-        for commit in self.commits:
-            for ref in commit.stages:
-                if ref.path not in known:
-                    found.setdefault(ref.path, (ref, commit))
-        return found
+        return {path: found for path, found in reachable(self.commits, StageRef).items() if path not in known}
 
     @cached_property
     def everything(self) -> list[Selected]:
         """All manifests first selected in this region. Read this first where many of them are needed: it is cached."""
-        manifests = read_manifests(self.run, self.refs, list(self.refs))
-        return [Selected(path, m, self.refs[path][1]) for path, m in zip(self.refs, manifests, strict=True)]
+        return self._read(list(self.refs))
 
     def selected(self, stages: Set[str] | None = None) -> list[Selected]:
         """The manifests first selected in this region, of these stages (None: of all)."""
         if stages is None or "everything" in self.__dict__:
             return [found for found in self.everything if stages is None or found.manifest.stage in stages]
-        wanted = [path for path, (ref, _) in self.refs.items() if ref.stage in stages]
+        return self._read([path for path, (ref, _) in self.refs.items() if ref.stage in stages])
+
+    def _read(self, wanted: list[str]) -> list[Selected]:
         manifests = read_manifests(self.run, self.refs, wanted)
         return [Selected(path, m, self.refs[path][1]) for path, m in zip(wanted, manifests, strict=True)]
 
@@ -120,19 +117,6 @@ class Catalog:
         return last_present(lambda k: self.run.store.exists(paths.iteration_commit(self.run.name, k)), first) + 1
 
     @cached_property
-    def commits(self) -> list[IterationCommit]:
-        """All commits in order, the parent's before the fork included. Reads each of them."""
-        return [commit for region in self.regions for commit in region.commits]
-
-    @cached_property
-    def refs(self) -> Refs:
-        """Path of every selected manifest -> its reference in the first commit that selects it, and that commit."""
-        found: Refs = {}
-        for region in self.regions:
-            found |= {path: ref for path, ref in region.refs.items() if path not in found}
-        return found
-
-    @cached_property
     def stages_of(self) -> dict[str, set[str]]:
         """Table name -> the stages that write it: a stage always writes the same ones, so one manifest each is read."""
         found: dict[str, set[str]] = {}
@@ -167,12 +151,10 @@ class Catalog:
 
     def merged(self, region: Region, table: str, filter: ds.Expression | None = None) -> list[pa.Table] | None:
         """The region's rows of a table in its compaction; None if they must be read from its source files."""
-        files = region.merged(table) if self.compacted else None
-        if files is None:
-            return None
+        files, schema = region.merged(table) if self.compacted else None, compact_schema(table)
         try:
-            return read_files(self.run.store, files, compact_schema(table), filter)
-        except (StoreError, OSError, pa.ArrowException) as error:
+            return None if files is None else [read_file(self.run.store, file, schema, filter) for file in files]
+        except StoreError as error:
             self.pass_over(error)
             return None
 

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Final
 
 from areal_tasks.store.backend import Missing, Newer, Store, StoreError, Unavailable
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.objects.files import newest_written, published_weights, read_weights
+from areal_tasks.store.objects.files import newest_written, read_weights
 from areal_tasks.store.objects.verified_files import check_file
 from areal_tasks.store.parallel import parallel
+from areal_tasks.store.reachable import files_of, published_weights
 from areal_tasks.store.retention.tombstones import check_kept
 from schemas.errors import UserError
-from schemas.manifest import FileRef, ShardRef, WeightsRef
+from schemas.manifest import FileRef, WeightsRef
 
 if TYPE_CHECKING:
     from areal_tasks.store.runs import Run
@@ -82,7 +83,7 @@ def _check_size(store: Store, file: FileRef) -> None:
         raise StoreError(f"{store.uri(file.path)} is damaged: it has {size} bytes, and {file.bytes} were recorded")
 
 
-def _shards(run: Run, iteration: int) -> Iterator[ShardRef]:
+def _shards(run: Run, iteration: int) -> Iterator[FileRef]:
     """The shards that every start reads, and those of the iterations since the checkpoint, which are retrained."""
     last = run.commit(max(iteration - 1, 0))
     manifests = [run.read_stage(ref) for ref in last.stages if ref.stage in _ONCE]
@@ -92,5 +93,4 @@ def _shards(run: Run, iteration: int) -> Iterator[ShardRef]:
             yield from train.tables["train_samples"].shards
             manifests += [run.read_manifest(source.path) for source in train.inputs]
     for manifest in manifests:
-        for table in manifest.tables.values():
-            yield from table.shards
+        yield from files_of(manifest)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
+_VERSION: Final = re.compile(r"[^/]+/(weights|checkpoint)s?/version=(\d+)/attempt=(\w+)\.json")
+_ATTEMPT: Final = re.compile(r".*?/attempt=\w+(?=/)")
+
 
 def run_record(run: str) -> str:
     return f"{run}/run.json"
@@ -116,3 +122,21 @@ def compaction(run: str, first: int, stop: int, generation: int, digest: str) ->
 def compact_attempt(run: str, attempt: str) -> str:
     """The folder of a compaction's files."""
     return f"{compactions(run)}/attempt={attempt}"
+
+
+def attempt_folder(path: str) -> str:
+    """The folder of the attempt that wrote a file; empty for a file outside of attempts."""
+    found = _ATTEMPT.match(path)
+    return found[0] if found else ""
+
+
+def version_of(manifest: str) -> tuple[str, int, str]:
+    """What a manifest of weights or of a checkpoint is of: the kind (`weights`, `checkpoint`), version and attempt.
+
+    Raises:
+        ValueError: this is no path of such a manifest.
+    """
+    found = _VERSION.fullmatch(manifest)
+    if found is None:
+        raise ValueError(f"{manifest} is no manifest of weights or of a checkpoint")
+    return found[1], int(found[2]), found[3]

@@ -97,12 +97,6 @@ def close_start(store: Store, run: str, start: int, owner: int, first: int = 0) 
     return found
 
 
-def attempts_of(run: str, record: SpoolRecord) -> set[str]:
-    """The folders that hold a record's shards."""
-    shards = [shard.path for table in record.tables.values() for shard in table.shards]
-    return {paths.spool_attempt(run, record.start, record.attempt), *(path.rsplit("/", 1)[0] for path in shards)}
-
-
 def _record(
     kind: Literal["opened", "groups", "closed"], start: int, n: int, owner: int, made_with: str = ""
 ) -> SpoolRecord:

@@ -10,8 +10,9 @@ from typing import Any
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import find_record
-from areal_tasks.store.objects.files import common_folder, materialise, published_weights, read_weights
+from areal_tasks.store.objects.files import common_folder, materialise, read_weights
 from areal_tasks.store.parallel import parallel
+from areal_tasks.store.reachable import history, published_weights
 from areal_tasks.store.retention.tags import NEWEST, PROTECTED, find_tag, read_tags
 from areal_tasks.store.retention.tombstones import check_kept, find_weights_tombstone
 from areal_tasks.store.runs import Run
@@ -87,8 +88,7 @@ def export_weights(store: Store, ref: WeightsRef, into: Path) -> int:
 
 def _refs(run: Run) -> list[tuple[WeightsRef, str]]:
     """Each version's reference, and when it was committed."""
-    head = run.head()
-    commits = parallel(run.commit, range(head.iteration + 1)) if head else []
+    commits = history(run)
     late = {ref.version: ref for commit in commits if (ref := commit.published) is not None}
     made = [
         (c.weights if c.weights.written else late.get(c.weights.version, c.weights), c.provenance.committed)

@@ -18,7 +18,8 @@ from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.optimizer import is_matrix, make_optimizer, step_at, use_options
 from areal_tasks.engines.trainer.service import Trainer as Service
 from areal_tasks.store.backend import Store
-from areal_tasks.store.objects.files import materialise, published_weights, read_weights
+from areal_tasks.store.objects.files import materialise, read_weights
+from areal_tasks.store.reachable import published_weights
 from areal_tasks.store.runs import Run, load_run
 from schemas.manifest import WeightsRef
 from schemas.recipe.sections import Model, Trainer

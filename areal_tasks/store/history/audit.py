@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from areal_tasks.store import paths
@@ -17,12 +18,13 @@ from areal_tasks.store.keys import combine_digests
 from areal_tasks.store.objects.files import common_folder
 from areal_tasks.store.objects.inventory import entries
 from areal_tasks.store.parallel import parallel
+from areal_tasks.store.reachable import INITIAL, Reached, files_of, named_weights, reachable
 from areal_tasks.store.retention.compacted import short_digest
 from areal_tasks.store.runs import load_run
-from areal_tasks.store.shards import read_table
 from schemas.compaction import Compaction
 from schemas.manifest import (
     InputRef,
+    IterationCommit,
     OwnerRecord,
     Reference,
     ServiceRecord,
@@ -86,10 +88,12 @@ def audit(store: Store, name: str, progress: Progress = lambda done, total: None
     links = audit_history(found, name)
     audit_log(found, name, links)
     tombstones = _tombstones(found, name, links)
-    manifests = _stages(found, work, links)
-    for ref in [*_named_weights(links), *_initial_weights(found, manifests)]:
+    commits = [link.commit for link in links if link.commit]
+    manifests = _stages(found, work, reachable(commits, StageRef))
+    named = [ref for ref, _ in reachable(commits, WeightsRef).values()]
+    for ref in [*named, *_initial_weights(found, manifests)]:
         _weights(found, work, ref, tombstones)
-    _check_unwritten(found, links, manifests)
+    _check_unwritten(found, commits, manifests)
     _records(found, name)
     spools = audit_spool(found, work, name, links)
     _compactions(found, work, name)
@@ -123,14 +127,10 @@ def _root(store: Store, name: str, iterations: int) -> str:
 # ── stages ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _stages(found: Findings, work: Work, links: Sequence[Link]) -> dict[str, StageManifest]:
-    """Check every stage manifest that a commit selects and queue its shards; returns the valid ones by path."""
-    selected: dict[str, tuple[StageRef, str]] = {}
-    for link in links:
-        for ref in link.commit.stages if link.commit else ():
-            selected.setdefault(ref.path, (ref, link.path))
-    read = parallel(lambda item: _stage(found, *item), list(selected.values()))
-    manifests = {path: m for path, m in zip(selected, read, strict=True) if m is not None}
+def _stages(found: Findings, work: Work, named: Reached[StageRef]) -> dict[str, StageManifest]:
+    """Check every stage manifest that a commit names and queue its shards; returns the valid ones by path."""
+    read = parallel(lambda item: _stage(found, *item), list(named.values()))
+    manifests = {path: m for path, m in zip(named, read, strict=True) if m is not None}
     for path, manifest in manifests.items():
         found.names[path] = f"{manifest.stage} of iteration {manifest.iteration}"
         for source in manifest.inputs:
@@ -138,15 +138,16 @@ def _stages(found: Findings, work: Work, links: Sequence[Link]) -> dict[str, Sta
     for path, manifest in manifests.items():
         _contents(found, work, path, manifest)
         for source in manifest.inputs:
-            _input(found, path, source, manifests, selected)
+            _input(found, path, source, manifests, named)
     return manifests
 
 
-def _stage(found: Findings, ref: StageRef, commit: str) -> StageManifest | None:
+def _stage(found: Findings, ref: StageRef, commit: IterationCommit) -> StageManifest | None:
     affects = f"the tables of {ref.stage}, and all that reads them"
-    manifest = found.record(ref.path, StageManifest, ref.sha256, commit, affects)
+    by = paths.iteration_commit(commit.run, commit.iteration)
+    manifest = found.record(ref.path, StageManifest, ref.sha256, by, affects)
     if manifest is not None and (manifest.stage, manifest.key, manifest.digest) != (ref.stage, ref.key, ref.digest):
-        found.report(ref.path, f"is not the result that {commit} names", affects)
+        found.report(ref.path, f"is not the result that {by} names", affects)
     return manifest
 
 
@@ -162,11 +163,11 @@ def _input(
     path: str,
     source: InputRef,
     manifests: dict[str, StageManifest],
-    selected: dict[str, tuple[StageRef, str]],
+    named: Reached[StageRef],
 ) -> None:
     """Check that a stage's input exists and has the content that the stage read."""
     read = manifests.get(source.path)
-    if read is None and source.path not in selected:  # a replay reads parent stages that its own commits do not name
+    if read is None and source.path not in named:  # a replay reads parent stages that its own commits do not name
         read = found.record(source.path, StageManifest)
     if read is not None and read.digest != source.digest:
         found.report(source.path, f"replaced: {path} read other content from it", found.names[path])
@@ -175,30 +176,16 @@ def _input(
 # ── weights and checkpoints ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _named_weights(links: Sequence[Link]) -> list[WeightsRef]:
-    """All weights and checkpoints that commits name, each once."""
-    commits = [link.commit for link in links if link.commit]
-    return list({ref.path: ref for commit in commits for ref in commit.stored}.values())
-
-
-def _initial_weights(found: Findings, manifests: dict[str, StageManifest]) -> list[WeightsRef]:
+def _initial_weights(found: Findings, manifests: dict[str, StageManifest]) -> Iterator[WeightsRef]:
     """Weights version 0, with its content digest, from the table of the stage `initialise`."""
-    refs = []
     for manifest in manifests.values():
-        for table in [manifest.tables[name] for name in manifest.tables if name == "initial_weights"]:
-            try:
-                row = read_table(found.store, table, ("version", "weights_attempt", "sha256")).to_pylist()[0]
-            except StoreError:  # its shard is among the defects
-                continue
-            path = paths.weights(manifest.run, row["version"], row["weights_attempt"])
-            refs.append(
-                WeightsRef(version=0, attempt=row["weights_attempt"], path=path, sha256="", digest=row["sha256"])
-            )
-    return refs
+        with suppress(StoreError):  # its shard is among the defects
+            if INITIAL in manifest.tables:
+                yield named_weights(found.store, manifest)
 
 
 def _weights(found: Findings, work: Work, ref: WeightsRef, tombstones: dict[str, Tombstone]) -> None:
-    kind = "checkpoint" if "/checkpoints/" in ref.path else "weights"
+    kind, _, _ = paths.version_of(ref.path)
     affects = _use(kind, ref.version)
     manifest = found.record(ref.path, WeightsManifest, ref.sha256, "a commit", affects)
     if manifest is None:
@@ -218,14 +205,13 @@ def _use(kind: str, version: int) -> str:
     return f"whatever loads or exports version {version}"
 
 
-def _check_unwritten(found: Findings, links: Sequence[Link], manifests: dict[str, StageManifest]) -> None:
+def _check_unwritten(found: Findings, commits: Sequence[IterationCommit], manifests: dict[str, StageManifest]) -> None:
     """Check that weights that were sent but not written have the digest of the train stage that made them."""
-    for link in links:
-        if link.commit is None or link.commit.weights.written:
-            continue
-        made = [r for r in link.commit.stages if r.stage == "train" and r.path in manifests]
-        if made and made[0].digest != link.commit.weights.digest:
-            found.report(link.path, f"its weights are not those that {made[0].path} made")
+    for commit in (c for c in commits if not c.weights.written):
+        made = [ref for ref in commit.stages if ref.stage == "train" and ref.path in manifests]
+        if made and made[0].digest != commit.weights.digest:
+            path = paths.iteration_commit(commit.run, commit.iteration)
+            found.report(path, f"its weights are not those that {made[0].path} made")
 
 
 def _tombstones(found: Findings, name: str, links: Sequence[Link]) -> dict[str, Tombstone]:
@@ -276,9 +262,8 @@ def _compactions(found: Findings, work: Work, name: str) -> None:
         if not child.endswith(f"-{short_digest(data)}.json"):
             found.report(path, "altered: its bytes do not have the digest in its name", remedy)
         elif (record := found.decode(path, Compaction, data, remedy)) is not None:
-            for table in record.tables.values():
-                for file in table.files:
-                    work.add_file(file, path, remedy)
+            for file in files_of(record):
+                work.add_file(file, path, remedy)
 
 
 def _unselected(found: Findings, name: str, stray: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import origin_of
 from areal_tasks.store.history.diff_curves import Section, compare_curves, read_curves
 from areal_tasks.store.keys import semantic_values
-from areal_tasks.store.parallel import parallel
+from areal_tasks.store.reachable import history
 from areal_tasks.store.runs import Run, load_run
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, StageRef
@@ -103,10 +103,10 @@ def _by_then(first: FirstDifference, fields: Sequence[FieldChange]) -> tuple[str
 
 
 def _commits(run: Run) -> list[IterationCommit]:
-    head = run.head()
-    if head is None:
+    commits = history(run)
+    if not commits:
         raise UserError(f"Run {run.name!r} has not committed any iteration: there is nothing to compare.")
-    return parallel(run.commit, range(head.iteration + 1))
+    return commits
 
 
 def _origin(run: Run) -> str:

@@ -9,7 +9,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from areal_tasks.store.backend import Missing, Store, StoreError
@@ -17,9 +17,8 @@ from areal_tasks.store.commit import commit_once, decode, read_verified
 from areal_tasks.store.keys import combine_digests
 from areal_tasks.store.objects.local import file_sha256
 from areal_tasks.store.parallel import parallel
-from areal_tasks.store.paths import checkpoint, weights
-from areal_tasks.store.shards import read_table
-from schemas.manifest import FileRef, IterationCommit, Provenance, StageManifest, WeightsManifest, WeightsRef
+from areal_tasks.store.paths import attempt_folder, checkpoint, weights
+from schemas.manifest import FileRef, IterationCommit, Provenance, WeightsManifest, WeightsRef
 
 if TYPE_CHECKING:
     from areal_tasks.store.runs import Run
@@ -90,10 +89,8 @@ def _damaged(store: Store, file: FileRef, how: str) -> StoreError:
 
 
 def common_folder(files: Sequence[FileRef]) -> str:
-    """The attempt's folder that holds all of `files`: the first component `attempt=…` and what precedes it."""
-    parts = PurePosixPath(files[0].path).parts
-    depth = next(i for i, part in enumerate(parts) if part.startswith("attempt=")) + 1
-    return "/".join(parts[:depth])
+    """The attempt's folder that holds all of `files`."""
+    return attempt_folder(files[0].path)
 
 
 def _relative(file: FileRef, folder: str) -> str:
@@ -131,15 +128,6 @@ def weights_ref(store: Store, path: str) -> WeightsRef:
     return WeightsRef(
         version=manifest.version, attempt=manifest.attempt, path=path, sha256=sha256, digest=manifest.digest
     )
-
-
-def published_weights(store: Store, manifest: StageManifest) -> WeightsRef:
-    """The weights that the one row of a stage's table names; their files are in the run that wrote it."""
-    [table] = manifest.tables.values()
-    row = read_table(store, table, ("version", "weights_attempt", "materialised", "sha256")).to_pylist()[0]
-    if not row["materialised"]:
-        return WeightsRef(version=row["version"], attempt="", path="", sha256="", digest=row["sha256"])
-    return weights_ref(store, weights(manifest.run, row["version"], row["weights_attempt"]))
 
 
 def read_weights(store: Store, ref: WeightsRef) -> WeightsManifest:

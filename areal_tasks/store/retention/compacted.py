@@ -48,14 +48,11 @@ def believed(run: Run) -> list[Compaction]:
 
     A parent's compactions count if they end no later than where the child begins.
     """
-    candidates, found, at = _candidates(run), list[Compaction](), 0
-    while candidates := [c for c in candidates if c.first >= at]:
-        at = candidates[0].first
-        same_start = [c for c in candidates if c.first == at]
-        taken = next((record for c in same_start if (record := _valid(run, c)) is not None), None)
-        if taken is not None:
-            found.append(taken)
-        at = taken.stop if taken else at + 1
+    found, covered = list[Compaction](), 0
+    for candidate in _candidates(run):
+        if candidate.first >= covered and (record := _valid(run, candidate)) is not None:
+            found.append(record)
+            covered = record.stop
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,19 +11,15 @@ from areal_tasks.rollout.settled import settled_after
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import read_record
-from areal_tasks.store.objects.inventory import Entry, clock
+from areal_tasks.store.objects.inventory import Entry
 from areal_tasks.store.parallel import parallel
+from areal_tasks.store.reachable import attempts_of
 from areal_tasks.store.retention.compacted import believed, listed
-from areal_tasks.store.retention.gc_live import RunFiles, Version, needed, read_run, selected
-from areal_tasks.store.runs import list_runs
-from areal_tasks.store.spool import attempts_of
+from areal_tasks.store.retention.gc_live import RunFiles, Version, check_exists, needed, read_runs, selected
 from schemas.compaction import Compaction
 from schemas.errors import UserError
 from schemas.manifest import SpoolRecord, StageManifest
 
-_STAGE_ATTEMPT: Final = re.compile(r"(?P<folder>iteration=\d+/stage=\w+)/attempt=\w+")
-_SPOOL_ATTEMPT: Final = re.compile(r"spool/\d+/attempt=\w+")
-_ATTEMPT: Final = re.compile(r"(.*?/attempt=\w+)/")
 #: A compaction may have no owner: only its age shows whether it is still being written.
 _COMPACT_SECONDS: Final = 3600.0
 
@@ -70,20 +66,19 @@ def plan(store: Store, rule: Rule, only: str = "") -> list[Item]:
     Raises:
         UserError: a run is damaged, so that its needs are unknown; the file is named.
     """
-    now = clock(store)
-    runs = [read_run(store, summary.name, now) for summary in list_runs(store)]
-    if only and only not in {run.name for run in runs}:
-        raise UserError(f"There is no run {only!r} in {store.url}. Runs there: {', '.join(r.name for r in runs)}.")
-    named = selected(runs)
-    return [item for run in runs if only in ("", run.name) for item in _of_run(run, runs, named, rule)]
+    runs = read_runs(store)
+    if only:
+        check_exists(store, only, runs)
+    named = selected(runs.values())
+    return [item for name in runs if only in ("", name) for item in _of_run(runs[name], runs.values(), named, rule)]
 
 
-def _of_run(run: RunFiles, runs: Sequence[RunFiles], named: set[str], rule: Rule) -> Iterator[Item]:
+def _of_run(run: RunFiles, runs: Collection[RunFiles], named: set[str], rule: Rule) -> Iterator[Item]:
     groups = _attempts(run)
     yield from _unselected(run, groups, named, rule)
     yield from _spooled(run, groups, rule)
     yield from _temporary(run, groups, rule)
-    yield from _compactions(run, rule)
+    yield from _compactions(run, groups, rule)
     if rule.keep_weights is not None or rule.keep_checkpoints is not None:
         yield from _retired(run, groups, needed(run, runs), named, rule)
 
@@ -92,8 +87,8 @@ def _attempts(run: RunFiles) -> dict[str, list[Entry]]:
     """The files of each attempt's folder."""
     groups: dict[str, list[Entry]] = {}
     for entry in run.files:
-        if match := _ATTEMPT.match(entry.path):
-            groups.setdefault(match[1], []).append(entry)
+        if folder := paths.attempt_folder(entry.path):
+            groups.setdefault(folder, []).append(entry)
     return groups
 
 
@@ -116,13 +111,13 @@ def _old(run: RunFiles, files: Sequence[Entry], rule: Rule) -> bool:
 def _unselected(run: RunFiles, groups: dict[str, list[Entry]], named: set[str], rule: Rule) -> Iterator[Item]:
     """Attempts left behind by a crash, or by a writer that lost a race."""
     used = _used_by_stages(run, groups)
-    versions = {_folder(version.path): version for version in run.versions}
+    versions = {version.folder: version for version in run.versions}
     late = any(not commit.weights.written for commit in run.commits[-1:])  # the next commit may name its weights
     settled = len(run.commits) - late
     for folder, files in groups.items():
         if not _abandoned(run, files, rule):
             continue
-        if _STAGE_ATTEMPT.fullmatch(folder.removeprefix(f"{run.name}/")):
+        if "/stage=" in folder:
             if folder not in used:
                 yield _item(run, "attempt", folder, files, "no manifest selects it")
         elif folder.startswith((f"{run.name}/weights/", f"{run.name}/checkpoints/")):
@@ -134,44 +129,34 @@ def _unselected(run: RunFiles, groups: dict[str, list[Entry]], named: set[str], 
                 yield _item(run, "attempt", folder, whole, "no commit selects it")
 
 
-def _folder(manifest: str) -> str:
-    return manifest.removesuffix(".json")
-
-
 def _used_by_stages(run: RunFiles, groups: dict[str, list[Entry]]) -> set[str]:
     """The attempts that stage manifests name. A stage's folder with as many manifests as attempts is not read."""
-    attempts: dict[str, list[str]] = {}
-    for folder in groups:
-        if _STAGE_ATTEMPT.fullmatch(folder.removeprefix(f"{run.name}/")):
-            attempts.setdefault(folder.rsplit("/", 1)[0], []).append(folder)
-    manifests: dict[str, list[str]] = {stage: [] for stage in attempts}
-    for path in run.by_path:
-        stage = path.rsplit("/", 1)[0]
-        if stage in manifests and path.endswith(".json"):
-            manifests[stage].append(path)
+    attempts = _by_folder(folder for folder in groups if "/stage=" in folder)
+    manifests = _by_folder(path for path in run.by_path if path.endswith(".json"))
     used: set[str] = set()
     for stage, folders in attempts.items():
-        named = manifests[stage]
+        named = manifests.get(stage, [])
         used |= set(folders) if len(named) >= len(folders) else named_attempts(run.store, named)
     return used
 
 
+def _by_folder(found: Iterable[str]) -> dict[str, list[str]]:
+    """Paths by the folder that holds them."""
+    folders: dict[str, list[str]] = {}
+    for path in found:
+        folders.setdefault(path.rpartition("/")[0], []).append(path)
+    return folders
+
+
 def named_attempts(store: Store, manifests: Sequence[str]) -> set[str]:
     """The attempts' folders that stage manifests name."""
-    read = [
-        read_record(store, path, StageManifest) for path in manifests if not path.rsplit("/", 1)[-1].startswith(".")
-    ]
-    shards = [shard.path for manifest in read for table in manifest.tables.values() for shard in table.shards]
-    own = {f"{path.rsplit('/', 1)[0]}/attempt={m.attempt}" for path, m in zip(manifests, read, strict=False)}
-    return own | {shard.rsplit("/", 1)[0] for shard in shards}
+    shown = [path for path in manifests if not path.rsplit("/", 1)[-1].startswith(".")]
+    return {folder for path in shown for folder in attempts_of(path, read_record(store, path, StageManifest))}
 
 
 def _spooled(run: RunFiles, groups: dict[str, list[Entry]], rule: Rule) -> Iterator[Item]:
     """Rows of groups that no later iteration can take, and attempts that no record names. Records stay."""
-    starts: dict[str, list[str]] = {}
-    for folder in groups:
-        if _SPOOL_ATTEMPT.fullmatch(folder.removeprefix(f"{run.name}/")):
-            starts.setdefault(folder.rsplit("/", 1)[0], []).append(folder)
+    starts = _by_folder(folder for folder in groups if folder.startswith(f"{paths.spool(run.name)}/"))
     settled = settled_after(run.commits[-1] if run.commits else None)
     for start, folders in starts.items():
         records = _spool_records(run, start)
@@ -188,7 +173,8 @@ def _spool_records(run: RunFiles, start: str) -> dict[str, SpoolRecord]:
     """The records in the folder of a start, by the folders of their shards."""
     names = [path for path in run.by_path if re.fullmatch(rf"{re.escape(start)}/\d+\.json", path)]
     records = parallel(lambda path: read_record(run.store, path, SpoolRecord), names)
-    return {folder: record for record in records for folder in attempts_of(run.name, record)}
+    named = zip(names, records, strict=True)
+    return {folder: record for path, record in named for folder in attempts_of(path, record)}
 
 
 def _temporary(run: RunFiles, groups: dict[str, list[Entry]], rule: Rule) -> Iterator[Item]:
@@ -200,24 +186,17 @@ def _temporary(run: RunFiles, groups: dict[str, list[Entry]], rule: Rule) -> Ite
             yield _item(run, "temporary", entry.path, [entry], "it was never finished")
 
 
-def _compactions(run: RunFiles, rule: Rule) -> Iterator[Item]:
+def _compactions(run: RunFiles, groups: dict[str, list[Entry]], rule: Rule) -> Iterator[Item]:
     """Compactions that larger or newer ones have replaced, or that are not valid."""
-    folder = paths.compactions(run.name)
-    files = [entry for entry in run.files if entry.path.startswith(f"{folder}/")]
-    if not files:
-        return
-    kept = {record.attempt for record in believed(run.run)}
-    manifests = {
-        name.path: read_record(run.store, name.path, Compaction).attempt for name in listed(run.store, run.name)
-    }
-    groups: dict[str, list[Entry]] = {}
-    for entry in files:
-        attempt = manifests.get(entry.path) or entry.path.partition("/attempt=")[2].partition("/")[0]
-        groups.setdefault(attempt, []).append(entry)
-    for attempt, group in groups.items():
-        age = run.now - max(entry.modified for entry in group)
-        if attempt and attempt not in kept and age >= max(rule.older_than, _COMPACT_SECONDS):
-            yield _item(run, "compaction", f"{folder}/attempt={attempt}", group, "another one replaces it")
+    kept = {paths.compact_attempt(run.name, record.attempt) for record in believed(run.run)}
+    found = {folder: files for folder, files in groups.items() if folder.startswith(f"{paths.compactions(run.name)}/")}
+    for path in (name.path for name in listed(run.store, run.name) if name.path in run.by_path):
+        folder = paths.compact_attempt(run.name, read_record(run.store, path, Compaction).attempt)
+        found[folder] = [*found.get(folder, ()), run.by_path[path]]
+    for folder, files in found.items():
+        age = run.now - max(entry.modified for entry in files)
+        if folder not in kept and age >= max(rule.older_than, _COMPACT_SECONDS):
+            yield _item(run, "compaction", folder, files, "another one replaces it")
 
 
 def _retired(
@@ -226,10 +205,10 @@ def _retired(
     """Versions that commits select, and that are older than the newest ones to keep."""
     for kind in ("weights", "checkpoint"):
         keep = rule.keeps(kind)
-        stored = [v for v in run.versions if v.kind == kind and v.path in named and _folder(v.path) in groups]
+        stored = [v for v in run.versions if v.kind == kind and v.path in named and v.folder in groups]
         newest = sorted({v.version for v in stored}, reverse=True)[: keep or 0]
         for version in stored if keep is not None else ():
-            files = groups[_folder(version.path)]
+            files = groups[version.folder]
             if _old(run, files, rule) and version.version not in newest and version.path not in kept:
                 why = f"--keep-{'weights' if kind == 'weights' else 'checkpoints'} {keep}"
-                yield _item(run, kind, _folder(version.path), files, why, version)
+                yield _item(run, kind, version.folder, files, why, version)

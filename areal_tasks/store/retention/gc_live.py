@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -12,20 +12,18 @@ from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import find_record, read_record
 from areal_tasks.store.history.journal import read_log
-from areal_tasks.store.objects.inventory import Entry, entries
-from areal_tasks.store.parallel import parallel
+from areal_tasks.store.objects.inventory import Entry, clock, entries
+from areal_tasks.store.reachable import attempts_of, history, named_weights, reachable
 from areal_tasks.store.retention.tags import read_tags
-from areal_tasks.store.runs import Run, load_run
+from areal_tasks.store.runs import Run, list_runs, load_run
 from areal_tasks.store.search import last_present
-from areal_tasks.store.shards import read_table
-from schemas.manifest import IterationCommit, Reference, RunRecord, StageManifest, WeightsManifest
+from schemas.errors import UserError
+from schemas.manifest import ENDINGS, IterationCommit, Reference, RunRecord, StageManifest, WeightsManifest, WeightsRef
 
 #: A reference is left before its child begins: for this long, it counts although the child does not exist yet.
 REFERENCE_SECONDS: Final = 3600.0
 #: A run that has written nothing for this long is not running, whatever its log says.
 IDLE_SECONDS: Final = 7 * 24 * 3600.0
-_ENDED: Final = ("finished", "failed", "cancelled", "suspended", "interrupted")
-_WEIGHTS: Final = re.compile(r"(?P<kind>weights|checkpoints)/version=(?P<version>\d+)/attempt=(?P<attempt>\w+)\.json")
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,11 @@ class Version:
     version: int
     attempt: str
     path: str
+
+    @property
+    def folder(self) -> str:
+        """The folder of its files."""
+        return self.path.removesuffix(".json")
 
 
 @dataclass(frozen=True)
@@ -64,17 +67,20 @@ class RunFiles:
         return max((entry.modified for entry in self.files), default=0.0)
 
     @cached_property
+    def owner(self) -> int:
+        """The last start of the flow; 0 if there was none."""
+        return last_present(lambda n: paths.owner(self.name, n) in self.by_path, 1)
+
+    @cached_property
     def owner_since(self) -> float:
         """When the last start of the flow claimed the run; it wrote no older file."""
-        n = last_present(lambda n: paths.owner(self.name, n) in self.by_path, 1)
-        return self.by_path[paths.owner(self.name, n)].modified if n else 0.0
+        return self.by_path[paths.owner(self.name, self.owner)].modified if self.owner else 0.0
 
     @cached_property
     def ended(self) -> bool:
         """Whether the log says that the last start of the flow has ended. A start that is killed logs nothing."""
-        owner = last_present(lambda n: paths.owner(self.name, n) in self.by_path, 1)
         lines = read_log(self.store, self.name)
-        return any(line.action in _ENDED and line.details.get("owner") == owner for line in lines)
+        return any(line.action in ENDINGS and line.details.get("owner") == self.owner for line in lines)
 
     @cached_property
     def may_write(self) -> bool:
@@ -84,17 +90,15 @@ class RunFiles:
     @cached_property
     def commits(self) -> list[IterationCommit]:
         """All commits that the run has, its parents' included."""
-        head = self.run.head()
-        return parallel(self.run.commit, range(head.iteration + 1)) if head else []
+        return history(self.run)
 
     @cached_property
     def versions(self) -> list[Version]:
         """The weights and checkpoints in the run's folder that have a manifest."""
         found = []
         for path in self.by_path:
-            if match := _WEIGHTS.fullmatch(path.removeprefix(f"{self.name}/")):
-                kind = "checkpoint" if match["kind"] == "checkpoints" else "weights"
-                found.append(Version(kind, int(match["version"]), match["attempt"], path))
+            with suppress(ValueError):
+                found.append(Version(*paths.version_of(path), path))
         return found
 
     @cached_property
@@ -103,7 +107,14 @@ class RunFiles:
         folder = f"{paths.iteration(self.name, self.run.first)}/stage=initialise/"
         found = [path for path in self.by_path if path.startswith(folder) and path.count("/") == 3]
         manifests = [read_record(self.store, path, StageManifest) for path in found if path.endswith(".json")]
-        return [_initial_path(self.store, manifest) for manifest in manifests]
+        return [named_weights(self.store, manifest).path for manifest in manifests]
+
+    @cached_property
+    def borrowed(self) -> set[str]:
+        """The folders of attempts of other runs whose files are this run's initial weights (`run://NAME`)."""
+        first = [v.path for v in self.versions if (v.kind, v.version) == ("weights", 0)]
+        folders = {one for path in first for one in attempts_of(path, read_record(self.store, path, WeightsManifest))}
+        return {folder for folder in folders if not folder.startswith(f"{self.name}/")}
 
     @cached_property
     def tagged(self) -> set[tuple[int, str]]:
@@ -114,23 +125,29 @@ class RunFiles:
         return live_references(self.store, self.name, self.now)
 
 
-def _initial_path(store: Store, manifest: StageManifest) -> str:
-    row = read_table(store, manifest.tables["initial_weights"], ("version", "weights_attempt")).to_pylist()[0]
-    return paths.weights(manifest.run, row["version"], row["weights_attempt"])
-
-
 def read_run(store: Store, name: str, now: float) -> RunFiles:
     """The run `name` with all files in its folder."""
     return RunFiles(load_run(store, name), tuple(entries(store, name)), now)
 
 
-def selected(runs: Sequence[RunFiles]) -> set[str]:
+def read_runs(store: Store) -> dict[str, RunFiles]:
+    """All runs of the store, by name."""
+    now = clock(store)
+    return {summary.name: read_run(store, summary.name, now) for summary in list_runs(store)}
+
+
+def check_exists(store: Store, name: str, runs: Iterable[str]) -> None:
+    """UserError unless the run `name` is one of `runs`."""
+    if name not in runs:
+        raise UserError(f"There is no run {name!r} in {store.url}. Runs there: {', '.join(runs)}.")
+
+
+def selected(runs: Iterable[RunFiles]) -> set[str]:
     """The manifests of weights and checkpoints that any commit, or any stage `initialise`, names."""
-    refs = [ref for run in runs for commit in run.commits for ref in commit.stored]
-    return {ref.path for ref in refs} | {path for run in runs for path in run.initial}
+    return {path for run in runs for path in (*reachable(run.commits, WeightsRef), *run.initial)}
 
 
-def needed(run: RunFiles, runs: Sequence[RunFiles]) -> set[str]:
+def needed(run: RunFiles, runs: Collection[RunFiles]) -> set[str]:
     """The manifests of weights and checkpoints of `run` that no retention rule may touch.
 
     They are what a restart of any run loads, what children refer to, what other runs began with, and what is tagged. A
@@ -142,12 +159,8 @@ def needed(run: RunFiles, runs: Sequence[RunFiles]) -> set[str]:
         for reference in other.references:  # read before the commits that they refer to
             found |= _referred(other, reference)
         found |= _restart(other.commits) | set(other.initial)
-    borrowed = _borrowed(run, runs)
-    return found | {version.path for version in run.versions if _folder(version.path) in borrowed}
-
-
-def _folder(manifest: str) -> str:
-    return manifest.removesuffix(".json")
+    borrowed = {folder for other in runs for folder in other.borrowed}
+    return found | {version.path for version in run.versions if version.folder in borrowed}
 
 
 def _restart(commits: Sequence[IterationCommit]) -> set[str]:
@@ -165,27 +178,12 @@ def _referred(run: RunFiles, reference: Reference) -> set[str]:
     if reference.kind == "weights":
         around = run.commits[reference.iteration - 1 : reference.iteration + 1]  # the later one may name them
         return {ref.path for commit in around for ref in commit.stored if ref.version == reference.iteration}
-    return {ref.path for commit in shared for ref in commit.stored}
+    return set(reachable(shared, WeightsRef))
 
 
-def _borrowed(run: RunFiles, runs: Sequence[RunFiles]) -> set[str]:
-    """Folders of attempts of `run` whose files other runs use as initial weights (`run://NAME`)."""
-    manifests = [read_record(run.store, v.path, WeightsManifest) for o in _others(run, runs) for v in _first(o)]
-    files = [file.path for manifest in manifests for file in manifest.files if file.path.startswith(f"{run.name}/")]
-    return {re.sub(r"(attempt=\w+)/.*", r"\1", path) for path in files}
-
-
-def _others(run: RunFiles, runs: Sequence[RunFiles]) -> Iterator[RunFiles]:
-    return (other for other in runs if other.name != run.name)
-
-
-def _first(run: RunFiles) -> list[Version]:
-    return [version for version in run.versions if version.kind == "weights" and version.version == 0]
-
-
-def borrowers(run: RunFiles, runs: Sequence[RunFiles]) -> list[str]:
+def borrowers(run: RunFiles, runs: Iterable[RunFiles]) -> list[str]:
     """The runs whose initial weights are files of `run`."""
-    return [other.name for other in _others(run, runs) if _borrowed(run, [other])]
+    return [other.name for other in runs if any(folder.startswith(f"{run.name}/") for folder in other.borrowed)]
 
 
 def live_references(store: Store, name: str, now: float) -> list[Reference]:

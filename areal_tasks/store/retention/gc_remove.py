@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Store
 from areal_tasks.store.history.journal import append
-from areal_tasks.store.objects.inventory import clock, entries, remove, remove_folders
+from areal_tasks.store.objects.inventory import entries, remove, remove_folders
 from areal_tasks.store.opening import check_name
+from areal_tasks.store.reachable import attempts_of
 from areal_tasks.store.retention.gc import Item, named_attempts
-from areal_tasks.store.retention.gc_live import RunFiles, borrowers, live_references, needed, read_run
+from areal_tasks.store.retention.gc_live import borrowers, check_exists, needed, read_runs
 from areal_tasks.store.retention.tombstones import tombstone_path, write_tombstone
-from areal_tasks.store.runs import list_runs
-from areal_tasks.store.spool import attempts_of, read_start
+from areal_tasks.store.spool import read_start
 from schemas.errors import UserError
 
 
@@ -22,10 +22,7 @@ def execute(store: Store, items: Sequence[Item]) -> list[Item]:
     removed: list[Item] = []
     for run in dict.fromkeys(item.run for item in items):
         mine = [item for item in items if item.run == run]
-        gone = [
-            *_retire(store, run, [i for i in mine if i.version]),
-            *_clear(store, [i for i in mine if not i.version]),
-        ]
+        gone = [*_retire(store, run, mine), *_clear(store, [item for item in mine if not item.version])]
         if gone:
             _log_removal(store, run, gone)
         removed += gone
@@ -34,39 +31,21 @@ def execute(store: Store, items: Sequence[Item]) -> list[Item]:
 
 def _retire(store: Store, run: str, items: Sequence[Item]) -> list[Item]:
     """Remove weights and checkpoints: tombstones first, then a second check of what is needed."""
-    if not items:
-        return []
-    for item in items:
-        write_tombstone(store, _tombstone(item), item.kind, _manifest(item), item.bytes, item.why, _version(item))
-    kept = _needed_now(store, run)
-    retained = [item for item in items if _manifest(item) in kept]
-    remove(store, [_tombstone(item) for item in retained])  # they stay
-    gone = [item for item in items if item not in retained]
+    retired = [(item, item.version) for item in items if item.version is not None]
+    for item, version in retired:
+        tombstone = tombstone_path(version.path)
+        write_tombstone(store, tombstone, item.kind, version.path, item.bytes, item.why, version.version)
+    kept = _needed_now(store, run) if retired else set()
+    remove(store, [tombstone_path(version.path) for _, version in retired if version.path in kept])  # they stay
+    gone = [item for item, version in retired if version.path not in kept]
     for item in gone:
         remove(store, item.files)
     return gone
 
 
-def _manifest(item: Item) -> str:
-    return item.version.path if item.version else ""
-
-
-def _version(item: Item) -> int:
-    return item.version.version if item.version else -1
-
-
-def _tombstone(item: Item) -> str:
-    return tombstone_path(_manifest(item), _version(item), item.version.attempt if item.version else "")
-
-
 def _needed_now(store: Store, name: str) -> set[str]:
-    runs = _all_runs(store)
-    return needed(next(run for run in runs if run.name == name), runs)
-
-
-def _all_runs(store: Store) -> list[RunFiles]:
-    now = clock(store)
-    return [read_run(store, summary.name, now) for summary in list_runs(store)]
+    runs = read_runs(store)
+    return needed(runs[name], runs.values())
 
 
 def _clear(store: Store, items: Sequence[Item]) -> list[Item]:
@@ -87,7 +66,7 @@ def _selected_since(store: Store, item: Item) -> bool:
         return item.path in named_attempts(store, manifests)
     if folder.startswith(f"{paths.spool(item.run)}/"):
         records = read_start(store, item.run, int(folder.rsplit("/", 1)[1]))
-        return any(item.path in attempts_of(item.run, record) for record in records)
+        return any(item.path in attempts_of(f"{folder}/{record.n}.json", record) for record in records)
     manifest = f"{item.path}.json"
     return manifest not in item.files and store.exists(manifest)
 
@@ -148,14 +127,11 @@ def _stays(name: str, path: str) -> bool:
 
 
 def _check_unused(store: Store, name: str, older_than: float) -> None:
-    runs = _all_runs(store)
-    run = next((run for run in runs if run.name == name), None)
-    if run is None:
-        raise UserError(f"There is no run {name!r} in {store.url}. Runs there: {', '.join(r.name for r in runs)}.")
-    children = {r.child for r in live_references(store, name, run.now)} | {
-        other.name for other in runs if other.run.record.parent == name
-    }
-    users = sorted(children | set(borrowers(run, runs)))
+    runs = read_runs(store)
+    check_exists(store, name, runs)
+    run = runs[name]
+    children = {other.name for other in runs.values() if other.run.record.parent == name}
+    users = sorted({*(r.child for r in run.references), *children, *borrowers(run, runs.values())})
     if users:
         raise UserError(f"Run {name!r} stays: {', '.join(users)} would lose what they refer to. Remove those first.")
     if not run.ended and run.now - run.newest < older_than:

@@ -34,13 +34,12 @@ def write_tombstone(
 
 def find_weights_tombstone(store: Store, ref: WeightsRef) -> Tombstone | None:
     """The tombstone of weights or a checkpoint, if `gc` has removed their files."""
-    return find_record(store, tombstone_path(ref.path, ref.version, ref.attempt), Tombstone)
+    return find_record(store, tombstone_path(ref.path), Tombstone)
 
 
-def tombstone_path(manifest: str, version: int, attempt: str) -> str:
+def tombstone_path(manifest: str) -> str:
     """The path of the tombstone of the weights or checkpoint with this manifest."""
-    kind = "checkpoint" if "/checkpoints/" in manifest else "weights"
-    return paths.tombstone(manifest.split("/")[0], kind, version, attempt)
+    return paths.tombstone(manifest.split("/")[0], *paths.version_of(manifest))
 
 
 def check_kept(store: Store, ref: WeightsRef | None) -> None:

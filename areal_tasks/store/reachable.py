@@ -1,0 +1,73 @@
+"""What a run reaches. Commits name manifests of stages, weights and checkpoints; these and the records of the spool and
+of compactions name files, which lie in folders of attempts.
+
+`audit` checks what is reachable, `gc` keeps it; SQL, forks, lists of weights and `diff` walk a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from areal_tasks.store import paths
+from areal_tasks.store.backend import Store
+from areal_tasks.store.objects.files import weights_ref
+from areal_tasks.store.parallel import parallel
+from areal_tasks.store.shards import read_table
+from schemas.compaction import Compaction
+from schemas.manifest import FileRef, IterationCommit, SpoolRecord, StageManifest, StageRef, WeightsManifest, WeightsRef
+
+if TYPE_CHECKING:
+    from areal_tasks.store.runs import Run
+
+#: The table that names version 0, which no commit does.
+INITIAL: Final = "initial_weights"
+Ref = TypeVar("Ref", bound=StageRef | WeightsRef)
+#: By the path of a manifest, its reference in the first commit that names it, and that commit.
+Reached = dict[str, tuple[Ref, IterationCommit]]
+
+
+def history(run: Run) -> list[IterationCommit]:
+    """All commits of a run in order, its parents' included."""
+    head = run.head()
+    return parallel(run.commit, range(head.iteration + 1)) if head else []
+
+
+def reachable(commits: Iterable[IterationCommit], kind: type[Ref]) -> Reached[Ref]:
+    """The manifests that these commits name: of stages, or by `WeightsRef` of stored weights and checkpoints."""
+    found: Reached[Ref] = {}
+    for commit in commits:
+        for ref in (*commit.stages, *commit.stored):
+            if isinstance(ref, kind):
+                found.setdefault(ref.path, (ref, commit))
+    return found
+
+
+def named_weights(store: Store, manifest: StageManifest) -> WeightsRef:
+    """The weights that the one row of a stage's table names, such as `publish`; it has no digest of their manifest."""
+    [table] = manifest.tables.values()
+    row = read_table(store, table, ("version", "weights_attempt", "materialised", "sha256")).to_pylist()[0]
+    version, attempt = row["version"], row["weights_attempt"] if row["materialised"] else ""
+    path = paths.weights(manifest.run, version, attempt) if attempt else ""
+    return WeightsRef(version=version, attempt=attempt, path=path, sha256="", digest=row["sha256"])
+
+
+def published_weights(store: Store, manifest: StageManifest) -> WeightsRef:
+    """As `named_weights`, with the digest of their manifest, which is in the run that wrote the row."""
+    ref = named_weights(store, manifest)
+    return weights_ref(store, ref.path) if ref.written else ref
+
+
+def files_of(record: StageManifest | WeightsManifest | SpoolRecord | Compaction) -> list[FileRef]:
+    """The files that a record names."""
+    if isinstance(record, WeightsManifest):
+        return list(record.files)
+    if isinstance(record, Compaction):
+        return [file for merged in record.tables.values() for file in merged.files]
+    return [shard for table in record.tables.values() for shard in table.shards]
+
+
+def attempts_of(path: str, record: StageManifest | WeightsManifest | SpoolRecord | Compaction) -> set[str]:
+    """The folders of the files that the record at `path` names; its own attempt's too, even if that holds none."""
+    own = f"{path.rsplit('/', 1)[0]}/attempt={record.attempt}"
+    return {own, *(paths.attempt_folder(file.path) for file in files_of(record))}
