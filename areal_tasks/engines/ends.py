@@ -47,12 +47,6 @@ def tail_length(stops: Sequence[str]) -> int:
     return _TOKENS_PER_CHARACTER * max(map(len, stops), default=0) + 1
 
 
-def trim(text: str, stop: str, keep: bool = False) -> str:
-    """`text` up to the stop string; with `keep`, up to its end."""
-    before, found, _ = text.partition(stop)
-    return before + found if keep else before
-
-
 @dataclass(frozen=True)
 class Ends:
     """The end tokens of a model and its detokenizer; neither is known by default."""

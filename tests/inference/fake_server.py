@@ -125,10 +125,10 @@ async def serving(
 
 async def serve(fake: Fake, port: int = 0) -> web.AppRunner:
     app = web.Application()
-    commands = ["/abort_request", "/pause_generation", "/continue_generation"]
+    commands = ["/pause_generation", "/continue_generation"]
     commands += ["/release_memory_occupation", "/resume_memory_occupation"]
     app.add_routes([web.post(path, fake.command) for path in commands])
-    app.add_routes([web.get(path, fake.health) for path in ("/health", "/health_generate")])
+    app.add_routes([web.get(path, fake.health) for path in ("/health_generate",)])
     app.add_routes([web.get(path, fake.info) for path in ("/model_info", "/server_info")])
     app.add_routes([web.post("/update_weights_from_disk", lambda request: fake.on_update(request))])
     app.add_routes([web.post("/weights_checker", fake.check_weights)])

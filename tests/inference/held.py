@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from itertools import groupby
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.embedded.engine import Engine
+from areal_tasks.engines.embedded.sequence import Sequence
 
 
 class Held:
@@ -19,7 +21,7 @@ class Held:
 
     def __init__(self, engine: Engine, *passes: int) -> None:
         self.engine = engine
-        self.lengths: list[dict[str, int]] = []  # tokens of each sequence at each stop, by its id
+        self.lengths: list[dict[Sequence, int]] = []  # tokens of each sequence at each stop
         self._stops = [threading.Event() for _ in passes]
         self._passes = dict(zip(passes, self._stops, strict=True))
         self._released = threading.Event()
@@ -31,7 +33,7 @@ class Held:
         self._count += 1
         if (stop := self._passes.get(self._count)) is not None:
             running = [(owner, slot) for slot, owner in enumerate(self.engine._slots.owner) if owner is not None]
-            self.lengths.append({one.rid: len(one.output) + int(self.engine._slots.count[i]) for one, i in running})
+            self.lengths.append({one: len(one.output) + int(self.engine._slots.count[i]) for one, i in running})
             stop.set()
             self._stand()
 
@@ -50,7 +52,7 @@ class Held:
 
 
 def logprobs_of_runs(
-    models: Mapping[int, Any], prompt: Sequence[int], output: Sequence[int], versions: list[int], stale: list[bool]
+    models: Mapping[int, Any], prompt: Items[int], output: Items[int], versions: list[int], stale: list[bool]
 ) -> Tensor:
     """Logprobs of `output` at temperature 1, by transformers.
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from waiting import LIMIT
 
 from areal_tasks.engines.embedded.engine import Engine
-from areal_tasks.engines.embedded.runner import Runner
-from areal_tasks.engines.embedded.sequence import Job, SamplingParams, Sequence, make_sequences
-from areal_tasks.engines.embedded.weights import find_detokenizer
+from areal_tasks.engines.embedded.runner import Runner, find_detokenizer
+from areal_tasks.engines.embedded.sequence import Job, SamplingParams, Sequence, make_sequence
 
 VOCABULARY = ["<s>", "</s>", "<pad>", *"0123456789+=abcdefgh"]
 MAX_LENGTH = 160
@@ -56,10 +55,16 @@ class Running:
         return self.sequences
 
 
-def submit(engine: Engine, prompt: Items[int], rid: str = "r", **params: Any) -> Running:
-    """Start one request; `n` gives several sequences."""
-    length = engine.runner.max_length
-    return Running(engine, make_sequences(rid, list(prompt), SamplingParams(**params), EOS, length))
+def make_sequences(prompt: Items[int], max_length: int = MAX_LENGTH, n: int = 1, **params: Any) -> list[Sequence]:
+    """`n` sequences of one prompt, with seeds of their own."""
+    first = params.pop("sampling_seed", None)
+    seeds = [{} if first is None else {"sampling_seed": first + 1000 * i} for i in range(n)]
+    return [make_sequence(list(prompt), SamplingParams(**params, **seed), EOS, max_length) for seed in seeds]
+
+
+def submit(engine: Engine, prompt: Items[int], n: int = 1, **params: Any) -> Running:
+    """Start one request of `n` sequences."""
+    return Running(engine, make_sequences(prompt, engine.runner.max_length, n, **params))
 
 
 def settle(engine: Engine) -> None:

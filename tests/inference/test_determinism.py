@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from areal_tasks.engines.embedded.engine import Engine
 from areal_tasks.engines.embedded.prove import _keep, proven_shapes
 from areal_tasks.engines.embedded.runner import CHUNK, SHORT_CHUNK, ladder
-from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, make_sequences
-from tests.inference.helpers import EOS, MAX_LENGTH, Running, make_engine
+from areal_tasks.engines.embedded.sequence import Sequence
+from tests.inference.helpers import MAX_LENGTH, Running, make_engine, make_sequences
 
 Bits = tuple[list[int], list[float], object]
 SLOTS = 24
@@ -41,14 +41,14 @@ def sequences(case: int) -> list[Sequence]:
     length = [1, 2, 8, 15, 16, 17, 31, 40, 63, 64, 65, 100][case % 12]
     prompt = [3 + (case * 5 + 3 * i) % 20 for i in range(length)]
     temperature = [1.0, 0.0, 0.7][case % 3]
-    params = SamplingParams(
+    return make_sequences(
+        prompt,
         max_new_tokens=1 + 11 * (case % 5),
         temperature=temperature,
         sampling_seed=case,
         n=1 + case % 4,
         ignore_eos=case % 2 == 0,
     )
-    return make_sequences(f"case-{case}", prompt, params, EOS, MAX_LENGTH)
 
 
 def bits(done: list[Sequence]) -> list[Bits]:
@@ -91,7 +91,7 @@ def test_aborts_beside_it_do_not_reach_a_sequence(engine: Engine, alone: object)
     for case in range(4, 16):
         doomed = [Running(engine, sequences(c)) for c in range(20, 30)]
         running = Running(engine, sequences(case))
-        engine.abort(lambda s: s.rid.split("_")[0] in {f"case-{c}" for c in range(20, 30)})
+        engine.abort({s for run in doomed for s in run.sequences}.__contains__)
         assert bits(running.wait()) == alone(case)
         for run in doomed:
             run.wait()

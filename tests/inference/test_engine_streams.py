@@ -10,19 +10,19 @@ from typing import Any
 import orjson
 
 from areal_tasks.engines.embedded.api import Generate, Limits, open_request
+from areal_tasks.engines.embedded.app import stream
 from areal_tasks.engines.embedded.engine import Engine
 from areal_tasks.engines.embedded.runner import read_weights_folder
-from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, make_sequences
-from areal_tasks.engines.embedded.streaming import stream
+from areal_tasks.engines.embedded.sequence import Sequence
 from tests.inference.held import Held
-from tests.inference.helpers import EOS, MAX_LENGTH, Running
+from tests.inference.helpers import EOS, MAX_LENGTH, Running, make_sequences
 
 EngineOf = Callable[..., Engine]
 PROMPT = [3, 10, 17, 5]
 
 
 def sequences(**params: Any) -> list[Sequence]:
-    return make_sequences("s", PROMPT, SamplingParams(**params), EOS, MAX_LENGTH)
+    return make_sequences(PROMPT, **params)
 
 
 def heard(engine: Engine, asked: list[Sequence]) -> tuple[list[Sequence], list[list[Sequence]]]:

@@ -76,19 +76,19 @@ def small_engine(model_folder: Path) -> Iterator[Engine]:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    events=st.lists(st.sampled_from(["in_place", "flush", "retract", "pause"]), min_size=1, max_size=4),
+    events=st.lists(st.sampled_from(["in_place", "flush", "pause"]), min_size=1, max_size=4),
     gaps=st.lists(st.integers(1, 7), min_size=4, max_size=4),
     samples=st.integers(1, 6),
 )
 def test_a_token_is_stale_if_older_weights_computed_some_of_its_cache(
     small_engine: Engine, models: list[Any], folders: list[Path], events: list[str], gaps: list[int], samples: int
 ) -> None:
-    """Updates that keep the cache, updates that do not, and pauses that give it up, in any order."""
+    """Updates that keep the cache, updates that do not, and pauses, in any order."""
     engine = small_engine
     weights = [read_weights_folder(folder, engine.runner.model) for folder in folders]
     engine.update_weights(weights[0], "0", False).result()
     with passing(engine, *[sum(gaps[: i + 1]) for i in range(len(events))]) as held:
-        running = submit(engine, PROMPT, "r", n=samples, max_new_tokens=TOKENS, ignore_eos=True, sampling_seed=5)
+        running = submit(engine, PROMPT, samples, max_new_tokens=TOKENS, ignore_eos=True, sampling_seed=5)
         version, history = 0, []
         for i, event in enumerate(events):
             held.wait(i)
@@ -96,7 +96,7 @@ def test_a_token_is_stale_if_older_weights_computed_some_of_its_cache(
             if event in ("in_place", "flush"):
                 version += 1
             if event != "flush":
-                engine.pause("retract" if event == "retract" else "in_place").result()
+                engine.pause("in_place").result()
             if event in ("in_place", "flush"):
                 engine.update_weights(weights[version], str(version), event == "in_place").result()
             engine.resume().result()
@@ -107,15 +107,17 @@ def test_a_token_is_stale_if_older_weights_computed_some_of_its_cache(
         check_sequence(models, sequence)
 
 
-def expected_flags(sequence: Sequence, history: list[tuple[dict[str, int], int, str]]) -> tuple[list[int], list[bool]]:
+def expected_flags(
+    sequence: Sequence, history: list[tuple[dict[Sequence, int], int, str]]
+) -> tuple[list[int], list[bool]]:
     """Written down token by token. A sequence that had not begun at an event is not touched by it."""
     versions, stale, version, is_stale = [], [], 0, False
     for token in range(len(sequence.output)):
         for at, new_version, event in history:
-            begun = at.get(sequence.rid, 0)
+            begun = at.get(sequence, 0)
             if begun == token:
                 version = new_version
-                if event in ("flush", "retract") or begun == 0:
+                if event == "flush" or begun == 0:
                     is_stale = False
                 elif event == "in_place":
                     is_stale = True
@@ -149,7 +151,7 @@ def test_a_prompt_that_is_being_computed_is_computed_by_the_new_weights_alone(
             wait_until(lambda: engine._commands, "a command")
 
     engine._prefill = held  # type: ignore[method-assign]
-    running = submit(engine, PROMPT * 20, "r", n=6, max_new_tokens=5, ignore_eos=True)  # two chunks; two samples wait
+    running = submit(engine, PROMPT * 20, 6, max_new_tokens=5, ignore_eos=True)  # two chunks; two samples wait
     assert halves.wait(200)
     assert engine._prefills[0].cursor == 64, "half of it is there"
     engine.pause("in_place").result()
@@ -169,13 +171,13 @@ def test_a_prompt_that_is_being_computed_is_computed_by_the_new_weights_alone(
 )
 def test_the_mark_stays_with_its_sequence(steps: list[tuple[str, int]]) -> None:
     """When slots are taken, left, taken again, and their sequences moved."""
-    slots, begun, updates = Slots(8, 8, 4), dict[str, int](), 0
-    for i, (step, which) in enumerate(steps):
+    slots, begun, updates = Slots(8, 8, 4), dict[Sequence, int](), 0
+    for step, which in steps:
         held = [slot for slot, owner in enumerate(slots.owner) if owner is not None]
         if step == "take" and slots.vacancies:
-            sequence = Sequence(str(i), [3], SamplingParams(), 0, frozenset(), 4)
+            sequence = Sequence([3], SamplingParams(), 0, frozenset(), 4)
             slots.active[slots.take(sequence)] = True
-            begun[sequence.rid] = updates
+            begun[sequence] = updates
         elif step == "update":
             slots.stale |= slots.active
             updates += 1
@@ -184,7 +186,7 @@ def test_the_mark_stays_with_its_sequence(steps: list[tuple[str, int]]) -> None:
         elif step == "compact" and held and (free := [slot for slot in range(held[-1]) if slot not in held]):
             slots.move(np.array(held[-1:]), np.array(free[:1]))
         for slot, owner in enumerate(slots.owner):
-            assert owner is None or bool(slots.stale[slot]) == (begun[owner.rid] < updates)
+            assert owner is None or bool(slots.stale[slot]) == (begun[owner] < updates)
 
 
 # ── the server, by the client ───────────────────────────────────────────────────────────────────────────────────────
@@ -194,7 +196,7 @@ def test_the_mark_stays_with_its_sequence(steps: list[tuple[str, int]]) -> None:
 async def served(engine: Engine, tmp_path: Path, mode: Interruption | None) -> AsyncIterator[InferenceClient]:
     """A client of the embedded server over this engine, whose completions end by their length."""
     limits = Limits(engine.runner.vocab_size, MAX_LENGTH, frozenset(), True)
-    app = Server(engine, limits, open_store(tmp_path.as_uri()), "m").app()
+    app = Server(engine, limits, open_store(tmp_path.as_uri())).app()
     listener = listen()
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

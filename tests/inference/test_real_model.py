@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import LIMIT
 
-from areal_tasks.engines.embedded.sequence import SamplingParams, make_sequences
+from areal_tasks.engines.embedded.sequence import SamplingParams, make_sequence
 from areal_tasks.engines.ends import end_tokens
 from tests.inference.helpers import Running, full_logprobs, greedy_reference, make_engine
 
@@ -30,7 +30,7 @@ def test_greedy_tokens_and_logprobs_on_gsm8k() -> None:
     engine = make_engine(Path(str(MODEL)), slots=PROMPTS, max_length=512, threads=os.cpu_count() or 1)
     eos = end_tokens(engine.runner.model.config, engine.runner.model.generation_config, tokenizer)
     params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0)
-    sequences = [s for i, p in enumerate(prompts) for s in make_sequences(str(i), p, params, eos, 512)]
+    sequences = [make_sequence(p, params, eos, 512) for p in prompts]
     done = Running(engine, sequences).wait(LIMIT)
     for sequence in done:
         assert sequence.output == greedy_reference(model, sequence.prompt, NEW_TOKENS)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_tasks.engines.embedded.sampling import fold, sample, uniforms
+from areal_tasks.engines.embedded.sampling import sample, uniforms
 
 
 def draw(seeds: list[int], positions: list[int]) -> np.ndarray:
@@ -29,13 +29,6 @@ def test_a_uniform_depends_on_its_own_row_only(seed: int, position: int) -> None
     among = draw([3, seed, 5], [1, position, 2])
     assert 0 <= alone[0] < 1
     assert among[1] == alone[0]
-
-
-def test_copies_of_a_request_have_seeds_of_their_own() -> None:
-    seeds = [fold(11, i) for i in range(100)]
-    assert seeds[0] == 11
-    assert len(set(seeds)) == 100
-    assert all(0 <= s < 2**63 for s in seeds)
 
 
 def test_tokens_come_with_their_probabilities() -> None:

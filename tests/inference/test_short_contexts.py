@@ -34,7 +34,7 @@ def test_neighbours_do_not_change_the_bits_there(engine_of: EngineOf) -> None:
     engine = engine_of(slots=16, max_length=SHORTEST)
     asked = [[3 + start, 5, 9][: 1 + start % 3] for start in range(6)]
     alone = [complete(engine, prompt, max_new_tokens=5, sampling_seed=7) for prompt in asked]
-    together = [submit(engine, prompt, f"r{i}", max_new_tokens=5, sampling_seed=7) for i, prompt in enumerate(asked)]
+    together = [submit(engine, prompt, max_new_tokens=5, sampling_seed=7) for prompt in asked]
     for one, running in zip(alone, together, strict=True):
         [other] = running.wait()
         assert (other.output, other.logprobs) == (one.output, one.logprobs)

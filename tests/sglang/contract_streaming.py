@@ -70,11 +70,11 @@ def the_first_piece_of_a_stream_comes_long_before_its_last_token(t: Target) -> N
 
 
 def a_client_that_leaves_its_streams_frees_their_slots(t: Target) -> None:
-    """Retracted by a pause, the streams wait; nobody is left to generate for afterwards."""
+    """Held by a pause, the streams wait; nobody is left to generate for afterwards."""
     with t.streaming(4, t.prompt(131), max_new_tokens=t.max_length - 20, ignore_eos=True) as streams:
         for stream in streams:
             assert next(stream)["meta_info"]["finish_reason"] is None
-        assert t.post("/pause_generation", {"mode": "retract"}).status_code == 200
+        assert t.post("/pause_generation", {"mode": "in_place"}).status_code == 200
     t.await_load(lambda running, queued: running + queued == 0, 0.5)
     assert t.post("/continue_generation").status_code == 200
     t.generate([t.prompt(132)], max_new_tokens=1)  # SGLang tells how much there is to do when it begins something

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Final, Literal
-from uuid import uuid4
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, TokenId, make_sequences
-from areal_tasks.engines.ends import Detokenizer, trim
+from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, TokenId, make_sequence
+from areal_tasks.engines.ends import Detokenizer
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"  # decoded from bytes that are no character
 
@@ -27,29 +26,21 @@ class Body(BaseModel):
 
 
 class Generate(Body):
-    """POST /generate. One prompt, or a list of them with one `sampling_params` for all or one for each.
+    """POST /generate. A list of prompts with one `sampling_params` for all or one for each, answered by a list.
 
-    With `stream` it is one prompt with one sample, answered by events (see `streaming`).
+    With `stream` it is one prompt, not in a list, answered by events (see `app.stream`).
     """
 
     input_ids: list[TokenId] | list[list[TokenId]]
     sampling_params: SamplingParams | list[SamplingParams] = Field(default_factory=SamplingParams)
-    return_logprob: bool | list[bool] = False
-    rid: str | list[str] | None = None
+    return_logprob: Literal[True] = True
     stream: bool = False
 
 
 class Pause(Body):
     """POST /pause_generation."""
 
-    mode: Literal["abort", "in_place", "retract"] = "abort"
-
-
-class Abort(Body):
-    """POST /abort_request."""
-
-    rid: str = ""
-    abort_all: bool = False
+    mode: Literal["abort", "in_place"] = "abort"
 
 
 class UpdateWeights(Body):
@@ -82,48 +73,20 @@ class Limits:
     has_text: bool
 
 
-@dataclass(eq=False)
-class Answerable:
-    """A checked `/generate` request: its sequences, and what else the answer needs."""
-
-    sequences: list[Sequence]
-    batched: bool
-    logprobs: list[bool]
-    started: float = field(default_factory=time.perf_counter)
-
-
-def open_request(body: Generate, limits: Limits) -> Answerable:
+def open_request(body: Generate, limits: Limits) -> list[Sequence]:
     """The sequences a request asks for. Raises BadRequest naming the prompt that cannot be served, and why."""
-    batched = not body.input_ids or isinstance(body.input_ids[0], list)
-    prompts: list[list[int]] = body.input_ids if batched else [body.input_ids]  # type: ignore[assignment, list-item]
-    if not prompts:
+    if not body.input_ids:
         raise BadRequest("input_ids is empty")
-    params = _one_each(body.sampling_params, len(prompts), "sampling_params")
-    logprobs = _one_each(body.return_logprob, len(prompts), "return_logprob")
-    rids = _rids(body.rid, len(prompts))
-    sequences: list[Sequence] = []
+    if body.stream == isinstance(body.input_ids[0], list):
+        raise BadRequest("input_ids is a list of prompts, and with stream one prompt")
+    prompts: list[list[int]] = [body.input_ids] if body.stream else body.input_ids  # type: ignore[list-item, assignment]
+    params = body.sampling_params
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    if len(each) != len(prompts):
+        raise BadRequest(f"sampling_params has {len(each)} elements for {len(prompts)} prompts")
     for i, prompt in enumerate(prompts):
-        _check(i, prompt, params[i], limits)
-        sequences += make_sequences(rids[i], prompt, params[i], limits.eos, limits.max_length)
-    if body.stream and (batched or len(sequences) > 1):
-        raise BadRequest("a stream holds one sample: send one prompt, not in a list, with n = 1")
-    flags = [logprobs[i] for i, p in enumerate(params) for _ in range(p.n)]
-    return Answerable(sequences, batched or len(sequences) > 1, flags)
-
-
-def _one_each(value: Any, n: int, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        return [value] * n
-    if len(value) != n:
-        raise BadRequest(f"{name} has {len(value)} elements for {n} prompts")
-    return value
-
-
-def _rids(rid: str | list[str] | None, n: int) -> list[str]:
-    if isinstance(rid, list):
-        return _one_each(rid, n, "rid")
-    stem = rid or uuid4().hex
-    return [stem] if n == 1 else [f"{stem}_{i}" for i in range(n)]
+        _check(i, prompt, each[i], limits)
+    return [make_sequence(*one, limits.eos, limits.max_length) for one in zip(prompts, each, strict=True)]
 
 
 def _check(i: int, prompt: list[int], params: SamplingParams, limits: Limits) -> None:
@@ -136,73 +99,51 @@ def _check(i: int, prompt: list[int], params: SamplingParams, limits: Limits) ->
         )
     if max(prompt) >= limits.vocab_size:
         raise BadRequest(f"prompt {i} has token id {max(prompt)}; the vocabulary ends at {limits.vocab_size - 1}")
-    if params.stops and not limits.has_text:
+    if params.stop and not limits.has_text:
         raise BadRequest("stop strings need a tokenizer, and the model's folder has none; use stop_token_ids")
 
 
-def answer(request: Answerable, detokenizer: Detokenizer | None, version: str) -> bytes:
+def answer(sequences: list[Sequence], detokenizer: Detokenizer | None, version: str) -> bytes:
     """The response body once all sequences have finished."""
-    texts = _texts(request.sequences, detokenizer)
-    items = [
-        _item(sequence, text, logprobs, version, request.started)
-        for sequence, text, logprobs in zip(request.sequences, texts, request.logprobs, strict=True)
-    ]
-    return orjson.dumps(items if request.batched else items[0])
+    texts = _texts(sequences, detokenizer)
+    return orjson.dumps([_item(one, text, version) for one, text in zip(sequences, texts, strict=True)])
 
 
-def partial_answer(request: Answerable, now: Sequence, detokenizer: Detokenizer | None, version: str) -> bytes:
+def partial_answer(now: Sequence, detokenizer: Detokenizer | None, version: str) -> bytes:
     """The answer so far to a request for one sample; `now`: a recent copy of the sequence.
 
     An unfinished text ends before a character that is still incomplete.
     """
     [text] = _texts([now], detokenizer)
-    shown = text if now.finish is not None else text.rstrip(REPLACEMENT)
-    return orjson.dumps(_item(now, shown, request.logprobs[0], version, request.started))
+    return orjson.dumps(_item(now, text if now.finish is not None else text.rstrip(REPLACEMENT), version))
 
 
-def _item(sequence: Sequence, text: str, logprobs: bool, version: str, started: float) -> dict[str, Any]:
+def _item(sequence: Sequence, text: str, version: str) -> dict[str, Any]:
     meta: dict[str, Any] = {
-        "id": sequence.rid,
         "finish_reason": sequence.finish,
         "prompt_tokens": len(sequence.prompt),
         "completion_tokens": len(sequence.output),
-        "cached_tokens": 0,
         "weight_version": sequence.versions[-1][0] if sequence.versions else version,
-        "e2e_latency": time.perf_counter() - started,
+        "output_token_logprobs": list(zip(sequence.logprobs, sequence.output, repeat(None), strict=False)),
     }
     if len(sequence.versions) > 1:  # weights changed during generation: [version, tokens], in order
         meta["weight_versions"] = sequence.versions
     if any(stale for stale, _ in sequence.stale_kv):  # sampled with keys and values of older weights: [flag, tokens]
         meta["stale_kv"] = sequence.stale_kv
-    if logprobs:
-        meta["output_token_logprobs"] = [
-            (logprob, token, None) for logprob, token in zip(sequence.logprobs, sequence.output, strict=True)
-        ]
     return {"text": text, "output_ids": sequence.output, "meta_info": meta}
 
 
 def _texts(sequences: list[Sequence], detokenizer: Detokenizer | None) -> list[str]:
     if detokenizer is None:
         return [""] * len(sequences)
-    shown = [_shown_tokens(s) for s in sequences]
-    skip = [s.params.skip_special_tokens for s in sequences]
-    if len(set(skip)) == 1:
-        texts = detokenizer.texts(shown, skip[0])
-    else:
-        texts = [detokenizer.texts([ids], flag)[0] for ids, flag in zip(shown, skip, strict=True)]
-    return [_trimmed(s, text) for s, text in zip(sequences, texts, strict=True)]
+    texts = detokenizer.texts([one.output for one in sequences])
+    return [_until_stop(one, text) for one, text in zip(sequences, texts, strict=True)]
 
 
-def _matched(sequence: Sequence) -> object:
-    return (sequence.finish or {}).get("matched")
-
-
-def _shown_tokens(sequence: Sequence) -> list[int]:
-    trimmed = isinstance(_matched(sequence), int) and not sequence.params.no_stop_trim
-    return sequence.output[:-1] if trimmed else sequence.output
-
-
-def _trimmed(sequence: Sequence, text: str) -> str:
-    """The text up to the stop string that ended it, or to its end with `no_stop_trim`."""
-    matched = _matched(sequence)
-    return trim(text, matched, sequence.params.no_stop_trim) if isinstance(matched, str) else text
+def _until_stop(sequence: Sequence, text: str) -> str:
+    """The text up to the end of the stop string that ended it."""
+    matched = (sequence.finish or {}).get("matched")
+    if not isinstance(matched, str):
+        return text
+    before, found, _ = text.partition(matched)
+    return before + found

@@ -1,22 +1,20 @@
-"""The HTTP API of the embedded server: SGLang's native routes for one engine."""
+"""The HTTP API of the embedded server: those of SGLang's native routes that the client uses, for one engine."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
 import orjson
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from areal_tasks.engines.embedded.api import (
-    Abort,
-    Answerable,
     BadRequest,
     Generate,
     Limits,
@@ -25,29 +23,28 @@ from areal_tasks.engines.embedded.api import (
     answer,
     open_request,
     parse,
+    partial_answer,
 )
-from areal_tasks.engines.embedded.engine import Engine
-from areal_tasks.engines.embedded.runner import read_weights_folder
-from areal_tasks.engines.embedded.sequence import Job, SamplingParams, Sequence, make_sequences
-from areal_tasks.engines.embedded.streaming import FAILURES, status_of, stream
-from areal_tasks.engines.embedded.weights import weights_folder
-from areal_tasks.store.backend import Store
-from areal_tasks.store.provenance import code_version
+from areal_tasks.engines.embedded.engine import Engine, NotFinite
+from areal_tasks.engines.embedded.runner import read_weights_folder, weights_folder
+from areal_tasks.engines.embedded.sequence import Job, SamplingParams, Sequence, make_sequence
+from areal_tasks.store.backend import Store, Unavailable
+from schemas.errors import UserError
 
 HEALTH_SECONDS: Final = 20.0
 HEALTH_POLL_SECONDS: Final = 0.02
+#: The errors that a request may fail with.
+FAILURES: Final = (Unavailable, BadRequest, UserError, NotFinite, RuntimeError)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Server:
-    """The routes. `model_path` is what the current weights were loaded from."""
+    """The routes."""
 
-    def __init__(self, engine: Engine, limits: Limits, store: Store, model_path: str) -> None:
+    def __init__(self, engine: Engine, limits: Limits, store: Store) -> None:
         self.engine = engine
         self.limits = limits
         self.store = store
-        self.model_path = model_path
-        self.version = code_version()
         self.updating = asyncio.Lock()
 
     def app(self) -> Starlette:
@@ -56,12 +53,10 @@ class Server:
             "/generate": self.generate,
             "/pause_generation": self.pause,
             "/continue_generation": self.resume,
-            "/abort_request": self.abort,
             "/update_weights_from_disk": self.update_weights,
         }
         gets = {
-            "/health": self.health,
-            "/health_generate": self.health_generate,
+            "/health_generate": self.health,
             "/server_info": self.server_info,
             "/model_info": self.model_info,
         }
@@ -73,12 +68,12 @@ class Server:
         asked = open_request(body, self.limits)
         if body.stream:
             return stream(self.engine, asked)
-        finished = asyncio.ensure_future(self._finish(asked.sequences))
+        finished = asyncio.ensure_future(self._finish(asked))
         disconnected = asyncio.ensure_future(_disconnect(request))
         await asyncio.wait({finished, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         disconnected.cancel()
         if not finished.done():
-            await self._abort_all(asked)
+            await asyncio.wrap_future(self.engine.abort(set(asked).__contains__))
             return _json({"error": "the client disconnected"}, 499)
         finished.result()
         return Response(answer(asked, self.engine.detokenizer, self.engine.version), media_type="application/json")
@@ -94,10 +89,6 @@ class Server:
         self.engine.submit(Job(sequences, done))
         await future
 
-    async def _abort_all(self, asked: Answerable) -> None:
-        sequences = set(asked.sequences)
-        await asyncio.wrap_future(self.engine.abort(sequences.__contains__))
-
     async def pause(self, request: Request) -> Response:
         body = parse(Pause, await request.body())
         await asyncio.wrap_future(self.engine.pause(body.mode))
@@ -107,12 +98,6 @@ class Server:
         await asyncio.wrap_future(self.engine.resume())
         return _json({"status": "ok", "message": "continued"})
 
-    async def abort(self, request: Request) -> Response:
-        body = parse(Abort, await request.body())
-        if not body.rid and not body.abort_all:
-            raise BadRequest("name a rid, or set abort_all")
-        return _json({"aborted": await asyncio.wrap_future(self.engine.abort(partial(_matches, body)))})
-
     async def update_weights(self, request: Request) -> Response:
         body = parse(UpdateWeights, await request.body())
         if not body.flush_cache and not self.engine.paused:
@@ -121,74 +106,51 @@ class Server:
         async with self.updating:
             if body.abort_all_requests:
                 await asyncio.wrap_future(self.engine.abort(lambda sequence: True))
-            seconds = await self._load(body.model_path, version, not body.flush_cache)
-        message = f"loaded {body.model_path} in {seconds:.3f} s"
-        return _json({"success": True, "message": message, "weight_version": version, "seconds": seconds})
-
-    async def _load(self, source: str, version: str, keep_cache: bool) -> float:
-        started = time.perf_counter()
-        weights = await asyncio.to_thread(self._read, source)
-        await asyncio.wrap_future(self.engine.update_weights(weights, version, keep_cache))
-        self.model_path = source
-        return time.perf_counter() - started
+            weights = await asyncio.to_thread(self._read, body.model_path)
+            await asyncio.wrap_future(self.engine.update_weights(weights, version, not body.flush_cache))
+        return _json({"success": True, "message": f"loaded {body.model_path}", "weight_version": version})
 
     def _read(self, source: str) -> dict[str, Any]:
         with weights_folder(self.store, source) as folder:
             return read_weights_folder(folder, self.engine.runner.model)
 
     async def health(self, request: Request) -> Response:
-        if self.engine.failure is not None:
-            return _json({"error": self.engine.failure}, 503)
-        return _json({"status": "ok", "weight_version": self.engine.version, "paused": self.engine.paused})
-
-    async def health_generate(self, request: Request) -> Response:
         """Healthy if the engine generates any token, if only for this request; a paused engine need not."""
         if not self.engine.paused and self.engine.failure is None and not await self._generates():
             return _json({"error": f"no token within {HEALTH_SECONDS:.0f} s"}, 503)
-        return await self.health(request)
+        if self.engine.failure is not None:
+            return _json({"error": self.engine.failure}, 503)
+        return _json({"status": "ok"})
 
     async def _generates(self) -> bool:
         """Whether the engine makes a step in time. With a long queue, the probe's own token may come much later."""
         before, deadline = self.engine.steps, time.monotonic() + HEALTH_SECONDS
-        probe = make_sequences("health", [0], SamplingParams(max_new_tokens=1), frozenset(), self.limits.max_length)
-        work = asyncio.ensure_future(self._finish(probe))
+        probe = make_sequence([0], SamplingParams(max_new_tokens=1), frozenset(), self.limits.max_length)
+        work = asyncio.ensure_future(self._finish([probe]))
         while self.engine.steps == before and time.monotonic() < deadline:
             await asyncio.wait({work}, timeout=HEALTH_POLL_SECONDS)
         if work.done():
             work.result()
         else:
             work.cancel()
-            self.engine.abort(set(probe).__contains__)
+            self.engine.abort({probe}.__contains__)
         return self.engine.steps > before
 
     async def server_info(self, request: Request) -> Response:
         running, queued = self.engine.load()
-        shapes = self.engine.runner.shapes
-        return _json(
-            {
-                "version": self.version,
-                "engine": "embedded",
-                "deterministic": self.engine.deterministic,
-                "slots": self.engine.usable_slots,
-                "paused": self.engine.paused,
-                "running": running,
-                "queued": queued,
-                "steps": self.engine.steps,
-                "shapes": {"rows": shapes.rows, "lengths": shapes.lengths, "prefill_rows": shapes.prefill_rows},
-                **self._model(),
-            }
-        )
+        engine = self.engine
+        state = {"deterministic": engine.deterministic, "paused": engine.paused, "steps": engine.steps}
+        return _json({"running": running, "queued": queued, **state})
 
     async def model_info(self, request: Request) -> Response:
-        return _json(self._model())
+        return _json({"weight_version": self.engine.version})
 
-    def _model(self) -> dict[str, Any]:
-        return {
-            "model_path": self.model_path,
-            "weight_version": self.engine.version,
-            "context_length": self.limits.max_length,
-            "vocab_size": self.limits.vocab_size,
-        }
+
+def status_of(error: Exception) -> int:
+    """HTTP status: 400 for the caller's mistake, 500 for damaged weights, 503 when the engine or the store is gone."""
+    if isinstance(error, NotFinite):
+        return 500
+    return 400 if isinstance(error, BadRequest | UserError) and not isinstance(error, Unavailable) else 503
 
 
 def _guarded(handler: Handler) -> Handler:
@@ -204,8 +166,7 @@ def _guarded(handler: Handler) -> Handler:
 
 
 def _json(content: Any, status: int = 200) -> Response:
-    dumped = orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)
-    return Response(dumped, status_code=status, media_type="application/json")
+    return Response(orjson.dumps(content), status_code=status, media_type="application/json")
 
 
 def _resolve(future: asyncio.Future[None], error: Exception | None) -> None:
@@ -217,10 +178,48 @@ def _resolve(future: asyncio.Future[None], error: Exception | None) -> None:
         future.set_exception(error)
 
 
-def _matches(body: Abort, sequence: Sequence) -> bool:
-    return body.abort_all or sequence.rid == body.rid or sequence.rid.startswith(f"{body.rid}_")
-
-
 async def _disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+# ── streams ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def stream(engine: Engine, asked: list[Sequence]) -> Response:
+    """Answer a request for one sample by events in SGLang's format: `data: {…}`, finally `data: [DONE]`.
+
+    Each event repeats the content of earlier ones. Events are skipped if sending is slower than the engine. If the
+    client disconnects, the sample is aborted.
+    """
+    release = BackgroundTask(engine.abort, set(asked).__contains__)  # runs after the last event, too
+    return StreamingResponse(_events(engine, *asked), media_type="text/event-stream", background=release)
+
+
+async def _events(engine: Engine, sequence: Sequence) -> AsyncIterator[bytes]:
+    updates: asyncio.Queue[Sequence | Exception] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def put(update: Sequence | Exception) -> None:
+        loop.call_soon_threadsafe(updates.put_nowait, update)
+
+    sequence.listener = put
+    engine.submit(Job([sequence], lambda error: put(error or sequence)))
+    latest: Sequence | Exception | None = None
+    while latest is None or (isinstance(latest, Sequence) and latest.finish is None):
+        latest = await _newest(updates)
+        yield b"data: " + _event(engine, latest) + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+async def _newest(updates: asyncio.Queue[Sequence | Exception]) -> Sequence | Exception:
+    newest = await updates.get()
+    while not updates.empty():
+        newest = updates.get_nowait()
+    return newest
+
+
+def _event(engine: Engine, latest: Sequence | Exception) -> bytes:
+    if isinstance(latest, Sequence):
+        return partial_answer(latest, engine.detokenizer, engine.version)
+    return orjson.dumps({"error": {"message": str(latest), "code": status_of(latest)}})

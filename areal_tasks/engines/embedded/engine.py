@@ -26,7 +26,7 @@ from areal_tasks.engines.embedded.slots import Rows, Slots
 from areal_tasks.engines.ends import Detokenizer, tail_length
 
 log = logging.getLogger(__name__)
-PauseMode = Literal["abort", "in_place", "retract"]
+PauseMode = Literal["abort", "in_place"]
 T = TypeVar("T")
 
 
@@ -66,7 +66,6 @@ class Engine:
         self.failure: str | None = None
         self.paused = False
         self.steps = 0
-        self.usable_slots = slots
         self._on_failure = on_failure
         self._threads = torch.get_num_threads()
         self._slots = Slots(runner.rows, slots, runner.capacity)
@@ -102,7 +101,7 @@ class Engine:
         return self._command(lambda: self._abort(wanted))
 
     def pause(self, mode: PauseMode) -> Future[None]:
-        """Stop generating: abort running sequences, keep them with their cache (in_place), or without (retract)."""
+        """Stop generating: abort running sequences, or keep them with their cache (in_place)."""
         return self._command(lambda: self._pause(mode))
 
     def resume(self) -> Future[None]:
@@ -297,7 +296,7 @@ class Engine:
         sequence = self._slots.owner[slot]
         if sequence is None or self.detokenizer is None:
             return
-        stops = sequence.params.stops
+        stops = sequence.params.stop
         found = self.detokenizer.find_stop(self._slots.tail(slot, tail_length(stops)), stops)
         if found is not None:
             self._finish_slot(slot, {"type": "stop", "matched": found})
@@ -343,8 +342,6 @@ class Engine:
         self.paused = True
         if mode == "abort":
             self._abort(lambda sequence: True)
-        elif mode == "retract":
-            self._retract()
 
     def _resume(self) -> None:
         self.paused = False

@@ -14,8 +14,7 @@ from starlette.applications import Starlette
 from areal_tasks.engines.embedded.api import Limits
 from areal_tasks.engines.embedded.app import Server
 from areal_tasks.engines.embedded.engine import Engine
-from areal_tasks.engines.embedded.runner import Runner
-from areal_tasks.engines.embedded.weights import find_detokenizer, weights_folder
+from areal_tasks.engines.embedded.runner import Runner, find_detokenizer, weights_folder
 from areal_tasks.engines.ends import end_tokens
 from areal_tasks.engines.service import ServiceSpec, read_spec, serve, store_may_be_away
 from areal_tasks.store.backend import Unavailable, open_store
@@ -33,8 +32,7 @@ def make_app(spec: ServiceSpec, on_failure: Callable[[], None] | None = None) ->
     store = open_store(spec.store_url)
     read_weights(store, spec.weights)  # the manifest's digest is verified
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
-    source = store.uri(spec.weights.path)
-    with weights_folder(store, source) as folder:
+    with weights_folder(store, store.uri(spec.weights.path)) as folder:
         runner = Runner(folder, settings.slots, model.max_length, getattr(torch, model.dtype))
         detokenizer = find_detokenizer(folder)
     engine = Engine(
@@ -49,7 +47,7 @@ def make_app(spec: ServiceSpec, on_failure: Callable[[], None] | None = None) ->
     tokenizer = detokenizer.tokenizer if detokenizer else None
     ends = end_tokens(runner.model.config, getattr(runner.model, "generation_config", None), tokenizer)
     limits = Limits(runner.vocab_size, runner.max_length, ends, detokenizer is not None)
-    return Server(engine, limits, store, source).app()
+    return Server(engine, limits, store).app()
 
 
 def _end() -> None:

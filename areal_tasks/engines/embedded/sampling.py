@@ -35,14 +35,6 @@ def uniforms(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> 
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def fold(seed: int, index: int) -> int:
-    """The seed of copy `index` of a request that asks for several samples with one seed; copy 0 keeps it."""
-    if index == 0:
-        return seed
-    mixed = _mix(_mix(np.array([seed], dtype=np.uint64)) + np.array([index], dtype=np.uint64) * _GOLDEN)
-    return int(mixed[0] >> np.uint64(2))
-
-
 def sample(
     logits: Float[Tensor, "n vocab"], temperature: Float[Tensor, " n"], uniform: Float[Tensor, " n"]
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:

@@ -7,30 +7,30 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from areal_tasks.engines.embedded.sampling import fold
+from pydantic import BaseModel, ConfigDict, Field
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 TokenId = Annotated[int, Field(ge=0)]
+StopString = Annotated[str, Field(min_length=1)]  # an empty one would end every completion at once
 MAX_STOPS: Final = 64
 T = TypeVar("T")
 
 
 class SamplingParams(BaseModel):
-    """SGLang's `sampling_params`; fields that a trainer cannot reproduce accept their neutral value only."""
+    """SGLang's `sampling_params`; fields that a trainer cannot reproduce accept their neutral value only.
+
+    Texts hold all tokens that were sampled: `no_stop_trim` cannot be turned off.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     max_new_tokens: int = Field(128, ge=1)
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
-    stop: str | list[str] | None = Field(None, max_length=MAX_STOPS)
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOPS)
+    stop: tuple[StopString, ...] = Field((), max_length=MAX_STOPS)
+    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=MAX_STOPS)
     sampling_seed: Seed | None = None
     ignore_eos: bool = False
-    no_stop_trim: bool = False
-    skip_special_tokens: bool = True
-    n: int = Field(1, ge=1, le=4096)
+    no_stop_trim: Literal[True] = True
     top_p: Literal[1] | float = Field(1, ge=1, le=1)
     top_k: Literal[-1] = -1
     min_p: float = Field(0, ge=0, le=0)
@@ -38,22 +38,11 @@ class SamplingParams(BaseModel):
     presence_penalty: float = Field(0, ge=0, le=0)
     repetition_penalty: float = Field(1, ge=1, le=1)
 
-    @model_validator(mode="after")
-    def _stops_hold_text(self) -> SamplingParams:
-        if "" in self.stops:
-            raise ValueError("an empty stop string would end every completion at once")
-        return self
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
 
 @dataclass(eq=False, slots=True)
 class Sequence:
     """A prompt, how to continue it, and what has been generated so far."""
 
-    rid: str
     prompt: list[int]
     params: SamplingParams
     seed: int
@@ -117,15 +106,12 @@ class Batch:
         return Batch(self.tokens, self.sequences[:n]), Batch(self.tokens, self.sequences[n:])
 
 
-def make_sequences(
-    rid: str, prompt: list[int], params: SamplingParams, eos: frozenset[int], max_length: int
-) -> list[Sequence]:
-    """The `n` sequences of one prompt. Without a seed each gets a random one."""
-    stop_ids = frozenset() if params.ignore_eos else frozenset(params.stop_token_ids or ()) | eos  # as SGLang does
+def make_sequence(prompt: list[int], params: SamplingParams, eos: frozenset[int], max_length: int) -> Sequence:
+    """The sequence of a prompt. Without a seed it gets a random one."""
+    stop_ids = frozenset() if params.ignore_eos else frozenset(params.stop_token_ids) | eos  # as SGLang does
     limit = min(params.max_new_tokens, max_length - len(prompt))
     seed = secrets.randbits(62) if params.sampling_seed is None else params.sampling_seed
-    ids = [rid] if params.n == 1 else [f"{rid}_{i}" for i in range(params.n)]
-    return [Sequence(one, prompt, params, fold(seed, i), stop_ids, limit) for i, one in enumerate(ids)]
+    return Sequence(prompt, params, seed, stop_ids, limit)
 
 
 def share_prompts(sequences: list[Sequence]) -> list[Batch]:

@@ -52,7 +52,7 @@ class Slots:
         self.limit[slot] = sequence.limit - len(sequence.output)
         self.position[slot] = len(sequence.prompt) + len(sequence.output) - 1
         self._set_stops(slot, sequence.stop_ids)
-        if sequence.params.stops:
+        if sequence.params.stop:
             self.with_strings.add(slot)
         if sequence.listener is not None:
             self.with_listener.add(slot)
