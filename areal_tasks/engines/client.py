@@ -22,7 +22,7 @@ from areal_tasks.engines.server import (
     BadRequest,
     Server,
     ServerDown,
-    WrongVersion,
+    choose,
     each_token,
     stale_runs,
     version_runs,
@@ -39,7 +39,7 @@ IDLE_CONTINUATIONS: Final = 16  # consecutive interruptions without a new token 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One completion to be sampled. Requests of one `group` share a server.
+    """One completion to be sampled. Requests of one `group` that are made together are sent together.
 
     No token of it is sampled with weights of a version below `floor`: it waits for a server with newer weights.
     """
@@ -95,7 +95,7 @@ class _Work:
 class _Waiter(NamedTuple):
     """A request that waits for a server, which `given` delivers."""
 
-    request: GenerateRequest
+    floor: int
     samples: int
     given: asyncio.Future[Server]
 
@@ -104,7 +104,7 @@ class InferenceClient(ServerPool):
     """Use within one event loop; `close()` when done. `settings`: the recipe's inference section.
 
     Errors of all methods: UserError with the server's reason for a request that is refused; ServerDown when no server
-    answers within the request timeout; WrongVersion when a server does not take the weights it was sent.
+    answers within the request timeout, or a server does not take the weights it was sent.
     `patience_seconds`: how long to wait while no server is healthy; None: `NO_SERVER_SECONDS`. `ends` is called where
     the client itself must find the end of a completion. `interruption`: of the recipe; None: η is 0.
     """
@@ -219,7 +219,7 @@ class InferenceClient(ServerPool):
         """A server's URL and its answers: once, or growing (`stream`). Retried on another server after a failure."""
         request = works[0].request
         for _ in range(ATTEMPTS):
-            async with self._server_for(request, len(works)) as server:
+            async with self._server_for(request.floor, len(works)) as server:
                 try:
                     first = max(request.floor, server.version or 0)
                     async with aclosing(server.generate(_body(works, stream))) as answered:
@@ -233,18 +233,18 @@ class InferenceClient(ServerPool):
         raise ServerDown(f"{ATTEMPTS} servers failed to answer one request; the last: {self._last_error}")
 
     def _check_versions(self, server: Server, answers: Iterable[dict[str, Any]], first: int) -> None:
-        """Raise WrongVersion if a token was sampled with weights older than `first` or newer than the target."""
+        """Raise ServerDown if a token was sampled with weights older than `first` or newer than the target."""
         found = {int(version) for answer in answers for version, _ in version_runs(answer["meta_info"])}
         last = self.target.version if self.target else max(found, default=first)
         if not all(first <= version <= last for version in found):
-            raise WrongVersion(f"{server.url} generated with weights {sorted(found)}, expected {first} to {last}")
+            raise ServerDown(f"{server.url} generated with weights {sorted(found)}, expected {first} to {last}")
         if self.target is None and found:
             server.version = max(last, server.version or 0)
 
     @asynccontextmanager
-    async def _server_for(self, request: GenerateRequest, samples: int) -> AsyncIterator[Server]:
+    async def _server_for(self, floor: int, samples: int) -> AsyncIterator[Server]:
         """Wait for a server; inside, it counts the request as in flight. Raises ServerDown if none becomes healthy."""
-        waiter = _Waiter(request, samples, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(floor, samples, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         self._dispatch()
         try:
@@ -253,19 +253,19 @@ class InferenceClient(ServerPool):
             yield server
         finally:
             if (given := waiter.given).done() and not given.cancelled() and given.exception() is None:
-                self.router.end(given.result(), samples)
+                given.result().end(samples)
             self._dispatch()
 
     def _dispatch(self) -> None:
-        """Assign waiting requests, in order, to the servers that the router chooses."""
+        """Assign waiting requests to servers, in order."""
         self.followers.changed()
         skipped = []  # no free server holds weights that are new enough for these
-        while self._waiting and self.router.free():
+        while self._waiting and choose(self.servers):
             waiter = self._waiting.popleft()
             if waiter.given.done():  # it was cancelled
                 continue
-            if server := self.router.choose(waiter.request.group, waiter.request.floor):
-                self.router.begin(server, waiter.request.group, waiter.samples)
+            if server := choose(self.servers, waiter.floor):
+                server.begin(waiter.samples)
                 waiter.given.set_result(server)
             else:
                 skipped.append(waiter)
@@ -293,7 +293,7 @@ class InferenceClient(ServerPool):
 
     async def _learn(self, server: Server) -> None:
         """Poll the server's version while requests wait for newer weights than it is known to hold."""
-        while server.healthy and any(waiter.request.floor > (server.version or 0) for waiter in self._waiting):
+        while server.healthy and any(waiter.floor > (server.version or 0) for waiter in self._waiting):
             try:
                 await server.ask_version()
             except ServerDown as error:

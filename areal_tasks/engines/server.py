@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Busy = Callable[[], Awaitable[Mapping[str, int]]]  # requests of other clients in flight, by the server's address
 
-AFFINITIES: Final = 65536  # maximum number of groups whose server is remembered
 POLL_SECONDS: Final = 0.05
 CONNECT_SECONDS: Final = 10.0
 #: How long an idle connection is kept. Less than uvicorn's 5 s, which SGLang uses: a request that is sent while the
@@ -38,11 +37,7 @@ INTERRUPTED: Final = 499  # SGLang's status for a request that was aborted befor
 
 
 class ServerDown(Exception):
-    """A server did not answer, or answered that it cannot serve. The request may be repeated elsewhere."""
-
-
-class WrongVersion(ServerDown):
-    """A server generated with, or holds, other weights than it was given."""
+    """A server did not answer, cannot serve, or has wrong weights. The request may be repeated elsewhere."""
 
 
 class BadRequest(UserError):
@@ -131,6 +126,17 @@ class Server:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
+
+    def begin(self, samples: int) -> None:
+        """Count a request for so many samples as in flight."""
+        self.requests += 1
+        self.load += samples
+
+    def end(self, samples: int) -> None:
+        """Count the request as ended."""
+        self.requests -= 1
+        self.load -= samples
+        self.done += samples
 
     # ── exchanges ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -259,43 +265,14 @@ class Server:
             return Heartbeat(None, f"{work}; {error}")
 
 
-@dataclass
-class Router:
-    """Chooses the server with the fewest samples in flight, so that slower servers get fewer requests."""
+def choose(servers: Iterable[Server], floor: int = 0) -> Server | None:
+    """The server for a request: the one with the fewest samples in flight, so that slower ones get fewer requests.
 
-    servers: list[Server]
-    affinity: dict[int, Server] = field(default_factory=dict)  # the server of each group
-
-    def free(self, floor: int = 0) -> list[Server]:
-        """Servers with room that may generate and are known to hold version `floor` or a newer one."""
-        room = [server for server in self.servers if server.able and server.requests < server.slots]
-        return [server for server in room if (server.version or 0) >= floor]
-
-    def choose(self, group: int, floor: int = 0) -> Server | None:
-        """The server for a request of `group`; None if it has to wait.
-
-        Among servers with the same load, the one that has the group's prompt in its cache is preferred.
-        """
-        if not (free := self.free(floor)):
-            return None
-        least = min(server.load for server in free)
-        candidates = [server for server in free if server.load == least]
-        known = self.affinity.get(group)
-        return known if known in candidates else min(candidates, key=lambda server: server.done)
-
-    def begin(self, server: Server, group: int, samples: int) -> None:
-        """Count a request as in flight on `server`."""
-        if len(self.affinity) >= AFFINITIES:
-            self.affinity.clear()
-        self.affinity[group] = server
-        server.requests += 1
-        server.load += samples
-
-    def end(self, server: Server, samples: int) -> None:
-        """Count the request as ended."""
-        server.requests -= 1
-        server.load -= samples
-        server.done += samples
+    None if all that may generate and are known to hold version `floor`, or a newer one, have no room.
+    """
+    room = (server for server in servers if server.able and server.requests < server.slots)
+    known = (server for server in room if (server.version or 0) >= floor)
+    return min(known, key=lambda server: (server.load, server.done), default=None)
 
 
 # ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from areal_tasks.engines.external import PROBE, check_temperature, check_versions_reported
-from areal_tasks.engines.server import POLL_SECONDS, Router, Server, ServerDown, Target, WrongVersion, in_flight
-from areal_tasks.engines.sharing import Followers, NoFollowers, Serving, SharedServer
+from areal_tasks.engines.server import POLL_SECONDS, Server, ServerDown, Target, in_flight
+from areal_tasks.engines.sharing import Followers, Serving, SharedServer
 from areal_tasks.engines.watchdog import Heartbeat
 from schemas.errors import UserError
 from schemas.recipe.derived import Interruption
@@ -48,7 +48,6 @@ class ServerPool(ABC):
         self.settings = settings
         self.headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self.servers = [self._server(url) for url in urls]
-        self.router = Router(self.servers)
         self.clock: Callable[[], float] = time.monotonic
         self.target: Target | None = None
         self.paused = False  # the servers were told to pause generation, and not yet to continue
@@ -57,7 +56,7 @@ class ServerPool(ABC):
         self._loading, self._receiving = (in_flight(mode, embedded, sent) for sent in (False, True))
         self._external = False  # the run has not started the servers
         self._versions_unknown = False  # answers to requests in flight must be discarded
-        self.followers: Followers = NoFollowers()  # other clients that generate on the servers
+        self.followers = Followers()  # other clients that generate on the servers
         self.report: Callable[[str, str], object] = lambda url, why: None  # reports failures to the managing client
         self._closed = False
         self._patience = NO_SERVER_SECONDS if patience is None else patience
@@ -270,7 +269,6 @@ class ServerPool(ABC):
     def _set_target(self, target: Target) -> None:
         """Make these weights the target. No server generates before it has confirmed that it holds them."""
         self.target = target
-        self.router.affinity.clear()  # caches are flushed for new weights
         self._versions_unknown = False
         for server in self.servers:
             server.current = False
@@ -356,9 +354,9 @@ class ServerPool(ABC):
     async def _confirm(self, server: Server, given: Target) -> None:
         """Let the server generate if it reports the weights that it was given and they are still the target."""
         if (held := await server.ask_version()) != str(given.version):
-            raise WrongVersion(f"{server.url} holds weights {held} after it was sent {given.version}")
+            raise ServerDown(f"{server.url} holds weights {held} after it was sent {given.version}")
         if given != self.target:
-            raise WrongVersion(f"{server.url} has loaded {given}, but the target is now {self.target}")
+            raise ServerDown(f"{server.url} has loaded {given}, but the target is now {self.target}")
         server.current = True
         self._dispatch()
 
@@ -390,14 +388,9 @@ class ServerPool(ABC):
 
         return dict(await self.each(ask))
 
-    async def release_memory(self) -> None:
-        """Have the servers lend the memory of their cache until `resume_memory`; meanwhile none may generate."""
-        self._lends = True
-        await self.each(self._settle)
-
-    async def resume_memory(self) -> None:
-        """Have the servers take that memory back."""
-        self._lends = False
+    async def lend_memory(self, lends: bool) -> None:
+        """Have the servers lend the memory of their cache, and not generate meanwhile; or take it back."""
+        self._lends = lends
         await self.each(self._settle)
 
     async def _settle(self, server: Server) -> None:

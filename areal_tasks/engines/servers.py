@@ -134,7 +134,7 @@ class Servers:
             if not client.wants(name_of(ref)) or client.stuck:
                 self._give(client, ref)
             if self.recipe.inference.release_memory:  # type: ignore[union-attr]
-                self.call(client.resume_memory())
+                self.call(client.lend_memory(False))
             return client
         finally:
             self._lock.release()
@@ -338,7 +338,7 @@ class Servers:
             with self._lock:
                 client = self._tended()
                 self.call(client.wait_healthy())
-                self.call(client.release_memory())
+                self.call(client.lend_memory(True))
 
     def _sharing(self) -> Sequence[str]:
         """The names of the servers on a GPU of the trainer's."""

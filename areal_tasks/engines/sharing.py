@@ -7,7 +7,6 @@ which servers may generate, it notifies the followers and waits until they have 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -32,37 +31,19 @@ class Serving(BaseModel):
     versions_unknown: bool = False
 
 
-class Followers(Protocol):
-    """The other clients, as the managing client sees them."""
+class Followers:
+    """The other clients, as the managing client sees them. Here: no other client generates on the servers."""
 
     def changed(self) -> None:
         """Notify them, without waiting, that `ServerPool.serving` may have changed."""
-        ...
 
     async def told(self) -> None:
         """Return when they have acknowledged the current `serving`."""
-        ...
 
     async def busy(self) -> Mapping[str, int]:
         """Their requests in flight, by the server's address."""
-        ...
-
-    def under_way(self) -> Mapping[str, int]:
-        """The same, as last reported, without asking them."""
-        ...
-
-
-class NoFollowers:
-    """No other client generates on the servers."""
-
-    def changed(self) -> None:
-        """Nothing to do."""
-
-    async def told(self) -> None:
-        """Nothing to do."""
-
-    async def busy(self) -> Mapping[str, int]:
         return {}
 
     def under_way(self) -> Mapping[str, int]:
+        """The same, as last reported, without asking them."""
         return {}

@@ -17,7 +17,7 @@ from typing import Final
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.server import ServerDown
-from areal_tasks.engines.sharing import NoFollowers, Serving
+from areal_tasks.engines.sharing import Followers, Serving
 from areal_tasks.engines.watchdog import Heartbeat
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rollout.background import Background
@@ -66,7 +66,7 @@ class Assignment:
 
 
 @dataclass
-class Rollouts:
+class Rollouts(Followers):
     """The groups of one start of a run. Call all methods in the event loop of `client`, which manages the servers.
 
     `order` makes the first order for a worker; `connect` makes the link to the worker at an address. While `held` is
@@ -225,7 +225,7 @@ class Rollouts:
     async def close(self) -> None:
         """Abandon running groups, and write finished ones to the store."""
         self._failure = RuntimeError("generation was closed")  # so that no group begins
-        self.client.followers = NoFollowers()
+        self.client.followers = Followers()
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(link.close() for link in links), self._record(self.rejections.by_filters))
 
@@ -373,7 +373,7 @@ class Rollouts:
             if leases:
                 link.give(leases)
 
-    # ── the servers that the workers generate on, as `areal_tasks.engines.sharing.Followers` ────────────────────────
+    # ── the servers that the workers generate on, as their client's `Followers` ────────────────────────
 
     def changed(self) -> None:
         """Send the workers the servers that may generate, without waiting for the acknowledgements."""

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_tasks.engines.client import GenerateRequest, InferenceClient
-from areal_tasks.engines.server import Router, Server
+from areal_tasks.engines.server import Server, choose
 from schemas.recipe.sections import Inference
 from tests.inference.fake_server import Fake, check, requests, run, serve, serving, until
 
@@ -40,13 +40,12 @@ async def follower(fakes: Sequence[Fake], **changes: Any) -> AsyncIterator[Infer
             await runner.cleanup()
 
 
-def test_the_router_passes_over_servers_below_the_floor() -> None:
+def test_requests_pass_over_servers_below_the_floor() -> None:
     servers = [Server("old", 4, version=1), Server("new", 4, version=2), Server("unknown", 4)]
-    router = Router(servers)
-    assert {router.choose(0, floor) for floor in (2,)} == {servers[1]}
-    assert router.choose(0, 3) is None
-    assert {server.url for server in router.free(1)} == {"old", "new"}
-    assert len(router.free()) == 3
+    assert choose(servers, 2) is servers[1]
+    assert choose(servers, 3) is None
+    assert choose(servers, 1) is servers[0] and choose(servers[2:], 1) is None
+    assert choose(servers[2:]) is servers[2]
 
 
 def test_a_request_waits_for_its_floor_and_holds_no_other_up() -> None:

@@ -77,13 +77,13 @@ def test_a_server_that_lends_its_memory_is_not_made_to_generate() -> None:
         async with serving(fake) as client:
             await client.update_weights("w", 0)
             check(requests(1), await client.generate(requests(1)))
-            await client.release_memory()
+            await client.lend_memory(True)
             await asyncio.sleep(0.2)  # four looks
             assert {
                 heartbeat.progress is not None for heartbeat in (await client.heartbeats(everyone=True)).values()
             } == {True}
             await client.update_weights("w", 0)
-            await client.resume_memory()
+            await client.lend_memory(False)
             check(requests(1), await client.generate(requests(1)))
         assert fake.died_of == [] and fake.orders == ["/release", "/resume"]
 
@@ -97,7 +97,7 @@ def test_a_look_that_is_under_way_ends_before_the_memory_is_lent() -> None:
             await client.update_weights("w", 0)
             check(requests(1), await client.generate(requests(1)))
             assert fake.generating, "the look that began while it generated goes on"
-            await client.release_memory()
+            await client.lend_memory(True)
         assert fake.died_of == [] and fake.lends
 
     run(test)
@@ -109,9 +109,9 @@ def test_an_order_is_given_once_to_each_server() -> None:
         async with serving(old, new) as client:
             client.servers[0].lends = old.lends = True  # another client told it to
             for _ in range(2):
-                await client.release_memory()
+                await client.lend_memory(True)
             for _ in range(2):
-                await client.resume_memory()
+                await client.lend_memory(False)
         assert (old.orders, new.orders) == (["/resume"], ["/release", "/resume"])
         assert old.died_of == new.died_of == []
 
@@ -124,11 +124,11 @@ def test_an_evicted_server_does_as_the_others_before_it_is_let_in_again(lent: bo
         ill, well = Lender(), Lender()
         async with serving(ill, well) as client:
             if not lent:
-                await client.release_memory()
+                await client.lend_memory(True)
             ill.broken = True
             assert len(await client.update_weights("w", 1)) == 1
             assert not client.servers[0].healthy
-            await (client.release_memory() if lent else client.resume_memory())
+            await client.lend_memory(lent)
             ill.broken = False
             await until(lambda: client.servers[0].healthy or bool(ill.died_of))
             assert (ill.lends, well.lends, ill.version) == (lent, lent, 1)
@@ -143,7 +143,7 @@ def test_a_server_that_is_down_is_evicted_though_another_refuses() -> None:
         refusing.refuses = dead.broken = True
         async with serving(refusing, dead) as client:
             with pytest.raises(BadRequest):
-                await client.release_memory()
+                await client.lend_memory(True)
             assert [server.healthy for server in client.servers] == [True, False]
 
     run(test)

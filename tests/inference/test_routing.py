@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_tasks.engines.server import Router, Server
+from areal_tasks.engines.server import Server, choose
 
 Lengths = list[int]  # of a request's samples
 
@@ -56,8 +56,7 @@ class Simulation:
     def __init__(self, machines: Sequence[Batching], slots: int) -> None:
         self.now = 0.0
         self.machines = machines
-        servers = [Server(str(i), slots) for i in range(len(machines))]
-        self.router = Router(servers)
+        self.servers = [Server(str(i), slots) for i in range(len(machines))]
         self.requests = 0
         self.tokens = [0] * len(machines)
 
@@ -77,16 +76,16 @@ class Simulation:
             if left > 1:
                 running[request] = server, lengths, left - 1
             else:
-                self.router.end(server, len(lengths))
+                server.end(len(lengths))
         return self.now - began
 
     def _start(self, waiting: Sequence[Lengths], running: dict[int, tuple[Server, Lengths, int]]) -> bool:
         lengths = waiting[0]
-        server = self.router.choose(self.requests)
+        server = choose(self.servers)
         if server is None:
             return False
-        self.router.begin(server, self.requests, len(lengths))
-        index = self.router.servers.index(server)
+        server.begin(len(lengths))
+        index = self.servers.index(server)
         self.machines[index].add(self.now, self.requests, lengths)
         self.tokens[index] += sum(lengths)
         running[self.requests] = server, lengths, len(lengths)
@@ -151,7 +150,7 @@ def test_two_servers_are_nearly_twice_as_fast_as_one() -> None:
 def test_a_server_that_joins_late_gets_what_comes_until_it_has_as_much_to_do() -> None:
     fixed, each = EMPTY
     simulation = Simulation([Batching(fixed, each) for _ in range(2)], 1000)
-    late = simulation.router.servers[1]
+    late = simulation.servers[1]
     for batch in batches(skewed, 8):
         late.healthy = False
         simulation.batch(batch[:32])
@@ -163,52 +162,36 @@ def test_a_server_that_joins_late_gets_what_comes_until_it_has_as_much_to_do() -
 # ── groups ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_group_returns_to_its_server_where_that_has_no_more_to_do_than_another() -> None:
-    router = Router([Server("a", 4), Server("b", 4)])
-    first = router.choose(7)
-    assert first is not None
-    router.begin(first, 7, 2)
-    elsewhere = router.choose(7)
-    assert elsewhere is not None and elsewhere is not first, "it has more to do"
-    router.end(first, 2)
-    assert router.choose(7) is first
-    router.begin(elsewhere, 7, 2)
-    router.end(elsewhere, 2)
-    assert router.choose(7) is elsewhere
-    elsewhere.healthy = False
-    assert router.choose(7) is first
-
-
 def test_groups_that_were_all_on_one_server_are_shared_out_again() -> None:
     """As an evaluation's are whose prompts were asked while the other server was away."""
     simulation = Simulation([Batching(*FULL) for _ in range(2)], 64)
-    one, other = simulation.router.servers
-    for group in range(64):
-        simulation.router.begin(one, group, 1)
+    one, other = simulation.servers
     for _ in range(64):
-        simulation.router.end(one, 1)
+        one.begin(1)
+    for _ in range(64):
+        one.end(1)
     given: Any = {one.url: 0, other.url: 0}
-    for group in range(64):
-        server = simulation.router.choose(group)
+    for _ in range(64):
+        server = choose(simulation.servers)
         assert server is not None
-        simulation.router.begin(server, group, 1)
+        server.begin(1)
         given[server.url] += 1
     assert given == {one.url: 32, other.url: 32}
 
 
 def test_requests_one_after_another_are_shared_out() -> None:
-    router = Router([Server("a", 4), Server("b", 4)])
-    for group in range(10):
-        server = router.choose(group)
+    servers = [Server("a", 4), Server("b", 4)]
+    for _ in range(10):
+        server = choose(servers)
         assert server is not None
-        router.begin(server, group, 1)
-        router.end(server, 1)
-    assert [server.done for server in router.servers] == [5, 5]
+        server.begin(1)
+        server.end(1)
+    assert [server.done for server in servers] == [5, 5]
 
 
 def test_without_an_able_server_nothing_is_chosen() -> None:
     servers = [Server("a", 4, healthy=False), Server("b", 4, current=False)]
-    assert Router(servers).choose(0) is None
+    assert choose(servers) is None
 
 
 @given(
@@ -220,4 +203,4 @@ def test_nothing_waits_for_ever(each: list[float], slots: int, sizes: list[int])
     simulation = Simulation([Batching(1e-3, one) for one in each], slots)
     for _ in range(3):
         simulation.batch([[10] * size for size in sizes])
-    assert all(s.load == s.requests == 0 for s in simulation.router.servers)
+    assert all(s.load == s.requests == 0 for s in simulation.servers)
