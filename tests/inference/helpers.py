@@ -25,7 +25,8 @@ def make_engine(
 ) -> Engine:
     torch.set_num_threads(threads)
     runner = Runner(folder, slots, max_length, torch.float32)
-    engine = Engine(runner, slots, version="0", detokenizer=find_detokenizer(folder), deterministic=deterministic)
+    detokenizer = find_detokenizer(folder)
+    engine = Engine(runner, slots, version="0", detokenizer=detokenizer, eos=EOS, deterministic=deterministic)
     engine.start()
     return engine
 

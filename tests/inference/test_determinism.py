@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areal_tasks.engines.embedded.engine import Engine
-from areal_tasks.engines.embedded.prove import _keep, proven_shapes
-from areal_tasks.engines.embedded.runner import CHUNK, SHORT_CHUNK, ladder
+from areal_tasks.engines.embedded.runner import CHUNK, SHORT_CHUNK, _keep, ladder, proven_shapes
 from areal_tasks.engines.embedded.sequence import Sequence
 from tests.inference.helpers import MAX_LENGTH, Running, make_engine, make_sequences
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import orjson
 
-from areal_tasks.engines.embedded.api import Generate, Limits, open_request
+from areal_tasks.engines.embedded.api import Generate, open_request
 from areal_tasks.engines.embedded.app import stream
 from areal_tasks.engines.embedded.engine import Engine
 from areal_tasks.engines.embedded.runner import read_weights_folder
 from areal_tasks.engines.embedded.sequence import Sequence
 from tests.inference.held import Held
-from tests.inference.helpers import EOS, MAX_LENGTH, Running, make_sequences
+from tests.inference.helpers import Running, make_sequences
 
 EngineOf = Callable[..., Engine]
 PROMPT = [3, 10, 17, 5]
@@ -75,10 +75,9 @@ def test_new_weights_on_the_way_are_told_from_then_on(engine_of: EngineOf, other
 
 def events(engine: Engine, **body: Any) -> list[bytes]:
     """What a streamed request sends."""
-    limits = Limits(engine.runner.vocab_size, MAX_LENGTH, EOS, True)
 
     async def collect() -> list[bytes]:
-        asked = open_request(Generate(input_ids=PROMPT, stream=True, **body), limits)
+        asked = open_request(Generate(input_ids=PROMPT, stream=True, **body), engine)
         return [event async for event in stream(engine, asked).body_iterator]  # type: ignore[attr-defined]
 
     return asyncio.run(collect())

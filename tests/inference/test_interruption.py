@@ -20,7 +20,6 @@ from transformers import LlamaForCausalLM
 from waiting import until, wait_until
 
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
-from areal_tasks.engines.embedded.api import Limits
 from areal_tasks.engines.embedded.app import Server
 from areal_tasks.engines.embedded.engine import Engine
 from areal_tasks.engines.embedded.runner import read_weights_folder
@@ -32,7 +31,7 @@ from areal_tasks.store.backend import open_store
 from schemas.recipe.derived import Interruption
 from schemas.recipe.sections import Inference
 from tests.inference.held import Held, logprobs_of_runs
-from tests.inference.helpers import MAX_LENGTH, VOCABULARY, make_engine, submit
+from tests.inference.helpers import VOCABULARY, make_engine, submit
 
 EngineOf = Callable[..., Engine]
 PROMPT = [3, 10, 17, 5, 8]
@@ -195,8 +194,8 @@ def test_the_mark_stays_with_its_sequence(steps: list[tuple[str, int]]) -> None:
 @asynccontextmanager
 async def served(engine: Engine, tmp_path: Path, mode: Interruption | None) -> AsyncIterator[InferenceClient]:
     """A client of the embedded server over this engine, whose completions end by their length."""
-    limits = Limits(engine.runner.vocab_size, MAX_LENGTH, frozenset(), True)
-    app = Server(engine, limits, open_store(tmp_path.as_uri())).app()
+    engine.eos = frozenset()
+    app = Server(engine, open_store(tmp_path.as_uri())).app()
     listener = listen()
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

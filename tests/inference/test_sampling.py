@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_tasks.engines.embedded.sampling import sample, uniforms
+from areal_tasks.engines.embedded.sequence import sample, uniforms
 
 
 def draw(seeds: list[int], positions: list[int]) -> np.ndarray:

@@ -16,8 +16,7 @@ from waiting import LIMIT, alive
 
 from areal_tasks.engines.models import file_states
 from areal_tasks.engines.service import ModelFolder, ServiceSpec
-from areal_tasks.engines.sglang.__main__ import choose_port
-from areal_tasks.engines.sglang.weights import first_weights
+from areal_tasks.engines.sglang.__main__ import choose_port, first_weights
 from areal_tasks.launchers.local import LocalHandle
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
 from areal_tasks.store.backend import Store, Unavailable, open_store

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, Final, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from areal_tasks.engines.embedded.engine import Engine
 from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, TokenId, make_sequence
 from areal_tasks.engines.ends import Detokenizer
+from schemas.errors import UserError
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"  # decoded from bytes that are no character
-
-
-class BadRequest(Exception):
-    """The request cannot be served; the message says why (HTTP 400)."""
 
 
 class Body(BaseModel):
@@ -53,54 +50,45 @@ class UpdateWeights(Body):
 
 
 def parse(model: type[Any], body: bytes) -> Any:
-    """The body as `model`. Raises BadRequest with every problem."""
+    """The body as `model`. Raises UserError with every problem."""
     try:
         return model.model_validate(orjson.loads(body or b"{}"))
     except orjson.JSONDecodeError as error:
-        raise BadRequest(f"the body is not JSON: {error}") from error
+        raise UserError(f"the body is not JSON: {error}") from error
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in error.errors(include_url=False)]
-        raise BadRequest("; ".join(problems[:5])) from error
+        raise UserError("; ".join(problems[:5])) from error
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The running model's limits."""
-
-    vocab_size: int
-    max_length: int
-    eos: frozenset[int]
-    has_text: bool
-
-
-def open_request(body: Generate, limits: Limits) -> list[Sequence]:
-    """The sequences a request asks for. Raises BadRequest naming the prompt that cannot be served, and why."""
+def open_request(body: Generate, engine: Engine) -> list[Sequence]:
+    """The sequences a request asks for. Raises UserError naming the prompt that cannot be served, and why."""
     if not body.input_ids:
-        raise BadRequest("input_ids is empty")
+        raise UserError("input_ids is empty")
     if body.stream == isinstance(body.input_ids[0], list):
-        raise BadRequest("input_ids is a list of prompts, and with stream one prompt")
+        raise UserError("input_ids is a list of prompts, and with stream one prompt")
     prompts: list[list[int]] = [body.input_ids] if body.stream else body.input_ids  # type: ignore[list-item, assignment]
     params = body.sampling_params
     each = params if isinstance(params, list) else [params] * len(prompts)
     if len(each) != len(prompts):
-        raise BadRequest(f"sampling_params has {len(each)} elements for {len(prompts)} prompts")
+        raise UserError(f"sampling_params has {len(each)} elements for {len(prompts)} prompts")
     for i, prompt in enumerate(prompts):
-        _check(i, prompt, each[i], limits)
-    return [make_sequence(*one, limits.eos, limits.max_length) for one in zip(prompts, each, strict=True)]
+        _check(i, prompt, each[i], engine)
+    return [make_sequence(*one, engine.eos, engine.runner.max_length) for one in zip(prompts, each, strict=True)]
 
 
-def _check(i: int, prompt: list[int], params: SamplingParams, limits: Limits) -> None:
+def _check(i: int, prompt: list[int], params: SamplingParams, engine: Engine) -> None:
+    longest, vocabulary = engine.runner.max_length, engine.runner.vocab_size
     if not prompt:
-        raise BadRequest(f"prompt {i} is empty")
-    if len(prompt) >= limits.max_length:
-        raise BadRequest(
-            f"prompt {i} has {len(prompt)} tokens; the context holds {limits.max_length}, one of them to be generated. "
+        raise UserError(f"prompt {i} is empty")
+    if len(prompt) >= longest:
+        raise UserError(
+            f"prompt {i} has {len(prompt)} tokens; the context holds {longest}, one of them to be generated. "
             "Shorten the prompt or raise model.max_length"
         )
-    if max(prompt) >= limits.vocab_size:
-        raise BadRequest(f"prompt {i} has token id {max(prompt)}; the vocabulary ends at {limits.vocab_size - 1}")
-    if params.stop and not limits.has_text:
-        raise BadRequest("stop strings need a tokenizer, and the model's folder has none; use stop_token_ids")
+    if max(prompt) >= vocabulary:
+        raise UserError(f"prompt {i} has token id {max(prompt)}; the vocabulary ends at {vocabulary - 1}")
+    if params.stop and engine.detokenizer is None:
+        raise UserError("stop strings need a tokenizer, and the model's folder has none; use stop_token_ids")
 
 
 def answer(sequences: list[Sequence], detokenizer: Detokenizer | None, version: str) -> bytes:

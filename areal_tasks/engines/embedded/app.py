@@ -15,9 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from areal_tasks.engines.embedded.api import (
-    BadRequest,
     Generate,
-    Limits,
     Pause,
     UpdateWeights,
     answer,
@@ -34,16 +32,15 @@ from schemas.errors import UserError
 HEALTH_SECONDS: Final = 20.0
 HEALTH_POLL_SECONDS: Final = 0.02
 #: The errors that a request may fail with.
-FAILURES: Final = (Unavailable, BadRequest, UserError, NotFinite, RuntimeError)
+FAILURES: Final = (Unavailable, UserError, NotFinite, RuntimeError)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Server:
     """The routes."""
 
-    def __init__(self, engine: Engine, limits: Limits, store: Store) -> None:
+    def __init__(self, engine: Engine, store: Store) -> None:
         self.engine = engine
-        self.limits = limits
         self.store = store
         self.updating = asyncio.Lock()
 
@@ -65,7 +62,7 @@ class Server:
 
     async def generate(self, request: Request) -> Response:
         body = parse(Generate, await request.body())
-        asked = open_request(body, self.limits)
+        asked = open_request(body, self.engine)
         if body.stream:
             return stream(self.engine, asked)
         finished = asyncio.ensure_future(self._finish(asked))
@@ -101,7 +98,7 @@ class Server:
     async def update_weights(self, request: Request) -> Response:
         body = parse(UpdateWeights, await request.body())
         if not body.flush_cache and not self.engine.paused:
-            raise BadRequest("flush_cache=false keeps the old cache: pause with mode in_place first")
+            raise UserError("flush_cache=false keeps the old cache: pause with mode in_place first")
         version = self.engine.version if body.weight_version is None else str(body.weight_version)
         async with self.updating:
             if body.abort_all_requests:
@@ -125,7 +122,7 @@ class Server:
     async def _generates(self) -> bool:
         """Whether the engine makes a step in time. With a long queue, the probe's own token may come much later."""
         before, deadline = self.engine.steps, time.monotonic() + HEALTH_SECONDS
-        probe = make_sequence([0], SamplingParams(max_new_tokens=1), frozenset(), self.limits.max_length)
+        probe = make_sequence([0], SamplingParams(max_new_tokens=1), frozenset(), self.engine.runner.max_length)
         work = asyncio.ensure_future(self._finish([probe]))
         while self.engine.steps == before and time.monotonic() < deadline:
             await asyncio.wait({work}, timeout=HEALTH_POLL_SECONDS)
@@ -150,7 +147,7 @@ def status_of(error: Exception) -> int:
     """HTTP status: 400 for the caller's mistake, 500 for damaged weights, 503 when the engine or the store is gone."""
     if isinstance(error, NotFinite):
         return 500
-    return 400 if isinstance(error, BadRequest | UserError) and not isinstance(error, Unavailable) else 503
+    return 400 if isinstance(error, UserError) and not isinstance(error, Unavailable) else 503
 
 
 def _guarded(handler: Handler) -> Handler:

@@ -1,7 +1,7 @@
 """Continuous batching in one thread: admit, prefill a chunk, decode a token for every slot, deliver, repeat.
 
-Deterministic mode makes every token a function of its own sequence alone: passes have proven shapes (see `prove`),
-sampling is keyed by (seed, position), and rows have no other influence on each other.
+Deterministic mode makes every token a function of its own sequence alone: passes have shapes that `proven_shapes` has
+found, sampling is keyed by (seed, position), and rows have no other influence on each other.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_tasks.engines.embedded.prove import proven_shapes
-from areal_tasks.engines.embedded.runner import Runner, Shapes, chunk_of
-from areal_tasks.engines.embedded.sampling import sample, uniforms
-from areal_tasks.engines.embedded.sequence import Batch, Job, Sequence, share_prompts
+from areal_tasks.engines.embedded.runner import Runner, Shapes, chunk_of, proven_shapes
+from areal_tasks.engines.embedded.sequence import Batch, Job, Sequence, sample, share_prompts, uniforms
 from areal_tasks.engines.embedded.slots import Rows, Slots
 from areal_tasks.engines.ends import Detokenizer, tail_length
 
@@ -58,10 +56,12 @@ class Engine:
     """Owns the model, in a thread of its own. Every public method may be called from any thread."""
 
     def __init__(self, runner: Runner, slots: int, *, version: str, detokenizer: Detokenizer | None,
-                 deterministic: bool = True, on_failure: Callable[[], None] | None = None) -> None:  # fmt: skip
+                 eos: frozenset[int], deterministic: bool = True,
+                 on_failure: Callable[[], None] | None = None) -> None:  # fmt: skip
         self.runner = runner
         self.version = version
         self.detokenizer = detokenizer
+        self.eos = eos
         self.deterministic = deterministic
         self.failure: str | None = None
         self.paused = False

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 from starlette.applications import Starlette
 
-from areal_tasks.engines.embedded.api import Limits
 from areal_tasks.engines.embedded.app import Server
 from areal_tasks.engines.embedded.engine import Engine
 from areal_tasks.engines.embedded.runner import Runner, find_detokenizer, weights_folder
@@ -35,19 +34,18 @@ def make_app(spec: ServiceSpec, on_failure: Callable[[], None] | None = None) ->
     with weights_folder(store, store.uri(spec.weights.path)) as folder:
         runner = Runner(folder, settings.slots, model.max_length, getattr(torch, model.dtype))
         detokenizer = find_detokenizer(folder)
+    tokenizer = detokenizer.tokenizer if detokenizer else None
     engine = Engine(
         runner,
         settings.slots,
         version=str(spec.weights.version),
         detokenizer=detokenizer,
+        eos=end_tokens(runner.model.config, getattr(runner.model, "generation_config", None), tokenizer),
         deterministic=settings.deterministic,
         on_failure=on_failure,
     )
     engine.start()
-    tokenizer = detokenizer.tokenizer if detokenizer else None
-    ends = end_tokens(runner.model.config, getattr(runner.model, "generation_config", None), tokenizer)
-    limits = Limits(runner.vocab_size, runner.max_length, ends, detokenizer is not None)
-    return Server(engine, limits, store).app()
+    return Server(engine, store).app()
 
 
 def _end() -> None:

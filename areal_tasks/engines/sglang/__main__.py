@@ -13,20 +13,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import httpx
 
 from areal_tasks.engines.lifeline import watch_lifeline
+from areal_tasks.engines.models import file_states, link_wanted
 from areal_tasks.engines.ports import loopback_port
-from areal_tasks.engines.service import TOKEN, ServiceSpec, read_spec, register, store_may_be_away
+from areal_tasks.engines.service import TOKEN, ModelFolder, ServiceSpec, read_spec, register, store_may_be_away
 from areal_tasks.engines.sglang.child import GUARD
 from areal_tasks.engines.sglang.command import arguments, environment, server_index
 from areal_tasks.engines.sglang.family import adopt_orphans, end_descendants
-from areal_tasks.engines.sglang.weights import FirstWeights, first_weights
 from areal_tasks.launchers.gpus import memory_used
-from areal_tasks.store.backend import Unavailable
+from areal_tasks.store.backend import Unavailable, open_store
+from areal_tasks.store.objects.files import common_folder, materialise, read_weights
+from areal_tasks.store.parallel import in_background
 from schemas.errors import UserError
 from schemas.recipe.sections import Inference
 
@@ -140,6 +143,63 @@ def _healthy(client: httpx.Client, url: str) -> bool:
 def _terminate(number: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignore repeated signals
     sys.exit(128 + number)
+
+
+# ── the weights it starts with ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class FirstWeights:
+    """A local folder. `check`, called after it was read, raises UserError if its bytes are not the intended ones.
+
+    `check_so_far` does so while it is being read, as soon as that is known.
+    """
+
+    folder: Path
+    check_so_far: Callable[[], None]
+    check: Callable[[], object]
+
+
+def first_weights(spec: ServiceSpec) -> FirstWeights:
+    """The weights that `spec` names: of a store, or the model's own folder while it is copied into the store.
+
+    Both are checked while SGLang starts, which takes longer, and before the server is registered as ready.
+
+    Raises:
+        UserError: it names none.
+    """
+    into = Path(tempfile.mkdtemp(prefix="weights-"))
+    if spec.weights is not None:
+        return _of_store(spec, into)
+    if spec.folder is None:
+        raise UserError("the inference server was given no weights; publish version 0 first")
+    folder = spec.folder
+    return FirstWeights(link_wanted(Path(folder.path), into), lambda: None, lambda: check_unchanged(folder))
+
+
+def _of_store(spec: ServiceSpec, into: Path) -> FirstWeights:
+    """The store's own folder if it is on this machine, hashed meanwhile; else a copy, which is fetched first."""
+    assert spec.weights is not None
+    store = open_store(spec.store_url)
+    files = read_weights(store, spec.weights).files
+    checked = in_background(lambda: materialise(store, files, into, verify=True), "weights")
+
+    def check_so_far() -> None:
+        if checked.done():
+            checked.result()
+
+    return FirstWeights(store.local(common_folder(files)) or checked.result(), check_so_far, checked.result)
+
+
+def check_unchanged(folder: ModelFolder) -> None:
+    """Raise UserError if a file of the folder has changed: SGLang may have read other bytes than the store has."""
+    now = file_states(Path(folder.path))
+    changed = sorted(name for name in now.keys() | folder.files.keys() if now.get(name) != folder.files.get(name))
+    if changed:
+        raise UserError(
+            f"model.path: {changed[0]} in {folder.path} was changed while the run started with it; run again "
+            "under another name once the folder is complete"
+        )
 
 
 if __name__ == "__main__":
