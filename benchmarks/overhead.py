@@ -117,8 +117,7 @@ def timers(parts: Counter[str]) -> Iterator[None]:
         (build, "commit_once", "store: stage manifests"),
         (loop.Loop, "_commit", "store: iteration commits"),
         (generation.Generation, "take", "service: generation"),
-        (trainer_client.TrainerClient, "train", "service: training"),
-        (trainer_client.TrainerClient, "publish", "service: weights written"),
+        (trainer_client.TrainerClient, "run", ""),
         (trainer_client.TrainerClient, "health", "HTTP: an empty request"),
         (servers.Servers, "_load", "service: weights loaded"),
         (pool.VerifierPool, "verify", "verifier processes"),
@@ -133,13 +132,17 @@ def timers(parts: Counter[str]) -> Iterator[None]:
             setattr(owner, name, original)
 
 
+#: What each command of the trainer is for.
+TRAINER = {"train": "service: training", "publish": "service: weights written", "load": "service: model loaded"}
+
+
 def timed(function: Callable[..., Any], parts: Counter[str], part: str) -> Callable[..., Any]:
     def wrapper(*args: Any, **options: Any) -> Any:
         started = time.perf_counter()
         try:
             return function(*args, **options)
         finally:
-            parts[part] += time.perf_counter() - started  # type: ignore[assignment]
+            parts[part or TRAINER[args[1].name]] += time.perf_counter() - started  # type: ignore[assignment]
 
     return wrapper
 

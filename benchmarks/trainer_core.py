@@ -26,13 +26,11 @@ from torch import Tensor
 
 from areal_tasks.algorithms.behaviour import Bound
 from areal_tasks.data.batching import make_layout, make_sequences
-from areal_tasks.engines.trainer.ahead import one_core
 from areal_tasks.engines.trainer.backend import Backend, Progress
-from areal_tasks.engines.trainer.forward import to_device
+from areal_tasks.engines.trainer.forward import one_core, to_device
 from areal_tasks.engines.trainer.learner import Learner, make_plan
 from areal_tasks.engines.trainer.local import LocalBackend
-from areal_tasks.engines.trainer.policy import Policy, prepare, read_policy
-from areal_tasks.engines.trainer.precision import working_copy
+from areal_tasks.engines.trainer.policy import Policy, prepare, read_policy, working_copy
 from areal_tasks.engines.trainer.rows import Batch
 from areal_tasks.engines.trainer.settings import Settings
 from benchmarks.gpu.results import machine

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Final, Literal
 
-from areal_tasks.engines.memory_folder import MemoryFolder
-from areal_tasks.engines.trainer.commands import Receiver, Send, Write
+from areal_tasks.engines.trainer.commands import Publish, Written
 from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.store.backend import Store
@@ -26,6 +29,8 @@ from schemas.recipe.recipe import Recipe, RlhfRecipe
 
 Transport = Literal["store", "tensor", "nccl"]
 MEMORY: Final = Path("/dev/shm")
+PREFIX: Final = "arealflow-weights-"  # of folders in memory
+YOUNG_SECONDS: Final = 60.0  # a folder exists for a moment before it is locked
 
 
 def choose_transport(recipe: Recipe, placement: Placement, external: bool) -> Transport:
@@ -66,18 +71,6 @@ def _possible(placement: Placement, external: bool) -> list[Transport]:
     return [*found, "store"]
 
 
-def send_command(
-    owner: int, version: int, transport: Transport, urls: Sequence[str], ranks: int, token: str, keep_cache: bool
-) -> Send:
-    """The command that has the trainer send `version` to the servers at `urls`, each of `ranks` GPUs."""
-    if transport == "store":
-        raise ValueError("the transport store sends nothing")
-    receivers = tuple(Receiver(url=url, ranks=ranks) for url in urls)
-    return Send(
-        owner=owner, version=version, transport=transport, receivers=receivers, token=token, keep_cache=keep_cache
-    )
-
-
 def name_of(ref: WeightsRef) -> str:
     """A name that distinguishes these weights from all others, also from another attempt at their version."""
     return ref.path or ref.digest
@@ -96,7 +89,7 @@ def write_weights(run: Run, trainer: TrainerClient, version: int) -> Published:
     """Have the trainer write the weights of `version`, which it holds, and commit them."""
     attempt, started, began = new_attempt(), now(), time.monotonic()
     prefix = weights_attempt(run.name, version, attempt)
-    files = trainer.publish(Write(owner=run.owner, version=version, prefix=prefix)).files
+    files = trainer.run(Publish(owner=run.owner, version=version, prefix=prefix), Written).files
     provenance = make_provenance(run.owner, started)
     ref = commit_weights(run.store, run.name, version, attempt, "weights", files, provenance)
     return Published(ref, files, time.monotonic() - began)
@@ -123,7 +116,8 @@ class Fetched:
         files = read_weights(store, ref).files
         folder = store.local(common_folder(files))
         self.outdate()
-        into = folder or Path(self._last.enter_context(MemoryFolder(MEMORY if MEMORY.is_dir() else None)))
+        parent = MEMORY if MEMORY.is_dir() else Path(gettempdir())
+        into = folder or self._last.enter_context(memory_folder(parent))
         with beside(lambda: materialise(store, files, into, verify=True)) as checked:
             yield folder or checked.result()
 
@@ -132,13 +126,40 @@ class Fetched:
         self._before.close()
         self._before, self._last = self._last, ExitStack()
 
-    def loaded(self, seconds: list[float], servers: int) -> list[float]:
-        """Remove all weights if `servers` servers have loaded the last ones. Returns `seconds`, one entry per load."""
-        if len(seconds) == servers:
-            self.close()
-        return seconds
-
     def close(self) -> None:
         """Remove all: no server loads them any more."""
         self._before.close()
         self._last.close()
+
+
+@contextmanager
+def memory_folder(parent: Path) -> Iterator[Path]:
+    """An empty folder below `parent`, with a lock that ends with the process.
+
+    Removes the folders of processes that have ended without removing them.
+    """
+    for folder in parent.glob(f"{PREFIX}*"):
+        if is_abandoned(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+    with TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as name:
+        lock = os.open(name, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield Path(name)
+        finally:
+            os.close(lock)
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Whether no process holds the folder's lock. False for a folder of another user, which cannot be opened."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return time.time() - os.fstat(lock).st_mtime > YOUNG_SECONDS
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)

@@ -44,10 +44,6 @@ class Proof:
         self.call = call
         self.due = due
 
-    def load(self, client: InferenceClient, source: str, version: int, key: str) -> list[float]:
-        """`client.update_weights`, with the proof. Raises what `of` raises."""
-        return self.of(client, lambda: self.call(client.update_weights(source, version, key)))
-
     def of(self, client: InferenceClient, give: Give) -> list[float]:
         """Call `give`, which gives weights to the client's servers, and return its result; while `due`, prove them.
 

@@ -13,20 +13,21 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.external import external_servers, external_token
-from areal_tasks.engines.handover import Fetched, Transport, name_of, send_command, write_weights
+from areal_tasks.engines.handover import Fetched, Transport, name_of, write_weights
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.proof import Proof, is_proven
 from areal_tasks.engines.server import ServerDown
-from areal_tasks.engines.starting import ready
+from areal_tasks.engines.starting import Workers, ready
+from areal_tasks.engines.trainer.commands import Receiver, Send, Sent
 from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
 from areal_tasks.engines.trainers import ResidentTrainer
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
-from areal_tasks.engines.workers import Workers
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.launchers.supervisor import Ready, ServiceFailed, Supervisor
 from areal_tasks.store.objects.files import common_folder, read_weights
@@ -287,8 +288,11 @@ class Servers:
         """Have the servers load committed weights: embedded ones from the store, SGLang from a folder."""
         store = self.run.store
         with nullcontext(store.uri(ref.path)) if self._embedded else self._fetched.local(store, ref) as where:
-            loads = self._proof.load(client, str(where), ref.version, name_of(ref))
-        return self._fetched.loaded(loads, self.count)
+            update = partial(client.update_weights, str(where), ref.version, name_of(ref))
+            loads = self._proof.of(client, lambda: self.call(update()))
+        if len(loads) == self.count:
+            self._fetched.close()
+        return loads
 
     def _send(self, client: InferenceClient, trainer: TrainerClient, ref: WeightsRef) -> list[float]:
         """Have the trainer send the weights that it holds, and every server confirm them; seconds per server.
@@ -302,17 +306,25 @@ class Servers:
         self._fetched.outdate()
         with self._interrupted(client):
             urls = self.call(client.wait_healthy())
-            ranks = self.recipe.inference.tensor_parallel  # type: ignore[union-attr]
-            keeps = interruption(self.recipe) == "in_place"
-            command = send_command(self.run.owner, version, self.transport, urls, ranks, self.supervisor.token, keeps)
             with self.watchdog.waiting("weights from the trainer", lambda: self._heartbeats(everyone=True)):
-                gone = trainer.send(command).gone
+                gone = trainer.run(self._send_command(version, urls), Sent).gone
             self.call(client.evict(gone))
             confirmed = self.call(client.adopt(version, name_of(ref), set(urls) - gone.keys()))
         self.supervisor.end(gone, "did not take new weights", grace_seconds=0.0)
         if not confirmed:
             raise ServerDown(f"no inference server took version {version}: {'; '.join(gone.values())}")
         return [time.monotonic() - started] * len(confirmed)
+
+    def _send_command(self, version: int, urls: Sequence[str]) -> Send:
+        ranks = self.recipe.inference.tensor_parallel  # type: ignore[union-attr]
+        return Send(
+            owner=self.run.owner,
+            version=version,
+            transport=self.transport,
+            receivers=tuple(Receiver(url=url, ranks=ranks) for url in urls),
+            token=self.supervisor.token,
+            keep_cache=interruption(self.recipe) == "in_place",
+        )
 
     @contextmanager
     def _interrupted(self, client: InferenceClient) -> Iterator[None]:

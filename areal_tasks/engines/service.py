@@ -60,27 +60,11 @@ class ServiceSpec(BaseModel):
     gpu_users: int = 1  # services that share its most crowded GPU, itself included
 
 
-def spec_of(
-    run: Run,
-    recipe: Recipe,
-    name: str,
-    weights: WeightsRef | None,
-    gpus: tuple[str, ...] = (),
-    gpu_users: int = 1,
-    folder: ModelFolder | None = None,
-) -> ServiceSpec:
-    """The specification of the first start of a service of `run`."""
+def spec_of(run: Run, recipe: Recipe, name: str, **more: Any) -> ServiceSpec:
+    """The specification of the first start of a service of `run`; `more`: further fields of it."""
+    written = recipe.model_dump(mode="json")
     return ServiceSpec(
-        name=name,
-        restart=0,
-        store_url=run.store.url,
-        run=run.name,
-        owner=run.owner,
-        recipe=recipe.model_dump(mode="json"),
-        weights=weights,
-        folder=folder,
-        gpus=gpus,
-        gpu_users=gpu_users,
+        name=name, restart=0, store_url=run.store.url, run=run.name, owner=run.owner, recipe=written, **more
     )
 
 

@@ -1,4 +1,4 @@
-"""The engines of one run: inference servers, trainers by role, verifiers, and their supervisor and watchdog."""
+"""The engines of one run: inference servers, trainer, verifiers, and their supervisor and watchdog."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
@@ -15,25 +14,24 @@ from areal_tasks.engines.ends import Detokenizer, Ends, end_tokens
 from areal_tasks.engines.handover import choose_transport
 from areal_tasks.engines.models import describing_files, load_tokenizer
 from areal_tasks.engines.servers import Servers
-from areal_tasks.engines.starting import TRAINER, Services, may_load_early, place_services
+from areal_tasks.engines.service import ModelFolder, spec_of
+from areal_tasks.engines.starting import MODULES, TRAINER, WORKER, may_load_early, own_folder
 from areal_tasks.engines.trainers import ResidentTrainer
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
-from areal_tasks.launchers.gpus import assigned
+from areal_tasks.launchers.gpus import assigned, describe, place_recipe, visible_gpus
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.store.history.journal import append
 from areal_tasks.store.parallel import in_background
 from areal_tasks.store.runs import Run
 from schemas.manifest import WeightsRef
-from schemas.recipe.recipe import Recipe, RlhfRecipe, SftRecipe
+from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 
 log = logging.getLogger(__name__)
 
-ACTOR: Final = "actor"  # the role of the trainer whose policy generates
-
 
 class Engines:
-    """All resident processes: trainers, inference servers, verifiers. Use as a context: leaving it stops them."""
+    """All resident processes: trainer, inference servers, verifiers. Use as a context: leaving it stops them."""
 
     def __init__(self, run: Run, recipe: Recipe, logs: Path, *, generates: bool = True) -> None:
         self.run = run
@@ -41,11 +39,11 @@ class Engines:
         self.initial: WeightsRef | None = None
         self.supervisor = Supervisor(run.store, recipe.launcher, logs)
         self.watchdog = Watchdog(recipe.launcher, self.supervisor.end_hung)
-        actor = ResidentTrainer(
+        #: The trainer of the policy that generates.
+        self.actor = ResidentTrainer(
             run, TRAINER, self.supervisor, self.watchdog, self._initial, lambda: self.servers.make_room()
         )
-        self.trainers = {ACTOR: actor}
-        self.servers = Servers(run, recipe, generates, self.supervisor, self.watchdog, actor, lambda: self.ends)
+        self.servers = Servers(run, recipe, generates, self.supervisor, self.watchdog, self.actor, lambda: self.ends)
         self._verifiers: VerifierPool | None = None
         self._scratch = TemporaryDirectory(prefix="arealflow-flow-")
 
@@ -60,29 +58,23 @@ class Engines:
             stack.callback(self.supervisor.__exit__, *error)
             if self._verifiers is not None:
                 stack.callback(self._verifiers.close)
-            for trainer in self.trainers.values():
-                stack.callback(trainer.close)
+            stack.callback(self.actor.close)
             self.servers.close()
-
-    @property
-    def actor(self) -> ResidentTrainer:
-        """The trainer of the policy that generates."""
-        return self.trainers[ACTOR]
 
     def begin(self) -> None:
         """Start what needs no weights in the store: trainer, verifiers, possibly servers. Does not wait for them."""
         servers = self.servers
         serverless = bool(servers.external) or not servers.generates  # this run assigns no GPU to servers
-        placement = servers.placement = place_services(self.recipe, serverless)
+        placement = servers.placement = place_recipe(self.recipe, visible_gpus(), serverless)
+        if described := describe(placement):
+            log.info("%s", described)
         if (gpus := assigned(placement)) or serverless:  # else the recipe says that there are none
             append(self.run.store, self.run.name, "placed", {"owner": self.run.owner, **gpus})
         if servers.generates:
             servers.transport = choose_transport(self.recipe, placement, serverless)
         if servers.store_only and isinstance(self.recipe, RlhfRecipe) and self.recipe.trainer.weights_every > 1:
             log.info("servers get new weights through the store here: all are written, despite trainer.weights_every")
-        workers = servers.workers.names
-        self._services = Services(self.supervisor, self.run, self.recipe, servers.names, workers, placement)
-        self._services.start_early()
+        self._start_early()
         if not isinstance(self.recipe, SftRecipe):
             in_background(self.verifiers.__enter__, "verifiers")  # their first use raises an error
 
@@ -92,7 +84,30 @@ class Engines:
         `current` are the weights to generate with, and `written` the newest in the store at or before them.
         """
         self.initial, self.servers.serving, self.servers.written = initial, current, written
-        self._services.start_servers(written)
+        self._start_servers(written)
+
+    def _start_early(self) -> None:
+        """Start what needs no weights in the store: trainer, rollout workers, servers that can read a model folder."""
+        if not isinstance(self.recipe, EvaluateRecipe):
+            spec = spec_of(self.run, self.recipe, TRAINER, gpus=self.servers.placement.trainer)
+            self.supervisor.start(MODULES[TRAINER], spec, self.recipe.trainer.threads)
+        for name in self.servers.workers.names:
+            self.supervisor.start(WORKER, spec_of(self.run, self.recipe, name), threads=1)
+        if (folder := own_folder(self.run, self.recipe)) is not None:
+            self._start_servers(folder)
+
+    def _start_servers(self, weights: WeightsRef | ModelFolder) -> None:
+        """Start the servers on `weights`. For those that started on the model's folder, record `weights` as theirs."""
+        placement = self.servers.placement
+        ref, folder = (None, weights) if isinstance(weights, ModelFolder) else (weights, None)
+        for i, name in enumerate(self.servers.names):
+            if name in self.supervisor.services:
+                self.supervisor.began_on(name, ref)
+                continue
+            inference, gpus = self.recipe.inference, placement.servers[i : i + 1]  # type: ignore[union-attr]
+            placed = {"gpus": gpus[0] if gpus else (), "gpu_users": placement.users(i)}
+            spec = spec_of(self.run, self.recipe, name, weights=ref, folder=folder, **placed)
+            self.supervisor.start(MODULES[inference.engine], spec, inference.threads)
 
     def load_early(self, version: int) -> None:
         """Have the trainer load `version` while servers start, if that is possible. Does not wait for it."""

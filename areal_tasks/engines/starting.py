@@ -1,74 +1,24 @@
-"""Starts the services of a run, each as early as possible (the trainer needs no weights to start, servers do)."""
+"""Which services of a run start where and how early (the trainer needs no weights to start, servers do)."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
+from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.models import file_states
-from areal_tasks.engines.service import ModelFolder, spec_of
+from areal_tasks.engines.service import ModelFolder
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
-from areal_tasks.launchers.gpus import Placement, describe, place_recipe, visible_gpus
-from areal_tasks.launchers.supervisor import Supervisor
+from areal_tasks.launchers.supervisor import Ready, Supervisor
 from areal_tasks.store.runs import Run
 from schemas.manifest import WeightsRef
-from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
-
-log = logging.getLogger(__name__)
+from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 
 TRAINER: Final = "trainer"
 MODULES: Final = {name: f"areal_tasks.engines.{name}" for name in ("embedded", "sglang", TRAINER)}
 
 WORKER: Final = "areal_tasks.rollout.worker"
-
-
-def place_services(recipe: Recipe, serverless: bool) -> Placement:
-    """The GPUs of each service, among those that this process may use; writes them to the log.
-
-    `serverless`: the run starts no inference servers. Raises as `place_recipe`.
-    """
-    found = place_recipe(recipe, visible_gpus(), serverless)
-    if assigned := describe(found):
-        log.info("%s", assigned)
-    return found
-
-
-@dataclass(frozen=True)
-class Services:
-    """Starts a run's services; `names` are those of its inference servers, `workers` those of its rollout workers."""
-
-    supervisor: Supervisor
-    run: Run
-    recipe: Recipe
-    names: Sequence[str]
-    workers: Sequence[str]
-    placement: Placement
-
-    def start_early(self) -> None:
-        """Start what needs no weights in the store: trainer, rollout workers, servers that can read a model folder."""
-        if not isinstance(self.recipe, EvaluateRecipe):
-            spec = spec_of(self.run, self.recipe, TRAINER, None, self.placement.trainer)
-            self.supervisor.start(MODULES[TRAINER], spec, self.recipe.trainer.threads)
-        for name in self.workers:
-            self.supervisor.start(WORKER, spec_of(self.run, self.recipe, name, None), threads=1)
-        if (folder := own_folder(self.run, self.recipe)) is not None:
-            self.start_servers(folder)
-
-    def start_servers(self, weights: WeightsRef | ModelFolder) -> None:
-        """Start the servers on `weights`. For those that started on the model's folder, record `weights` as theirs."""
-        assert not (self.names and isinstance(self.recipe, SftRecipe))
-        ref, folder = (None, weights) if isinstance(weights, ModelFolder) else (weights, None)
-        for i, name in enumerate(self.names):
-            inference, gpus = self.recipe.inference, self.placement.servers[i : i + 1]  # type: ignore[union-attr]
-            users = self.placement.users(i)
-            spec = spec_of(self.run, self.recipe, name, ref, gpus[0] if gpus else (), users, folder)
-            if name in self.supervisor.services:
-                self.supervisor.began_on(name, ref)
-            else:
-                self.supervisor.start(MODULES[inference.engine], spec, inference.threads)
 
 
 def own_folder(run: Run, recipe: Recipe) -> ModelFolder | None:
@@ -106,3 +56,58 @@ def ready(
 
     with watchdog.waiting("its start", starting, limit="launcher.startup_seconds"):
         return supervisor.wait(names, weights)
+
+
+# ── rollout workers ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class LeaseManager(Protocol):
+    """The component that leases groups to the workers. Its methods run in the event loop of the inference client."""
+
+    async def have(self, starts: Collection[tuple[str, int]]) -> None:
+        """Use exactly these workers: (address, number of the start)."""
+        ...
+
+    async def heartbeats(self) -> Mapping[str, Heartbeat]:
+        """A heartbeat per worker, by its address."""
+        ...
+
+
+class Workers:
+    """The workers that `recipe` asks for if the run `generates`, else none. `Engines` starts them."""
+
+    def __init__(
+        self, recipe: Recipe, generates: bool, supervisor: Supervisor, watchdog: Watchdog, loop: LoopThread
+    ) -> None:
+        count = recipe.rollout.workers if generates and isinstance(recipe, RlhfRecipe) else 0
+        self.names = [f"rollout-{i}" for i in range(count)]
+        self._supervisor = supervisor
+        self._watchdog = watchdog
+        self._loop = loop
+        self._manager: LeaseManager | None = None
+        self._ready: list[Ready] = []  # as the manager knows them
+
+    def serve(self, manager: LeaseManager | None) -> None:
+        """Give this manager alone the workers, once they have started; None: no component uses them."""
+        self._manager, self._ready = manager, []
+        if manager is not None:
+            ready(self._supervisor, self._watchdog, self.names)
+            self.tend()
+
+    def tend(self) -> None:
+        """Restart workers that have ended, and tell the manager which ones are ready.
+
+        Raises:
+            ServiceFailed: none is left, and `launcher.restarts` are used up.
+        """
+        if self._manager is None:
+            return
+        found = self._supervisor.look(self.names)
+        if found != self._ready:
+            self._ready = found
+            self._loop.run(self._manager.have({(one.url, one.restart) for one in found}))
+
+    def heartbeats(self) -> dict[str, Heartbeat]:
+        """A heartbeat per worker, by its name."""
+        found = self._loop.run(self._manager.heartbeats()) if self._manager is not None else {}
+        return {self._supervisor.name_at(url): heartbeat for url, heartbeat in found.items()}

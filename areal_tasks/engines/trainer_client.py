@@ -7,46 +7,21 @@ from typing import Final, TypeVar
 
 import httpx
 
-from areal_tasks.engines.trainer.commands import (
-    Command,
-    Compare,
-    Compared,
-    Health,
-    Keep,
-    Kept,
-    Load,
-    Loaded,
-    Logprobs,
-    Message,
-    Send,
-    Sent,
-    Tables,
-    Train,
-    Trained,
-    Write,
-    Written,
-)
+from areal_tasks.engines.trainer.commands import Command, Health, Message
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
 
-Reply = TypeVar("Reply", bound=Message)
+Answer = TypeVar("Answer", bound=Message)
 LOOK_SECONDS: Final = 5.0  # /health is answered immediately, whatever the trainer is doing
 
 
 class TrainerDown(Exception):
-    """The trainer did not answer: it ended or hangs. The command may be retried; the trainer never steps twice."""
+    """The command may be retried; the trainer never steps twice.
 
-
-class TrainerFailed(TrainerDown):
-    """The trainer itself failed at a command (5xx), for example with a CUDA or NCCL error.
-
-    Its process must be replaced. The command may be retried on the new process.
+    The trainer did not answer, since it ended or hangs; or it holds another version than the command names (409); or it
+    failed itself (another 5xx), for example with a CUDA or NCCL error, and its process must be replaced.
     """
-
-
-class OutOfOrder(TrainerDown):
-    """The trainer holds another version than the command names (409): retry once it holds that version."""
 
 
 class TrainerClient:
@@ -55,50 +30,22 @@ class TrainerClient:
     Methods raise TrainerDown for what may be retried, Unavailable if the trainer cannot reach the store, and UserError,
     with the trainer's reason, for what only a person can change: recipe, data, memory, a run that was restarted.
 
-    A command has no time limit while it makes progress. A `watchdog` warns of a trainer without progress and finally
-    ends it; without a watchdog, a command has `timeout_seconds`. `distrust` is called with the reason when the
-    trainer's process must be replaced.
+    A command has no time limit while it makes progress: the `watchdog` warns of a trainer without progress and finally
+    ends it. `distrust` is called with the reason when the trainer's process must be replaced.
     """
 
-    def __init__(
-        self,
-        url: str,
-        token: str,
-        timeout_seconds: float | None = None,
-        watchdog: Watchdog | None = None,
-        distrust: Callable[[str], object] = lambda why: None,
-    ) -> None:
+    def __init__(self, url: str, token: str, watchdog: Watchdog, distrust: Callable[[str], object]) -> None:
         headers = {"Authorization": f"Bearer {token}"}
-        self.http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(timeout_seconds, connect=10.0))
+        self.http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(None, connect=10.0))
         self.watchdog = watchdog
         self.distrust = distrust
 
-    def load(self, command: Load) -> Loaded:
-        return self._ask("POST", "/load", Loaded, command)
-
-    def train(self, command: Train) -> Trained:
-        return self._ask("POST", "/train", Trained, command)
-
-    def logprobs(self, command: Logprobs) -> Tables:
-        return self._ask("POST", "/logprobs", Tables, command)
-
-    def keep(self, command: Keep) -> Kept:
-        return self._ask("POST", "/keep", Kept, command)
-
-    def publish(self, command: Write) -> Written:
-        return self._ask("POST", "/publish", Written, command)
-
-    def send(self, command: Send) -> Sent:
-        return self._ask("POST", "/send", Sent, command)
-
-    def checkpoint(self, command: Write) -> Written:
-        return self._ask("POST", "/checkpoint", Written, command)
-
-    def compare(self, command: Compare) -> Compared:
-        return self._ask("POST", "/compare", Compared, command)
+    def run(self, command: Command, answer: type[Answer]) -> Answer:
+        """The trainer's answer to a command, during which the watchdog watches the trainer."""
+        return self._ask(answer, command)
 
     def health(self) -> Health:
-        return self._ask("GET", "/health", Health)
+        return self._ask(Health)
 
     def work(self) -> tuple[int, int]:
         """(samples done, samples in all) of the current command; (0, 0) if unknown. Raises nothing."""
@@ -126,27 +73,18 @@ class TrainerClient:
 
     def _look(self) -> Health:
         """The trainer's health, or TrainerDown after `LOOK_SECONDS`."""
-        return self._exchange("GET", "/health", Health, timeout=LOOK_SECONDS)
+        return self._exchange(Health, timeout=LOOK_SECONDS)
 
     def close(self) -> None:
         self.http.close()
 
-    def _ask(self, method: str, path: str, reply: type[Reply], command: Command | None = None) -> Reply:
-        """One exchange, during which the watchdog watches the trainer."""
-        if self.watchdog is None:
-            return self._exchange(method, path, reply, command)
-        what = path if command is None else f"{path} of version {command.version}"
+    def _ask(self, kind: type[Answer], command: Command | None = None) -> Answer:
+        what = "/health" if command is None else f"/{command.name} of version {command.version}"
         with self.watchdog.waiting(what, lambda: {"trainer": self.heartbeat()}):
-            return self._exchange(method, path, reply, command)
+            return self._exchange(kind, command)
 
-    def _exchange(
-        self,
-        method: str,
-        path: str,
-        reply: type[Reply],
-        command: Command | None = None,
-        timeout: httpx.Timeout | float | None = None,
-    ) -> Reply:
+    def _exchange(self, kind: type[Answer], command: Command | None = None, timeout: float | None = None) -> Answer:
+        method, path = ("POST", f"/{command.name}") if command else ("GET", "/health")
         content = command.model_dump_json() if command else None
         try:
             answer = self.http.request(method, path, content=content, timeout=timeout or self.http.timeout)
@@ -157,23 +95,21 @@ class TrainerClient:
                 raise
             raise TrainerDown(f"the trainer was not asked {path}: this connection to it is closed") from error
         if answer.is_error:
-            failure = _error(path, answer)
-            if isinstance(failure, TrainerFailed):
-                self.distrust(str(failure))
-            raise failure
-        return reply.model_validate_json(answer.content)
+            raise self._error(path, answer)
+        return kind.model_validate_json(answer.content)
 
-
-def _error(path: str, answer: httpx.Response) -> Exception:
-    """The exception for a status of 400 or more (see `STATUSES` of the trainer's `app`)."""
-    reason = _reason(answer)
-    if answer.status_code == 503:
-        return Unavailable(reason)
-    if answer.is_server_error:
-        return TrainerFailed(f"the trainer failed at {path}: {reason}")
-    if answer.status_code == 409:
-        return OutOfOrder(f"{path} does not fit the trainer's state: {reason}")
-    return UserError(f"the trainer refused {path}: {reason}")
+    def _error(self, path: str, answer: httpx.Response) -> Exception:
+        """The exception for a status of 400 or more (see `STATUSES` of the trainer's `app`)."""
+        reason = _reason(answer)
+        if answer.status_code == 503:
+            return Unavailable(reason)
+        if answer.is_server_error:
+            failure = f"the trainer failed at {path}: {reason}"
+            self.distrust(failure)
+            return TrainerDown(failure)
+        if answer.status_code == 409:
+            return TrainerDown(f"{path} does not fit the trainer's state: {reason}")
+        return UserError(f"the trainer refused {path}: {reason}")
 
 
 def _reason(answer: httpx.Response) -> str:

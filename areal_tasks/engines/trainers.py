@@ -2,26 +2,32 @@
 
 What the trainer holds in memory is never assumed: each use names the version that it expects. A trainer that does not
 hold it, such as a new process, is restored from the last checkpoint by retraining the committed iterations after it
-from their tables.
+from their tables. No generation is repeated. The metrics of each retrained iteration are compared with the committed
+ones, and the resulting weights with the published ones: nothing differs where training is bitwise reproducible.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Final
 
-from areal_tasks.engines.recovery import Retrained, restore, retrain_stage, worst
 from areal_tasks.engines.starting import ready
-from areal_tasks.engines.trainer.commands import Keep
+from areal_tasks.engines.trainer.commands import Compare, Compared, Done, Keep, Load, Train, Trained
+from areal_tasks.engines.trainer.rows import COLUMNS
 from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
 from areal_tasks.engines.watchdog import Watchdog
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
-from areal_tasks.store.backend import Unavailable
+from areal_tasks.store.backend import StoreError, Unavailable
+from areal_tasks.store.keys import combine_digests
+from areal_tasks.store.objects.files import weights_made
 from areal_tasks.store.runs import Run
-from schemas.manifest import StageManifest, WeightsRef
+from schemas.manifest import InputRef, IterationCommit, StageManifest, WeightsRef
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +92,7 @@ class ResidentTrainer:
         version = train.iteration + 1
         try:
             with self._locked() as client:
-                self._after(client, train).keep(Keep(owner=self.run.owner, version=version))
+                self._after(client, train).run(Keep(owner=self.run.owner, version=version), Done)
         except TrainerDown as error:
             log.warning("version %d has to be made again for its publication: %s", version, error)
 
@@ -125,7 +131,7 @@ class ResidentTrainer:
         if self.client is None or self._address != url:
             self.close()
             distrust = partial(self.supervisor.end, [url])
-            self.client = TrainerClient(url, self.supervisor.token, watchdog=self.watchdog, distrust=distrust)
+            self.client = TrainerClient(url, self.supervisor.token, self.watchdog, distrust)
             self._address = url
         return self.client
 
@@ -145,3 +151,164 @@ class ResidentTrainer:
     def _note(self, found: Retrained | None) -> None:
         if found is not None:
             self._retrained.append(found)
+
+
+# ── retraining ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+_TIMES: Final = "_seconds"  # suffix of metrics that are times, which are not compared
+
+
+@dataclass(frozen=True)
+class Retrained:
+    """How the results of retraining `iterations` committed iterations from `first` on differ from the committed ones.
+
+    `difference` is the largest of a metric (see `difference`), which `metric` and `iteration` identify; `weights` is
+    the largest difference between a weight and the published one of the version, None where that is not stored;
+    `loss` is the largest difference of the loss.
+    """
+
+    first: int
+    iterations: int
+    difference: float
+    metric: str
+    iteration: int
+    weights: float | None = None
+    loss: float = 0.0
+
+    @property
+    def same(self) -> bool:
+        """Whether retraining reproduced all compared metrics and weights exactly."""
+        return self.difference == 0 and not self.weights
+
+
+def restore(run: Run, trainer: TrainerClient, initial: WeightsRef, version: int) -> Retrained | None:
+    """Bring the trainer to the policy of `version`, all of whose iterations are committed.
+
+    Returns how the retrained iterations compare with the committed ones; None if none was retrained.
+    """
+    checkpoint = newest_checkpoint(run, version)
+    first = checkpoint.version if checkpoint else 0
+    trainer.run(Load(owner=run.owner, version=first, weights=initial, checkpoint=checkpoint), Done)
+    drift = [retrain(run, trainer, k) for k in range(first, version)]
+    if not drift:
+        return None
+    weights = weights_difference(run, trainer, version)
+    found = replace(worst(drift), first=first, iterations=len(drift), weights=weights)
+    log.log(logging.INFO if found.same else logging.WARNING, "%s", describe(found))
+    return found
+
+
+def describe(found: Retrained) -> str:
+    """A line for the log."""
+    line = f"re-trained {found.iterations} committed iterations; largest difference in a metric: {found.difference:.3g}"
+    where = (
+        f" ({found.metric} of iteration {found.iteration}), in the loss: {found.loss:.3g}" if found.difference else ""
+    )
+    weights = "" if found.weights is None else f"; in a weight: {found.weights:.3g}"
+    return line + where + weights
+
+
+def worst(several: Iterable[Retrained]) -> Retrained:
+    """The largest differences of all parts; `first` and `iterations` are those of the part with most iterations."""
+    parts = list(several)
+    largest = max(parts, key=lambda part: part.difference)
+    longest = max(parts, key=lambda part: part.iterations)
+    weights = [part.weights for part in parts if part.weights is not None]
+    found = replace(largest, weights=max(weights, default=None), loss=max(part.loss for part in parts))
+    return replace(found, first=longest.first, iterations=longest.iterations)
+
+
+def newest_checkpoint(run: Run, version: int) -> WeightsRef | None:
+    """The newest checkpoint at or before `version`."""
+    return None if version == 0 else run.commit(version - 1).checkpoint
+
+
+def retrain(run: Run, trainer: TrainerClient, iteration: int) -> Retrained:
+    """Retrain one committed iteration by its recorded plan, and compare its metrics."""
+    run = trained(run)
+    commit = run.commit(iteration)
+    return retrain_stage(run, trainer, stage_of(run, commit, "train"), commit)
+
+
+def trained(run: Run) -> Run:
+    """The run whose train stages made the policy of `run`: for a replay that does not train, the run it replays."""
+    if run.record.replay_until and run.parent is not None:
+        return trained(replace(run.parent, owner=run.owner))
+    return run
+
+
+def retrain_stage(
+    run: Run, trainer: TrainerClient, manifest: StageManifest, commit: IterationCommit | None = None
+) -> Retrained:
+    """As `retrain`, for a train stage whose iteration need not be committed (then without a `commit`)."""
+    done = trainer.run(retrain_command(run, manifest, commit), Trained)
+    largest, name = difference(manifest.metrics, done.metrics)
+    loss = _distance(manifest.metrics.get("loss", 0.0), done.metrics.get("loss", 0.0))
+    return Retrained(manifest.iteration, 1, largest, name, manifest.iteration, loss=loss)
+
+
+def difference(committed: Mapping[str, float], again: Mapping[str, float]) -> tuple[float, str]:
+    """The largest difference between the committed and the retrained metrics, times excepted, and the metric's name.
+
+    Absolute up to 1, relative above. Infinite where a committed metric is missing, or NaN on one side only. A metric
+    that was not committed is ignored: the program version that committed the iteration did not have it.
+    """
+    names = sorted(name for name in committed if not name.endswith(_TIMES))
+    distances = {name: _distance(committed[name], again.get(name)) for name in names}
+    name = max(distances, key=distances.__getitem__, default="")
+    return distances.get(name, 0.0), name
+
+
+def _distance(one: float, other: float | None) -> float:
+    if other is None or math.isnan(one) != math.isnan(other):
+        return math.inf
+    if one == other or math.isnan(one):
+        return 0.0
+    return abs(one - other) / max(1.0, abs(one))
+
+
+def weights_difference(run: Run, trainer: TrainerClient, version: int) -> float | None:
+    """The largest difference between the trainer's policy and the weights of `version`; None if they are not stored."""
+    ref = weights_made(run, run.commit(version - 1))
+    if not ref.written:
+        return None
+    return trainer.run(Compare(owner=run.owner, version=version, weights=ref), Compared).difference
+
+
+def retrain_command(run: Run, manifest: StageManifest, commit: IterationCommit | None = None) -> Train:
+    """The command that repeats the optimizer steps of a committed train stage without writing tables."""
+    written = {n: t for ref in manifest.inputs for n, t in read_input(run, ref, commit).tables.items()}
+    tables = {name: table for name, table in written.items() if name in COLUMNS}
+    return Train(
+        owner=run.owner,
+        version=manifest.iteration,
+        digest=manifest.key,
+        kind="sft" if "batch" in tables else "grpo",
+        iteration=manifest.iteration,
+        recipe=run.recipe_at(manifest.iteration),
+        tables=tables,
+        plan=manifest.tables["train_samples"],
+    )
+
+
+def read_input(run: Run, ref: InputRef, commit: IterationCommit | None) -> StageManifest:
+    """The manifest of a stage's input, verified by its bytes if `commit` names it, else by its content digest.
+
+    Raises:
+        StoreError: it is not the one that was trained on; the message names the file.
+    """
+    named = next((stage for stage in commit.stages if stage.path == ref.path), None) if commit else None
+    manifest = run.read_manifest(ref.path) if named is None else run.read_stage(named)
+    tables = combine_digests({name: table.digest for name, table in manifest.tables.items()})
+    if not manifest.digest == ref.digest == tables:
+        raise StoreError(
+            f"{run.store.uri(ref.path)} is damaged: its tables are not those that were trained on. "
+            "Restore this file from a backup; every other file is unharmed."
+        )
+    return manifest
+
+
+def stage_of(run: Run, commit: IterationCommit, stage: str) -> StageManifest:
+    """The stage manifest that a commit selects. Raises StopIteration if it selects none."""
+    return run.read_stage(next(ref for ref in commit.stages if ref.stage == stage))

@@ -10,7 +10,7 @@ import torch
 
 from areal_tasks.algorithms.advantages import Advantages, grpo_advantages, kl_penalty
 from areal_tasks.data.ragged import Flat, flat, lengths, ragged, spread
-from areal_tasks.engines.trainer.ahead import one_thread
+from areal_tasks.engines.trainer.forward import one_thread
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns, tables_of
 from schemas.recipe.derived import same_policy
 from schemas.recipe.recipe import RlhfRecipe

@@ -9,10 +9,10 @@ import logging
 from collections.abc import Mapping
 
 from areal_tasks.engines.handover import write_weights
-from areal_tasks.engines.recovery import stage_of
 from areal_tasks.engines.server import ServerDown
-from areal_tasks.engines.trainer.commands import Write
+from areal_tasks.engines.trainer.commands import Checkpoint, Written
 from areal_tasks.engines.trainer_client import TrainerDown
+from areal_tasks.engines.trainers import stage_of
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.stage import Context
 from areal_tasks.store import paths
@@ -52,8 +52,8 @@ def write_checkpoint(context: Context, train: StageManifest) -> WeightsRef:
     """Have the trainer write all that it needs to continue from the result of `train`, and commit it."""
     run, version, attempt, started = context.run, train.iteration + 1, new_attempt(), now()
     prefix = paths.checkpoint_attempt(run.name, version, attempt)
-    command = Write(owner=run.owner, version=version, prefix=prefix)
-    files = context.engines.actor.after(train).checkpoint(command).files
+    command = Checkpoint(owner=run.owner, version=version, prefix=prefix)
+    files = context.engines.actor.after(train).run(command, Written).files
     provenance = make_provenance(run.owner, started)
     return commit_weights(context.store, run.name, version, attempt, "checkpoint", files, provenance)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -299,7 +299,7 @@ class Loop:
     def _retrained(self) -> dict[str, Any]:
         """How metrics and weights retrained during the iteration compare with the committed ones."""
         found = self.engines.actor.take_retrained()
-        return {} if found is None else {"replayed": found.record()}
+        return {} if found is None else {"replayed": asdict(found)}
 
     def _checkpoint(self, context: Context, built: Mapping[str, Built]) -> tuple[WeightsRef | None, float]:
         """The newest checkpoint after an iteration, and the seconds of training since."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Final, Literal
 
-from areal_tasks.engines.trainer.commands import Logprobs
+from areal_tasks.engines.trainer.commands import Logprobs, Tables
 from areal_tasks.engines.trainer.rows import COLUMNS
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
@@ -57,4 +57,4 @@ def logprobs(which: Which, context: Context, inputs: Inputs, prefix: str) -> Out
         prefix=prefix,
     )
     with reported(f"{STAGE[which]} {context.iteration}", "samples", trainer.work):
-        return Output(trainer.logprobs(command).tables)
+        return Output(trainer.run(command, Tables).tables)

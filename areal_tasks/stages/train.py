@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from areal_tasks.engines.trainer.commands import Train
+from areal_tasks.engines.trainer.commands import Train, Trained
 from areal_tasks.engines.trainer.rows import read_of
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
@@ -50,7 +50,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     """Trains the policy from version `iteration` to the next. A retry never steps twice: the trainer knows the key."""
     trainer = context.engines.actor.to_step(context.iteration)
     with reported(f"train {context.iteration}", "samples", trainer.work):
-        done = trainer.train(_command(context, inputs, prefix))
+        done = trainer.run(_command(context, inputs, prefix), Trained)
     return Output(done.tables, done.metrics)
 
 

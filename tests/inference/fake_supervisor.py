@@ -51,7 +51,7 @@ class FakeSupervisor:
 
 def supervise(engines: Engines, supervisor: FakeSupervisor) -> None:
     """Have the engines ask this supervisor from now on."""
-    for one in (engines, engines.servers, *engines.trainers.values()):
+    for one in (engines, engines.servers, engines.actor):
         one.supervisor = supervisor  # type: ignore[assignment]
 
 

@@ -17,7 +17,7 @@ from areal_tasks.engines import server_pool
 from areal_tasks.engines.client import GenerateResult
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.session import Engines
-from areal_tasks.engines.trainer.commands import Send, Sent
+from areal_tasks.engines.trainer.commands import Command, Send, Sent
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.runs import open_run
 from schemas.manifest import WeightsRef
@@ -235,12 +235,16 @@ class Trainer:
     def __init__(self, fake: Ordered) -> None:
         self.fake, self.fails = fake, False
 
+    def run(self, command: Command, answer: Any) -> Any:
+        """As `TrainerClient.run`."""
+        return getattr(self, command.name)(command)
+
     def send(self, command: Send) -> Sent:
         self.fake.orders.append(("send", "keep" if command.keep_cache else None))
         if self.fails:
             raise RuntimeError("the trainer failed")
         self.fake.version = command.version
-        return Sent(seconds=0.1)
+        return Sent()
 
 
 Begin = Callable[..., tuple[Engines, Ordered, Trainer]]

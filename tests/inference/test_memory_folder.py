@@ -7,16 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from areal_tasks.engines.memory_folder import PREFIX, YOUNG_SECONDS, MemoryFolder
+from areal_tasks.engines.handover import PREFIX, YOUNG_SECONDS, memory_folder
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from areal_tasks.engines.memory_folder import MemoryFolder
-folder = MemoryFolder(Path(sys.argv[1]))
-(Path(folder.name) / "weights").write_bytes(b"1")
-print(folder.name, flush=True)
-time.sleep(3600)
+from areal_tasks.engines.handover import memory_folder
+with memory_folder(Path(sys.argv[1])) as folder:
+    (folder / "weights").write_bytes(b"1")
+    print(folder, flush=True)
+    time.sleep(3600)
 """
 
 
@@ -30,21 +30,21 @@ def test_what_a_killed_process_left_goes_when_the_next_is_made_and_no_sooner(tmp
         assert process.stdout is not None
         left = Path(process.stdout.readline().strip())
         grow_old(left)
-        with MemoryFolder(tmp_path):
+        with memory_folder(tmp_path):
             assert (left / "weights").exists()
         process.kill()
-    with MemoryFolder(tmp_path) as mine:
-        assert not left.exists() and Path(mine).is_dir()
+    with memory_folder(tmp_path) as mine:
+        assert not left.exists() and mine.is_dir()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_just_being_made_stays(tmp_path: Path) -> None:
     young = tmp_path / f"{PREFIX}young"
     young.mkdir()
-    with MemoryFolder(tmp_path):
+    with memory_folder(tmp_path):
         assert young.exists()
     grow_old(young)
-    with MemoryFolder(tmp_path):
+    with memory_folder(tmp_path):
         assert not young.exists()
 
 
@@ -54,6 +54,6 @@ def test_what_is_no_such_folder_is_left_alone(tmp_path: Path) -> None:
     other.mkdir()
     grow_old(file)
     grow_old(other)
-    with MemoryFolder(tmp_path) as mine:
-        (Path(mine) / "weights").write_text("")
-    assert file.exists() and other.exists() and not Path(mine).exists()
+    with memory_folder(tmp_path) as mine:
+        (mine / "weights").write_text("")
+    assert file.exists() and other.exists() and not mine.exists()

@@ -20,7 +20,7 @@ from areal_tasks.engines import server_pool
 from areal_tasks.engines.proof import COMPUTED, Proof
 from areal_tasks.engines.server import BadRequest
 from areal_tasks.engines.session import Engines
-from areal_tasks.engines.trainer.commands import Send, Sent, Write, Written
+from areal_tasks.engines.trainer.commands import Command, Publish, Send, Sent, Written
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.objects.files import upload
@@ -215,13 +215,17 @@ class Trainer:
         self.sent = 0
         self.dies_at = 0
 
-    def publish(self, command: Write) -> Written:
+    def run(self, command: Command, answer: Any) -> Any:
+        """As `TrainerClient.run`."""
+        return getattr(self, command.name)(command)
+
+    def publish(self, command: Publish) -> Written:
         self.folder.mkdir(exist_ok=True)
         values = valued(self.names, command.version)
         tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
         save_file(tensors, self.folder / "model.safetensors")
         files = upload(self.engines.run.store, command.prefix, self.folder)
-        return Written(files=files, seconds=0.1)
+        return Written(files=files)
 
     def send(self, command: Send) -> Sent:
         self.sent += 1
@@ -230,7 +234,7 @@ class Trainer:
         for receiver in command.receivers:
             self.servers[receiver.url].tensors.load(valued(self.names, command.version))
             self.servers[receiver.url].version = command.version
-        return Sent(seconds=0.1)
+        return Sent()
 
 
 Scene = tuple[Engines, list[Server], Any]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.session import Engines
-from areal_tasks.engines.trainer.commands import Send, Sent, Write, Written
+from areal_tasks.engines.trainer.commands import Command, Publish, Send, Sent, Written
 from areal_tasks.launchers.supervisor import Ready
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.objects.files import upload
@@ -34,6 +35,10 @@ class Trainer:
         self.sent: list[list[str]] = []
         self.written: list[str] = []
 
+    def run(self, command: Command, answer: Any) -> Any:
+        """As `TrainerClient.run`."""
+        return getattr(self, command.name)(command)
+
     def send(self, command: Send) -> Sent:
         urls = [receiver.url for receiver in command.receivers]
         self.sent.append(urls)
@@ -41,13 +46,13 @@ class Trainer:
             self.servers[url].version = command.version
         for url in set(urls) & self.lost:
             self.servers[url].broken_health = True  # else it is let in again
-        return Sent(seconds=0.1, gone={url: "no answer" for url in urls if url in self.lost})
+        return Sent(gone={url: "no answer" for url in urls if url in self.lost})
 
-    def publish(self, command: Write) -> Written:
+    def publish(self, command: Publish) -> Written:
         self.written.append(command.prefix)
         self.folder.mkdir(exist_ok=True)
         (self.folder / "model.safetensors").write_bytes(b"weights")
-        return Written(files=upload(self.engines.run.store, command.prefix, self.folder), seconds=0.1)
+        return Written(files=upload(self.engines.run.store, command.prefix, self.folder))
 
 
 Begin = Callable[[int], list[Fake]]

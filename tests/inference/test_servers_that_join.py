@@ -22,7 +22,7 @@ from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.handover import name_of
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.session import Engines
-from areal_tasks.engines.trainer.commands import Send, Sent, Write, Written
+from areal_tasks.engines.trainer.commands import Publish, Send, Sent, Written
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.launchers.supervisor import Ready, ServiceFailed
 from areal_tasks.store.backend import open_store
@@ -321,9 +321,9 @@ def hand_over(engines: Engines, version: int) -> None:
     def send(command: Send) -> Sent:
         for fake in supervisor(engines).fakes:
             fake.version = command.version
-        return Sent(seconds=0.1)
+        return Sent()
 
-    trainer: Any = SimpleNamespace(send=send)
+    trainer: Any = SimpleNamespace(run=lambda command, _answer: send(command))
     engines.servers.serve(unwritten(version), trainer)
     assert engines.servers.inference().version == version
 
@@ -337,12 +337,12 @@ def holds_nine(engines: Engines, folder: Path) -> None:
     (folder / "nine").mkdir()
     (folder / "nine" / "model.safetensors").write_bytes(b"nine")
 
-    def publish(command: Write) -> Written:
+    def publish(command: Publish) -> Written:
         assert command.version == 9
-        return Written(files=upload(engines.run.store, command.prefix, folder / "nine"), seconds=0.1)
+        return Written(files=upload(engines.run.store, command.prefix, folder / "nine"))
 
     engines.actor.client = SimpleNamespace(  # type: ignore[assignment]
-        is_free=lambda version: version == 9, publish=publish, close=lambda: None
+        is_free=lambda version: version == 9, run=lambda command, _answer: publish(command), close=lambda: None
     )
 
 
@@ -399,11 +399,13 @@ def test_a_trainer_that_cannot_write_does_not_disturb_the_servers_that_are_well(
     hand_over(engines, 9)
     asked: list[int] = []
 
-    def publish(command: Write) -> Written:
+    def publish(command: Publish) -> Written:
         asked.append(command.version)
         raise error
 
-    trainer: Any = SimpleNamespace(is_free=lambda version: True, publish=publish, close=lambda: None)
+    trainer: Any = SimpleNamespace(
+        is_free=lambda version: True, run=lambda command, _answer: publish(command), close=lambda: None
+    )
     engines.actor.client = trainer
     restarting = supervisor(engines)
     restarting.pauses = True

@@ -23,7 +23,7 @@ from areal_tasks.data.datasets import load_rows
 from areal_tasks.data.scratch import character_tokenizer
 from areal_tasks.data.tokenising import render_prompts
 from areal_tasks.engines.embedded.sequence import sample
-from areal_tasks.engines.trainer.ahead import one_thread
+from areal_tasks.engines.trainer.forward import one_thread
 from areal_tasks.engines.trainer.objective import grpo_objective
 from areal_tasks.engines.trainer.optimizer import clip_gradients, learning_rate, make_optimizer, step_at
 from areal_tasks.engines.trainer.settings import read_settings

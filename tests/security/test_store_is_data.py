@@ -15,7 +15,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal_tasks.engines.trainer.backend import Progress
-from areal_tasks.engines.trainer.checkpoint import load_state, save_state
+from areal_tasks.engines.trainer.checkpoint import held_parameters, load_parameters, save_parameters
 from areal_tasks.engines.trainer.policy import read_policy
 from schemas.errors import UserError
 
@@ -77,18 +77,18 @@ def by_a_detour(command: str) -> bytes:
 def saved(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    save_state(folder, model, optimizer, Progress(0, 0))
+    save_parameters(folder, held_parameters(model, optimizer), Progress(0, 0))
     return model, optimizer
 
 
 def test_a_checkpoint_is_read_back_and_one_whose_index_runs_code_is_refused(tmp_path: Path) -> None:
     state = saved(tmp_path / "state")
-    load_state(tmp_path / "state", *state)
+    load_parameters(tmp_path / "state", held_parameters(*state))
     index, ran = tmp_path / "state" / ".metadata", tmp_path / "ran"
     for harm in (pickle.dumps(Runs(f"touch {ran}")), by_a_detour(f"touch {ran}")):
         index.write_bytes(harm)
         with pytest.raises(UserError, match=r"names .*system, which no checkpoint of a model needs"):
-            load_state(tmp_path / "state", *state)
+            load_parameters(tmp_path / "state", held_parameters(*state))
         assert not ran.exists()
     pickle.loads(by_a_detour(f"touch {ran}"))
     assert ran.exists(), "the detour does run code where nobody guards"
@@ -99,7 +99,7 @@ def test_a_checkpoint_whose_data_runs_code_is_refused(tmp_path: Path) -> None:
     for file in (tmp_path / "state").glob("*.distcp"):
         file.write_bytes(pickle.dumps(Runs(f"touch {ran}")) + b"\0" * file.stat().st_size)
     with pytest.raises(UserError):
-        load_state(tmp_path / "state", *state)
+        load_parameters(tmp_path / "state", held_parameters(*state))
     assert not ran.exists()
 
 

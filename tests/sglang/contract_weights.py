@@ -88,7 +88,11 @@ def proving(t: Target) -> Iterator[Any]:
     loop = LoopThread()
     client = InferenceClient([t.url], t.token, Inference(engine="sglang"))
     try:
-        yield lambda folder, version: Proof(loop.run, due=True).load(client, str(folder), version, str(folder))
+
+        def load(folder: Path, version: int) -> list[float]:
+            return Proof(loop.run, due=True).of(client, lambda: loop.run(client.update_weights(str(folder), version)))
+
+        yield load
     finally:
         loop.run(client.close())
         loop.stop()

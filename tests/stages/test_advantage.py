@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_tasks.algorithms.normalisation import EPS
-from areal_tasks.engines.trainer.ahead import one_thread
+from areal_tasks.engines.trainer.forward import one_thread
 from areal_tasks.stages.advantage import advantage_table
 from schemas.recipe.sections import Grpo, Reward
 from schemas.tables import ADVANTAGE, FLOATS, MASK

@@ -15,15 +15,16 @@ from starlette.responses import Response
 
 from areal_tasks.engines import starting, trainer_client
 from areal_tasks.engines.trainer import app
-from areal_tasks.engines.trainer.commands import Load
+from areal_tasks.engines.trainer.commands import Load, Train, Trained
 from areal_tasks.engines.trainer.fencing import StaleCommand, Superseded
 from areal_tasks.engines.trainer.group import GroupBroken
-from areal_tasks.engines.trainer.learner import TrainingFailed
 from areal_tasks.engines.trainer.local import LocalBackend
-from areal_tasks.engines.trainer_client import OutOfOrder, TrainerFailed
+from areal_tasks.engines.trainer_client import TrainerDown
+from areal_tasks.engines.watchdog import Watchdog
 from areal_tasks.launchers.supervisor import ServiceFailed
 from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
+from schemas.recipe.sections import Launcher
 
 
 def test_a_trainer_that_failed_once_is_replaced_and_no_bit_is_lost(
@@ -79,26 +80,28 @@ def malformed() -> Exception:
 @pytest.mark.parametrize(
     ("error", "meant", "says"),
     [
-        (StaleCommand("version 3 is held"), OutOfOrder, "/train does not fit the trainer's state: version 3 is held"),
+        (StaleCommand("version 3 is held"), TrainerDown, "/train does not fit the trainer's state: version 3 is held"),
         (Superseded("a later start commands"), UserError, "refused /train: a later start commands"),
         (malformed(), UserError, "malformed command"),
         (Unavailable("the store is away"), Unavailable, "^the store is away$"),
         (UserError("out of memory"), UserError, "out of memory"),
-        (TrainingFailed("a loss that is no number"), UserError, "no number"),
+        (UserError("a loss that is no number"), UserError, "no number"),
         (GroupBroken("rank 1: out of memory", by_user=True), UserError, "rank 1: out of memory"),
-        (GroupBroken("rank 1: RuntimeError: NCCL"), TrainerFailed, "failed at /train: rank 1: RuntimeError: NCCL"),
-        (RuntimeError("NCCL"), TrainerFailed, "failed at /train: RuntimeError: NCCL"),
-        (ValueError("a mistake of ours"), TrainerFailed, "ValueError"),
+        (GroupBroken("rank 1: RuntimeError: NCCL"), TrainerDown, "failed at /train: rank 1: RuntimeError: NCCL"),
+        (RuntimeError("NCCL"), TrainerDown, "failed at /train: RuntimeError: NCCL"),
+        (ValueError("a mistake of ours"), TrainerDown, "failed at /train: ValueError"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
 def test_the_caller_learns_what_kind_of_error_it_was(error: Exception, meant: type[Exception], says: str) -> None:
     sent: Response = app._failure(error)
     distrusted: list[str] = []
-    client = trainer_client.TrainerClient("http://trainer", "", distrust=distrusted.append)
+    client = trainer_client.TrainerClient(
+        "http://trainer", "", Watchdog(Launcher(), lambda _name, _why: None), distrusted.append
+    )
     answer = httpx.Response(sent.status_code, content=bytes(sent.body))
     client.http = httpx.Client(transport=httpx.MockTransport(lambda _: answer), base_url="http://trainer")
     with pytest.raises(meant, match=says) as caught:
-        client._exchange("POST", "/train", Load)
+        client.run(Train(owner=1, version=0, digest="", kind="sft", iteration=0, tables={}), Trained)
     assert type(caught.value) is meant
-    assert bool(distrusted) == (meant is TrainerFailed)
+    assert bool(distrusted) == ("failed at" in says)

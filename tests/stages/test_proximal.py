@@ -13,9 +13,9 @@ import torch
 from stage_driver import ITERATIONS, digests, drive, start_driver, store_in, tiny
 
 from areal_tasks.data.batching import make_layout
-from areal_tasks.engines.recovery import retrain_command, stage_of
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.rows import read_sequences
+from areal_tasks.engines.trainers import retrain_command, stage_of
 from areal_tasks.rollout import spooling
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.graphs import iteration_plan

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from stage_driver import digests, drive, start_driver, store_in, tiny
 
-from areal_tasks.engines.recovery import Retrained, difference, stage_of, worst
+from areal_tasks.engines.trainers import Retrained, difference, stage_of, worst
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
 from areal_tasks.store.backend import StoreError

@@ -14,11 +14,11 @@ from trainer_builders import World, advantage, rlhf_recipe, rollout
 from waiting import LIMIT
 
 from areal_tasks.data.batching import Layout, lay_out
-from areal_tasks.engines.trainer import ahead, service
+from areal_tasks.engines.trainer import forward, service
 from areal_tasks.engines.trainer import learner as learner_module
-from areal_tasks.engines.trainer.ahead import Ahead, background_thread, one_core
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.commands import Logprobs
+from areal_tasks.engines.trainer.forward import Ahead, background_thread, one_core
 from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.rows import grpo_batch
@@ -32,7 +32,7 @@ LENGTHS = [9, 4, 13, 6, 11, 3, 8, 2, 10, 7, 12, 5]
 @pytest.fixture
 def threaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The learner as on a GPU; its thread must be gone afterwards."""
-    monkeypatch.setattr(learner_module, "background_thread", ahead._thread)
+    monkeypatch.setattr(learner_module, "background_thread", forward._thread)
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) <= before
@@ -78,7 +78,7 @@ def test_a_thread_makes_an_item_while_the_one_before_is_used() -> None:
             event.set()
             yield number, threading.current_thread().name, torch.get_num_threads()
 
-    with ahead._thread(CPU) as thread:
+    with forward._thread(CPU) as thread:
         items = Ahead(source(), thread)
         number, name, threads = next(items)
         assert (number, threads) == (0, 1) and name != threading.current_thread().name
@@ -92,7 +92,7 @@ def test_later_threads_begin_with_the_cores_of_the_process() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with ahead._thread(CPU):
+        with forward._thread(CPU):
             other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
             other.start()
             other.join()

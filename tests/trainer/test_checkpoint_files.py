@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from areal_tasks.engines.trainer import checkpoint, checkpoint_files
+from areal_tasks.engines.trainer import checkpoint
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.store.objects.local import file_sha256
 
@@ -18,7 +18,7 @@ PIECE = 1 << 10
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_files, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", PIECE)
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 4 * PIECE)
 
 
@@ -82,12 +82,12 @@ def test_checkpoints_of_dcps_own_writer_are_still_read(tmp_path: Path) -> None:
 
 
 def test_what_comes_through_a_buffer_is_the_tensor_alone_and_the_buffer_stays() -> None:
-    host = checkpoint_files.Host()
+    host = checkpoint.Host()
     for shape in ((64, 4), (3,), (), (2, 8)):
         tensor = torch.randn(shape)
         found = host.through_buffer(tensor)
-        assert torch.equal(checkpoint_files.with_own_storage(found), tensor)
-        assert checkpoint_files.with_own_storage(found).untyped_storage().nbytes() == tensor.nbytes
+        assert torch.equal(checkpoint.with_own_storage(found), tensor)
+        assert checkpoint.with_own_storage(found).untyped_storage().nbytes() == tensor.nbytes
         assert found.data_ptr() == host.buffer.data_ptr()
 
 

@@ -17,14 +17,20 @@ from trainer_builders import World, advantage, rlhf_recipe, rollout, with_column
 from areal_tasks.algorithms.behaviour import Bound
 from areal_tasks.algorithms.log_ratios import k3
 from areal_tasks.algorithms.losses import policy_terms
-from areal_tasks.engines.trainer.agreement import EnginesDisagree, agreement, check_agreement, gaps, outside
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.commands import Load, Logprobs
 from areal_tasks.engines.trainer.fencing import Declined, Fence
 from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.metrics import summary
-from areal_tasks.engines.trainer.objective import STATS, grpo_objective
+from areal_tasks.engines.trainer.objective import (
+    STATS,
+    agreement,
+    check_agreement,
+    gaps,
+    grpo_objective,
+    outside,
+)
 from areal_tasks.engines.trainer.rows import grpo_batch
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.engines.trainer.settings import Settings, read_settings
@@ -151,7 +157,7 @@ def learn(tiny: Path, given: dict[str, pa.Table], chosen: Settings) -> tuple[Lea
 
 
 def weights(backend: Any) -> torch.Tensor:
-    return torch.cat([p.detach().flatten().clone() for p in backend._parameters()])
+    return torch.cat([p.detach().flatten().clone() for p in backend.master.parameters()])
 
 
 def test_a_table_is_compared_in_every_minibatch_and_masked_nan_never_matters(tiny: Path) -> None:
@@ -227,7 +233,7 @@ def test_the_error_says_what_was_measured_and_what_to_do() -> None:
     found = agreement(gaps(*pair), outside(*pair))
     assert found["ratio_outside"] == 0.5
     check_agreement(found, 0.17, 2)
-    with pytest.raises(EnginesDisagree) as caught:
+    with pytest.raises(Declined) as caught:
         check_agreement(found, 0.1, 2)
     said = ("2 tokens", "0.16 nats on average", "0.3 at most", "50.0%", "max_logprob_gap allows 0.1", "temperature")
     assert all(words in str(caught.value) for words in (*said, "other weights", "dtype", "chat template", "BOS"))

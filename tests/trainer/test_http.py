@@ -20,7 +20,17 @@ from warm_processes import Popen
 
 from areal_tasks.engines.lifeline import LIFELINE
 from areal_tasks.engines.service import SPEC, TOKEN
-from areal_tasks.engines.trainer.commands import Health, Load, Loaded, Message, Train, Trained, Write, Written
+from areal_tasks.engines.trainer.commands import (
+    Checkpoint,
+    Done,
+    Health,
+    Load,
+    Message,
+    Publish,
+    Train,
+    Trained,
+    Written,
+)
 from areal_tasks.store.paths import service
 from schemas.manifest import ServiceRecord, WeightsRef
 
@@ -83,8 +93,9 @@ def _good(kind: type[Message], answer: httpx.Response) -> Any:
 
 
 def _saved(world: World, one: Service, kind: str, version: int, attempt: str) -> WeightsRef:
-    command = Write(owner=1, version=version, prefix=world.folder(kind, version, attempt))
-    written = _good(Written, one.post("publish" if kind == "weights" else "checkpoint", command))
+    command = {"weights": Publish, "checkpoint": Checkpoint}[kind]
+    found = command(owner=1, version=version, prefix=world.folder(kind, version, attempt))
+    written = _good(Written, one.post(found.name, found))
     return world.commit(kind, version, attempt, written.files)
 
 
@@ -96,7 +107,7 @@ def test_six_iterations_are_three_a_checkpoint_and_three_in_a_new_process(
     assert _good(Health, one.http.get("/health")).version is None
     assert one.post("train", _train(world, 0)).status_code == 409
     assert one.http.post("/train", content=b'{"owner": 1}').status_code == 422
-    assert _good(Loaded, one.post("load", Load(owner=1, version=0, weights=world.initial))).step == 0
+    _good(Done, one.post("load", Load(owner=1, version=0, weights=world.initial)))
     for version in range(3):
         _check_repeats(one, _train(world, version))
     weights, state = (_saved(world, one, kind, 3, "a") for kind in ("weights", "checkpoint"))
@@ -105,7 +116,7 @@ def test_six_iterations_are_three_a_checkpoint_and_three_in_a_new_process(
     straight = _saved(world, one, "weights", 6, "b")
     one.process.kill()
     two = start(1)
-    _good(Loaded, two.post("load", Load(owner=1, version=3, weights=weights, checkpoint=state)))
+    _good(Done, two.post("load", Load(owner=1, version=3, weights=weights, checkpoint=state)))
     for version in range(3, 6):
         _good(Trained, two.post("train", _train(world, version)))
     assert _saved(world, two, "weights", 6, "c").digest == straight.digest
@@ -125,7 +136,7 @@ def _check_repeats(one: Service, command: Train) -> None:
 
 def _check_owners(world: World, two: Service) -> None:
     """A higher owner takes over at once; the lower one is refused from then on."""
-    _good(Loaded, two.post("load", Load(owner=2, version=0, weights=world.initial)))
+    _good(Done, two.post("load", Load(owner=2, version=0, weights=world.initial)))
     for command in (_train(world, 0), _train(world, 6)):
         refusal = two.post("train", command)
         assert refusal.status_code == 403

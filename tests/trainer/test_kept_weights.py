@@ -12,7 +12,7 @@ from trainer_builders import World, advantage, rlhf_recipe, rollout
 from waiting import LIMIT
 
 from areal_tasks.engines.trainer.app import make_app
-from areal_tasks.engines.trainer.commands import Command, Keep, Load, Train, Write
+from areal_tasks.engines.trainer.commands import Command, Keep, Load, Publish, Train
 from areal_tasks.engines.trainer.service import Trainer
 
 
@@ -45,11 +45,11 @@ def test_weights_that_are_kept_are_published_while_it_trains(world: World, held:
             await post("keep", Keep(owner=1, version=0))
             command = world.train_command(0, {"rollout": table, "advantage": advantage(table)})
             training = asyncio.ensure_future(post("train", command))
-            await post("publish", Write(owner=1, version=0, prefix=world.folder("weights", 0, "a")))
+            await post("publish", Publish(owner=1, version=0, prefix=world.folder("weights", 0, "a")))
             assert not training.done()
             held.set()
             assert (await training).json()["version"] == 1
-            late = Write(owner=1, version=0, prefix=world.folder("weights", 0, "b"))
+            late = Publish(owner=1, version=0, prefix=world.folder("weights", 0, "b"))
             await post("publish", late)
             await post("keep", Keep(owner=1, version=1))
             refused = await client.post("/publish", content=late.model_dump_json())

@@ -13,15 +13,14 @@ import torch
 from trainer_builders import World, advantage, rlhf_recipe, rollout, with_column
 
 from areal_tasks.algorithms.behaviour import Bound, effective_sample_size
-from areal_tasks.engines.trainer.agreement import EnginesDisagree
 from areal_tasks.engines.trainer.backend import Progress
+from areal_tasks.engines.trainer.fencing import Declined
 from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.metrics import over_ranks, step_statistics, totals
 from areal_tasks.engines.trainer.objective import STATS, grpo_objective, stat_names
-from areal_tasks.engines.trainer.rows import grpo_batch, make_table
+from areal_tasks.engines.trainer.rows import LEAST_COMPARED, grpo_batch, make_table
 from areal_tasks.engines.trainer.settings import Settings, read_settings
-from areal_tasks.engines.trainer.staleness import LEAST_COMPARED
 from schemas.errors import UserError
 
 VERSION = 7
@@ -67,7 +66,9 @@ class Recorder(LocalBackend):
         self.gradients: list[torch.Tensor] = []
 
     def step(self, lr: float, wanted: bool) -> float:
-        self.gradients.append(torch.cat([p.grad.flatten().clone() for p in self._parameters() if p.grad is not None]))
+        self.gradients.append(
+            torch.cat([p.grad.flatten().clone() for p in self.master.parameters() if p.grad is not None])
+        )
         return super().step(lr, wanted=False)
 
 
@@ -257,7 +258,7 @@ def test_with_too_few_comparable_tokens_their_distance_is_unknown(tiny: Path, ga
     given["rollout"] = with_column(given["rollout"], "versions", versions)
     chosen = small(max_logprob_gap=0.01, minibatches=1 if gap is None else 2)
     if enough:
-        with pytest.raises(EnginesDisagree, match=f"over {LEAST_COMPARED} tokens"):
+        with pytest.raises(Declined, match=f"over {LEAST_COMPARED} tokens"):
             learn(tiny, given, chosen)
         return
     learned, _ = learn(tiny, given, chosen)

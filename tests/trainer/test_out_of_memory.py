@@ -10,8 +10,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from trainer_builders import World, advantage, rlhf_recipe, rollout
 
-from areal_tasks.engines.trainer.app import COMMANDS
-from areal_tasks.engines.trainer.commands import Load, Receiver, Send, Write
+from areal_tasks.engines.trainer.commands import COMMANDS, Checkpoint, Load, Receiver, Send
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.launchers.advice import TRAINER_MEMORY, advice
 from schemas.errors import UserError
@@ -25,7 +24,7 @@ def _runs_out(*_: Any, **__: Any) -> NoReturn:
 
 
 def _state(world: World, trainer: Trainer) -> WeightsRef:
-    written = trainer.checkpoint(Write(owner=1, version=0, prefix=world.folder("checkpoint", 0, "a")))
+    written = trainer.checkpoint(Checkpoint(owner=1, version=0, prefix=world.folder("checkpoint", 0, "a")))
     return world.commit("checkpoint", 0, "a", written.files)
 
 
@@ -38,7 +37,7 @@ def _command(world: World, trainer: Trainer, name: str) -> Any:
         return world.train_command(0, {"rollout": table, "advantage": advantage(table)})
     owned: dict[str, Any] = {"owner": 1, "version": 0}
     if name in ("publish", "checkpoint"):
-        return Write(**owned, prefix=world.folder("checkpoint", 0, "b"))
+        return COMMANDS[name].model_validate({**owned, "prefix": world.folder("checkpoint", 0, "b")})
     if name == "send":
         return Send(**owned, transport="tensor", receivers=(Receiver(url="http://127.0.0.1:9", ranks=1),), token="t")
     if name == "keep":
@@ -55,7 +54,7 @@ def test_a_command_that_runs_out_names_the_knobs(name: str, world: World, monkey
     for part in ("load", "learn", "score", "named_weights", "save_checkpoint"):
         monkeypatch.setattr(trainer.backend, part, _runs_out)
     with pytest.raises(UserError) as caught:
-        getattr(trainer, name)(command)
+        trainer.run(command)
     assert "Tried to allocate 2.00 GiB" in str(caught.value) and TRAINER_MEMORY in str(caught.value)
 
 
@@ -71,7 +70,7 @@ def test_a_checkpoint_for_which_there_is_no_room_is_not_called_another_models(
     command = _command(world, trainer, "load")
     monkeypatch.setattr("torch.distributed.checkpoint.load", fails)
     with pytest.raises(UserError, match="the trainer ran out of memory") as caught:
-        trainer.load(command)
+        trainer.run(command)
     assert TRAINER_MEMORY in str(caught.value)
 
 

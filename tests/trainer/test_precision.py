@@ -11,7 +11,7 @@ from live_bytes import LiveBytes
 from trainer_builders import World, advantage, rlhf_recipe, rollout
 
 from areal_tasks.data.batching import make_layout, make_sequences
-from areal_tasks.engines.trainer.commands import Load, Write
+from areal_tasks.engines.trainer.commands import Checkpoint, Load, Publish
 from areal_tasks.engines.trainer.local import LocalBackend, choose_device
 from areal_tasks.engines.trainer.memory import names_memory_knobs
 from areal_tasks.engines.trainer.settings import Settings, read_settings
@@ -114,8 +114,8 @@ def test_weights_are_published_in_bf16_and_a_checkpoint_keeps_fp32(world: World)
     assert {t.dtype for t in named.values()} == {torch.bfloat16}
     assert "lm_head.weight" not in named and "model.embed_tokens.weight" in named  # tied: once
     refs = {}
-    for kind, write in (("weights", first.publish), ("checkpoint", first.checkpoint)):
-        written = write(Write(owner=1, version=1, prefix=world.folder(kind, 1, "a")))
+    for kind, command in (("weights", Publish), ("checkpoint", Checkpoint)):
+        written: Any = first.run(command(owner=1, version=1, prefix=world.folder(kind, 1, "a")))
         refs[kind] = world.commit(kind, 1, "a", written.files)
     second = world.trainer(owner=2)
     second.load(Load(owner=2, version=1, weights=refs["weights"], checkpoint=refs["checkpoint"]))
@@ -147,7 +147,7 @@ def test_fp32_stays_on_the_cpu_unless_a_gpu_is_named(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_memory_that_runs_out_names_the_knobs_in_order(error: Exception) -> None:
-    @names_memory_knobs
+    @names_memory_knobs()
     def command() -> None:
         raise error
 
@@ -161,7 +161,7 @@ def test_memory_that_runs_out_names_the_knobs_in_order(error: Exception) -> None
 
 
 def test_other_errors_pass_through() -> None:
-    @names_memory_knobs
+    @names_memory_knobs()
     def command() -> None:
         raise RuntimeError("shape mismatch")
 

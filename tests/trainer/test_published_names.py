@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from trainer_builders import World, advantage, rlhf_recipe, rollout
 from transformers import AutoModelForCausalLM
 
-from areal_tasks.engines.trainer.commands import Compare, Load, Write
+from areal_tasks.engines.trainer.commands import Compare, Load, Publish
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.objects.files import upload
@@ -33,7 +33,7 @@ def world_of(folder: Path, family: str, dtype: str = "float32", **changes: Any) 
 def published(world: World, trainer: Trainer, attempt: str = "a") -> Path:
     version = trainer.fence.version or 0
     prefix = world.folder("weights", version, attempt)
-    files = trainer.publish(Write(owner=1, version=version, prefix=prefix)).files
+    files = trainer.publish(Publish(owner=1, version=version, prefix=prefix)).files
     world.commit("weights", version, attempt, files)
     folder = world.store.local(prefix)
     assert folder is not None
@@ -100,7 +100,7 @@ def test_published_experts_are_loaded_and_compared_as_they_were_left(tmp_path: P
     first = world.trainer()
     moved(first)
     ref = world.commit(
-        "weights", 0, "b", first.publish(Write(owner=1, version=0, prefix=world.folder("weights", 0, "b"))).files
+        "weights", 0, "b", first.publish(Publish(owner=1, version=0, prefix=world.folder("weights", 0, "b"))).files
     )
     again = Trainer(world.spec())
     again.load(Load(owner=1, version=0, weights=ref))

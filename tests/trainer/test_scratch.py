@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from trainer_builders import World, advantage, rlhf_recipe, rollout
 
 from areal_tasks.engines.trainer.app import make_app
-from areal_tasks.engines.trainer.commands import Compare, Load, Logprobs, Message, Write, Written
+from areal_tasks.engines.trainer.commands import COMMANDS, Compare, Load, Logprobs, Message, Written
 from areal_tasks.store.backend import Store
 from schemas.manifest import WeightsRef
 
@@ -49,7 +49,8 @@ def test_copies_from_s3_do_not_pile_up(world: World, scratch: Path) -> None:
 
     def put(kind: str, path: str) -> WeightsRef:
         prefix = world.folder(kind, 1, "a")
-        files = Written.model_validate_json(done(path, Write(owner=1, version=1, prefix=prefix))).files
+        command = COMMANDS[path[1:]].model_validate({"owner": 1, "version": 1, "prefix": prefix})
+        files = Written.model_validate_json(done(path, command)).files
         return world.commit(kind, 1, "a", files)
 
     table = rollout([9, 4, 13, 6])

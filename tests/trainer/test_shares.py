@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM
 from areal_tasks.engines.names import Names
 from areal_tasks.engines.trainer import shares
 from areal_tasks.engines.trainer.policy import Policy, empty_policy, read_policy
-from areal_tasks.engines.trainer.shares import Share, fill, first_row
-from areal_tasks.engines.trainer.skeleton import empty_model, replace_parameters
+from areal_tasks.engines.trainer.shares import Share, empty_model, fill, first_row, replace_parameters
 from schemas.errors import UserError
 from schemas.recipe.sections import Trainer
 from tests.trainer.families import DENSE, MIXED, assert_same, make_family

@@ -11,12 +11,12 @@ from recorded_runs import unpack
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, load
 
-from areal_tasks.engines.recovery import retrain_command, stage_of
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer.commands import Compare, Load
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.optimizer import is_matrix, make_optimizer, step_at, use_options
 from areal_tasks.engines.trainer.service import Trainer as Service
+from areal_tasks.engines.trainers import retrain_command, stage_of
 from areal_tasks.store.backend import Store
 from areal_tasks.store.objects.files import materialise, read_weights
 from areal_tasks.store.reachable import published_weights

@@ -12,8 +12,9 @@ from listeners import beyond_loopback, listening
 from trainer_builders import World, advantage, rollout
 from waiting import LIMIT, alive, wait_until
 
-from areal_tasks.engines.trainer.commands import Keep, Load, Train, Write
-from areal_tasks.engines.trainer_client import OutOfOrder, TrainerClient, TrainerDown
+from areal_tasks.engines.trainer.commands import Done, Keep, Load, Publish, Train, Trained, Written
+from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
+from areal_tasks.engines.watchdog import Watchdog
 from areal_tasks.launchers.local import LocalHandle
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.store.shards import read_table
@@ -36,7 +37,9 @@ def supervisor(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def _client(supervisor: Supervisor) -> TrainerClient:
     """The trainer; started again if it has ended."""
-    return TrainerClient(supervisor.wait(["trainer"])[0], supervisor.token, LIMIT)
+    return TrainerClient(
+        supervisor.wait(["trainer"])[0], supervisor.token, Watchdog(Launcher(), lambda _name, _why: None), print
+    )
 
 
 def _ranks(supervisor: Supervisor) -> list[psutil.Process]:
@@ -57,28 +60,29 @@ def _train(world: World, version: int, **changes: Any) -> Train:
 
 def _published(world: World, client: TrainerClient, attempt: str, version: int = 1) -> list[str]:
     prefix = world.folder("weights", version, attempt)
-    return [f.sha256 for f in client.publish(Write(owner=1, version=version, prefix=prefix)).files]
+    return [f.sha256 for f in client.run(Publish(owner=1, version=version, prefix=prefix), Written).files]
 
 
 def test_commands_over_http(world: World, supervisor: Supervisor) -> None:
     client = _client(supervisor)
     assert client.health().version is None
-    with pytest.raises(OutOfOrder, match="nothing is loaded"):
-        client.train(_train(world, 0))
-    client.load(Load(owner=1, version=0, weights=world.initial))
+    with pytest.raises(TrainerDown, match="nothing is loaded"):
+        client.run(_train(world, 0), Trained)
+    client.run(Load(owner=1, version=0, weights=world.initial), Done)
     command = _train(world, 0)
-    answer = client.train(command)
+    answer = client.run(command, Trained)
     assert read_table(world.store, answer.tables["train_steps"]).num_rows == 1
     weights = _published(world, client, "one")
-    assert client.train(command) == answer
-    with pytest.raises(OutOfOrder, match="version 1 is held"):
-        client.train(_train(world, 0, digest="another"))
+    assert client.run(command, Trained) == answer
+    with pytest.raises(TrainerDown, match="version 1 is held"):
+        client.run(_train(world, 0, digest="another"), Trained)
     assert _published(world, client, "two") == weights
-    assert client.train(_train(world, 1)).version == 2
+    assert client.run(_train(world, 1), Trained).version == 2
     assert client.health().step == 2
     assert _published(world, client, "three") == weights, "they are kept, by the first rank"
-    assert client.keep(Keep(owner=1, version=2)).version == client.health().kept == 2
-    with pytest.raises(OutOfOrder, match="version 1 was expected"):
+    client.run(Keep(owner=1, version=2), Done)
+    assert client.health().kept == 2
+    with pytest.raises(TrainerDown, match="version 1 was expected"):
         _published(world, client, "four")
     assert _published(world, client, "five", 2) != weights
     client.close()
@@ -88,8 +92,8 @@ def test_nothing_listens_beyond_loopback(world: World, supervisor: Supervisor) -
     """Neither an engine nor a rank of one, not for the commands between ranks, collectives or handed-over weights."""
     client = _client(supervisor)
     supervisor.wait(["inference-0"])
-    client.load(Load(owner=1, version=0, weights=world.initial))
-    client.train(_train(world, 0))
+    client.run(Load(owner=1, version=0, weights=world.initial), Done)
+    client.run(_train(world, 0), Trained)
     roots = [psutil.Process(_process_id(supervisor, name)) for name in supervisor.services]
     assert len(listening(roots)) >= 3 and all(listening(roots).values())  # two ranks and the server
     assert beyond_loopback(roots) == {}
@@ -99,23 +103,23 @@ def test_nothing_listens_beyond_loopback(world: World, supervisor: Supervisor) -
 def test_input_that_cannot_be_read_is_an_answer_and_the_group_lives_on(world: World, supervisor: Supervisor) -> None:
     client = _client(supervisor)
     ranks = _ranks(supervisor)
-    client.load(Load(owner=1, version=0, weights=world.initial))
+    client.run(Load(owner=1, version=0, weights=world.initial), Done)
     broken = _train(world, 0)
     shard = world.store.local(broken.tables["advantage"].shards[0].path)
     assert shard is not None
     good = shard.read_bytes()
     shard.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     with pytest.raises(UserError, match=shard.name):
-        client.train(broken)
+        client.run(broken, Trained)
     shard.write_bytes(good)
-    assert client.train(broken).version == 1
+    assert client.run(broken, Trained).version == 1
     assert _ranks(supervisor) == ranks
     client.close()
 
 
 def test_a_trainer_that_loses_a_rank_ends_and_starts_again(world: World, supervisor: Supervisor) -> None:
     client = _client(supervisor)
-    client.load(Load(owner=1, version=0, weights=world.initial))
+    client.run(Load(owner=1, version=0, weights=world.initial), Done)
     ranks = _ranks(supervisor)
     assert len(ranks) == 2
     ranks[1].kill()
@@ -126,8 +130,8 @@ def test_a_trainer_that_loses_a_rank_ends_and_starts_again(world: World, supervi
     assert _exit_code(supervisor) not in (None, 0)
     again = _client(supervisor)
     assert again.health().version is None
-    again.load(Load(owner=1, version=0, weights=world.initial))
-    assert again.train(_train(world, 0)).version == 1
+    again.run(Load(owner=1, version=0, weights=world.initial), Done)
+    assert again.run(_train(world, 0), Trained).version == 1
     again.close()
 
 

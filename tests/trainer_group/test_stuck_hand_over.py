@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from functools import partial
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +15,10 @@ import pytest
 from trainer_builders import World
 from waiting import LIMIT, wait_until
 
-from areal_tasks.engines.trainer import orders, ranks, service, transport
+from areal_tasks.engines.trainer import ranks, transport
 from areal_tasks.engines.trainer.app import make_app
 from areal_tasks.engines.trainer.commands import Load, Message, Receiver, Send
-from areal_tasks.engines.trainer.orders import Unanswered, Watch, WeightTransferRejected
+from areal_tasks.engines.trainer.transport import Unanswered, WeightTransferRejected
 
 SERVER = "http://server"
 
@@ -40,9 +39,8 @@ def ended(answered: Event, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tup
         over.set()
 
     monkeypatch.setattr(os, "killpg", end)
-    monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(ranks, "time", SimpleNamespace(sleep=lambda _seconds: answered.wait(LIMIT)))
-    monkeypatch.setattr(service, "Watch", partial(Watch, seconds=0.1))
+    monkeypatch.setattr(transport.Sender.__init__, "__defaults__", ("nccl", LIMIT, LIMIT, 0.1))
     met = SimpleNamespace(broadcast=lambda *_, **__: SimpleNamespace(wait=lambda: over.wait(LIMIT)), abort=lambda: None)
     monkeypatch.setattr(transport, "lead", lambda *_: met)
     yield found
@@ -56,7 +54,7 @@ def fails_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
         if url.endswith("/update_weights_from_distributed"):
             raise error
 
-    monkeypatch.setattr(orders, "_post", post)
+    monkeypatch.setattr(transport, "_post", post)
 
 
 def sent(world: World) -> httpx.Response:
@@ -86,9 +84,11 @@ def test_a_refusal_is_the_answer_before_the_trainer_ends(
     wait_until(lambda: ended == [(0, signal.SIGKILL)])
 
 
-def test_for_a_server_that_died_the_trainer_just_ends(
-    world: World, ended: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+def test_for_a_server_that_died_the_trainer_says_that_it_failed(
+    world: World, ended: list[tuple[Any, ...]], answered: Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """500: the flow has a new trainer started, and asks that one."""
     fails_with(Unanswered("no answer: ReadError"), monkeypatch)
-    sent(world)
-    wait_until(lambda: ended == [(1,)])
+    assert sent(world).status_code == 500
+    answered.set()
+    wait_until(lambda: ended == [(0, signal.SIGKILL)])

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from live_bytes import LiveBytes
 
 from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.trainer import checkpoint_files
+from areal_tasks.engines.trainer import checkpoint
 from areal_tasks.engines.trainer.backend import Backend, Progress
-from areal_tasks.engines.trainer.commands import Load, Logprobs, Train, Write
+from areal_tasks.engines.trainer.commands import Checkpoint, Load, Logprobs, Publish, Train
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.ranks import join
 from areal_tasks.engines.trainer.service import Trainer, make_backend
@@ -53,14 +53,14 @@ class Player:
     def publish(self, label: str) -> str:
         version = self.trainer.fence.version or 0
         prefix = weights_attempt("r", version, f"{self.name}-{label}")
-        self.trainer.publish(Write(owner=1, version=version, prefix=prefix))
+        self.trainer.publish(Publish(owner=1, version=version, prefix=prefix))
         return prefix
 
     def checkpoint(self, label: str) -> WeightsRef:
         version = self.trainer.fence.version or 0
         attempt = f"{self.name}-{label}"
         prefix = checkpoint_attempt("r", version, attempt)
-        files = self.trainer.checkpoint(Write(owner=1, version=version, prefix=prefix)).files
+        files = self.trainer.checkpoint(Checkpoint(owner=1, version=version, prefix=prefix)).files
         made = make_provenance(1, now())
         store = self.trainer.store
         text = self.group.from_first(
@@ -132,7 +132,7 @@ def peaks(backend: Backend, deep: Path, steps: list[str], state: Path) -> dict[s
 
 
 def main(folder: Path) -> None:
-    pieces, checkpoint_files.PIECE_BYTES = checkpoint_files.PIECE_BYTES, 1024  # type: ignore[misc]  # cuts these, too
+    pieces, checkpoint.PIECE_BYTES = checkpoint.PIECE_BYTES, 1024  # type: ignore[misc]  # cuts these, too
     script = json.loads((folder / "script.json").read_text())
     first = next(iter(script["backends"].values()))
     spec = ServiceSpec.model_validate(script["spec"])
@@ -145,7 +145,7 @@ def main(folder: Path) -> None:
     experts = script["experts"]
     for name in experts["backends"]:
         answers[name]["experts"] = publish_twice(Player(experts, f"experts-{name}", script["backends"][name], group))
-    checkpoint_files.PIECE_BYTES = pieces  # type: ignore[misc]  # a plan for many pieces is larger than the tensors
+    checkpoint.PIECE_BYTES = pieces  # type: ignore[misc]  # a plan for many pieces is larger than the tensors
     for name, steps in script["peaks"].items():
         backend = make_backend(read_settings(changed(spec.recipe, script["backends"][name])))
         answers[name]["peaks"] = peaks(backend, Path(script["deep"]), steps, folder / "state")

@@ -25,11 +25,11 @@ from warm_processes import Popen
 
 from areal_tasks.engines.ports import loopback_interface
 from areal_tasks.engines.trainer.commands import Receiver, Send
-from areal_tasks.engines.trainer.orders import Orders, Unanswered, Watch, WeightTransferRejected, post_all
-from areal_tasks.engines.trainer.process_group import lead
-from areal_tasks.engines.trainer.transport import Sender
+from areal_tasks.engines.trainer.ranks import lead
+from areal_tasks.engines.trainer.transport import Sender, Unanswered, WeightTransferRejected
 
 TOKEN = "secret"
+UPDATE = "/update_weights_from_distributed"
 SOON = 1.0  # seconds after which gloo gives up what cannot come to anything
 
 
@@ -65,6 +65,10 @@ def failing(urls: list[str]) -> Iterator[list[str]]:
     fail(urls[0], "")
 
 
+def unused(failure: Exception) -> None:
+    raise AssertionError(f"nothing is stuck here: {failure}")
+
+
 def sending(urls: list[str], version: int, token: str = TOKEN) -> Send:
     receivers = tuple(Receiver(url=url) for url in urls)
     return Send(owner=1, version=version, transport="nccl", receivers=receivers, token=token)
@@ -75,7 +79,7 @@ def weights(value: float) -> dict[str, torch.Tensor]:
 
 
 def test_every_server_holds_every_version_it_is_sent(urls: list[str]) -> None:
-    sender = Sender("gloo", LIMIT, LIMIT)
+    sender = Sender(unused, "gloo", LIMIT, LIMIT)
     for version, value in ((1, 0.5), (2, -2.0)):
         sender.send(weights(value), sending(urls, version))
         for url in urls:
@@ -85,7 +89,7 @@ def test_every_server_holds_every_version_it_is_sent(urls: list[str]) -> None:
 
 
 def test_the_group_listens_on_loopback_alone(urls: list[str]) -> None:
-    sender = Sender("gloo", LIMIT, LIMIT)
+    sender = Sender(unused, "gloo", LIMIT, LIMIT)
     sender.send(weights(0.5), sending(urls, 1))
     members = [psutil.Process(), *(psutil.Process(PROCESSES[url]) for url in urls)]
     assert sum(map(len, listening(members).values())) >= 3 + 2, "each member's socket, and the servers'"
@@ -93,7 +97,7 @@ def test_the_group_listens_on_loopback_alone(urls: list[str]) -> None:
 
 
 def test_a_server_that_refuses_is_named_and_the_next_hand_over_starts_afresh(urls: list[str]) -> None:
-    sender = Sender("gloo", SOON, LIMIT)
+    sender = Sender(unused, "gloo", SOON, LIMIT)
     with pytest.raises(WeightTransferRejected, match=r"refused the weights: 401"):
         sender.send(weights(1.0), sending(urls[:1], 1, token="wrong"))
     assert sender.group is None
@@ -114,7 +118,7 @@ def held_by(url: str) -> dict[str, Any]:
 
 
 def test_a_server_that_dies_is_named_and_those_that_take_its_place_are_met(urls: list[str]) -> None:
-    sender = Sender("gloo", LIMIT, SOON)
+    sender = Sender(unused, "gloo", LIMIT, SOON)
     with receivers() as dying:
         assert not sender.send(weights(0.5), sending(dying, 1))
         fail(dying[0], "dies")
@@ -124,7 +128,7 @@ def test_a_server_that_dies_is_named_and_those_that_take_its_place_are_met(urls:
 
 
 def test_a_server_that_fails_by_itself_has_refused_nothing(urls: list[str]) -> None:
-    sender = Sender("gloo", LIMIT, LIMIT)
+    sender = Sender(unused, "gloo", LIMIT, LIMIT)
     sender.send(weights(0.5), sending(urls, 1))
     c10d._set_pg_timeout(timedelta(seconds=SOON), sender.group)  # gloo waits as long for who never joins in
     fail(urls[0], "500")
@@ -137,13 +141,13 @@ def test_on_a_shared_gpu_one_that_fails_does_not_keep_the_weights_from_the_other
 ) -> None:
     for name in ("synchronize", "ipc_collect"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
-    gone = Sender().send(weights(0.5), sending(failing, 7).model_copy(update={"transport": "tensor"}))
+    gone = Sender(unused).send(weights(0.5), sending(failing, 7).model_copy(update={"transport": "tensor"}))
     assert list(gone) == failing[:1]
     assert held_by(failing[1])["version"] == "7"
 
 
 def test_the_group_of_before_is_left_by_all_that_stay(urls: list[str]) -> None:
-    sender = Sender("gloo", LIMIT, LIMIT)
+    sender = Sender(unused, "gloo", LIMIT, LIMIT)
     sender.send(weights(0.5), sending(urls, 1))
     before = sender.name
     sender.send(weights(0.5), sending(urls[1:], 2))
@@ -152,7 +156,7 @@ def test_the_group_of_before_is_left_by_all_that_stay(urls: list[str]) -> None:
 
 
 def test_the_group_that_a_server_has_failed_in_is_left_by_all_that_stay(urls: list[str]) -> None:
-    sender = Sender("gloo", LIMIT, LIMIT)
+    sender = Sender(unused, "gloo", LIMIT, LIMIT)
     with receivers() as others:
         sender.send(weights(0.5), sending([urls[0], others[0]], 1))
         before = sender.name
@@ -177,7 +181,7 @@ def test_the_group_is_not_derived_from_the_trainers_own(
 ) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(c10d, "_get_split_source", asked.append)
-    Sender("gloo", LIMIT, LIMIT).send(weights(0.5), sending(urls, 1))
+    Sender(unused, "gloo", LIMIT, LIMIT).send(weights(0.5), sending(urls, 1))
     assert [held_by(url)["version"] for url in urls] == ["1", "1"]
     assert not asked
 
@@ -214,9 +218,9 @@ def test_those_that_are_left_get_the_weights_when_one_fails_before_the_group_is_
         given.append((server, path))
 
     group = SimpleNamespace(broadcast=lambda tensor, root: SimpleNamespace(wait=lambda: None), abort=lambda: None)
-    monkeypatch.setattr("areal_tasks.engines.trainer.orders._post", answer)
+    monkeypatch.setattr("areal_tasks.engines.trainer.transport._post", answer)
     monkeypatch.setattr("areal_tasks.engines.trainer.transport.lead", lambda *named: group)
-    gone = Sender("nccl").send(weights(1.0), sending(["http://good", "http://bad"], 1))
+    gone = Sender(unused).send(weights(1.0), sending(["http://good", "http://bad"], 1))
     assert list(gone) == ["http://bad"]
     assert given[-1] == ("http://good", "update_weights_from_distributed")
 
@@ -240,9 +244,9 @@ def test_an_end_that_a_failed_server_leaves_waiting_is_told_so(
         released.set()
 
     url = f"http://127.0.0.1:{port}" if port else failing[0]
-    orders = Orders(sending([url], 1, token), "/update_weights_from_distributed", [{}])
+    sender, command = Sender(stuck, stuck_seconds=0.2), sending([url], 1, token)
     with suppress(WeightTransferRejected):
-        assert post_all(orders, lambda: _wait_for(released), watch=Watch(stuck, 0.2)).keys() == {url}
+        assert sender.together(command, UPDATE, [{}], lambda: _wait_for(released)).keys() == {url}
     with pytest.raises(kind, match=words):
         raise told.pop()
     assert not told
@@ -251,8 +255,8 @@ def test_an_end_that_a_failed_server_leaves_waiting_is_told_so(
 def test_an_end_that_ends_is_left_alone(failing: list[str]) -> None:
     told: list[Exception] = []
     before = set(threading.enumerate())
-    orders = Orders(sending(failing[:1], 1), "/update_weights_from_distributed", [{}])
-    assert post_all(orders, lambda: None, watch=Watch(told.append, LIMIT)).keys() == {failing[0]}
+    sender = Sender(told.append, stuck_seconds=LIMIT)
+    assert sender.together(sending(failing[:1], 1), UPDATE, [{}], lambda: None).keys() == {failing[0]}
     wait_until(lambda: set(threading.enumerate()) <= before, "the end of the watch")
     assert not told
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 from typing import Any, Final
@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.trainer.commands import Command, Compare, Keep, Load, Logprobs, Message, Send, Train, Write
+from areal_tasks.engines.trainer.commands import COMMANDS, Command, Message
 from areal_tasks.engines.trainer.fencing import Fence, StaleCommand, Superseded
 from areal_tasks.engines.trainer.group import Group, GroupBroken, text_of
 from areal_tasks.engines.trainer.ranks import cpu_threads, end_group
@@ -33,18 +33,6 @@ from schemas.errors import UserError
 Endpoint = Callable[[Request], Awaitable[Response]]
 log = logging.getLogger(__name__)
 
-
-#: The commands: the names of methods of `Trainer`, and the type of each body.
-COMMANDS: Final[Mapping[str, type[Command]]] = {
-    "load": Load,
-    "train": Train,
-    "logprobs": Logprobs,
-    "keep": Keep,
-    "publish": Write,
-    "send": Send,
-    "checkpoint": Write,
-    "compare": Compare,
-}
 
 #: Commands that rank 0 runs alone, concurrently with others, if the trainer keeps the weights of their version.
 KEPT: Final = frozenset({"publish", "send"})
@@ -59,28 +47,6 @@ def make_app(spec: ServiceSpec, group: Group | None = None) -> Starlette:
 
     routes = [Route(f"/{name}", _endpoint(queue, name), methods=["POST"]) for name in COMMANDS]
     return Starlette(routes=[Route("/health", health), *routes])
-
-
-def follow(spec: ServiceSpec, group: Group) -> None:
-    """On the other ranks of `group`: run the commands that rank 0 passes on.
-
-    Raises:
-        GroupBroken: this process must end.
-    """
-    trainer = Trainer(spec, group)
-    torch.set_num_threads(cpu_threads(trainer.settings.trainer))
-    while True:
-        group.follow(lambda text: _obey(trainer, text), trainer.state)
-
-
-def _obey(trainer: Trainer, text: str) -> Message:
-    name, _, body = text.partition(" ")
-    return _method(trainer, name)(COMMANDS[name].model_validate_json(body))
-
-
-def _method(trainer: Trainer, name: str) -> Callable[[Command], Message]:
-    method: Callable[[Command], Message] = getattr(trainer, name)
-    return method
 
 
 class _CommandQueue:
@@ -99,14 +65,14 @@ class _CommandQueue:
         self.thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (cpu_threads(trainer.settings.trainer),))
         self.waiting = 0
 
-    async def run(self, name: str, command: Command) -> Message:
+    async def run(self, command: Command) -> Message:
         """The answer to `command`. Raises Superseded at once for a superseded owner, even if other commands wait."""
         self.gate.admit(command.owner)
         self.waiting += 1
-        alone = name in KEPT and self.trainer.snapshot.version == command.version
+        alone = command.name in KEPT and self.trainer.snapshot.version == command.version
         thread, obey = (self.kept_thread, self._obey_alone) if alone else (self.thread, self._obey)
         try:
-            work = asyncio.get_running_loop().run_in_executor(thread, obey, name, command)
+            work = asyncio.get_running_loop().run_in_executor(thread, obey, command)
             broken = asyncio.wrap_future(self.group.broken)
             both: set[asyncio.Future[Any]] = {work, broken}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -116,30 +82,30 @@ class _CommandQueue:
         finally:
             self.waiting -= 1
 
-    def _obey(self, name: str, command: Command) -> Message:
+    def _obey(self, command: Command) -> Message:
         self.gate.admit(command.owner)  # again: refuses what a superseded owner has queued, on all ranks
-        text = f"{name} {command.for_ranks()}"
+        text = f"{command.name} {command.for_ranks()}"
         try:
-            return self.group.lead(text, lambda: _method(self.trainer, name)(command), self.trainer.state)
+            return self.group.lead(text, lambda: self.trainer.run(command), self.trainer.state)
         except GroupBroken as error:
             Thread(target=end_group, args=(self.group, error), daemon=True).start()
             raise
         finally:
             self.trainer.clear()  # all ranks have ended the command by now
 
-    def _obey_alone(self, name: str, command: Command) -> Message:
+    def _obey_alone(self, command: Command) -> Message:
         """Run a command on this rank only: its copy of the weights is complete and locked meanwhile."""
         self.gate.admit(command.owner)
         with self.trainer.snapshot.lock:
             if self.trainer.snapshot.version != command.version:
                 raise StaleCommand(f"version {command.version} is no longer kept")
-            return _method(self.trainer, name)(command)
+            return self.trainer.run(command)
 
 
 def _endpoint(queue: _CommandQueue, name: str) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         try:
-            return _json(await queue.run(name, COMMANDS[name].model_validate_json(await request.body())))
+            return _json(await queue.run(COMMANDS[name].model_validate_json(await request.body())))
         except Exception as error:
             return _failure(error)
 

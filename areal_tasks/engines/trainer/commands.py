@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -20,6 +21,11 @@ class Command(Message):
 
     owner: int = Field(ge=0)
     version: int = Field(ge=0)
+
+    @property
+    def name(self) -> str:
+        """Its path in HTTP, and the method of `Trainer` that runs it."""
+        return type(self).__name__.lower()
 
     def for_ranks(self) -> str:
         """The JSON that rank 0 passes to the other ranks: without secrets, since their store is not authenticated."""
@@ -55,8 +61,14 @@ class Logprobs(Command):
     prefix: str
 
 
-class Write(Command):
-    """Write the weights (/publish) or the whole training state (/checkpoint) below `prefix`."""
+class Publish(Command):
+    """Write the weights below `prefix`."""
+
+    prefix: str
+
+
+class Checkpoint(Command):
+    """Write the whole training state below `prefix`."""
 
     prefix: str
 
@@ -65,10 +77,8 @@ class Keep(Command):
     """Copy the weights of that version, for /publish and /send while training continues."""
 
 
-class Kept(Message):
-    """Answer to /keep: the version that is kept."""
-
-    version: int
+class Done(Message):
+    """Answer to /load and /keep."""
 
 
 class Compare(Command):
@@ -92,6 +102,11 @@ class Send(Command):
     token: str = Field("", repr=False, description="the servers' bearer token; only rank 0 uses it")
     keep_cache: bool = Field(False, description="requests in flight are paused and keep their KV caches")
 
+    @property
+    def name(self) -> str:
+        """Its path in HTTP, and the method of `Trainer` that runs it."""
+        return type(self).__name__.lower()
+
     def for_ranks(self) -> str:
         return self.model_dump_json(exclude={"token"})
 
@@ -99,15 +114,7 @@ class Send(Command):
 class Sent(Message):
     """Answer to /send: `gone` maps the address of each failed server to the reason. All others hold the weights."""
 
-    seconds: float
     gone: dict[str, str] = Field(default_factory=dict)
-
-
-class Loaded(Message):
-    """Answer to /load."""
-
-    version: int
-    step: int
 
 
 class Trained(Message):
@@ -128,7 +135,6 @@ class Written(Message):
     """Answer to /publish and /checkpoint."""
 
     files: tuple[FileRef, ...]
-    seconds: float
 
 
 class Compared(Message):
@@ -163,3 +169,9 @@ class Health(Message):
         """A command's progress as text."""
         asked = f"; its store has not answered: {self.storing}" if self.storing else ""
         return f"it answers: {self.done} of {self.of} samples done{asked}"
+
+
+#: The type of each command, by its name.
+COMMANDS: Final[Mapping[str, type[Command]]] = {
+    kind.__name__.lower(): kind for kind in (Load, Train, Logprobs, Keep, Publish, Send, Checkpoint, Compare)
+}

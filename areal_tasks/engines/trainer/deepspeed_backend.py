@@ -37,15 +37,14 @@ from deepspeed.utils import (
 
 from areal_tasks.data.batching import Layout
 from areal_tasks.engines.names import Names
-from areal_tasks.engines.trainer import checkpoint
-from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, TokenStats, Which
+from areal_tasks.engines.trainer.backend import Progress, TokenLoss, TokenStats, Which
+from areal_tasks.engines.trainer.checkpoint import Parameter, held_parameters, load_parameters, save_parameters
 from areal_tasks.engines.trainer.forward import move, to_device
-from areal_tasks.engines.trainer.optimizer import clip_gradients, parameter_groups, prepare_state, use_options
-from areal_tasks.engines.trainer.policy import Policy, empty_policy, fill_policy, prepare, read_policy
-from areal_tasks.engines.trainer.precision import Rounded
-from areal_tasks.engines.trainer.process_group import gather_stats, ranks_here
-from areal_tasks.engines.trainer.shares import Share, share_of
-from areal_tasks.engines.trainer.skeleton import replace_parameters, with_memory
+from areal_tasks.engines.trainer.local import LocalBackend
+from areal_tasks.engines.trainer.optimizer import clip_gradients, parameter_groups, prepare_state
+from areal_tasks.engines.trainer.policy import Policy, Rounded, empty_policy, fill_policy, prepare, read_policy
+from areal_tasks.engines.trainer.ranks import gather_stats, ranks_here
+from areal_tasks.engines.trainer.shares import Share, replace_parameters, share_of, with_memory
 from schemas.recipe.sections import Model, Trainer
 
 #: More steps than any run takes, so that DeepSpeed does not print.
@@ -67,7 +66,7 @@ class GatedAdamW(torch.optim.AdamW):
             super().step()
 
 
-class DeepSpeedBackend:
+class DeepSpeedBackend(LocalBackend):
     """This rank's share of policy and optimizer. The frozen reference is split at stage 3, else whole on every rank.
 
     With bfloat16, the optimizer's fp32 weights start from the rounded ones, except at stage 0: there DeepSpeed
@@ -75,11 +74,9 @@ class DeepSpeedBackend:
     """
 
     def __init__(self, settings: Trainer, model: Model) -> None:
-        self.settings = settings
-        self.max_grad_norm = settings.max_grad_norm
+        super().__init__(settings, model)
         self.model_settings = model
         self.rank, self.world, self.device = ranks_here()
-        self.dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
         self.optimizer: GatedAdamW
         self.models: dict[Which, Any] = {}  # the policy inside DeepSpeed's engine
         self.mesh = init_device_mesh("cpu", (self.world,))  # checkpoints are assembled in host memory
@@ -105,8 +102,7 @@ class DeepSpeedBackend:
         self.models["reference"] = self._wrap(reference) if self.settings.zero_stage == 3 else reference
 
     def use(self, settings: Trainer) -> None:
-        self.max_grad_norm = settings.max_grad_norm
-        use_options(self.optimizer, settings)
+        super().use(settings)
         if self.settings.zero_stage > 0:
             self.engine.optimizer.clip_grad = settings.max_grad_norm
 
@@ -120,10 +116,6 @@ class DeepSpeedBackend:
         self.engine.backward(total * self.world)  # DeepSpeed averages over ranks; losses are to be summed
         self.gradients = last
         return cast(Tensor, values)
-
-    @torch.no_grad()
-    def score(self, layout: Layout, temperature: float, which: Which, last: bool = True) -> Scores:
-        return cast(Scores, self.models[which](to_device(layout, self.device), temperature))
 
     def step(self, lr: float, wanted: bool) -> float:
         for group in self.optimizer.param_groups:
@@ -149,30 +141,32 @@ class DeepSpeedBackend:
         yield from self._policy().saved_buffers()
 
     def save_checkpoint(self, folder: Path, progress: Progress) -> Mapping[str, str]:
+        model = self._policy().model
         if self.settings.zero_stage == 0:
-            return checkpoint.save_state(folder, self._policy().model, self.optimizer, progress)
-        held = {name: self._read(parameter) for name, parameter in self._policy().model.named_parameters()}
-        return checkpoint.save_parameters(folder, held, progress)
+            held = held_parameters(model, self.optimizer)
+        else:
+            held = {name: self._read(parameter) for name, parameter in model.named_parameters()}
+        return save_parameters(folder, held, progress)
 
     def load_checkpoint(self, folder: Path) -> Progress:
         if self.settings.zero_stage == 0:
-            progress = checkpoint.load_state(folder, self._policy().model, self.optimizer)
+            progress = load_parameters(folder, held_parameters(self._policy().model, self.optimizer))
             self._round()
             return progress
         named = dict(self._policy().model.named_parameters())
         held = {name: self._empty(parameter) for name, parameter in named.items()}
-        progress = checkpoint.load_parameters(folder, held)
+        progress = load_parameters(folder, held)
         for name, parameter in named.items():
             self._write(parameter, held[name])
         return progress
 
-    def _read(self, parameter: Tensor) -> checkpoint.Parameter:
+    def _read(self, parameter: Tensor) -> Parameter:
         """This rank's rows of a parameter's fp32 weight and state; DeepSpeed gathers each whole on all ranks."""
         whole = {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
         whole["weight"] = safe_get_full_fp32_param(parameter)
         return {"step": self._counts()[0].cpu().clone(), **{key: self._rows(tensor) for key, tensor in whole.items()}}
 
-    def _empty(self, parameter: Tensor) -> checkpoint.Parameter:
+    def _empty(self, parameter: Tensor) -> Parameter:
         """Tensors shaped like those of `_read`, to be filled."""
         whole = torch.empty(getattr(parameter, "ds_shape", parameter.shape), dtype=torch.float32, device="meta")
         return {"step": torch.zeros(()), **{key: self._rows(whole) for key in ("weight", *MOMENTS)}}
@@ -188,7 +182,7 @@ class DeepSpeedBackend:
         return share
 
     @torch.no_grad()
-    def _write(self, parameter: Tensor, rows: checkpoint.Parameter) -> None:
+    def _write(self, parameter: Tensor, rows: Parameter) -> None:
         """Restore a parameter's fp32 weight and state, and the weight that the passes use."""
         for count in self._counts():
             count.copy_(rows["step"])

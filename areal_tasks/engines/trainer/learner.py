@@ -23,23 +23,26 @@ from areal_tasks.data.batching import (
     micro_batches,
     minibatches,
 )
-from areal_tasks.engines.trainer.agreement import EnginesDisagree, agreement, check_agreement, gaps, outside
-from areal_tasks.engines.trainer.ahead import Ahead, background_thread
 from areal_tasks.engines.trainer.backend import Backend, Progress, TokenLoss, TokenStats
-from areal_tasks.engines.trainer.forward import fetch, move, pinned, staged
+from areal_tasks.engines.trainer.fencing import Declined
+from areal_tasks.engines.trainer.forward import Ahead, background_thread, fetch, move, pinned, staged
 from areal_tasks.engines.trainer.metrics import SampleMeans, over_ranks, step_statistics, steps_table, summary, totals
-from areal_tasks.engines.trainer.objective import Objective, grpo_objective, sft_objective, stat_names
+from areal_tasks.engines.trainer.objective import (
+    Objective,
+    agreement,
+    check_agreement,
+    gaps,
+    grpo_objective,
+    outside,
+    sft_objective,
+    stat_names,
+)
 from areal_tasks.engines.trainer.optimizer import learning_rate
-from areal_tasks.engines.trainer.rows import Batch, aligned, make_table
+from areal_tasks.engines.trainer.rows import LEAST_COMPARED, Batch, aligned, make_table, staleness_metrics
 from areal_tasks.engines.trainer.settings import Settings
-from areal_tasks.engines.trainer.staleness import LEAST_COMPARED, staleness_metrics
 from schemas.errors import UserError
 
 Rows = Int[Tensor, " _"]  # indices of samples in the batch
-
-
-class TrainingFailed(UserError):
-    """Training cannot continue: the loss or the gradient stays non-finite."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +170,8 @@ class Learner:
         next; it waits for the device once, right before the step.
 
         Raises:
-            TrainingFailed: more non-finite steps in a row than the recipe allows.
-            EnginesDisagree: logprobs of server and trainer differ more than the recipe allows; no step was made.
+            UserError: more non-finite steps in a row than the recipe allows.
+            Declined: logprobs of server and trainer differ more than the recipe allows; no step was made.
         """
         self._check_table()
         self.backend.use(self.settings.trainer)
@@ -306,14 +309,14 @@ class Learner:
         """Check the agreement over the first minibatch, after its passes and before its step."""
         try:
             check_agreement(found, self.settings.max_logprob_gap, found["compared"])
-        except EnginesDisagree:
+        except Declined:
             self.backend.step(0.0, wanted=False)  # discards the gradient
             raise
 
     def _check_skipped(self, progress: Progress, row: dict[str, Any]) -> None:
         bound = self.settings.trainer.max_skipped_steps
         if progress.skipped_in_row > bound:
-            raise TrainingFailed(
+            raise UserError(
                 f"{progress.skipped_in_row} optimizer steps in a row, up to step {progress.step}, were skipped for a "
                 f"non-finite loss ({row['loss']}) or gradient norm ({row['grad_norm']}); trainer.max_skipped_steps "
                 f"allows {bound}. A lower trainer.lr or trainer.max_grad_norm usually helps."

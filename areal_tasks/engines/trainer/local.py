@@ -12,12 +12,11 @@ from torch import Tensor
 
 from areal_tasks.data.batching import Layout
 from areal_tasks.engines.names import Names
-from areal_tasks.engines.trainer import checkpoint
 from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, TokenStats, Which
+from areal_tasks.engines.trainer.checkpoint import held_parameters, load_parameters, save_parameters
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.optimizer import clip_gradients, make_optimizer, step_at, use_options
-from areal_tasks.engines.trainer.policy import Policy, prepare, read_policy
-from areal_tasks.engines.trainer.precision import copy_weights, working_copy
+from areal_tasks.engines.trainer.policy import Policy, copy_weights, prepare, read_policy, working_copy
 from schemas.recipe.sections import Model, Trainer
 
 
@@ -69,7 +68,7 @@ class LocalBackend:
         return cast(Scores, self.models[which](to_device(layout, self.device), temperature))
 
     def step(self, lr: float, wanted: bool) -> float:
-        norm = clip_gradients(self._parameters(), self.max_grad_norm)
+        norm = clip_gradients(list(self.master.parameters()), self.max_grad_norm)
         if wanted and norm < float("inf"):  # false for NaN too
             step_at(self.optimizer, lr)
             self._round()
@@ -88,15 +87,12 @@ class LocalBackend:
         yield from policy.saved_buffers()
 
     def save_checkpoint(self, folder: Path, progress: Progress) -> Mapping[str, str]:
-        return checkpoint.save_state(folder, self.master.model, self.optimizer, progress)
+        return save_parameters(folder, held_parameters(self.master.model, self.optimizer), progress)
 
     def load_checkpoint(self, folder: Path) -> Progress:
-        progress = checkpoint.load_state(folder, self.master.model, self.optimizer)
+        progress = load_parameters(folder, held_parameters(self.master.model, self.optimizer))
         self._round()
         return progress
-
-    def _parameters(self) -> list[Tensor]:
-        return list(self.master.parameters())
 
     def _round(self) -> None:
         if self.models["policy"] is not self.master:

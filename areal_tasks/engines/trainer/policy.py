@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -18,8 +19,7 @@ from areal_tasks.engines.names import Names, stored_names
 from areal_tasks.engines.trainer.backend import Scores, TokenLoss
 from areal_tasks.engines.trainer.forward import DeviceLayout, token_scores
 from areal_tasks.engines.trainer.head import HeadTask, TokenHead
-from areal_tasks.engines.trainer.shares import Share, fill, share_of
-from areal_tasks.engines.trainer.skeleton import empty_model, replace_parameters, with_memory
+from areal_tasks.engines.trainer.shares import Share, empty_model, fill, replace_parameters, share_of, with_memory
 from schemas.recipe.sections import Trainer
 
 #: The loss to minimise, a scalar with gradient, and the rows of its `TokenLoss`, without gradient.
@@ -198,3 +198,54 @@ class _Pick(torch.autograd.Function):
     def backward(ctx: Any, of_rows: Float[Tensor, "T H"]) -> tuple[Float[Tensor, "N H"], None]:
         (rows,) = ctx.saved_tensors
         return of_rows.new_zeros(ctx.shape).index_copy_(0, rows, of_rows), None
+
+
+# ── passes in lower precision than that of the weights ──────────────────────────────────────────────────────────────
+
+
+def working_copy(master: Policy, dtype: torch.dtype) -> Policy:
+    """A copy of `master` in `dtype` whose gradients, pass by pass, add up in fp32 in the parameters of `master`.
+
+    Buffers keep their precision: rotary frequencies need it.
+    """
+    taken: dict[int, Any] = {id(p): nn.Parameter(p.detach().to(dtype), p.requires_grad) for p in master.parameters()}
+    work = copy.deepcopy(master, taken | {id(master.names): master.names})  # reuses these: no fp32 copy
+    for low, high in zip(work.parameters(), master.parameters(), strict=True):
+        low.register_post_accumulate_grad_hook(partial(_add_gradient, high))  # type: ignore[no-untyped-call]
+    return work
+
+
+@torch.no_grad()
+def copy_weights(master: Policy, work: Policy) -> None:
+    """Round the weights of `master` into its working copy."""
+    torch._foreach_copy_(list(work.parameters()), list(master.parameters()))
+
+
+class Rounded(nn.Module):
+    """`master`, whose passes use a working copy in `dtype`; wrappers of this module see only the fp32 weights.
+
+    Call `round` after each change of the weights.
+    """
+
+    def __init__(self, master: Policy, dtype: torch.dtype, settings: Trainer) -> None:
+        super().__init__()
+        self.master = master
+        self._work = [prepare(working_copy(master, dtype), settings)]  # in a list: not a submodule
+
+    def forward(self, *arguments: Any) -> Any:
+        """The working copy's result for the arguments of a `Policy`."""
+        return self._work[0](*arguments)
+
+    def round(self) -> None:
+        """Round the weights into the working copy."""
+        copy_weights(self.master, self._work[0])
+
+
+def _add_gradient(high: Tensor, low: Tensor) -> None:
+    """Add the gradient of a low-precision parameter to `high`'s, and free it."""
+    assert low.grad is not None
+    if high.grad is None:
+        high.grad = low.grad.to(high.dtype)
+    else:
+        high.grad.add_(low.grad)
+    low.grad = None

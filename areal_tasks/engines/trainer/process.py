@@ -7,10 +7,14 @@ import os
 import signal
 import sys
 
+import torch
+
 from areal_tasks.engines.service import ServiceSpec, read_spec, serve, store_may_be_away
-from areal_tasks.engines.trainer.app import follow, make_app
+from areal_tasks.engines.trainer.app import make_app
+from areal_tasks.engines.trainer.commands import COMMANDS, Command
 from areal_tasks.engines.trainer.group import Group, GroupBroken
-from areal_tasks.engines.trainer.ranks import join
+from areal_tasks.engines.trainer.ranks import cpu_threads, join
+from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.engines.trainer.settings import read_settings
 
 __all__ = ["main", "make_app"]  # the inline launcher takes `make_app` from here
@@ -29,12 +33,21 @@ def main() -> None:
 
 
 def _follow(spec: ServiceSpec, group: Group) -> None:
-    """Run as another rank until rank 0 ends, which ends this process; earlier signals to its group are ignored."""
+    """Run the commands that rank 0 passes on, until it ends, which ends this process; earlier signals are ignored."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     try:
-        follow(spec, group)
+        trainer = Trainer(spec, group)
+        torch.set_num_threads(cpu_threads(trainer.settings.trainer))
+        while True:
+            group.follow(lambda text: trainer.run(_parsed(text)), trainer.state)
     except GroupBroken as error:
         log.error("rank %d ends: %s", group.rank, error)
         sys.stderr.flush()
         os._exit(1)  # without cleanup: the other ranks may be stuck in a collective
+
+
+def _parsed(text: str) -> Command:
+    """A command as `app` passes it on."""
+    name, _, body = text.partition(" ")
+    return COMMANDS[name].model_validate_json(body)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import pyarrow as pa
 import torch
@@ -21,35 +22,34 @@ from torch import Tensor
 
 from areal_tasks.data.batching import Sequences, lay_out, micro_batches
 from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.trainer.ahead import Ahead, background_thread, one_core
 from areal_tasks.engines.trainer.backend import Backend, Progress, TokenStats, Which
 from areal_tasks.engines.trainer.commands import (
+    Checkpoint,
     Command,
     Compare,
     Compared,
+    Done,
     Health,
     Keep,
-    Kept,
     Load,
-    Loaded,
     Logprobs,
     Message,
+    Publish,
     Send,
     Sent,
     Tables,
     Train,
     Trained,
-    Write,
     Written,
 )
 from areal_tasks.engines.trainer.fencing import Fence, StaleCommand
-from areal_tasks.engines.trainer.forward import staged
+from areal_tasks.engines.trainer.forward import Ahead, background_thread, one_core, staged
 from areal_tasks.engines.trainer.fsdp2 import Fsdp2Backend
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.learner import Learned, Learner, Work, make_plan, passes_of_rank, recorded_plan
 from areal_tasks.engines.trainer.local import LocalBackend
-from areal_tasks.engines.trainer.memory import make_room, names_memory_knobs
-from areal_tasks.engines.trainer.orders import Watch, end_stuck
+from areal_tasks.engines.trainer.memory import names_memory_knobs
+from areal_tasks.engines.trainer.ranks import end_group
 from areal_tasks.engines.trainer.rows import (
     COLUMNS,
     Batch,
@@ -72,8 +72,6 @@ from schemas.errors import UserError
 from schemas.manifest import FileRef, TableRef, WeightsRef
 
 log = logging.getLogger(__name__)
-C = TypeVar("C", bound=Command)
-M = TypeVar("M", bound=Message)
 _NONE: Final = torch.zeros(0, dtype=torch.int64)
 
 
@@ -107,17 +105,6 @@ class Change:
     tables: dict[str, TableRef]
 
 
-def _on_one_core(command: Callable[[Trainer, C], M]) -> Callable[[Trainer, C], M]:
-    """`command`, which makes passes, inside `one_core`."""
-
-    @functools.wraps(command)
-    def wrapped(trainer: Trainer, body: C) -> M:
-        with one_core(trainer.backend.device, trainer.settings.trainer):
-            return command(trainer, body)
-
-    return wrapped
-
-
 class Trainer:
     """The state that commands act on. Not thread-safe: `app` runs one command at a time (but see `KEPT` there)."""
 
@@ -136,10 +123,15 @@ class Trainer:
         self.initial = spec.weights
         self.has_reference = False
         self.snapshot = Snapshot(DTYPES[self.settings.model.dtype])
-        self.sender = Sender(watch=Watch(functools.partial(end_stuck, self.group)))
+        self.sender = Sender(functools.partial(end_group, self.group))
 
-    @names_memory_knobs
-    def load(self, command: Load) -> Loaded:
+    def run(self, command: Command) -> Message:
+        """Run the command, by the method of its name."""
+        with names_memory_knobs():
+            answer: Message = getattr(self, command.name)(command)
+            return answer
+
+    def load(self, command: Load) -> Done:
         """Replace policy and optimizer. Without a checkpoint the optimizer is new, at the step the version implies."""
         self.fence.admit(command.owner)
         source = command.checkpoint or command.weights
@@ -157,24 +149,21 @@ class Trainer:
         self.weights, self.work = weights, Work()
         self.initial = command.weights if command.weights.version == 0 else self.initial
         self.fence.restart(command.version)
-        return Loaded(version=command.version, step=self.progress.step)
+        return Done()
 
-    @names_memory_knobs
-    @_on_one_core
     def train(self, command: Train) -> Trained:
         """Train the next version, or recall the result in a retry; write the tables unless this is a retrain."""
         self.fence.admit(command.owner)
         done = self.fence.recall(command.version, command.digest)
         if done is None:
             self.fence.expect(command.version)
-            learner = self._learner(command)
-            done = self.fence.change(command.version, command.digest, lambda: self._learn(learner, command.version))
+            with one_core(self.backend.device, self.settings.trainer):
+                learner = self._learner(command)
+                done = self.fence.change(command.version, command.digest, lambda: self._learn(learner, command.version))
         if command.prefix is not None and not done.tables and self.group.rank == 0:
             done.tables = self._write_tables(command.prefix, done.learned)
         return Trained(version=command.version + 1, tables=done.tables, metrics=done.learned.metrics)
 
-    @names_memory_knobs
-    @_on_one_core
     def logprobs(self, command: Logprobs) -> Tables:
         """Score a rollout under the policy (which must be of that version) or the frozen version 0.
 
@@ -187,26 +176,23 @@ class Trainer:
             self._need_reference()
         name = "proximal" if command.which == "policy" else "reference"
         table = read_table(self.store, command.table, COLUMNS["rollout"])
-        sequences = read_sequences(table)
-        scored = logprobs_table(name, table["sample_id"], sequences, self._score(sequences, command.which))
+        with one_core(self.backend.device, self.settings.trainer):
+            sequences = read_sequences(table)
+            scored = logprobs_table(name, table["sample_id"], sequences, self._score(sequences, command.which))
         if self.group.rank > 0:
             return Tables(tables={})
         return Tables(tables={name: write_table(self.store, command.prefix, name, scored)})
 
-    @names_memory_knobs
-    def keep(self, command: Keep) -> Kept:
+    def keep(self, command: Keep) -> Done:
         """Copy the weights, to be published or sent while later commands run."""
         with self._kept(command):
-            return Kept(version=command.version)
+            return Done()
 
-    @names_memory_knobs
-    def publish(self, command: Write) -> Written:
+    def publish(self, command: Publish) -> Written:
         """Write the weights as a Hugging Face folder, with the tokenizer they were loaded with."""
-        started = time.perf_counter()
         with self._kept(command) as snapshot:
-            return Written(files=self._published(snapshot, command), seconds=time.perf_counter() - started)
+            return Written(files=self._published(snapshot, command))
 
-    @names_memory_knobs
     def send(self, command: Send) -> Sent:
         """Send the weights to inference servers directly; returns when all servers that did not fail hold them."""
         started = time.perf_counter()
@@ -217,20 +203,19 @@ class Trainer:
         log.info(
             "weights %d: gathered in %.3f s, sent in %.3f s", command.version, gathered - started, ended - gathered
         )
-        return Sent(seconds=ended - started, gone=gone)
+        return Sent(gone=gone)
 
-    @names_memory_knobs
-    def checkpoint(self, command: Write) -> Written:
+    def checkpoint(self, command: Checkpoint) -> Written:
         """Write the whole training state. Nothing is visible until the caller commits the files."""
-        started = self._admit(command)
+        self.fence.admit(command.owner)
+        self.fence.expect(command.version)
         with self._folder(command.prefix) as folder:
             with self._usable(command.prefix):
                 known = self.backend.save_checkpoint(folder, self.progress)
             first = self.group.rank == 0
             files = upload(self.store, command.prefix, folder, known) if first else ()
-        return Written(files=files, seconds=time.perf_counter() - started)
+        return Written(files=files)
 
-    @names_memory_knobs
     def compare(self, command: Compare) -> Compared:
         """Compare the policy, as it would be published, with weights of that version in the store."""
         self.fence.admit(command.owner)
@@ -329,8 +314,10 @@ class Trainer:
         return flat
 
     def _make_room(self) -> None:
+        """Release the GPU memory that torch caches, for servers on that GPU."""
         if self.settings.makes_room:
-            make_room()
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def _need_reference(self) -> None:
         if self.has_reference:
@@ -339,12 +326,6 @@ class Trainer:
             raise UserError("the trainer does not know where version 0 is: name it in the service's `weights`")
         self.backend.load_reference(self._fetch(self.initial))
         self.has_reference = True
-
-    def _admit(self, command: Write) -> float:
-        """Admit the command; returns the time."""
-        self.fence.admit(command.owner)
-        self.fence.expect(command.version)
-        return time.perf_counter()
 
     @contextmanager
     def _usable(self, prefix: str) -> Iterator[None]:
@@ -360,7 +341,7 @@ class Trainer:
         with tempfile.TemporaryDirectory(dir=self.scratch) as temporary:
             yield Path(self.group.from_first(lambda: _create(self.store.local(prefix) or Path(temporary))))
 
-    def _published(self, snapshot: Snapshot, command: Write) -> tuple[FileRef, ...]:
+    def _published(self, snapshot: Snapshot, command: Publish) -> tuple[FileRef, ...]:
         """On rank 0: write the snapshot and the files that describe the model; returns the files sorted by path."""
         if self.backend.rank > 0 or self.weights is None:
             return ()

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from areal_tasks.engines.names import Names
-from areal_tasks.engines.trainer.skeleton import empty_model
+from areal_tasks.engines.trainer.shares import empty_model
 from areal_tasks.store.backend import Content, Store
 from areal_tasks.store.parallel import parallel
 from schemas.manifest import FileRef

@@ -1,46 +1,75 @@
 """Sends the policy's weights to SGLang servers without the store: as tensors on a shared GPU, or by NCCL.
 
 Only the description of the tensors passes through HTTP; the servers read or receive the weights themselves. SGLang's
-side of both is its `/update_weights_from_tensor` and `/update_weights_from_distributed`.
+side of both is its `/update_weights_from_tensor` and `/update_weights_from_distributed`. Requests go to all servers at
+once, and the trainer does its own part meanwhile.
 """
 
 from __future__ import annotations
 
 import base64
 import logging
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from secrets import token_hex
+from traceback import clear_frames
 from typing import Any, Final
 
+import httpx
 import torch
 import torch.distributed as dist
 import torch.multiprocessing  # makes ForkingPickler share CUDA memory
 
 from areal_tasks.engines.ports import HOST, loopback_port
 from areal_tasks.engines.trainer.commands import Receiver, Send
-from areal_tasks.engines.trainer.orders import TIMEOUT_SECONDS, Gone, Orders, Watch, WeightTransferRejected, post_all
-from areal_tasks.engines.trainer.process_group import lead
+from areal_tasks.engines.trainer.ranks import lead
 from areal_tasks.engines.trainer.snapshot import Named
+from schemas.errors import UserError
 
 log = logging.getLogger(__name__)
+TIMEOUT_SECONDS: Final = 120.0
 GRACE_SECONDS: Final = 10.0  # for servers that may be waiting for a failed one
+STUCK_SECONDS: Final = 20.0  # for the trainer's own part after a server failed
+REMEDY: Final = "see its log; inference.transport=store sends the weights another way"
+
+Gone = dict[str, str]  # from the address of a server that failed to the reason
+Calls = dict[str, Future[None]]  # by the address
+
+
+class WeightTransferRejected(UserError):
+    """A server refused the weights; the message holds its reason."""
+
+
+class Unanswered(Exception):
+    """A server died, hangs, or failed internally: the request is not at fault."""
 
 
 class Sender:
-    """Sends weights, and keeps NCCL's process group between versions."""
+    """Sends weights, and keeps NCCL's process group between versions.
+
+    In a collective operation one failure fails all: the group is aborted, and servers that have not answered
+    `grace_seconds` later count as failed too. NCCL waits for a member that failed before the group was connected, and
+    cannot be interrupted: if the trainer's part has not ended `stuck_seconds` after a server failed, `stuck` is called
+    with the failure, and has to end this process.
+    """
 
     def __init__(
         self,
+        stuck: Callable[[Exception], object],
         backend: str = "nccl",
         timeout_seconds: float = TIMEOUT_SECONDS,
         grace_seconds: float = GRACE_SECONDS,
-        watch: Watch | None = None,
+        stuck_seconds: float = STUCK_SECONDS,
     ) -> None:
+        self.stuck = stuck
         self.backend = backend
-        self.watch = watch
         self.timeout = timedelta(seconds=timeout_seconds)
         self.grace_seconds = grace_seconds
+        self.stuck_seconds = stuck_seconds
         self.group: dist.ProcessGroup | None = None
         self.name = ""
         self.members: tuple[Receiver, ...] = ()
@@ -70,8 +99,9 @@ class Sender:
                 work.wait()
 
         body = _description(tensors, command, self.name)
-        orders = Orders(command, "/update_weights_from_distributed", [body] * len(command.receivers))
-        return post_all(orders, broadcast_all, self._abort, self.grace_seconds, self.watch)
+        return self.together(
+            command, "/update_weights_from_distributed", [body] * len(command.receivers), broadcast_all
+        )
 
     def _broadcast_without(self, gone: Gone, tensors: Named, command: Send) -> Gone:
         """Broadcast to the other receivers: they are in no group, which over NCCL they have not noticed yet."""
@@ -92,8 +122,7 @@ class Sender:
         def open_group() -> None:
             self.group = lead(self.name, port, 1 + sum(sizes), self.backend, self.timeout)
 
-        orders = Orders(command, "/init_weights_update_group", bodies)
-        return post_all(orders, open_group, self._abort, self.grace_seconds, self.watch)
+        return self.together(command, "/init_weights_update_group", bodies, open_group)
 
     def _leave(self, command: Send) -> None:
         """End the previous group, here and on the servers that stay: it holds memory on each of their GPUs.
@@ -104,17 +133,54 @@ class Sender:
         if not staying:
             self._abort()
             return
-        orders = Orders(
-            command.model_copy(update={"receivers": staying}),
-            "/destroy_weights_update_group",
-            [{"group_name": self.name}] * len(staying),
-        )
+        bodies = [{"group_name": self.name}] * len(staying)
+        command = command.model_copy(update={"receivers": staying})
         try:
-            reasons = [*post_all(orders, self._abort, self._abort, self.grace_seconds, self.watch).values()]
+            reasons = [*self.together(command, "/destroy_weights_update_group", bodies, self._abort).values()]
         except WeightTransferRejected as error:
             reasons = [str(error)]
         if reasons:  # the next request shows whether they can take weights
             log.warning("not every server left the group %s: %s", self.name, "; ".join(reasons))
+
+    def together(
+        self, command: Send, path: str, bodies: Sequence[dict[str, Any]], own_part: Callable[[], None]
+    ) -> Gone:
+        """POST each receiver its body, run `own_part` meanwhile, wait for the answers; returns those that failed.
+
+        Raises:
+            WeightTransferRejected: a receiver refused, and none failed; the others may still be working.
+            Exception: what `own_part` raised, if no receiver failed.
+        """
+        calls = post_all(command, path, bodies)
+        error = self._run(own_part, calls)
+        if error is None:
+            wait(calls.values(), return_when=FIRST_EXCEPTION)
+        if error or any(not call.done() or call.exception() for call in calls.values()):
+            self._abort()
+        wait(calls.values(), self.grace_seconds)
+        return failed(calls, error)
+
+    def _run(self, own_part: Callable[[], None], calls: Calls) -> Exception | None:
+        """Run `own_part`, checked by `_check_end`; returns what it raised."""
+        ended = threading.Event()
+        threading.Thread(target=self._check_end, args=(calls, ended), daemon=True).start()
+        try:
+            own_part()
+        except Exception as error:
+            clear_frames(error.__traceback__)  # releases a group that was aborted
+            return error
+        finally:
+            ended.set()
+        return None
+
+    def _check_end(self, calls: Calls, ended: threading.Event) -> None:
+        wait(calls.values(), return_when=FIRST_EXCEPTION)
+        if _errors(calls) and not ended.wait(self.stuck_seconds):
+            errors = _errors(calls)
+            error = _refusal(errors) or Unanswered("; ".join(f"{url}: {error}" for url, error in errors.items()))
+            log.critical("the trainer cannot stop waiting for a server that failed (%s), and ends", error)
+            sys.stderr.flush()
+            self.stuck(error)
 
     def _abort(self) -> None:
         """Abort the group without waiting for its members, which may be at different operations.
@@ -131,7 +197,9 @@ def send_handles(tensors: Named, command: Send) -> Gone:
     torch.cuda.synchronize()  # other processes do not wait for this one's streams
     handles = base64.b64encode(bytes(ForkingPickler.dumps(list(tensors.items())))).decode()
     bodies = [_update(command, serialized_named_tensors=[handles] * r.ranks) for r in command.receivers]
-    gone = post_all(Orders(command, "/update_weights_from_tensor", bodies))
+    calls = post_all(command, "/update_weights_from_tensor", bodies)
+    wait(calls.values())
+    gone = failed(calls, None)
     torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
     return gone
 
@@ -149,3 +217,50 @@ def _description(tensors: Named, command: Send, group: str) -> dict[str, Any]:
 
 def _update(command: Send, **fields: Any) -> dict[str, Any]:
     return {**fields, "weight_version": str(command.version), "flush_cache": not command.keep_cache}
+
+
+# ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def post_all(command: Send, path: str, bodies: Sequence[dict[str, Any]]) -> Calls:
+    """Begin a POST to every receiver of `command`, with one body per receiver."""
+    pairs = list(zip(command.receivers, bodies, strict=True))
+    pool = ThreadPoolExecutor(len(pairs))
+    calls = {one.url: pool.submit(_post, one.url + path, command.token, body) for one, body in pairs}
+    pool.shutdown(wait=False)
+    return calls
+
+
+def _post(url: str, token: str, body: dict[str, Any]) -> None:
+    try:
+        answer = httpx.post(url, json=body, headers={"Authorization": f"Bearer {token}"}, timeout=TIMEOUT_SECONDS)
+    except httpx.TransportError as error:
+        raise Unanswered(f"no answer: {type(error).__name__}: {error}") from error
+    if answer.is_server_error:
+        raise Unanswered(f"answered {answer.status_code} {answer.text[:500]}")
+    if answer.is_error or not answer.json().get("success", True):
+        raise WeightTransferRejected(f"{url} refused the weights: {answer.status_code} {answer.text[:500]}; {REMEDY}")
+
+
+def failed(calls: Calls, own_error: Exception | None) -> Gone:
+    """The receivers that failed. If one did, others' silence and an error of the trainer may be consequences."""
+    errors = _errors(calls)
+    silent = {url: Unanswered("no answer yet") for url, call in calls.items() if not call.done()}
+    if (refusal := _refusal(errors)) is not None:
+        raise refusal
+    if not errors and not silent and own_error is not None:
+        raise own_error
+    if own_error is not None:
+        log.warning("servers failed during a transfer of weights, and so did the trainer's part: %r", own_error)
+    return {url: f"{url}: {error}" for url, error in (errors | silent).items()}
+
+
+def _errors(calls: Calls) -> dict[str, BaseException]:
+    """The errors of the receivers that have failed."""
+    return {url: error for url, call in calls.items() if call.done() and (error := call.exception())}
+
+
+def _refusal(errors: dict[str, BaseException]) -> WeightTransferRejected | None:
+    """The first refusal, if all errors are refusals: next to another failure it may be a consequence of that."""
+    refusals = [error for error in errors.values() if isinstance(error, WeightTransferRejected)]
+    return refusals[0] if refusals and len(refusals) == len(errors) else None
