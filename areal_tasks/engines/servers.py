@@ -23,11 +23,12 @@ from areal_tasks.engines.handover import Fetched, Transport, name_of, write_weig
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.proof import Proof, is_proven
 from areal_tasks.engines.server import ServerDown
-from areal_tasks.engines.starting import Workers, ready
+from areal_tasks.engines.starting import ready
 from areal_tasks.engines.trainer.commands import Receiver, Send, Sent
 from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
 from areal_tasks.engines.trainers import ResidentTrainer
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
+from areal_tasks.engines.workers import Workers
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.launchers.supervisor import Ready, ServiceFailed, Supervisor
 from areal_tasks.store.objects.files import common_folder, read_weights

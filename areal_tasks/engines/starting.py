@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
-from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.models import file_states
 from areal_tasks.engines.service import ModelFolder
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
-from areal_tasks.launchers.supervisor import Ready, Supervisor
+from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.store.runs import Run
 from schemas.manifest import WeightsRef
-from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
+from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
 
 TRAINER: Final = "trainer"
 MODULES: Final = {name: f"areal_tasks.engines.{name}" for name in ("embedded", "sglang", TRAINER)}
@@ -56,58 +55,3 @@ def ready(
 
     with watchdog.waiting("its start", starting, limit="launcher.startup_seconds"):
         return supervisor.wait(names, weights)
-
-
-# ── rollout workers ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class LeaseManager(Protocol):
-    """The component that leases groups to the workers. Its methods run in the event loop of the inference client."""
-
-    async def have(self, starts: Collection[tuple[str, int]]) -> None:
-        """Use exactly these workers: (address, number of the start)."""
-        ...
-
-    async def heartbeats(self) -> Mapping[str, Heartbeat]:
-        """A heartbeat per worker, by its address."""
-        ...
-
-
-class Workers:
-    """The workers that `recipe` asks for if the run `generates`, else none. `Engines` starts them."""
-
-    def __init__(
-        self, recipe: Recipe, generates: bool, supervisor: Supervisor, watchdog: Watchdog, loop: LoopThread
-    ) -> None:
-        count = recipe.rollout.workers if generates and isinstance(recipe, RlhfRecipe) else 0
-        self.names = [f"rollout-{i}" for i in range(count)]
-        self._supervisor = supervisor
-        self._watchdog = watchdog
-        self._loop = loop
-        self._manager: LeaseManager | None = None
-        self._ready: list[Ready] = []  # as the manager knows them
-
-    def serve(self, manager: LeaseManager | None) -> None:
-        """Give this manager alone the workers, once they have started; None: no component uses them."""
-        self._manager, self._ready = manager, []
-        if manager is not None:
-            ready(self._supervisor, self._watchdog, self.names)
-            self.tend()
-
-    def tend(self) -> None:
-        """Restart workers that have ended, and tell the manager which ones are ready.
-
-        Raises:
-            ServiceFailed: none is left, and `launcher.restarts` are used up.
-        """
-        if self._manager is None:
-            return
-        found = self._supervisor.look(self.names)
-        if found != self._ready:
-            self._ready = found
-            self._loop.run(self._manager.have({(one.url, one.restart) for one in found}))
-
-    def heartbeats(self) -> dict[str, Heartbeat]:
-        """A heartbeat per worker, by its name."""
-        found = self._loop.run(self._manager.heartbeats()) if self._manager is not None else {}
-        return {self._supervisor.name_at(url): heartbeat for url, heartbeat in found.items()}

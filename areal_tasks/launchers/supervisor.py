@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +29,8 @@ from schemas.recipe.sections import Launcher as LauncherSettings
 log = logging.getLogger(__name__)
 
 LAUNCHERS: dict[str, type[LocalLauncher] | type[InlineLauncher]] = {"local": LocalLauncher, "inline": InlineLauncher}
+#: Ends of services that are no failures of theirs: (address, number of the start).
+Explained = Callable[[], Collection[tuple[str, int]]]
 POLL_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 30.0
 LOG_LINES = 20
@@ -47,6 +49,7 @@ class Service:
     reason: str = ""  # why it was ended, or could not be started
     logged: bool = False  # the log says that it is given up
     due: float | None = None  # when it is restarted, after it has ended
+    excused: bool = False  # its end counts as no failure
 
     @property
     def spec(self) -> ServiceSpec:
@@ -115,17 +118,20 @@ class Supervisor:
                 return [found.url for found in ready]
             time.sleep(POLL_SECONDS)
 
-    def look(self, names: Collection[str], weights: WeightsRef | None = None) -> list[Ready]:
+    def look(
+        self, names: Collection[str], weights: WeightsRef | None = None, explained: Explained = lambda: ()
+    ) -> list[Ready]:
         """The services that are ready. One that has ended is restarted after a pause. Does not wait.
 
-        Restarts are on `weights` if they are given. A service that has failed too often is given up, and logged.
+        Restarts are on `weights` if they are given. A service that has failed too often is given up, and logged; an
+        end that is `explained` counts as no failure.
 
         Raises:
             ServiceFailed: one was not ready after its first start, or all of them are given up; with its log's end.
             Unavailable: the store is away, so one could not start at first, or none of them can now.
         """
         with self._lock:
-            found = [self._look_at(self.services[name], weights) for name in names]
+            found = [self._look_at(self.services[name], weights, explained) for name in names]
         failures = [one for one in found if isinstance(one, UserError)]
         if failures and len(failures) == len(names):
             raise failures[0]
@@ -168,7 +174,7 @@ class Supervisor:
         if service is not None and service.url and service.handle.exit_code() is None:
             self.end([service.url], why, grace_seconds=0.0)
 
-    def _look_at(self, service: Service, weights: WeightsRef | None) -> Ready | UserError | None:
+    def _look_at(self, service: Service, weights: WeightsRef | None, explained: Explained) -> Ready | UserError | None:
         """The service if it is ready, an error if it failed; None: it is starting."""
         try:
             if service.handle.exit_code() is None and not service.url:
@@ -179,6 +185,7 @@ class Supervisor:
             return Ready(service.url, service.spec.restart, service.spec.weights) if service.url else None
         if not service.url and not service.spec.restart:
             raise self._failure(service, f"ended with {service.handle.exit_code()} while starting.")
+        service.excused = service.excused or (service.url, service.spec.restart) in explained()
         if self._given_up(service):
             return self._last_failure(service)
         self._start_again(service, weights)
@@ -210,8 +217,8 @@ class Supervisor:
             return
         renewed = spec.model_copy(update={"restart": spec.restart + 1, "weights": weights or spec.weights})
         service.job = replace(service.job, spec=renewed, log=self._log(renewed))
-        service.url, service.reason, service.due = "", "", None
-        service.failures += not away
+        service.failures += not (away or service.excused)
+        service.url, service.reason, service.due, service.excused = "", "", None, False
         service.started = time.monotonic()
         try:
             service.handle = self.launcher.start(service.job)
@@ -220,7 +227,8 @@ class Supervisor:
             service.handle, service.reason = NotStarted(), f"it could not be started: {error}\n"
 
     def _given_up(self, service: Service) -> bool:
-        return service.handle.exit_code() not in (None, STORE_AWAY) and service.failures >= self.settings.restarts
+        ended = service.handle.exit_code() not in (None, STORE_AWAY)
+        return ended and not service.excused and service.failures >= self.settings.restarts
 
     def _last_failure(self, service: Service) -> UserError:
         """Why the service is given up; logged once, since other services may continue without it."""

@@ -58,6 +58,7 @@ class Link:
         self.ready = False  # the worker may be given groups
         self.tried = False  # it has been ready, or has failed to become ready
         self.busy: dict[str, int] = {}  # its requests in flight, by server address, at the last heartbeat
+        self.lost_groups = False  # it had groups in flight when it was lost
         self.start: int | None = None  # its start of the spool, once it has recorded something
         self._listener = listener
         self._serving: Serving | None = None  # as the worker last acknowledged it

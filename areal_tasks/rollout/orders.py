@@ -46,11 +46,15 @@ class Begin(Message):
 
 
 class Lease(Message):
-    """A group to generate on servers that hold version `floor`, or a later one. No two leases share a number."""
+    """A group to generate on servers that hold version `floor`, or a later one. No two leases share a number.
+
+    A `suspect` may end the worker: what the worker holds is written to the store before the group begins.
+    """
 
     number: int
     index: int
     floor: int
+    suspect: bool = False
 
 
 class Orders(Message):

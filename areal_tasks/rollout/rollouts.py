@@ -10,21 +10,23 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, groupby
+from itertools import count
 from typing import Final
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.server import ServerDown
-from areal_tasks.engines.sharing import Followers, Serving
+from areal_tasks.engines.sharing import Followers
 from areal_tasks.engines.watchdog import Heartbeat
 from areal_tasks.rewards.pool import VerifyResult
+from areal_tasks.rollout.assignments import Assignment, Assignments
 from areal_tasks.rollout.background import Background
 from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.filters import mean_reward
 from areal_tasks.rollout.judging import VerifiersFailed
 from areal_tasks.rollout.link import Link, Listener, WorkerLost
+from areal_tasks.rollout.links import Links
 from areal_tasks.rollout.orders import (
     Begin,
     Broken,
@@ -34,7 +36,6 @@ from areal_tasks.rollout.orders import (
     Failed,
     Finished,
     Generated,
-    Lease,
     LeaseOver,
     Part,
     Rejected,
@@ -44,6 +45,7 @@ from areal_tasks.rollout.orders import (
 from areal_tasks.rollout.rejections import Rejections
 from areal_tasks.rollout.settled import Settled
 from areal_tasks.rollout.spooling import Place, Spool, Writer
+from areal_tasks.rollout.suspects import Suspects
 from areal_tasks.store.backend import StoreError, Unavailable
 from schemas.errors import UserError
 from schemas.manifest import RejectedGroup
@@ -57,16 +59,8 @@ ERRORS: Final[Mapping[Cause, Callable[[str], Exception]]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """The worker that generates or holds a group, and the number of its lease."""
-
-    link: Link
-    number: int
-
-
 @dataclass
-class Rollouts(Followers):
+class Rollouts:
     """The groups of one start of a run. Call all methods in the event loop of `client`, which manages the servers.
 
     `order` makes the first order for a worker; `connect` makes the link to the worker at an address. While `held` is
@@ -83,18 +77,17 @@ class Rollouts(Followers):
     verdicts: list[VerifyResult] = field(default_factory=list)  # on groups; the stage that takes groups clears it
     held: threading.Event = field(default_factory=threading.Event)
     _taking: bool = False
-    _links: dict[tuple[str, int], Link] = field(default_factory=dict)
-    _assigned: dict[int, Assignment] = field(default_factory=dict)  # running groups, and finished ones in memory
+    _assigned: Assignments = field(default_factory=Assignments)
     _verifying: set[int] = field(default_factory=set)  # generated groups that verifiers are judging
-    _numbers: Iterator[int] = field(default_factory=count)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _failure: BaseException | None = None  # ends or repeats the stage that takes groups
     _recording: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _serving: Serving | None = None  # as last sent to the workers
     _background: Background = field(default_factory=Background)
 
     def __post_init__(self) -> None:
+        self.links = Links(self.client, self._background)
         self.rejections = Rejections(self.limits)
+        self.suspects = Suspects()
 
     # ── what iterations take ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -115,7 +108,9 @@ class Rollouts(Followers):
         try:
             self.begin()
             for attempt in count():
-                parts = self._parts(await self._chosen(), prefix, attempt)
+                groups = await self._chosen()
+                default = self.links.ready()[0]
+                parts = self._assigned.parts(groups, default, prefix, attempt, self.spool.records)
                 await self._record(self.rejections.by_filters)
                 written = await asyncio.gather(*(self._written(link, part) for link, part in parts))
                 if all(written):
@@ -126,38 +121,14 @@ class Rollouts(Followers):
 
     async def _chosen(self) -> list[int]:
         """The next iteration's groups, once the rule allows them and a worker can write them."""
-        while (taken := self.book.take()) is None or not self._ready():
+        while (taken := self.book.take()) is None or not self.links.ready():
             if self._failure is not None:
                 raise self._failure
-            if taken is None and not self._assigned and 0 < len(self._links) == len(self._ready()):
+            if taken is None and not self._assigned and 0 < len(self.links.by_start) == len(self.links.ready()):
                 raise RuntimeError(f"iteration {self.book.next} waits for groups, and none is being generated")
             self._news.clear()
             await self._news.wait()
         return [group.index for group in taken]
-
-    def _ready(self) -> list[Link]:
-        return [link for link in self._links.values() if link.ready]
-
-    def _parts(self, groups: Sequence[int], prefix: str, attempt: int) -> list[tuple[Link, Part]]:
-        """Which worker writes which groups: as few parts as possible, each of consecutive groups."""
-        holder, holders = self._ready()[0], list[tuple[int, Link]]()
-        for group in groups:
-            holder = self._assigned[group].link if group in self._assigned else holder
-            holders.append((group, holder))
-        runs = [(link, [group for group, _ in run]) for link, run in groupby(holders, lambda held: held[1])]
-        several = attempt or len(runs) > 1
-        labels = [f"-{attempt}-{i}" if several else "" for i in range(len(runs))]
-        return [(link, self._part(prefix, label, run)) for label, (link, run) in zip(labels, runs, strict=True)]
-
-    def _part(self, prefix: str, label: str, groups: Sequence[int]) -> Part:
-        stored = tuple(group for group in groups if group not in self._assigned)
-        return Part(
-            prefix=prefix,
-            label=label,
-            numbers=tuple(self._assigned[group].number for group in groups if group in self._assigned),
-            groups=stored,
-            records=tuple(self.spool.records(stored)),
-        )
 
     async def _written(self, link: Link, part: Part) -> Written | None:
         """Have a worker write a part; None if some of its groups begin again instead."""
@@ -168,7 +139,7 @@ class Rollouts(Followers):
         except WorkerLost:
             self.lost(link)
         except LeaseOver:
-            self._lose({group for group, assignment in self._assigned.items() if assignment.number in part.numbers})
+            self._lose(self._assigned.of(link, part.numbers))
         except StoreError as error:
             if not part.groups:
                 raise
@@ -197,8 +168,7 @@ class Rollouts(Followers):
     def _unassign(self, group: int) -> None:
         """No worker generates or holds the group any more."""
         self._verifying.discard(group)
-        if (assignment := self._assigned.pop(group, None)) is not None:
-            assignment.link.take_back([assignment.number])
+        self._assigned.end(group)
 
     async def settled(self) -> tuple[Settled, list[Place]]:
         """Which groups are settled, and where in the spool others are.
@@ -220,48 +190,51 @@ class Rollouts(Followers):
 
     async def flush(self) -> None:
         """Record finished groups, and groups that filters rejected, that are not in the store yet."""
-        await asyncio.gather(*(link.flush() for link in self._ready()), self._record(self.rejections.by_filters))
+        await asyncio.gather(*(link.flush() for link in self.links.ready()), self._record(self.rejections.by_filters))
 
     async def close(self) -> None:
         """Abandon running groups, and write finished ones to the store."""
         self._failure = RuntimeError("generation was closed")  # so that no group begins
         self.client.followers = Followers()
-        links, self._links = list(self._links.values()), {}
+        links, self.links.by_start = list(self.links.by_start.values()), {}
         await asyncio.gather(*(link.close() for link in links), self._record(self.rejections.by_filters))
 
     # ── the workers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def have(self, starts: Collection[tuple[str, int]]) -> None:
         """Use exactly these starts of workers, (address, restart), from now on."""
-        self.client.followers = self
-        for start in self._links.keys() - set(starts):
-            link = self._links.pop(start)
+        self.client.followers = self.links
+        for start in self.links.by_start.keys() - set(starts):
+            link = self.links.by_start.pop(start)
             await link.drop()
             self.lost(link)
         for start in starts:
-            if start not in self._links:
-                self._links[start] = self.connect(start[0], self)
+            if start not in self.links.by_start:
+                self.links.by_start[start] = self.connect(start[0], self)
 
     async def heartbeats(self) -> dict[str, Heartbeat]:
-        """The workers' heartbeats by address: whether they answer, whatever the progress of their groups."""
-        groups, links = Counter(one.link for one in self._assigned.values()), list(self._links.values())
-        found = await asyncio.gather(*(link.heartbeat() for link in links))
-        return {
-            link.url: Heartbeat(heartbeat, f"{groups[link]} groups")
-            for link, heartbeat in zip(links, found, strict=True)
-        }
+        """The workers' heartbeats, by address."""
+        return await self.links.heartbeats(Counter(one.link for one in self._assigned.by_group.values()))
+
+    async def ended_at_work(self) -> frozenset[tuple[str, int]]:
+        """The starts of workers that have groups in flight, or had when they were lost."""
+        links = self.links.by_start
+        at_work = self._assigned.among(self._unfinished(), list(links.values()))
+        return frozenset(start for start, link in links.items() if link.lost_groups or at_work[link])
 
     def begun(self, link: Link) -> None:
         """The worker can be given groups from now on."""
+        link.lost_groups = False
         self._news.set()
-        self._background.do(self.told())
+        self._background.do(self.links.told())
         self.begin()
 
     def lost(self, link: Link) -> None:
         """The worker's groups that are not in the store begin again."""
         link.ready = False
-        if lost := [group for group, assignment in self._assigned.items() if assignment.link is link]:
+        if lost := self._assigned.of(link):
             log.warning("%d groups begin again: the rollout worker at %s was lost", len(lost), link.url)
+            self._suspect(link, [group for group in lost if not self.book.live[group].finished])
         for group in lost:
             self._unassign(group)
             self.book.withdraw(group)
@@ -287,7 +260,7 @@ class Rollouts(Followers):
             self._background.do(self.client.evict({event.url: event.reason}))
         elif isinstance(event, Spooled):
             self._spooled(link, event)
-        elif self._assigned.get(event.index) != Assignment(link, event.number):
+        elif self._assigned.by_group.get(event.index) != Assignment(link, event.number):
             link.take_back([event.number])
         else:
             self._handle(event)
@@ -303,6 +276,7 @@ class Rollouts(Followers):
             self._fail(event)
             return
         self._verifying.discard(event.index)
+        self.suspects.clear(event.index)
         self.verdicts += event.verdicts
         if isinstance(event, Finished):
             self.book.finish(event.index, event.version)
@@ -321,10 +295,10 @@ class Rollouts(Followers):
         """Groups were written to the store, and the worker no longer holds them."""
         link.start = event.record.start
         link.take_back(list(event.numbers))
-        groups = {group.index for group in event.record.finished}
-        mine = [g for g in groups if (w := self._assigned.get(g)) and w.link is link and w.number in event.numbers]
+        stored = {group.index for group in event.record.finished}
+        mine = [group for group in self._assigned.of(link, event.numbers) if group in stored]
         for group in mine:
-            del self._assigned[group]
+            del self._assigned.by_group[group]
         self.spool.note(event.record, mine)
 
     def _fail(self, event: Failed) -> None:
@@ -334,11 +308,20 @@ class Rollouts(Followers):
             self.book.withdraw(event.index)
             self._end(ERRORS[event.cause](event.reason))
             return
+        self.suspects.clear(event.index)
         attempts = self.book.fail(event.index)
         level = logging.WARNING if self.book.failures.total() == 1 or self._is_last(attempts) else logging.DEBUG
         log.log(level, "group %d, attempt %d: %s", event.index, attempts, event.reason)
         if self._is_last(attempts):
             self._reject(event.index, f"failed: {event.reason}")
+
+    def _suspect(self, link: Link, groups: Sequence[int]) -> None:
+        """A worker was lost with these groups in flight; a single one is taken for the cause."""
+        link.lost_groups = bool(groups)
+        self.suspects.worker_ended(groups)
+        for group in groups:
+            if self._is_last(ends := self.suspects.ends[group]):
+                self._reject(group, f"failed: its rollout worker ended {ends} times while it generated only this group")
 
     def _reject(self, index: int, reason: str, reward: float | None = None) -> None:
         """A group will not be trained on."""
@@ -353,47 +336,24 @@ class Rollouts(Followers):
         self._failure = error
         self._news.set()
 
+    def _unfinished(self) -> list[int]:
+        """The groups that have begun, or wait for a worker to begin."""
+        return [group for group, live in self.book.live.items() if not live.finished]
+
     def begin(self) -> None:
-        """Lease as many groups as the rule admits, consecutive ones to a worker; none while new workers start."""
-        links = self._ready()
-        starting = any(not link.tried for link in self._links.values())
-        if (version := self.client.version) is None or self._failure is not None or starting or not links:
+        """Lease as many groups as the rule admits; none while new workers start, or while `held` if no stage waits."""
+        links, held = self.links.ready(), self.held.is_set()
+        if (version := self.client.version) is None or self._failure is not None or self.links.starting or not links:
             return
-        generating = (g for g, live in self.book.live.items() if not live.finished and g not in self._verifying)
-        held = Counter(self._assigned[group].link for group in generating)
-        most = self.client.capacity - held.total()
-        if self.held.is_set():
-            most = min(most, self.book.short()) if self._taking else 0
-        begun = self.book.lease(version, most)
-        share = -(-len(begun) // len(links))
-        for i, link in enumerate(sorted(links, key=lambda link: held[link])):
-            mine = begun[i * share : (i + 1) * share]
-            leases = [Lease(number=next(self._numbers), index=index, floor=version) for index in mine]
-            self._assigned |= {lease.index: Assignment(link, lease.number) for lease in leases}
-            if leases:
-                link.give(leases)
-
-    # ── the servers that the workers generate on, as their client's `Followers` ────────────────────────
-
-    def changed(self) -> None:
-        """Send the workers the servers that may generate, without waiting for the acknowledgements."""
-        if (serving := self.client.serving) != self._serving:
-            self._serving = serving
-            self._background.do(self.told())
-
-    async def told(self) -> None:
-        """Return when all workers have acknowledged which servers may generate."""
-        serving = self.client.serving
-        await asyncio.gather(*(link.follow(serving) for link in self._links.values()))
-
-    async def busy(self) -> Mapping[str, int]:
-        """The workers' requests in flight, by server address."""
-        found = await asyncio.gather(*(link.requests() for link in self._links.values()))
-        return sum(map(Counter, found), Counter[str]())
-
-    def under_way(self) -> Mapping[str, int]:
-        """The same, as of the workers' last heartbeats."""
-        return sum((Counter(link.busy) for link in self._links.values()), Counter[str]())
+        if held and not self._taking:
+            return
+        most = self.client.capacity - sum(group not in self._verifying for group in self._unfinished())
+        self.book.lease(version, min(most, self.book.short()) if held else most)
+        unfinished = self._unfinished()
+        waiting = [group for group in unfinished if group not in self._assigned]
+        for link, groups in self.suspects.share(waiting, self._assigned.among(unfinished, links)).items():
+            floors = {group: self.book.live[group].version for group in groups}
+            self._assigned.give(link, floors, any(group in self.suspects for group in groups))
 
 
 def recover(book: Book, spool: Spool) -> list[RejectedGroup]:

@@ -112,7 +112,11 @@ class Rollout(Section):
         description="Time limit of one attempt at a group in seconds, waits for servers included.",
     )
     group_attempts: int = operational(
-        3, ge=1, le=1000, description="Failed attempts at a group after which it is rejected."
+        3,
+        ge=1,
+        le=1000,
+        description="Failed attempts at a group after which it is rejected; likewise ends of its rollout worker while "
+        "that generated only this group.",
     )
     max_failed_groups: int = operational(
         32,
@@ -401,7 +405,7 @@ class Launcher(Section):
         ge=0,
         le=1000,
         description="Restarts of a failed service, without a commit in between, before the run stops; one of several "
-        "inference servers is left out instead.",
+        "inference servers is left out instead. Ends of rollout workers that have groups in flight do not count.",
     )
     warn_seconds: float = operational(
         60.0,

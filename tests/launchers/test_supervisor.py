@@ -159,6 +159,17 @@ def test_a_service_that_fails_too_often_stops_the_run(begin: Begin) -> None:
         supervisor.look(["ready"])
 
 
+def test_an_end_that_is_explained_uses_up_no_restarts(begin: Begin) -> None:
+    supervisor = begin("ready", restarts=0)
+    for restart in range(2):
+        [url] = supervisor.wait(["ready"])
+        supervisor.end([url])
+        assert supervisor.look(["ready"], explained=lambda: [(url, restart)]) == []  # noqa: B023
+    supervisor.end(supervisor.wait(["ready"]))
+    with pytest.raises(ServiceFailed, match=r"failed 1 times"):
+        supervisor.look(["ready"], explained=lambda: [(url, 1)])
+
+
 def test_one_of_several_that_fails_too_often_is_left_out(begin: Begin) -> None:
     supervisor = begin("ready", "other", restarts=0)
     [first, second] = supervisor.wait(["ready", "other"])

@@ -35,7 +35,7 @@ class Near:
         self.url, self.busy, self.start = url, dict[str, int](), None
         self._listener, self._loop = listener, asyncio.get_running_loop()
         self.groups = make(lambda event: self._soon(self._tell, event))
-        self.gone, self.ready, self.tried = False, False, False
+        self.gone, self.ready, self.tried, self.lost_groups = False, False, False, False
         self._soon(self._begin)
 
     @property
@@ -89,18 +89,18 @@ class Here(Rollouts):
     rows: pa.Table  # of the last iteration
 
     def near(self, url: str = "0") -> Near:
-        return cast(Near, next(link for link in self._links.values() if link.url == url))
+        return cast(Near, next(link for link in self.links.by_start.values() if link.url == url))
 
     @property
     def finished(self) -> dict[int, list[Sample]]:
         """In the memory of workers, and the flow knows it."""
-        held = [held for link in self._links.values() for held in cast(Near, link).groups.finished.values()]
+        held = [held for link in self.links.by_start.values() for held in cast(Near, link).groups.finished.values()]
         known = {index for index, live in self.book.live.items() if live.finished}
         return {one.index: one.samples for one in held if one.index in known}
 
     async def groups(self, workers: int = 1) -> list[int]:
         """The groups that the next iteration takes."""
-        if not self._links:
+        if not self.links.by_start:
             await self.have({(str(n), 0) for n in range(workers)})
         parts = await self.take(f"run/iteration/attempt={new_attempt()}")
         self.rows = pa.concat_tables([read_table(self.spool.store, part.tables["rollout"]) for part in parts])

@@ -153,7 +153,7 @@ def test_while_it_is_held_only_what_a_stage_waits_for_begins(eta: int, before: i
         scene = Scene()
         found = rollouts(scene, store, eta)
         await found.have({("0", 0)})
-        await until(lambda: found._ready())
+        await until(lambda: found.links.ready())
         for scene.version in range(before):
             found.consume(await found.groups())
         found.held.set()

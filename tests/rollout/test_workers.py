@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from near import some_store
-from test_rollouts import BATCH, Scene, at, go, rollouts
+from test_rollouts import BATCH, Scene, at, go, rollouts, sample
 from waiting import until
 
 from areal_tasks.rollout.orders import Finished, Lease, LeaseOver, Orders, Part
 from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.suspects import Suspects
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.spool import StartClosed, read_start
+from areal_tasks.workflows import Prompt, Sample, WorkflowContext
 
 
 @pytest.fixture
@@ -27,7 +30,7 @@ def test_workers_share_the_groups_and_the_table_is_in_order() -> None:
         scene = Scene()
         found = rollouts(scene, some_store(), eta=1)
         assert await found.groups(workers=2) == [0, 1, 2, 3]
-        shares = Counter(one.link.url for one in found._assigned.values())
+        shares = Counter(one.link.url for one in found._assigned.by_group.values())
         assert shares == {"0": BATCH, "1": BATCH}
         found.consume([0, 1, 2, 3])
         scene.version = 1
@@ -67,6 +70,64 @@ def test_a_killed_worker_that_lives_on_records_nothing(local_store: Store) -> No
             await zombie.groups.flush()
 
     go(work())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("eta", [0, 3])
+def test_the_group_that_ends_its_worker_is_found_by_halves_and_rejected(workers: int, eta: int) -> None:
+    """Other groups begin again at most once for each halving, and none of their attempts fails."""
+    guilty, ends = 6, Counter[int]()
+
+    class Crashing(Scene):
+        async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
+            self.begun.append(prompt.group_id)
+            if prompt.group_id == guilty:
+                await end_worker()
+            for _ in range(20):  # others are in flight meanwhile
+                await asyncio.sleep(0)
+            return [sample(prompt.group_id, self.version)]
+
+    async def end_worker() -> None:
+        link = found._assigned.by_group[guilty].link
+        worker, running = link.url, found._assigned.among(found._unfinished(), [link])
+        ends[len(running[link])] += 1
+        starts = {(link.url, n + (link.url == worker)) for (_, n), link in found.links.by_start.items()}
+        found.near(worker).lose()
+        assert await found.ended_at_work() >= set(found.links.by_start) - starts
+        asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(found.have(starts)))
+        await asyncio.Event().wait()
+
+    async def work() -> None:
+        nonlocal found
+        found = rollouts(scene, some_store(), eta=eta, group_attempts=3)
+        taken: list[int] = []
+        for scene.version in range(8):
+            taken += await found.groups(workers)
+            found.consume(taken[-BATCH:])
+        assert len(set(taken)) == 8 * BATCH and guilty not in taken and found.book.settled.prefix > guilty
+        assert found.rejections.counts == {"failed": 1} and not found.book.failures
+        await found.close()
+
+    scene, found = Crashing(), cast(Any, None)
+    go(work())
+    assert ends[1] == 3 and all(count == 1 for size, count in ends.items() if size > 1)
+    assert max(Counter(scene.begun).values()) <= ends.total()
+
+
+def test_suspects_do_not_meet_other_groups_in_a_worker() -> None:
+    suspects = Suspects()
+    suspects.worker_ended([0, 1, 2, 3])
+    assert suspects.share([0, 1, 2, 3, 4, 5], {"a": []}) == {"a": [0, 1]}
+    assert suspects.share([2, 3, 4, 5], {"a": [0, 1]}) == {}
+    assert suspects.share([2, 3, 4, 5], {"a": [0], "b": [9]}) == {"b": [4, 5]}
+    assert suspects.share([0, 1, 2, 3, 4, 5], {"a": [8], "b": [9, 7]}) == {"b": [4, 5]}, "a is left to them"
+    suspects.worker_ended([0, 1])
+    assert suspects.share([0, 1, 2, 3], {"a": [], "b": [], "c": []}) == {"a": [0], "b": [1], "c": [2, 3]}
+    suspects.worker_ended([0])
+    for group in (0, 1, 2):
+        suspects.clear(group)
+    assert suspects.ends == {0: 1}
+    assert suspects.share([0, 3], {"a": [], "b": [9]}) == {"a": [3], "b": [0]}
 
 
 def _lease(index: int) -> Orders:

@@ -48,6 +48,20 @@ def test_user_code_that_ends_or_blocks_its_worker_costs_no_group(tmp_path: Path,
     assert not run_sql(run.store, "run", "FROM spool WHERE state = 'rejected'").num_rows
 
 
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow("one worker has to take all in turn"))])
+def test_a_group_that_always_ends_its_worker_is_rejected_and_the_run_goes_on(tmp_path: Path, workers: int) -> None:
+    """No restart is left to the supervisor: the ends count against the groups in flight."""
+    workflow = {"name": "working:Misbehaving", "arguments": {"how": "always", "group": 9, "folder": str(tmp_path)}}
+    rollout = {"max_head_offpolicyness": 2, "workers": workers, "group_attempts": 2}
+    recipe = ahead(workflow=workflow, rollout=rollout, launcher={"type": "local", "restarts": 0})
+    run = drive(tmp_path, "run", recipe)
+    rejected = run_sql(run.store, "run", "SELECT group_id, reason FROM spool WHERE state = 'rejected'").to_pylist()
+    reason = "failed: its rollout worker ended 2 times while it generated only this group"
+    assert rejected == [{"group_id": 9, "reason": reason}]
+    taken = [group for groups in groups_by_iteration(run)[:ITERATIONS] for group in groups]
+    assert len(taken) == len(set(taken)) and set(range(max(taken) + 1)) == {*taken, 9}
+
+
 def test_a_killed_worker_costs_its_groups_in_flight_and_the_run_goes_on(tmp_path: Path) -> None:
     """SIGKILL at some instant of each iteration; what it has spooled is trained on."""
 

@@ -12,13 +12,16 @@ from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext
 
 
 class Misbehaving:
-    """A single turn, but for what happens `how` in the first attempt at `group`, which a file in `folder` tells of."""
+    """A single turn, but for what happens `how` in the first attempt at `group`, which a file in `folder` tells of.
+
+    `always`: in all attempts.
+    """
 
     def __init__(self, how: str, group: int, folder: str) -> None:
         self.how, self.group, self.folder = how, group, Path(folder)
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
-        if prompt.group_id == self.group and self._first():
+        if prompt.group_id == self.group and (self._first() or self.how == "always"):
             self._misbehave()
         return await SingleTurn().run(prompt, context)
 
@@ -31,7 +34,7 @@ class Misbehaving:
         return True
 
     def _misbehave(self) -> Any:
-        if self.how == "leave":
+        if self.how in ("leave", "always"):
             os._exit(3)
         if self.how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final, cast
@@ -37,7 +38,9 @@ from areal_tasks.rollout.orders import (
 )  # fmt: skip
 from areal_tasks.rollout.spooling import Writer, narrowed, spooled_rows, tables_of
 from areal_tasks.rollout.worker.apart import in_time
+from areal_tasks.store.backend import StoreError
 from areal_tasks.store.shards import write_table
+from areal_tasks.store.spool import StartClosed
 from areal_tasks.workflows import Prompt, Sample, Workflow, WorkflowContext, samples_to_table
 from schemas.errors import UserError
 from schemas.manifest import SpoolRecord
@@ -173,6 +176,9 @@ class Groups:
         samples: list[Sample] = []
         reason, failure = "", None
         try:
+            if lease.suspect:
+                with suppress(StoreError, StartClosed):  # it is written later
+                    await asyncio.shield(self.flush())
             samples = await self._attempt(lease)
             if self.judge is not None:
                 self.report(Generated(number=lease.number, index=lease.index))

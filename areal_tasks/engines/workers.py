@@ -1,0 +1,68 @@
+"""The rollout workers of one run: restarted when they end, and made known to the component that leases them groups."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+from areal_tasks.engines.loop_thread import LoopThread
+from areal_tasks.engines.starting import ready
+from areal_tasks.engines.watchdog import Heartbeat, Watchdog
+from areal_tasks.launchers.supervisor import Ready, Supervisor
+from schemas.recipe.recipe import Recipe, RlhfRecipe
+
+
+class LeaseManager(Protocol):
+    """The component that leases groups to the workers. Its methods run in the event loop of the inference client."""
+
+    async def have(self, starts: Collection[tuple[str, int]]) -> None:
+        """Use exactly these workers: (address, number of the start)."""
+        ...
+
+    async def heartbeats(self) -> Mapping[str, Heartbeat]:
+        """A heartbeat per worker, by its address."""
+        ...
+
+    async def ended_at_work(self) -> Collection[tuple[str, int]]:
+        """Starts of workers that have groups in flight, or had when they were lost: these are blamed for an end."""
+        ...
+
+
+class Workers:
+    """The workers that `recipe` asks for if the run `generates`, else none. `Engines` starts them."""
+
+    def __init__(
+        self, recipe: Recipe, generates: bool, supervisor: Supervisor, watchdog: Watchdog, loop: LoopThread
+    ) -> None:
+        count = recipe.rollout.workers if generates and isinstance(recipe, RlhfRecipe) else 0
+        self.names = [f"rollout-{i}" for i in range(count)]
+        self._supervisor = supervisor
+        self._watchdog = watchdog
+        self._loop = loop
+        self._manager: LeaseManager | None = None
+        self._ready: list[Ready] = []  # as the manager knows them
+
+    def serve(self, manager: LeaseManager | None) -> None:
+        """Give this manager alone the workers, once they have started; None: no component uses them."""
+        self._manager, self._ready = manager, []
+        if manager is not None:
+            ready(self._supervisor, self._watchdog, self.names)
+            self.tend()
+
+    def tend(self) -> None:
+        """Restart workers that have ended, and tell the manager which ones are ready.
+
+        Raises:
+            ServiceFailed: none is left, and `launcher.restarts` are used up.
+        """
+        if (manager := self._manager) is None:
+            return
+        found = self._supervisor.look(self.names, explained=lambda: self._loop.run(manager.ended_at_work()))
+        if found != self._ready:
+            self._ready = found
+            self._loop.run(manager.have({(one.url, one.restart) for one in found}))
+
+    def heartbeats(self) -> dict[str, Heartbeat]:
+        """A heartbeat per worker, by its name."""
+        found = self._loop.run(self._manager.heartbeats()) if self._manager is not None else {}
+        return {self._supervisor.name_at(url): heartbeat for url, heartbeat in found.items()}
