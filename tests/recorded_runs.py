@@ -11,7 +11,7 @@ from stage_driver import store_in, tiny, tiny_sft
 from areal_tasks.store.backend import Store
 from schemas.recipe.recipe import Recipe
 
-RUNS: Final = Path(__file__).parent / "fixtures" / "schema-2" / "runs.tar.xz"
+FIXTURES: Final = Path(__file__).parent / "fixtures"
 _SMALL: Final[dict[str, dict[str, Any]]] = {
     "rollout": {"groups": 2, "group_size": 4},
     "evaluation": {"every": 0, "limit": 0, "max_new_tokens": 256},
@@ -29,8 +29,17 @@ def recipes() -> dict[str, Recipe]:
     }
 
 
-def unpack(folder: Path) -> Store:
+def recipes_ahead() -> dict[str, Recipe]:
+    """As `recipes`, of the asynchronous runs. Their files have the names that fields had before they were renamed."""
+    sections = _SMALL | {"rollout": {**_SMALL["rollout"], "max_head_offpolicyness": 2, "flush_seconds": 0.0}}
+    capped = {"behaviour_cap": 3.0, "behaviour_level": "sequence", "max_logprob_gap": 9.0}
+    bounds = {"behaviour_bound": "mask", "behaviour_low": 0.4, "behaviour_high": 4.0, "max_logprob_gap": 9.0}
+    masked = bounds | {"kl": "none", "kl_coef": 0.0, "minibatches": 1}
+    return {name: tiny(algorithm=named, **sections) for name, named in (("cap", capped), ("mask", masked))}
+
+
+def unpack(folder: Path, made: str = "schema-2") -> Store:
     """The store of `folder`, with the recorded runs in it."""
-    with tarfile.open(RUNS) as archive:
+    with tarfile.open(FIXTURES / made / "runs.tar.xz") as archive:
         archive.extractall(folder / "store", filter="data")
     return store_in(folder)

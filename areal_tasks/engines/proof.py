@@ -65,7 +65,8 @@ class Proof:
         if computed := computed_tensors(before):
             log.warning(
                 "not proven that new weights reach all tensors: the servers compute %s, which the proof would "
-                "overwrite, too. The logprob gap of each iteration (algorithm.max_logprob_gap) shows it instead",
+                "overwrite, too. The train-inference mismatch (algorithm.max_logprob_gap) of each iteration "
+                "shows it instead",
                 shown(computed),
             )
             return True

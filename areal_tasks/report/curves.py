@@ -110,7 +110,7 @@ CHARTS: Final = (
     ),
     Chart(
         "gap",
-        "Logprob gap",
+        "Train–inference mismatch",
         "Trainer against server on tokens of the trainer's own version, mean and greatest, in nats.",
         scale="log",
     ),

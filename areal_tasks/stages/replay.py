@@ -166,7 +166,7 @@ def replay_segments(original: Run, origin: Origin, child: str, changes: Sequence
     """For each recipe of the original: its first iteration, and the recipe of the replay `child` from there.
 
     A replay has the iterations that were committed when it was created. The recorded samples may come from other
-    weights than the replay's, so the limit on the logprob gap to the trainer is lifted, unless a change sets it.
+    weights than the replay's, so the limit on the train-inference mismatch is lifted, unless a change sets it.
 
     Raises:
         UserError: the original has not committed the iteration to begin at, or the replay does not allow the changes.

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-from schemas.recipe.fields import before, is_semantic, leaves
+from schemas.recipe.fields import before, former_name, is_semantic, leaves
 
 KEY_LENGTH: Final = 32
 
@@ -18,8 +19,8 @@ def recipe_values(recipe: BaseModel, fields: Sequence[str]) -> dict[str, Any]:
     """The semantic values of `recipe` below each of `fields` (`"rollout"`, `"rollout.temperature"`), by dotted path.
 
     Operational fields are left out, and so is a field that was added later while it has the value that older runs were
-    computed with, so that keys that were recorded before stay valid. KeyError: one of `fields` does not exist or is
-    operational.
+    computed with, so that keys that were recorded before stay valid; for the same reason a renamed field has its former
+    name. KeyError: one of `fields` does not exist or is operational.
     """
     found = {path: (value, info) for path, value, info in leaves(recipe) if is_semantic(info)}
     values: dict[str, Any] = {}
@@ -27,8 +28,15 @@ def recipe_values(recipe: BaseModel, fields: Sequence[str]) -> dict[str, Any]:
         below = [path for path in found if path == field or path.startswith(f"{field}.")]
         if not below:
             raise KeyError(f"{field} has no semantic field: a key cannot depend on it")
-        values |= {path: found[path][0] for path in below if found[path][0] != before(found[path][1])}
+        given = ((path, *found[path]) for path in below)
+        values |= {_key_name(path, info): value for path, value, info in given if value != before(info)}
     return values
+
+
+def _key_name(path: str, info: FieldInfo) -> str:
+    """The dotted path of a field in keys."""
+    section, dot, name = path.rpartition(".")
+    return f"{section}{dot}{former_name(info) or name}"
 
 
 def semantic_values(recipe: BaseModel) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def needs_proximal(recipe: RlhfRecipe) -> bool:
     known before the loss of its first token.
     """
     algorithm = recipe.algorithm
-    return is_decoupled(recipe) and (algorithm.minibatches > 1 or algorithm.behaviour_level == "sequence")
+    return is_decoupled(recipe) and (algorithm.minibatches > 1 or algorithm.tis_level == "sequence")
 
 
 def interruption(recipe: Recipe) -> Interruption | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
 #: `before` of a field that every recorded recipe has.
@@ -20,6 +20,11 @@ class Section(BaseModel):
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, hide_input_in_errors=True
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_former_names(cls, values: Any) -> Any:
+        return with_current_names(values, cls) if isinstance(values, Mapping) else values
+
 
 def semantic(
     default: Any = ...,
@@ -27,6 +32,7 @@ def semantic(
     description: str,
     before: Any = ALWAYS_THERE,
     formerly: Sequence[Any] = (),
+    renamed_from: str = "",
     **bounds: Any,
 ) -> Any:
     """A field that changes what is computed: it is part of the keys of the stages that read it.
@@ -40,9 +46,12 @@ def semantic(
             keys, so that the keys of recorded stages stay valid.
         formerly: For a field whose default has changed: its former defaults. Recorded recipes and keys contain the
             value already.
+        renamed_from: The field's former name. Recipes may contain it, and keys always do, so that the keys of recorded
+            stages stay valid.
     """
     history = {} if before is ALWAYS_THERE else {"before": before}
     history |= {"formerly": list(formerly)} if formerly else {}
+    history |= {"renamed_from": renamed_from} if renamed_from else {}
     return Field(default, description=description, json_schema_extra={"semantic": True, **history}, **bounds)
 
 
@@ -69,6 +78,20 @@ def former_values(info: FieldInfo) -> list[Any]:
     """The values, besides today's default, that runs may have which did not set the field."""
     earlier = before(info)
     return [*([] if earlier is ALWAYS_THERE else [earlier]), *_extra(info).get("formerly", [])]
+
+
+def former_name(info: FieldInfo) -> str:
+    """The field's name in recipes and keys of earlier versions; empty if it was never renamed."""
+    return str(_extra(info).get("renamed_from", ""))
+
+
+def with_current_names(values: Mapping[str, Any], model: type[Section]) -> dict[str, Any]:
+    """A section's values with today's names of its fields. ValueError if a field has both of its names."""
+    former = {former_name(info): name for name, info in model.model_fields.items() if former_name(info)}
+    for old, name in former.items():
+        if old in values and name in values:
+            raise ValueError(f"{old} is the former name of {name}; give one of them")
+    return {former.get(name, name): value for name, value in values.items()}
 
 
 def is_default(info: FieldInfo, value: Any) -> bool:

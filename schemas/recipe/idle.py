@@ -49,7 +49,7 @@ def splits(recipe: Any) -> bool:
 SGLANG_ALONE: Final = (
     "tensor_parallel", "gpus", "memory_fraction", "first_port", "release_memory", "transport", "prove_weights", "flags",
 )  # fmt: skip
-BEHAVIOUR: Final = ("behaviour_bound", "behaviour_cap", "behaviour_low", "behaviour_high", "behaviour_level")
+TIS: Final = ("tis_bound", "tis_cap", "tis_low", "tis_high", "tis_level")
 IDLE: Final = (
     Idle("inference.deterministic", _embedded, "with inference.engine sglang: only the embedded engine uses it"),
     Idle("inference.slots", _embedded, "with inference.engine sglang: only the embedded engine uses it"),
@@ -92,16 +92,16 @@ IDLE: Final = (
             "with server and trainer on the CPU in float32 (embedded and deterministic, local without gpus) and "
             "rollout.max_head_offpolicyness 0: their logprobs differ only by rounding, and the weight is 1",
         )
-        for name in ("decoupled", *BEHAVIOUR)
+        for name in ("decoupled", *TIS)
     ),
     *(
         Idle(f"algorithm.{name}", lambda r: r.algorithm.decoupled, "with algorithm.decoupled false: no weight is used")
-        for name in BEHAVIOUR
+        for name in TIS
     ),
-    Idle("algorithm.behaviour_cap", lambda r: r.algorithm.behaviour_bound == "cap", "with behaviour_bound mask"),
+    Idle("algorithm.tis_cap", lambda r: r.algorithm.tis_bound == "cap", "with tis_bound mask"),
     *(
-        Idle(f"algorithm.{name}", lambda r: r.algorithm.behaviour_bound == "mask", "unless behaviour_bound is mask")
-        for name in ("behaviour_low", "behaviour_high")
+        Idle(f"algorithm.{name}", lambda r: r.algorithm.tis_bound == "mask", "unless tis_bound is mask")
+        for name in ("tis_low", "tis_high")
     ),
     *(
         Idle(

@@ -7,7 +7,16 @@ from typing import Any, TypeVar
 
 from pydantic.fields import FieldInfo
 
-from schemas.recipe.fields import ALWAYS_THERE, Section, before, former_values, is_default, leaves, nested_section
+from schemas.recipe.fields import (
+    ALWAYS_THERE,
+    Section,
+    before,
+    former_values,
+    is_default,
+    leaves,
+    nested_section,
+    with_current_names,
+)
 from schemas.recipe.load import RECIPES, parse_recipe
 from schemas.recipe.recipe import BaseRecipe
 
@@ -15,9 +24,9 @@ R = TypeVar("R", bound=BaseRecipe)
 
 
 def read_recorded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested values of a recorded recipe, with the fields that it lacks because they were added later.
+    """The nested values of a recorded recipe, under today's names, with the fields that it lacks as added later.
 
-    Each of these gets the value that the run was computed with (`before` in its declaration), not today's default.
+    Each of the latter gets the value that the run was computed with (`before` in its declaration), not today's default.
     Every reader of recorded recipes must call this. A recipe of an unknown flow is returned unchanged.
     """
     model = RECIPES.get(str(values.get("flow")))
@@ -50,10 +59,10 @@ def _is_kept(info: FieldInfo, value: Any, known: Any) -> bool:
 
 
 def _filled(values: Mapping[str, Any], model: type[Section]) -> dict[str, Any]:
-    result = dict(values)
+    result = with_current_names(values, model)
     for name, info in model.model_fields.items():
-        part, given = nested_section(info), values.get(name, {} if info.default_factory else None)
-        if part is None and name not in values and before(info) is not ALWAYS_THERE:
+        part, given = nested_section(info), result.get(name, {} if info.default_factory else None)
+        if part is None and name not in result and before(info) is not ALWAYS_THERE:
             result[name] = before(info)
         elif part is not None and isinstance(given, Mapping) and (filled := _filled(given, part)):
             result[name] = filled

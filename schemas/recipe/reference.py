@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from schemas.recipe.checks import REFUSED_KEYS
-from schemas.recipe.fields import Section, former_values, is_semantic, nested_section
+from schemas.recipe.fields import Section, former_name, former_values, is_semantic, nested_section
 from schemas.recipe.idle import IDLE
 from schemas.recipe.load import RECIPES
 from schemas.recipe.recipe import BaseRecipe
@@ -41,7 +41,7 @@ how fast and how visibly; changing one recomputes nothing.
 
 A resumed run keeps the values that it was started with. If a default has changed since, or a field was added, the
 recorded value stays in force, and the log says so ("In older runs" gives it below); a field that the recipe sets to
-anything but today's default must agree with the run.
+anything but today's default must agree with the run. A renamed field is also accepted under its former name.
 """
 
 _TABLE: Final = "| field | type | default | bounds | kind | description |\n|---|---|---|---|---|---|"
@@ -129,9 +129,10 @@ def _type(annotation: Any) -> str:
 
 
 def _description(info: FieldInfo) -> str:
-    """The field's description, and its values in older runs if its default has changed or it was added later."""
+    """The field's description, its former name, and its values in older runs if its default changed or it was added."""
     former = ", ".join(_value(value) for value in former_values(info))
-    return f"{info.description or ''}{f' In older runs: {former}.' if former else ''}"
+    renamed = f" Formerly `{former_name(info)}`." if former_name(info) else ""
+    return f"{info.description or ''}{renamed}{f' In older runs: {former}.' if former else ''}"
 
 
 _NAMES: Final[dict[Any, str]] = {

@@ -224,24 +224,41 @@ class Grpo(Section):
         "to the policy of the iteration's start (proximal), with a weight that corrects for the sampling policy "
         "(behaviour). `false`: plain PPO, which clips the ratio to the behaviour policy.",
     )
-    behaviour_bound: Literal["cap", "mask"] = semantic(
+    tis_bound: Literal["cap", "mask"] = semantic(
         "cap",
         before="cap",
-        description="How the behaviour weight π_proximal/π_behaviour is bounded. `cap`: at most `behaviour_cap` "
-        "(truncated importance sampling). `mask`: 0, and no gradient, outside `behaviour_low` and `behaviour_high` "
+        renamed_from="behaviour_bound",
+        description="How the behaviour weight π_proximal/π_behaviour is bounded. `cap`: at most `tis_cap` "
+        "(truncated importance sampling). `mask`: 0, and no gradient, outside `tis_low` and `tis_high` "
         "(IcePop).",
     )
-    behaviour_cap: float = semantic(
+    tis_cap: float = semantic(
         2.0,
+        renamed_from="behaviour_cap",
         ge=1,
         le=1e6,
         description="Cap of the behaviour weight, which is 1 with η = 0 and server and trainer on the CPU in float32.",
     )
-    behaviour_low: float = semantic(0.5, before=0.5, ge=0, le=1, description="Smallest behaviour weight not masked.")
-    behaviour_high: float = semantic(5.0, before=5.0, ge=1, le=1e6, description="Largest behaviour weight not masked.")
-    behaviour_level: Literal["token", "sequence"] = semantic(
+    tis_low: float = semantic(
+        0.5,
+        before=0.5,
+        renamed_from="behaviour_low",
+        ge=0,
+        le=1,
+        description="Smallest behaviour weight not masked.",
+    )
+    tis_high: float = semantic(
+        5.0,
+        before=5.0,
+        renamed_from="behaviour_high",
+        ge=1,
+        le=1e6,
+        description="Largest behaviour weight not masked.",
+    )
+    tis_level: Literal["token", "sequence"] = semantic(
         "token",
         before="token",
+        renamed_from="behaviour_level",
         description="The weight that is bounded and applied: each token's own, or the product over the generated "
         "tokens of its sample, which needs another forward pass if there is one minibatch.",
     )
@@ -257,7 +274,8 @@ class Grpo(Section):
         0.1,
         gt=0,
         le=100,
-        description="Mean difference of a token's logprobs in engine and trainer, in nats, above which the run stops.",
+        description="Train-inference mismatch (mean difference of a token's logprobs in server and trainer, in nats) "
+        "above which the run stops.",
     )
     minibatches: int = semantic(
         1, ge=1, le=1024, description="Optimizer steps per iteration; divides groups · group_size."
@@ -449,7 +467,7 @@ class Alerts(Section):
         0.05,
         ge=0,
         le=100,
-        description="Mean logprob gap of engine and trainer, in nats; `algorithm.max_logprob_gap` stops the run.",
+        description="Train-inference mismatch, in nats; `algorithm.max_logprob_gap` stops the run.",
     )
     min_effective_sample_size: float = operational(
         0.5,

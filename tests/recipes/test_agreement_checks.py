@@ -18,7 +18,7 @@ ON_GPU = ["trainer.gpus=[0]"]
 SGLANG = ["inference={engine: sglang}"]
 STALE = ["rollout.max_head_offpolicyness=2"]
 PLAIN = ["algorithm.decoupled=false"]
-SEQUENCE = ["algorithm.behaviour_level=sequence"]
+SEQUENCE = ["algorithm.tis_level=sequence"]
 
 
 def recipe(*overrides: str) -> RlhfRecipe:
@@ -81,7 +81,7 @@ def test_plain_ppo_clips_with_one_minibatch_too() -> None:
 @pytest.mark.parametrize("overrides", [[], ROUNDS, ["algorithm.kl=reward", "algorithm.kl_coef=0.1"]])
 def test_keys_of_synchronous_runs_know_nothing_of_it(overrides: list[str]) -> None:
     values = stage_values(*overrides)
-    added = ("decoupled", "behaviour_bound", "behaviour_low", "behaviour_high", "behaviour_level", "offpolicyness")
+    added = ("decoupled", "tis_bound", "tis_low", "tis_high", "tis_level", "offpolicyness")
     assert not [path for found in values.values() for path in found if path.endswith(added)]
     assert stage_values(*STALE)["train"]["rollout.max_head_offpolicyness"] == 2
     assert not stage_values(*STALE, *PLAIN)["train"]["algorithm.decoupled"]
@@ -101,9 +101,9 @@ def test_kl_in_the_reward_of_old_samples_is_by_the_trainer() -> None:
 
 @pytest.mark.parametrize("minibatches", [[], ONE])
 def test_the_behaviour_weight_acts_where_engines_differ(minibatches: list[str]) -> None:
-    assert recipe(*ROUNDS, *minibatches, "algorithm.behaviour_cap=1.5").algorithm.behaviour_cap == 1.5
-    with pytest.raises(UserError, match=r"algorithm\.behaviour_cap: has no effect with server and trainer on the CPU"):
-        recipe(*minibatches, "algorithm.behaviour_cap=1.5")
+    assert recipe(*ROUNDS, *minibatches, "algorithm.tis_cap=1.5").algorithm.tis_cap == 1.5
+    with pytest.raises(UserError, match=r"algorithm\.tis_cap: has no effect with server and trainer on the CPU"):
+        recipe(*minibatches, "algorithm.tis_cap=1.5")
 
 
 @pytest.mark.parametrize("engines", [[], ROUNDS])

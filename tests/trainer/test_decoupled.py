@@ -130,7 +130,7 @@ def test_tokens_with_a_log_ratio_above_the_bound_are_counted_once_each() -> None
 def test_what_the_recipe_says_reaches_the_objective() -> None:
     assert made(algorithm={"max_log_ratio": 0.0}).log_ratio_limit == math.inf
     assert not made().own_proximal and not made(algorithm={"minibatches": 1}).own_proximal
-    one = made(algorithm={"minibatches": 1, "behaviour_cap": 3.0}, inference=ROUNDS)
+    one = made(algorithm={"minibatches": 1, "tis_cap": 3.0}, inference=ROUNDS)
     assert one.own_proximal and one.behaviour == Bound("cap", 3.0)
     assert not made(inference=ROUNDS).own_proximal
 

@@ -28,7 +28,7 @@ LENGTHS = [9, 4, 13, 6, 11, 3, 8, 5, 10, 7, 12, 5]
 MANY = [16] * 24  # 336 generated tokens
 AGES = ("lag_mean", "lag_max", "stale_kv")
 WEIGHTS = ("effective_sample_size", "behaviour_clipped")
-MASK = {"behaviour_bound": "mask", "behaviour_low": 0.9, "behaviour_high": 1.1}
+MASK = {"tis_bound": "mask", "tis_low": 0.9, "tis_high": 1.1}
 
 
 def made(eta: int = 4, **algorithm: Any) -> Settings:
@@ -100,7 +100,7 @@ def test_equal_versions_on_identical_engines_give_plain_ppo_to_the_bit(
 ) -> None:
     """The proximal policy is the one that has sampled: every weight is 1."""
     given = tables(gap=0.0)
-    decoupled, gradient = learn(tiny, given, made(minibatches=2, behaviour_level=level, **bound))
+    decoupled, gradient = learn(tiny, given, made(minibatches=2, tis_level=level, **bound))
     plain = {name: table for name, table in given.items() if name != "proximal"}
     expected, wanted = learn(tiny, plain, made(minibatches=2, decoupled=False))
     synchronous, same = learn(tiny, plain, made(eta=0, minibatches=2))
@@ -146,7 +146,7 @@ def test_a_sample_whose_product_is_outside_the_band_has_no_gradient(tiny: Path) 
     lists = given["proximal"]["prox_logprobs"].to_pylist()
     lists[0][-1] = given["rollout"]["logprobs"].to_pylist()[0][-1] + 2.0
     given["proximal"] = proximal(given["rollout"], lists)
-    chosen = made(minibatches=1, behaviour_level="sequence", **MASK)
+    chosen = made(minibatches=1, tis_level="sequence", **MASK)
     learned, gradient = learn(tiny, given, chosen)
     silent = [
         [0.0] * n if i == 0 else row
@@ -160,7 +160,7 @@ def test_a_sample_whose_product_is_outside_the_band_has_no_gradient(tiny: Path) 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_nan_at_masked_positions_has_no_influence(tiny: Path, level: str) -> None:
-    given, chosen = tables(gap=0.1), made(minibatches=2, behaviour_level=level)
+    given, chosen = tables(gap=0.1), made(minibatches=2, tis_level=level)
     clean = [[0.0 if math.isnan(x) else x for x in row] for row in given["proximal"]["prox_logprobs"].to_pylist()]
     other = given | {"proximal": proximal(given["rollout"], clean)}
     (found, gradient), (wanted, expected) = learn(tiny, given, chosen), learn(tiny, other, chosen)
@@ -169,12 +169,12 @@ def test_nan_at_masked_positions_has_no_influence(tiny: Path, level: str) -> Non
     assert [found.metrics[name] for name in WEIGHTS] == [wanted.metrics[name] for name in WEIGHTS]
 
 
-@pytest.mark.parametrize("algorithm", [{}, MASK, {"behaviour_cap": 1.05}])
+@pytest.mark.parametrize("algorithm", [{}, MASK, {"tis_cap": 1.05}])
 def test_weights_of_sequences_do_not_depend_on_passes_chunks_layout_or_ranks(
     tiny: Path, algorithm: dict[str, Any]
 ) -> None:
     """The head sees 16 tokens at a time, which cuts samples in two."""
-    given, chosen = tables(gap=0.2), made(behaviour_level="sequence", **algorithm)
+    given, chosen = tables(gap=0.2), made(tis_level="sequence", **algorithm)
     whole = replace(chosen, trainer=chosen.trainer.model_copy(update={"micro_batch_tokens": 10_000}))
     expected, gradient = learn(tiny, given, whole)
     for changes in ({"micro_batch_tokens": 24}, {"head_chunk_tokens": 16}, {"layout": "packed"}):
@@ -209,7 +209,7 @@ def test_lag_and_stale_caches_are_those_of_the_tokens_trained_on(tiny: Path) -> 
 def test_weights_are_measured_over_all_minibatches(tiny: Path) -> None:
     """e^±.2 in turn, of which the cap 1.1 changes the greater."""
     given = tables(gap=0.2)
-    learned, _ = learn(tiny, given, small(minibatches=2, behaviour_cap=1.1))
+    learned, _ = learn(tiny, given, small(minibatches=2, tis_cap=1.1))
     weights = [1.1 if i % 2 == 0 else math.exp(-0.2) for n in LENGTHS for i in range(2, n)]
     expected = effective_sample_size(sum(weights), sum(w * w for w in weights), len(weights))
     assert learned.metrics["effective_sample_size"] == pytest.approx(expected, rel=1e-5)

@@ -71,7 +71,7 @@ def _grpo_settings(recipe: RlhfRecipe) -> Settings:
         clip_ratio=algorithm.clip_ratio,
         kl_coef=algorithm.kl_coef if algorithm.kl == "loss" else 0.0,
         behaviour=_bound(algorithm),
-        sequence_weights=is_decoupled(recipe) and algorithm.behaviour_level == "sequence",
+        sequence_weights=is_decoupled(recipe) and algorithm.tis_level == "sequence",
         log_ratio_limit=algorithm.max_log_ratio or math.inf,
         max_logprob_gap=algorithm.max_logprob_gap,
         makes_room=recipe.inference.release_memory,
@@ -81,9 +81,9 @@ def _grpo_settings(recipe: RlhfRecipe) -> Settings:
 
 
 def _bound(algorithm: Grpo) -> Bound:
-    if algorithm.behaviour_bound == "cap":
-        return Bound("cap", algorithm.behaviour_cap)
-    return Bound("mask", algorithm.behaviour_high, algorithm.behaviour_low)
+    if algorithm.tis_bound == "cap":
+        return Bound("cap", algorithm.tis_cap)
+    return Bound("mask", algorithm.tis_high, algorithm.tis_low)
 
 
 def _max_lag(rollout: Rollout) -> float | None:

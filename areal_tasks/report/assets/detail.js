@@ -36,7 +36,7 @@ function pairsOf(sample) {
     ["clipped", sample.sample_clip_fraction === undefined || sample.sample_clip_fraction === null ? null : percent(sample.sample_clip_fraction)],
     ["KL", knownNumber(sample.sample_kl)],
     ["loss", knownNumber(sample.sample_loss)],
-    ["logprob gap", knownNumber(sample.sample_logprob_gap)],
+    ["train–inference mismatch", knownNumber(sample.sample_logprob_gap)],
     ["group", sample.group_id === undefined ? null : String(sample.group_id)],
     ["epoch", sample.epoch === undefined ? null : String(sample.epoch)],
     ["server", sample.server],
