@@ -23,8 +23,8 @@ class LeaseManager(Protocol):
         """A heartbeat per worker, by its address."""
         ...
 
-    async def ended_at_work(self) -> Collection[tuple[str, int]]:
-        """Starts of workers that have groups in flight, or had when they were lost: these are blamed for an end."""
+    async def explained_ends(self) -> Collection[tuple[str, int]]:
+        """Starts of workers whose end is no failure: they had groups in flight, which are blamed, or were to end."""
         ...
 
 
@@ -57,7 +57,7 @@ class Workers:
         """
         if (manager := self._manager) is None:
             return
-        found = self._supervisor.look(self.names, explained=lambda: self._loop.run(manager.ended_at_work()))
+        found = self._supervisor.look(self.names, explained=lambda: self._loop.run(manager.explained_ends()))
         if found != self._ready:
             self._ready = found
             self._loop.run(manager.have({(one.url, one.restart) for one in found}))

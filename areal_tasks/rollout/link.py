@@ -58,7 +58,8 @@ class Link:
         self.ready = False  # the worker may be given groups
         self.tried = False  # it has been ready, or has failed to become ready
         self.busy: dict[str, int] = {}  # its requests in flight, by server address, at the last heartbeat
-        self.lost_groups = False  # it had groups in flight when it was lost
+        self.leaving = False  # it gets no more groups, and ends when it has none
+        self.explained = False  # its end is no failure: it left, or had groups in flight
         self.start: int | None = None  # its start of the spool, once it has recorded something
         self._listener = listener
         self._serving: Serving | None = None  # as the worker last acknowledged it
@@ -125,6 +126,12 @@ class Link:
             with suppress(WorkerLost, LeaseOver, UserError):
                 await self._ask("close")
         await self._session.close()
+
+    async def end(self) -> None:
+        """Have the worker's process end."""
+        self.ready, self.explained = False, True
+        with suppress(WorkerLost, LeaseOver):
+            await self._ask("end")
 
     async def drop(self) -> None:
         """Disconnect from a worker that has ended."""

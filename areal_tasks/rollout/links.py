@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.sharing import Followers, Serving
 from areal_tasks.engines.watchdog import Heartbeat
+from areal_tasks.rollout.assignments import Assignments
 from areal_tasks.rollout.background import Background
 from areal_tasks.rollout.link import Link
 
@@ -25,7 +26,11 @@ class Links(Followers):
 
     def ready(self) -> list[Link]:
         """Links to workers that may be given groups, or write them."""
-        return [link for link in self.by_start.values() if link.ready]
+        return [link for link in self.by_start.values() if link.ready and not link.leaving]
+
+    def left(self, assigned: Assignments) -> list[Link]:
+        """Links to workers that are leaving, and have no group any more."""
+        return [link for link in self.by_start.values() if link.ready and link.leaving and not assigned.of(link)]
 
     @property
     def starting(self) -> bool:

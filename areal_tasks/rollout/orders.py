@@ -117,6 +117,12 @@ class Broken(Message):
     reason: str
 
 
+class Leaving(Message):
+    """The worker's memory has passed `rollout.worker_memory_mb`: it wants no more groups, and to end after these."""
+
+    kind: Literal["leaving"] = "leaving"
+
+
 class Down(Message):
     """A server has failed."""
 
@@ -125,7 +131,9 @@ class Down(Message):
     reason: str
 
 
-Event = Annotated[Generated | Finished | Rejected | Failed | Spooled | Broken | Down, Field(discriminator="kind")]
+Event = Annotated[
+    Generated | Finished | Rejected | Failed | Spooled | Broken | Leaving | Down, Field(discriminator="kind")
+]
 
 
 class News(Message):

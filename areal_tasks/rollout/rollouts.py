@@ -37,6 +37,7 @@ from areal_tasks.rollout.orders import (
     Finished,
     Generated,
     LeaseOver,
+    Leaving,
     Part,
     Rejected,
     Spooled,
@@ -216,15 +217,15 @@ class Rollouts:
         """The workers' heartbeats, by address."""
         return await self.links.heartbeats(Counter(one.link for one in self._assigned.by_group.values()))
 
-    async def ended_at_work(self) -> frozenset[tuple[str, int]]:
-        """The starts of workers that have groups in flight, or had when they were lost."""
+    async def explained_ends(self) -> frozenset[tuple[str, int]]:
+        """Starts of workers that have groups in flight, had some when they were lost, or were asked to end."""
         links = self.links.by_start
         at_work = self._assigned.among(self._unfinished(), list(links.values()))
-        return frozenset(start for start, link in links.items() if link.lost_groups or at_work[link])
+        return frozenset(start for start, link in links.items() if link.explained or at_work[link])
 
     def begun(self, link: Link) -> None:
         """The worker can be given groups from now on."""
-        link.lost_groups = False
+        link.leaving = link.explained = False
         self._news.set()
         self._background.do(self.links.told())
         self.begin()
@@ -258,6 +259,9 @@ class Rollouts:
             self._end(UserError(event.reason))
         elif isinstance(event, Down):
             self._background.do(self.client.evict({event.url: event.reason}))
+        elif isinstance(event, Leaving):
+            log.warning("the rollout worker at %s uses too much memory, and ends after its groups", link.url)
+            link.leaving = True
         elif isinstance(event, Spooled):
             self._spooled(link, event)
         elif self._assigned.by_group.get(event.index) != Assignment(link, event.number):
@@ -317,7 +321,7 @@ class Rollouts:
 
     def _suspect(self, link: Link, groups: Sequence[int]) -> None:
         """A worker was lost with these groups in flight; a single one is taken for the cause."""
-        link.lost_groups = bool(groups)
+        link.explained = bool(groups)
         self.suspects.worker_ended(groups)
         for group in groups:
             if self._is_last(ends := self.suspects.ends[group]):
@@ -342,6 +346,8 @@ class Rollouts:
 
     def begin(self) -> None:
         """Lease as many groups as the rule admits; none while new workers start, or while `held` if no stage waits."""
+        for link in self.links.left(self._assigned):
+            self._background.do(link.end())
         links, held = self.links.ready(), self.held.is_set()
         if (version := self.client.version) is None or self._failure is not None or self.links.starting or not links:
             return

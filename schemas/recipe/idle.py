@@ -62,6 +62,7 @@ IDLE: Final = (
         Idle(f"inference.{name}", lambda r: r.flow == "rlhf", "in an evaluate recipe, which trains nothing")
         for name in ("release_memory", "transport")
     ),
+    Idle("rollout.worker_memory_mb", lambda r: r.launcher.type != "inline", "with launcher.type inline: no processes"),
     Idle("data.system", lambda r: r.data.chat, "without data.chat: set data.chat to true"),
     Idle("data.subset", _source("hub"), "unless data.source is the name of a Hugging Face data set"),
     Idle("data.prompt_column", _source("hub", "file"), "with sums://, which has no columns"),

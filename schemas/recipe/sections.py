@@ -99,6 +99,13 @@ class Rollout(Section):
         le=1_000_000,
         description="Finished groups that a worker keeps in memory; with more, it writes them to the store at once.",
     )
+    worker_memory_mb: int = operational(
+        0,
+        ge=0,
+        le=1_048_576,
+        description="Memory of a rollout worker's process above which it gets no more groups, finishes and writes "
+        "those that it has, and is restarted; 0: no limit.",
+    )
     flush_seconds: float = operational(
         30.0,
         ge=0,

@@ -44,6 +44,12 @@ REFUSED = [
     ("held_out", "quickstart", "data.source=rows.jsonl", "one file, so that evaluation would read the training data"),
     ("rollout.bound", "quickstart", "rollout.bound=admission", "groups wait for new weights"),
     ("rollout.interruption", "quickstart", "rollout.interruption=abort", "groups wait for new weights"),
+    (
+        "rollout.worker_memory_mb",
+        "quickstart",
+        "launcher.type=inline & rollout.worker_memory_mb=900",
+        "with launcher.type inline: no processes",
+    ),
     ("rollout.pace", "quickstart", "rollout.pace=4", "groups wait for new weights"),
     ("rollout.filters.arguments", "quickstart", "rollout.filters.arguments.x=1", "without rollout.filters.function"),
     ("rollout.filters.max_rejected", "quickstart", "rollout.filters.max_rejected=9", "without a filter"),
@@ -115,7 +121,7 @@ REFUSED = [
 @pytest.mark.parametrize(("check", "recipe", "override", "message"), REFUSED)
 def test_refused(check: str, recipe: str, override: str, message: str) -> None:
     with pytest.raises(UserError, match=message.replace("{split}", r"\{split\}")) as caught:
-        load_recipe(recipe, [override])
+        load_recipe(recipe, override.split(" & "))
     if "." in check:
         assert f"- {check}: " in str(caught.value)
 

@@ -35,7 +35,7 @@ class Near:
         self.url, self.busy, self.start = url, dict[str, int](), None
         self._listener, self._loop = listener, asyncio.get_running_loop()
         self.groups = make(lambda event: self._soon(self._tell, event))
-        self.gone, self.ready, self.tried, self.lost_groups = False, False, False, False
+        self.gone, self.ready, self.tried, self.explained, self.leaving = False, False, False, False, False
         self._soon(self._begin)
 
     @property

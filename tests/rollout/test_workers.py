@@ -93,7 +93,7 @@ def test_the_group_that_ends_its_worker_is_found_by_halves_and_rejected(workers:
         ends[len(running[link])] += 1
         starts = {(link.url, n + (link.url == worker)) for (_, n), link in found.links.by_start.items()}
         found.near(worker).lose()
-        assert await found.ended_at_work() >= set(found.links.by_start) - starts
+        assert await found.explained_ends() >= set(found.links.by_start) - starts
         asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(found.have(starts)))
         await asyncio.Event().wait()
 

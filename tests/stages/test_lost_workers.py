@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage_driver import digests, drive, finished, left_over, start_marked, store_in, tiny
+from stage_driver import GROUPS, digests, drive, finished, left_over, start_marked, store_in, tiny
 from test_asynchronous_runs import ITERATIONS, ahead, check, die_ahead, groups_by_iteration
 from waiting import wait_until
 
@@ -16,6 +16,8 @@ from areal_tasks.stages.loop import Job, run_directly
 from areal_tasks.store import spool as records
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import load_run
+
+NO_EVALUATION = {"every": 0, "limit": 0, "max_new_tokens": 256}
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow("two show it already"))])
@@ -35,7 +37,7 @@ def test_user_code_that_ends_or_blocks_its_worker_costs_no_group(tmp_path: Path,
         "stop": {"launcher": {"type": "local", "hang_seconds": 8.0, "restarts": 1000}},
         "block": {
             "workflow": {**workflow, "blocked_seconds": 2.0},
-            "evaluation": {"every": 0, "limit": 0, "max_new_tokens": 256},
+            "evaluation": NO_EVALUATION,
         },
     }
     rollout = {"max_head_offpolicyness": eta, "workers": 2, "group_attempts": 2 if how == "leave" else 1000}
@@ -60,6 +62,20 @@ def test_a_group_that_always_ends_its_worker_is_rejected_and_the_run_goes_on(tmp
     assert rejected == [{"group_id": 9, "reason": reason}]
     taken = [group for groups in groups_by_iteration(run)[:ITERATIONS] for group in groups]
     assert len(taken) == len(set(taken)) and set(range(max(taken) + 1)) == {*taken, 9}
+
+
+def test_a_worker_that_needs_too_much_memory_is_replaced_and_no_group_begins_twice(tmp_path: Path) -> None:
+    recipe = ahead(
+        workflow={"name": "working:Leaking", "arguments": {"megabytes": 100, "folder": str(tmp_path)}},
+        rollout={"max_head_offpolicyness": 2, "worker_memory_mb": 900, "flush_seconds": 3600.0},
+        evaluation=NO_EVALUATION,  # it would run the workflow in the flow's process
+        launcher={"type": "local", "restarts": 0},
+    )
+    run = drive(tmp_path, "run", recipe)
+    check(run)
+    attempts = [path.name.split("-")[1] for path in tmp_path.glob("attempt-*")]
+    assert len(attempts) == len(set(attempts)) == ITERATIONS * GROUPS
+    assert len(list((tmp_path / "logs" / "run").glob("rollout-0-*.log"))) > 1
 
 
 def test_a_killed_worker_costs_its_groups_in_flight_and_the_run_goes_on(tmp_path: Path) -> None:

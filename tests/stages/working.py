@@ -5,10 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext
+
+
+class Leaking:
+    """A single turn that keeps `megabytes` for ever, and writes a file in `folder` for each attempt at a group."""
+
+    def __init__(self, megabytes: int, folder: str) -> None:
+        self.megabytes, self.folder = megabytes, Path(folder)
+        self.kept: list[bytes] = []
+
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
+        self.kept.append(b"x" * (self.megabytes * 1_000_000))
+        with (self.folder / f"attempt-{prompt.group_id}-{time.time_ns()}").open("x"):
+            return await SingleTurn().run(prompt, context)
 
 
 class Misbehaving:

@@ -96,6 +96,7 @@ class Groups:
     report: Callable[[Event], None]
     judge: Judge | None = None  # if filters may reject groups
     finished: dict[int, Held] = field(default_factory=dict)  # in memory only, by lease number
+    leaving: bool = False  # finished groups are written at once
     _spooled: dict[int, tuple[int, SpoolRecord]] = field(default_factory=dict)  # group and record, by lease number
     _running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _flushing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -110,6 +111,12 @@ class Groups:
                 task.cancel()
         for lease in orders.begin:
             self._running[lease.number] = asyncio.ensure_future(self._generate(lease))
+
+    def leave(self) -> None:
+        """Write finished groups at once from now on."""
+        self.leaving = True
+        for number in self.finished:
+            self._flush_after(0.0, number)
 
     async def close(self) -> None:
         """Abandon running groups, and write finished ones to the store."""
@@ -200,7 +207,7 @@ class Groups:
         held = Held(lease.index, oldest_version(samples, lease.floor), samples)
         self.finished[lease.number] = held
         self.report(Finished(number=lease.number, index=held.index, version=held.version, verdicts=verdicts))
-        full = len(self.finished) > self.limits.groups_in_memory
+        full = self.leaving or len(self.finished) > self.limits.groups_in_memory
         self._flush_after(0.0 if full else self.limits.flush_seconds, lease.number)
 
     async def _attempt(self, lease: Lease) -> list[Sample]:

@@ -1,12 +1,15 @@
-"""The process of a rollout worker and its HTTP API: /begin, /orders, /serving, /busy, /news, /write, /flush and /close.
+"""The process of a rollout worker and its HTTP API.
 
-Errors are JSON, {"error": "..."}; the status tells their kind (`areal_tasks.rollout.orders.STATUSES`).
+/begin, /orders, /serving, /busy, /news, /write, /flush, /close, and /end, which ends the process. Errors are JSON,
+{"error": "..."}; the status tells their kind (`areal_tasks.rollout.orders.STATUSES`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -59,6 +62,9 @@ def make_app(spec: ServiceSpec) -> Starlette:
     async def close(request: Request) -> None:
         await worker.close()
 
+    async def end(request: Request) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
@@ -70,7 +76,7 @@ def make_app(spec: ServiceSpec) -> Starlette:
             DUTIES.remove(duty)
             await worker.close()
 
-    handlers: tuple[Handler, ...] = (begin, orders, serving, busy, news, write, flush, close)
+    handlers: tuple[Handler, ...] = (begin, orders, serving, busy, news, write, flush, close, end)
     routes = [Route(f"/{handler.__name__}", _endpoint(handler), methods=["POST"]) for handler in handlers]
     return Starlette(routes=routes, lifespan=lifespan)
 

@@ -20,7 +20,7 @@ from areal_tasks.engines.sharing import Serving
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.rollout.filters import load_function
 from areal_tasks.rollout.judging import Judge, judged_with
-from areal_tasks.rollout.orders import Begin, Down, Event, LeaseOver, News, Orders, Part, Written
+from areal_tasks.rollout.orders import Begin, Down, Event, LeaseOver, Leaving, News, Orders, Part, Written
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS, prompt_of_group, workflow_context
 from areal_tasks.rollout.spooling import Writer
 from areal_tasks.rollout.worker.apart import IsolatedWorkflow
@@ -109,7 +109,7 @@ class WorkerService:
 
     async def news(self, known: int) -> News:
         """The events after the first `known`; waits `HEARTBEAT_SECONDS` for one if there are none."""
-        self._begun()
+        self._check_memory(self._begun())
         del self._events[: known - self._known]
         self._known = known
         self._news.clear()
@@ -117,6 +117,12 @@ class WorkerService:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), HEARTBEAT_SECONDS)
         return News(events=tuple(self._events))
+
+    def _check_memory(self, groups: Groups) -> None:
+        limit = groups.limits.worker_memory_mb
+        if 0 < limit < resident_mb() and not groups.leaving:
+            groups.leave()
+            self.report(Leaving())
 
     def apply(self, orders: Orders) -> None:
         """Begin the groups of new leases, and drop those whose leases are over."""
@@ -161,3 +167,12 @@ class WorkerService:
         if self._groups is None:
             raise LeaseOver("this worker has no orders yet")
         return self._groups
+
+
+def resident_mb() -> float:
+    """This process's memory in MB; 0 if the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
