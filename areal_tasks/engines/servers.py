@@ -85,6 +85,7 @@ class Servers:
 
     def close(self) -> None:
         """Close the client and cancel its work. The supervisor ends the servers themselves."""
+        self.workers.serve(None)
         if self._client is not None:
             self._loop.run(self._client.close())
 

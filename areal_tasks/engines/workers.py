@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Collection, Mapping
-from typing import Protocol
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Final, Protocol
 
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.starting import ready
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.launchers.supervisor import Ready, Supervisor
+from schemas.errors import UserError
 from schemas.recipe.recipe import Recipe, RlhfRecipe
+
+TEND_SECONDS: Final = 1.0  # between two looks at the workers while the flow does not wait for them
 
 
 class LeaseManager(Protocol):
@@ -40,14 +47,27 @@ class Workers:
         self._watchdog = watchdog
         self._loop = loop
         self._manager: LeaseManager | None = None
-        self._ready: list[Ready] = []  # as the manager knows them
+        self._lock = threading.RLock()  # one thread tends at a time
+        self._tending: Future[None] | None = None
+        self._ready: list[Ready] = []  # as the manager `_informed` knows them
+        self._informed: LeaseManager | None = None
 
     def serve(self, manager: LeaseManager | None) -> None:
         """Give this manager alone the workers, once they have started; None: no component uses them."""
-        self._manager, self._ready = manager, []
+        if self._tending is not None:
+            self._tending.cancel()
+        self._manager = manager
         if manager is not None:
             ready(self._supervisor, self._watchdog, self.names)
             self.tend()
+            self._tending = self._loop.submit(self._tend_always())
+
+    async def _tend_always(self) -> None:
+        """Tend the workers whatever the flow does, such as training."""
+        while True:
+            await asyncio.sleep(TEND_SECONDS)
+            with suppress(UserError):  # raised again for the stage that next waits for groups
+                await asyncio.to_thread(self.tend)
 
     def tend(self) -> None:
         """Restart workers that have ended, and tell the manager which ones are ready.
@@ -55,12 +75,13 @@ class Workers:
         Raises:
             ServiceFailed: none is left, and `launcher.restarts` are used up.
         """
-        if (manager := self._manager) is None:
-            return
-        found = self._supervisor.look(self.names, explained=lambda: self._loop.run(manager.explained_ends()))
-        if found != self._ready:
-            self._ready = found
-            self._loop.run(manager.have({(one.url, one.restart) for one in found}))
+        with self._lock:
+            if (manager := self._manager) is None:
+                return
+            found = self._supervisor.look(self.names, explained=lambda: self._loop.run(manager.explained_ends()))
+            if found != self._ready or self._informed is not manager:
+                self._ready, self._informed = found, manager
+                self._loop.run(manager.have({(one.url, one.restart) for one in found}))
 
     def heartbeats(self) -> dict[str, Heartbeat]:
         """A heartbeat per worker, by its name."""

@@ -95,6 +95,18 @@ def test_a_killed_worker_costs_its_groups_in_flight_and_the_run_goes_on(tmp_path
     assert (tmp_path / "logs" / "killed" / "rollout-0-1-3.log").exists(), "it was killed three times"
 
 
+def test_a_worker_is_restarted_while_the_flow_does_not_wait_for_it(tmp_path: Path) -> None:
+    def execute(jobs: Sequence[Job]) -> list[Built]:
+        if jobs[0].label == "train 2":
+            handle: Any = jobs[0].context.engines.supervisor.services["rollout-0"].handle
+            handle.process.kill()
+            wait_until(lambda: (tmp_path / "logs" / "killed" / "rollout-0-1-1.log").exists(), "the worker's restart")
+        return run_directly(jobs)
+
+    drive(tmp_path, "killed", ahead(launcher={"type": "local"}), execute)
+    check(load_run(store_in(tmp_path), "killed"))
+
+
 def test_a_worker_that_loses_its_flow_leaves_what_waits_and_ends(tmp_path: Path) -> None:
     recipe = ahead(launcher={"type": "local"}, rollout={"max_head_offpolicyness": 2, "flush_seconds": 3600.0})
     start_marked(tmp_path, die_ahead, tmp_path, "lost", recipe, "publish 1").wait()
