@@ -330,6 +330,7 @@ class Rollouts:
     def _reject(self, index: int, reason: str, reward: float | None = None) -> None:
         """A group will not be trained on."""
         self.book.reject(index)
+        self.suspects.clear(index)
         failure = self.rejections.add(RejectedGroup(index=index, reason=reason, reward=reward))
         self._failure = self._failure or failure
 
