@@ -19,7 +19,7 @@ import pyarrow.dataset as ds
 from areal_tasks.store import paths
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.commit import read_verified
-from areal_tasks.store.objects.verified_files import read_file
+from areal_tasks.store.objects.scanned_files import read_file
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.reachable import Reached, reachable
 from areal_tasks.store.record_tables import utc

@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 _VERSION: Final = re.compile(r"[^/]+/(weights|checkpoint)s?/version=(\d+)/attempt=(\w+)\.json")
-_ATTEMPT: Final = re.compile(r".*?/attempt=\w+(?=/)")
+_ATTEMPT: Final = re.compile(r".*?/attempt=[^/]+(?=/)")
 
 
 def run_record(run: str) -> str:

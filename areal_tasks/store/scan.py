@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from areal_tasks.store.catalog import Catalog, Region
-from areal_tasks.store.objects.verified_files import FORMAT, CheckedFiles
+from areal_tasks.store.objects.scanned_files import FORMAT, CheckedFiles
 from schemas.tables import REPEATED, TABLES
 
 #: Makes the data set that is scanned.

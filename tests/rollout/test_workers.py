@@ -84,7 +84,7 @@ def test_the_group_that_ends_its_worker_is_found_by_halves_and_rejected(workers:
             if prompt.group_id == guilty:
                 await end_worker()
             for _ in range(20):  # others are in flight meanwhile
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # lets the other groups begin
             return [sample(prompt.group_id, self.version)]
 
     async def end_worker() -> None:
