@@ -13,6 +13,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
@@ -20,6 +21,7 @@ import anyio
 from prefect import Flow
 from prefect.runner import _flow_run_executor
 from prefect.runner._process_manager import ProcessManager
+from prefect.runner._starter_engine import EngineCommandStarter
 from prefect.utilities.processutils import setup_signal_handlers_worker
 from prefect.workers import process
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 CANCEL_SECONDS: Final = 7.0
+#: As Prefect starts flow runs whose dependencies it resolves: cancelling one ends all processes of its group, and the
+#: variables of its deployment overrule the worker's.
+STARTER: Final = partial(EngineCommandStarter, isolate_process_group=True, env_overrides_settings=True)
 
 
 class FlowWorker(ProcessWorker, abc.ABC):  # a direct base ABC keeps Prefect from registering it for the type "process"
@@ -60,6 +65,7 @@ async def without_hooks(flow_run: FlowRun) -> Flow[..., Any]:
 
 
 def main() -> None:
+    process.EngineCommandStarter = STARTER  # type: ignore[attr-defined, assignment]
     process.load_flow_from_flow_run = without_hooks  # type: ignore[attr-defined, assignment]
     _flow_run_executor.ProcessManager = HurriedManager  # type: ignore[attr-defined]
     setup_signal_handlers_worker(os.getpid(), "the worker", print)

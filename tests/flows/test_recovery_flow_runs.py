@@ -163,10 +163,18 @@ def submit(api: str, recipe: RlhfRecipe) -> str:
         "flow_id": post("/flows/", {"name": "rlhf"}),
         "entrypoint": "warm_flow.rlhf",
         "pull_steps": [step],
+        "job_variables": {"env": {"PREFECT_WORKER_QUERY_SECONDS": "7"}},
         "work_pool_name": POOL,
     }
     parameters = {"recipe": recipe.model_dump(mode="json"), "run": "r"}
     return post(f"/deployments/{post('/deployments/', deployment)}/create_flow_run", {"parameters": parameters})
+
+
+def test_a_flow_process_has_its_deployments_variables_and_a_group_of_its_own(scene: Scene) -> None:
+    scene.held(owner=1)
+    flow = scene.flow_process()
+    assert os.getpgid(flow) == flow
+    assert psutil.Process(flow).environ()["PREFECT_WORKER_QUERY_SECONDS"] == "7", "not the worker's own"
 
 
 def test_a_killed_flow_process_is_started_again_by_itself(scene: Scene) -> None:
