@@ -131,6 +131,7 @@ class FlowRuns:
 
     def look(self) -> None:
         """Poll once and handle what is found. Raises httpx.HTTPError while the server is down."""
+        self.since = min(self.since, time.time())  # the clock may have been set back
         runs = find_flow_runs(self.api_url, *GONE_SECONDS, "CRASHED")
         processes = flow_processes() if runs else {}
         self._find_lost([run for run in runs if run["state_type"] in GONE_SECONDS and not suspended(run)], processes)

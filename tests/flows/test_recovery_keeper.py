@@ -247,6 +247,20 @@ def test_crashes_count_from_the_first_keeper_since_the_last_down(server: Server)
     assert before <= keeper.FlowRuns(server.api).since <= time.time()
 
 
+def test_a_clock_that_is_set_back_hides_no_crash(server: Server) -> None:
+    ahead = time.time() + 3600.0
+    keeper.kept_since()
+    os.utime(keeper.beginning(), (ahead, ahead))  # `up` began before the clock was set back
+    look = keeper.FlowRuns(server.api)
+    look.look()
+    run = server.flow_run()
+    for kind in ("PENDING", "RUNNING", "CRASHED"):
+        server.set(run, kind)
+    look.look()
+    assert server.state(run)[0] == "AwaitingRetry"
+    server.set(run, "CANCELLED")
+
+
 def test_a_flow_run_that_crashes_at_once_is_not_run_again_for_ever(server: Server) -> None:
     run = server.flow_run()
     look = keeper.FlowRuns(server.api)
