@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from unittest.mock import patch
 from urllib.parse import urlsplit
 
-from botocore.retries.standard import ExponentialBackoff
 from waiting import LIMIT
 
 ERROR_500 = (500, b'<?xml version="1.0"?><Error><Code>InternalError</Code><Message>injected</Message></Error>')
@@ -54,15 +52,14 @@ class Faults:
 
 @contextmanager
 def faulty_proxy(endpoint: str, faults: Faults) -> Iterator[str]:
-    """The endpoint of a proxy in front of `endpoint`. What fails there is tried again without the usual pause."""
+    """The endpoint of a proxy in front of `endpoint`."""
     handler = type("Handler", (_Handler,), {"upstream": urlsplit(endpoint).netloc, "faults": faults})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     try:
-        with patch.object(ExponentialBackoff, "delay_amount", lambda _backoff, _context: 0.0):
-            yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()

@@ -17,6 +17,7 @@ from waiting import wait_until
 from areal_tasks.store.backend import Store, StoreError, Unavailable, open_store
 from areal_tasks.store.commit import verified
 from areal_tasks.store.objects import s3 as s3_module
+from areal_tasks.store.objects import s3_bulk
 from areal_tasks.store.objects.files import materialise, upload
 from areal_tasks.store.runs import load_run, open_run
 from areal_tasks.store.shards import read_table, write_table
@@ -111,6 +112,20 @@ def test_writes_too_are_repeated_and_happen_once(faulty: Store, faults: Faults) 
     faulty.create("run/commit.json", b"{}")
     assert (faulty.read("run/attempt=2/part"), faulty.read("run/commit.json")) == (DATA, b"{}")
     assert sorted(faulty.list("run")) == ["run/attempt=1/part-0", "run/attempt=2/part", "run/commit.json"]
+
+
+def test_an_upload_that_fails_leaves_no_parts_though_its_removal_fails_at_first(
+    faulty: Store, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_module, "PATIENCE_SECONDS", 0.1)
+    deletions = iter([True])
+    faults.answer, faults.left = ERROR_503, 999
+    faults.spoils = lambda method, path: "partNumber" in path or (method == "DELETE" and next(deletions, False))
+    with pytest.raises(Unavailable, match="SlowDown"):
+        faulty.backend.put_pieces("run/attempt=2/weights", [bytes(s3_bulk.PART_BYTES + 1)])
+    bulk = faulty.backend.bulk  # type: ignore[attr-defined]
+    left = bulk._client().list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
+    assert not [upload["Key"] for upload in left if upload["Key"].endswith("run/attempt=2/weights")]
 
 
 def test_a_store_that_never_answered_is_not_waited_for(

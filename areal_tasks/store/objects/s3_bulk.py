@@ -105,7 +105,7 @@ class Bulk:
         except BaseException:
             _stop(sends)
             with suppress(Exception):  # the first error is the one to report
-                client.abort_multipart_upload(**at)
+                self.call(path, lambda: client.abort_multipart_upload(**at))
             raise
 
     def _put_part(self, path: str, at: dict[str, Any], number: int, views: Sequence[memoryview]) -> dict[str, Any]:
