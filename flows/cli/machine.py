@@ -50,7 +50,8 @@ def down() -> None:
         if not parts("server", "worker", "keeper") and not flow_processes():
             typer.echo("nothing is running")
             return
-        _cancel_flow_runs()
+        if api_url := running():
+            _cancel_flow_runs(api_url)
         _end_all()
         beginning().unlink(missing_ok=True)  # the next `up` must not retry flow runs that crash from here on
         typer.echo("stopped")
@@ -121,11 +122,11 @@ def free_port(first: int) -> int:
     raise UserError(f"ports {first} to {first + 49} are all taken; name another with --port")
 
 
-def _cancel_flow_runs() -> None:
+def _cancel_flow_runs(api_url: str) -> None:
     """Cancel the flow runs through the worker, so that they end as cancelled, not as crashed."""
     seconds = CANCEL_SECONDS if parts("worker", "keeper") else 0.0  # 0: no process ends them
     try:
-        stop_flow_runs(running(), "Stopped by `arealflow down`. Retry it to resume it.", seconds)
+        stop_flow_runs(api_url, "Stopped by `arealflow down`. Retry it to resume it.", seconds)
     except (httpx.HTTPError, ValueError, LookupError) as error:  # they end with the worker in any case
         why = str(error) or type(error).__name__
         typer.echo(f"the Prefect server cannot cancel its flow runs ({why}): they are ended with the worker")
