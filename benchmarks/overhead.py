@@ -132,8 +132,9 @@ def timers(parts: Counter[str]) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-#: What each command of the trainer is for.
+#: What the time of a trainer's command counts as; that of others counts as OTHER.
 TRAINER = {"train": "service: training", "publish": "service: weights written", "load": "service: model loaded"}
+OTHER = "service: other commands of the trainer"
 
 
 def timed(function: Callable[..., Any], parts: Counter[str], part: str) -> Callable[..., Any]:
@@ -142,7 +143,7 @@ def timed(function: Callable[..., Any], parts: Counter[str], part: str) -> Calla
         try:
             return function(*args, **options)
         finally:
-            parts[part or TRAINER[args[1].name]] += time.perf_counter() - started  # type: ignore[assignment]
+            parts[part or TRAINER.get(args[1].name, OTHER)] += time.perf_counter() - started  # type: ignore[assignment]
 
     return wrapper
 
