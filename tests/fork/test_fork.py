@@ -91,6 +91,13 @@ def test_a_fork_of_a_fork_at_its_end_and_the_weights_it_makes(whole: Path) -> No
     assert run_sql(store_in(whole), "evaluated", query.format("")).to_pylist() == own
 
 
+def test_a_fork_of_a_fork_from_before_its_parent_began_is_sound(whole: Path, store: Store) -> None:
+    """Its history leaves that of its grandparent before its parent's history does."""
+    drive(whole, "earlier", tiny(), origin=Origin("other", AT - 1))
+    report = audit(store, "earlier")
+    assert report.defects == () and report.iterations == 3
+
+
 def test_what_lists_and_logs_say_of_a_fork(store: Store) -> None:
     [summary] = [s for s in list_runs(store) if s.name == "other"]
     assert summary == RunSummary(
