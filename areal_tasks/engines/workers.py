@@ -53,10 +53,14 @@ class Workers:
         self._informed: LeaseManager | None = None
 
     def serve(self, manager: LeaseManager | None) -> None:
-        """Give this manager alone the workers, once they have started; None: no component uses them."""
+        """Give this manager alone the workers, once they have started; None: no component uses them.
+
+        Once it returns, the manager before is given no worker and none is restarted for it: it can be closed.
+        """
         if self._tending is not None:
             self._tending.cancel()
-        self._manager = manager
+        with self._lock:  # a look that goes on would give the manager before its workers again
+            self._manager = manager
         if manager is not None:
             ready(self._supervisor, self._watchdog, self.names)
             self.tend()

@@ -1,0 +1,67 @@
+"""Rollout workers are tended in a thread of their own: when their manager is closed, nothing gives it workers again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from waiting import LIMIT
+
+from areal_tasks.engines import workers
+from areal_tasks.engines.loop_thread import LoopThread
+from areal_tasks.engines.watchdog import Watchdog
+from areal_tasks.engines.workers import Workers
+from areal_tasks.launchers.supervisor import Ready, Supervisor
+from areal_tasks.store.backend import open_store
+from schemas.recipe.load import parse_recipe
+from schemas.recipe.sections import Launcher
+
+
+class Manager:
+    """Records what it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[Collection[tuple[str, int]]] = []
+
+    async def have(self, starts: Collection[tuple[str, int]]) -> None:
+        self.given.append(starts)
+
+    async def heartbeats(self) -> dict[str, Any]:
+        return {}
+
+    async def explained_ends(self) -> Collection[tuple[str, int]]:
+        return ()
+
+
+class Slow(Supervisor):
+    """Finds its worker restarted after a look in the background, which takes until `go`."""
+
+    background, go = threading.Event(), threading.Event()
+
+    def look(self, names: Collection[str], *_: Any, **options: Any) -> list[Ready]:
+        if threading.current_thread() is threading.main_thread():
+            return [Ready("http://worker", 0)]
+        self.background.set()
+        assert self.go.wait(LIMIT)
+        return [Ready("http://worker", 1)]
+
+
+def test_a_manager_that_is_to_be_closed_gets_no_worker_from_a_look_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "TEND_SECONDS", 0.0)
+    monkeypatch.setattr(workers, "ready", lambda *_: None)
+    recipe = parse_recipe({"name": "r", "flow": "rlhf", "model": {"path": "m"}, "data": {"source": "sums://2"}})
+    supervisor, manager, loop = Slow(open_store(tmp_path.as_uri()), Launcher(), tmp_path), Manager(), LoopThread()
+    served = Workers(recipe, True, supervisor, cast(Watchdog, None), loop)
+    served.serve(manager)
+    assert supervisor.background.wait(LIMIT)
+    threading.Timer(0.2, supervisor.go.set).start()
+    served.serve(None)
+    before = list(manager.given)
+    supervisor.go.set()
+    loop.stop()
+    assert manager.given == before, "it was closed in between"
