@@ -85,6 +85,12 @@ def former_name(info: FieldInfo) -> str:
     return str(_extra(info).get("renamed_from", ""))
 
 
+def same_field(model: type[BaseModel], name: str) -> set[str]:
+    """Both names of the section's field `name`, if the field was renamed."""
+    names = ({current, former_name(info)} for current, info in model.model_fields.items() if former_name(info))
+    return next((both for both in names if name in both), set())
+
+
 def with_current_names(values: Mapping[str, Any], model: type[Section]) -> dict[str, Any]:
     """A section's values with today's names of its fields. ValueError if a field has both of its names."""
     former = {former_name(info): name for name, info in model.model_fields.items() if former_name(info)}

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ValidationError
 
 from schemas.errors import UserError
 from schemas.recipe.checks import PROBLEMS, REFUSED_KEYS
-from schemas.recipe.fields import nested_section
-from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
+from schemas.recipe.fields import nested_section, same_field
+from schemas.recipe.recipe import BaseRecipe, EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 from schemas.recipe.sources import SPLIT, source_kind
 
 RECIPES: Final[dict[str, type[RlhfRecipe] | type[SftRecipe] | type[EvaluateRecipe]]] = {
@@ -83,14 +83,18 @@ def parse_recipe(values: Mapping[str, Any], origin: str = "") -> Recipe:
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """A copy of `values` with each `dotted.key=value` set; the value is read as YAML, or is "" if it is blank."""
-    result = copy.deepcopy(dict(values))
+    """A copy of `values` with each `dotted.key=value` set; the value is read as YAML, or is "" if it is blank.
+
+    It also replaces the value that a renamed field has under its other name.
+    """
+    result, model = copy.deepcopy(dict(values)), RECIPES.get(str(values.get("flow")), BaseRecipe)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not all(key.split(".")):
             raise UserError(f"override '{override}' should look like section.field=value, such as rollout.groups=8")
         value = parse_yaml(text, f"override '{override}'") if text.strip() else ""
-        _set(result, key.strip().split("."), value, override)
+        keys = key.strip().split(".")
+        _set(result, keys, value, override, same_field(_section_at(model, keys[:-1]), keys[-1]))
     return result
 
 
@@ -154,13 +158,15 @@ def _model_of(values: Mapping[str, Any], origin: str) -> type[RlhfRecipe] | type
     return RECIPES[flow]
 
 
-def _set(values: dict[str, Any], keys: Sequence[str], value: Any, override: str) -> None:
+def _set(values: dict[str, Any], keys: Sequence[str], value: Any, override: str, replaced: Iterable[str]) -> None:
     for depth, key in enumerate(keys[:-1], 1):
         if values.get(key) is None:
             values[key] = {}
         values = values[key]
         if not isinstance(values, dict):
             raise UserError(f"override '{override}': {'.'.join(keys[:depth])} is a value, not a section")
+    for name in replaced:
+        values.pop(name, None)
     values[keys[-1]] = value
 
 

@@ -207,3 +207,13 @@ def test_floats_without_a_point_are_numbers_everywhere(tmp_path: Path) -> None:
     recipe = load_recipe("gsm8k-cpu", ["reward.verifier=my.module:judge", "reward.arguments.tolerance=1e-6"])
     assert isinstance(recipe, RlhfRecipe)
     assert recipe.reward.arguments == {"tolerance": 1e-6}
+
+
+@pytest.mark.parametrize("recorded", ["tis_cap", "behaviour_cap"])
+@pytest.mark.parametrize("given", ["tis_cap", "behaviour_cap"])
+def test_an_override_replaces_a_renamed_field_under_either_name(recorded: str, given: str) -> None:
+    """A flow's overrides are applied to a recipe that names every field; a deployment may still have the former one."""
+    values = load_recipe("quickstart-async").model_dump(mode="json")
+    values["algorithm"][recorded] = values["algorithm"].pop("tis_cap")
+    changed = parse_recipe(apply_overrides(values, [f"algorithm.{given}=3.5"]))
+    assert isinstance(changed, RlhfRecipe) and changed.algorithm.tis_cap == 3.5
