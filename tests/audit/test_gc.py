@@ -24,7 +24,8 @@ from areal_tasks.store.history.audit import audit
 from areal_tasks.store.history.journal import append, read_log
 from areal_tasks.store.objects.files import read_weights
 from areal_tasks.store.objects.inventory import Entry, entries
-from areal_tasks.store.retention import gc_live
+from areal_tasks.store.retention import gc, gc_live
+from areal_tasks.store.retention.compact import compact_all
 from areal_tasks.store.retention.gc import Item, Rule, _attempts, _used_by_stages, plan
 from areal_tasks.store.retention.gc_live import read_run
 from areal_tasks.store.retention.gc_remove import execute, interrupted, remove_run, whole_run
@@ -136,6 +137,19 @@ def test_old_versions_go_and_the_run_is_audited_and_goes_on(folder: Path, expect
 def test_at_least_one_version_is_kept() -> None:
     with pytest.raises(UserError, match="--keep-weights 0: a run needs its newest one"):
         Rule(keep_weights=0)
+
+
+def test_an_interrupted_removal_of_a_compaction_is_no_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_in(folder)
+    for _ in range(2):
+        compact_all(load_run(store, "r"))
+    monkeypatch.setattr(gc, "_COMPACT_SECONDS", 0.0)
+    [item] = plan(store, AT_ONCE)
+    assert item.kind == "compaction" and len(item.files) > 2
+    for path in item.files:
+        Path(store.uri(path)).unlink()
+        assert audit(store, "r").sound
+    assert plan(store, AT_ONCE) == []
 
 
 # ── what stays ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -192,7 +192,10 @@ def _compactions(run: RunFiles, groups: dict[str, list[Entry]], rule: Rule) -> I
     found = {folder: files for folder, files in groups.items() if folder.startswith(f"{paths.compactions(run.name)}/")}
     for path in (name.path for name in listed(run.store, run.name) if name.path in run.by_path):
         folder = paths.compact_attempt(run.name, read_record(run.store, path, Compaction).attempt)
-        found[folder] = [*found.get(folder, ()), run.by_path[path]]
+        found[folder] = [
+            run.by_path[path],
+            *found.get(folder, ()),
+        ]  # the manifest goes first: audit reads what it names
     for folder, files in found.items():
         age = run.now - max(entry.modified for entry in files)
         if folder not in kept and age >= max(rule.older_than, _COMPACT_SECONDS):
