@@ -242,9 +242,13 @@ def open_run(
     """
     stored = stored or find_stored(store, name)
     stored.check(recipe, origin)  # before an owner is fenced off
-    record, mine = (stored.record, False) if stored.record else _create(store, name, flow, recipe.seed, origin)
-    if mine and origin is not None:
-        log_child(store, name, origin, prefect_flow_run_id)
+    record = stored.record
+    if record is None:
+        record, mine = _create(store, name, flow, recipe.seed, origin)
+        if not mine:  # another start has since begun it, perhaps with another recipe or origin
+            find_stored(store, name).check(recipe, origin)
+        elif origin is not None:
+            log_child(store, name, origin, prefect_flow_run_id)
     owner = _claim(store, name, stored.owner, prefect_flow_run_id)
     check_run_kept(store, name)  # a removal that missed this claim left its tombstone before
     run = Run(store, name, record, owner, read_segments(store, name, stored.segments), stored.head)

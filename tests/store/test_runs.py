@@ -88,6 +88,15 @@ def test_more_iterations_are_a_new_segment(local_store: Store) -> None:
     assert len(opened(local_store, "schedule.iterations=9").segments) == 2
 
 
+def test_a_child_of_a_name_that_another_start_has_taken_meanwhile_is_refused(local_store: Store) -> None:
+    build(open_run(local_store, "parent", "rlhf", recipe()), range(2))
+    stored = find_stored(local_store, "child")
+    open_run(local_store, "child", "rlhf", recipe())
+    with pytest.raises(UserError, match=r"'child' exists and is no child, not a fork of 'parent' at iteration 1"):
+        open_run(local_store, "child", "rlhf", recipe(), origin=Origin("parent", 1), stored=stored)
+    assert not local_store.exists(paths.owner("child", 2)), "the other start is not fenced off"
+
+
 @pytest.mark.parametrize(
     ("overrides", "fields"),
     [
