@@ -87,13 +87,13 @@ rlhf(load_recipe("quickstart", sys.argv[1:]), run="flow")
 def warm_up(store: Store, folder: Path) -> None:
     """The SFT run that all three ways start from."""
     recipe = load_recipe("quickstart-sft")
-    run = open_run(store, "warm", "sft", recipe)
+    run = open_run(store, "warm", recipe)
     with Engines(run, recipe, folder / "logs") as engines:
         Loop(run, recipe, engines)()
 
 
 def run_loop(store: Store, name: str, recipe: RlhfRecipe, folder: Path) -> None:
-    run = open_run(store, name, "rlhf", recipe)
+    run = open_run(store, name, recipe)
     with Engines(run, recipe, folder / "logs") as engines:
         Loop(run, recipe, engines)()
 

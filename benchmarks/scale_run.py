@@ -26,7 +26,7 @@ _BLOCK = 50
 
 def write_run(url: str, name: str, iterations: int, samples: int, token_iterations: int, workers: int = 0) -> Run:
     """A run whose first `token_iterations` have tokens and texts. Without workers it is written in this process."""
-    run = open_run(open_store(url), name, "rlhf", load_recipe("quickstart"))
+    run = open_run(open_store(url), name, load_recipe("quickstart"))
     jobs = [
         (url, name, first, min(first + _BLOCK, iterations), samples, token_iterations)
         for first in range(0, iterations, _BLOCK)

@@ -140,7 +140,7 @@ def small(store: Store) -> list[tuple[str, str]]:
     """An iteration of the quickstart: 256 samples of 16 tokens."""
     rows = table("rollout", 256, 16)
     ref = write(store, "small", "rollout", rows)
-    run = open_run(store, "bench", "rlhf", load_recipe("quickstart"))
+    run = open_run(store, "bench", load_recipe("quickstart"))
     iteration = commit_iterations(run, 100, 256, 16)
     queries = {
         "SQL, mean reward of each of 100 iterations": "SELECT iteration, avg(reward) FROM scalars GROUP BY 1",

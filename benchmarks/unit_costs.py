@@ -88,7 +88,7 @@ def measure(store: Store, folder: Path, tokens: int) -> Units:
     with instant_server([[answer(tokens)] * SIZE]) as address:
         samples = asyncio.run(group_samples(address, tokens, 1))[0]
         group = group_cost(store, address, tokens)
-    run = open_run(store, f"units-{uuid.uuid4().hex[:8]}", "rlhf", load_recipe("quickstart-async"))
+    run = open_run(store, f"units-{uuid.uuid4().hex[:8]}", load_recipe("quickstart-async"))
     writer = Writer(store, run.name, run.owner, "units")
     content = b"x" * 2000
     return Units(

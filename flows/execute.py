@@ -114,7 +114,6 @@ def _start(
     run = open_run(
         store,
         name,
-        recipe.flow,
         recipe,
         origin=origin,
         segments=segments,

@@ -97,7 +97,7 @@ def drive(
     store = store or store_in(folder)
     stored = find_stored(store, name)
     recipe, _ = stored.continued(recipe)
-    run = open_run(store, name, recipe.flow, recipe, origin=origin, segments=segments, stored=stored)
+    run = open_run(store, name, recipe, origin=origin, segments=segments, stored=stored)
     with Engines(run, recipe, folder / "logs", generates=not run.record.counterfactual) as engines:
         loop_of(run)(run, recipe, engines, retrying(execute))()
     return run

@@ -218,7 +218,6 @@ class RunSummary:
 def open_run(
     store: Store,
     name: str,
-    flow: str,
     recipe: BaseRecipe,
     *,
     origin: Origin | None = None,
@@ -244,7 +243,7 @@ def open_run(
     stored.check(recipe, origin)  # before an owner is fenced off
     record = stored.record
     if record is None:
-        record, mine = _create(store, name, flow, recipe.seed, origin)
+        record, mine = _create(store, name, recipe, origin)
         if not mine:  # another start has since begun it, perhaps with another recipe or origin
             find_stored(store, name).check(recipe, origin)
         elif origin is not None:
@@ -304,13 +303,13 @@ def _summary(store: Store, name: str) -> RunSummary:
     )
 
 
-def _create(store: Store, name: str, flow: str, seed: int, origin: Origin | None) -> tuple[RunRecord, bool]:
+def _create(store: Store, name: str, recipe: BaseRecipe, origin: Origin | None) -> tuple[RunRecord, bool]:
     """The record of a new run, and whether this start has created it."""
     parent = _join(store, name, origin) if origin else None
     record = RunRecord(
         run=name,
-        flow=flow,
-        seed=seed,
+        flow=recipe.flow,
+        seed=recipe.seed,
         attempt=new_attempt(),
         order=parent.record.order if parent else PROMPT_ORDER,
         **(origin.recorded() if origin else {}),

@@ -111,7 +111,7 @@ def timed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     iterations = len(transports) * arguments.repeats + 1  # the last one's weights are written in any case
     arguments.overrides = [*SMALL, f"schedule.iterations={iterations}", *arguments.overrides]
     recipe = recipe_of(arguments)
-    run = open_run(open_store(recipe.store.url), f"weights-{datetime.now(UTC):%m%d-%H%M%S}", recipe.flow, recipe)
+    run = open_run(open_store(recipe.store.url), f"weights-{datetime.now(UTC):%m%d-%H%M%S}", recipe)
     logs = Path(os.environ.get("AREALFLOW_HOME", "/tmp/gpu-bench/home")) / "logs" / run.name
     with Engines(run, recipe, logs) as engines:
         watch = Stopwatch(engines, [*transports, transports[-1]], arguments.repeats)

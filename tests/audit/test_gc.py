@@ -99,7 +99,7 @@ def test_what_a_crash_left_behind_goes_once_the_run_has_ended(folder: Path) -> N
     found = plan(store, AT_ONCE)
     assert sorted((item.kind, item.bytes) for item in found) == [("attempt", 4), ("attempt", 4), ("temporary", 1)]
     assert plan(store, Rule(older_than=3600.0)) == [], "they are too young"
-    open_run(store, "r", "rlhf", short())  # a later start: it may be at work, but not on what is older than itself
+    open_run(store, "r", short())  # a later start: it may be at work, but not on what is older than itself
     assert sorted(item.path for item in plan(store, AT_ONCE)) == sorted(item.path for item in found)
     store.put("r/iteration=000002/stage=train/attempt=new/x.parquet", b"mine")
     assert len(plan(store, AT_ONCE)) == 3, "what the last start wrote stays, while it may be at work"
@@ -168,12 +168,12 @@ def test_tagged_and_protected_versions_stay(folder: Path) -> None:
 
 def test_what_a_fork_needs_stays_and_a_fork_of_what_is_gone_is_refused(folder: Path) -> None:
     store = store_in(folder)
-    open_run(store, "child", "rlhf", short(), origin=Origin("r", 2))
+    open_run(store, "child", short(), origin=Origin("r", 2))
     found = plan(store, NEWEST)
     assert (versions(found, "weights"), versions(found, "checkpoint")) == ([1, 3], [1, 3])
     execute(store, found)
     with pytest.raises(UserError, match=r"weights of version 3 of run 'r' were removed .*--keep-weights 1"):
-        open_run(store, "late", "rlhf", short(), origin=Origin("r", 3))
+        open_run(store, "late", short(), origin=Origin("r", 3))
     assert store.exists(paths.run_record("child")) and not store.exists(paths.run_record("late"))
     drive(folder, "child", short())
     assert digests(folder, "child") == digests(folder, "r") and audit(store, "child").sound
@@ -181,13 +181,13 @@ def test_what_a_fork_needs_stays_and_a_fork_of_what_is_gone_is_refused(folder: P
 
 def test_all_that_a_replay_may_read_stays(folder: Path) -> None:
     store = store_in(folder)
-    open_run(store, "again", "rlhf", short(), origin=Origin("r", 0, "replay", True, "verify", ""))
+    open_run(store, "again", short(), origin=Origin("r", 0, "replay", True, "verify", ""))
     assert plan(store, NEWEST) == []
 
 
 def test_what_is_tagged_through_a_fork_stays(folder: Path) -> None:
     store = store_in(folder)
-    child = open_run(store, "child", "rlhf", short(), origin=Origin("r", 3))
+    child = open_run(store, "child", short(), origin=Origin("r", 3))
     assert versions(plan(store, NEWEST, "r"), "weights") == [1, 2], "the fork starts from version 3"
     protect_weights(store, "child", find_weights(child, "1"))
     assert versions(plan(store, NEWEST, "r"), "weights") == [2]
@@ -197,8 +197,8 @@ def test_what_is_tagged_through_a_fork_stays(folder: Path) -> None:
 
 def test_all_that_a_replay_of_a_fork_may_read_stays(folder: Path) -> None:
     store = store_in(folder)
-    open_run(store, "child", "rlhf", short(), origin=Origin("r", 3))
-    open_run(store, "again", "rlhf", short(), origin=Origin("child", 0, "replay", True, "verify", ""))
+    open_run(store, "child", short(), origin=Origin("r", 3))
+    open_run(store, "again", short(), origin=Origin("child", 0, "replay", True, "verify", ""))
     assert plan(store, NEWEST, "r") == [], "its history before iteration 3 is that of r"
 
 
@@ -286,7 +286,7 @@ def fork(folders: list[Path]) -> None:
     for folder in folders:
         meet(folder, "both")
         try:
-            open_run(store_in(folder), "child", "rlhf", short(), origin=Origin("r", 2))
+            open_run(store_in(folder), "child", short(), origin=Origin("r", 2))
             outcome = "forked"
         except UserError as error:
             outcome = "refused" if "were removed" in str(error) else str(error)
@@ -326,7 +326,7 @@ def check_outcome(store: Store, told: str) -> None:
 
 def test_a_run_is_removed_when_nobody_needs_it(folder: Path) -> None:
     store = store_in(folder)
-    open_run(store, "child", "rlhf", short(), origin=Origin("r", 2))
+    open_run(store, "child", short(), origin=Origin("r", 2))
     with pytest.raises(UserError, match=r"'r' stays: child would lose what they refer to"):
         whole_run(store, "r", 0.0)
     with pytest.raises(UserError, match=r"'child' stays: its last start may still be running"):
@@ -338,7 +338,7 @@ def test_a_run_is_removed_when_nobody_needs_it(folder: Path) -> None:
     assert {e.path for e in entries(store, "r")} == {"r/tombstone.json", *(paths.log("r", n) for n in (1, 2, 3))}
     assert [line.action for line in read_log(store, "r")] == ["finished", "forked", "removed"]
     with pytest.raises(UserError, match=r"Run 'r' was removed by .*: choose another name"):
-        open_run(store, "r", "rlhf", short())
+        open_run(store, "r", short())
 
 
 def test_a_removal_that_was_interrupted_is_finished(folder: Path) -> None:
@@ -379,7 +379,7 @@ def test_a_run_on_s3_is_audited_and_cleared_like_one_on_disk(whole: Path, s3: S3
     assert before.sound and before.root == audit(store_in(whole), "r").root
     there.put("r/iteration=000001/stage=train/attempt=dead/x.parquet", b"lost")
     time.sleep(1.1)  # S3 tells times in seconds
-    open_run(there, "r", "rlhf", short())
+    open_run(there, "r", short())
     append(there, "r", "finished", {"owner": 2})
     gone = execute(there, plan(there, NEWEST))
     assert versions(gone, "weights") == [1, 2, 3] and [item.kind for item in gone].count("attempt") == 1

@@ -53,7 +53,7 @@ def test_a_start_of_a_run_that_is_being_removed_is_refused(small: Store, monkeyp
     monkeypatch.setattr(runs, "_claim", late)
     recipe = type(tiny()).model_validate(before.recipe_at(0))
     with pytest.raises(UserError, match="Run 'small' was removed by"):
-        open_run(small, "small", "rlhf", recipe)
+        open_run(small, "small", recipe)
     assert small.exists(paths.owner("small", 2)), "the removal can still see the claim"
 
 

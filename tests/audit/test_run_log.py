@@ -18,7 +18,7 @@ from schemas.recipe.load import load_recipe
 
 
 def start(folder: Path, *overrides: str) -> Run:
-    return open_run(open_store(folder.as_uri()), "r", "rlhf", load_recipe("quickstart", overrides))
+    return open_run(open_store(folder.as_uri()), "r", load_recipe("quickstart", overrides))
 
 
 def test_a_start_and_its_end_are_logged_with_the_flow_run(tmp_path: Path) -> None:

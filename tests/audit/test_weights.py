@@ -102,7 +102,7 @@ def test_a_version_that_gc_removed_says_who_removed_it(small: Store, tmp_path: P
 
 
 def test_a_run_without_iterations_has_no_weights(small: Store) -> None:
-    run = open_run(small, "empty", "rlhf", tiny())
+    run = open_run(small, "empty", tiny())
     for name in ("newest", "0"):
         with pytest.raises(UserError, match="Run 'empty' has no weights yet"):
             find_weights(run, name)

@@ -133,7 +133,7 @@ def test_the_same_run_again_has_nothing_to_do(prefect: Prefect, resumed: Resumed
 def test_a_last_commit_of_the_start_before_is_gone_on_from(
     prefect: Prefect, resumed: Resumed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_run(store_in(tmp_path), "r", "rlhf", recipe := moved(resumed.recipe, tmp_path))
+    open_run(store_in(tmp_path), "r", recipe := moved(resumed.recipe, tmp_path))
     commit_mine, raced = Run.commit_iteration, list[int]()
 
     def commit_after_the_other(run: Run, mine: IterationCommit) -> IterationCommit:

@@ -41,7 +41,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     recipe = tiny()
-    return open_run(store_in(tmp_path), "r", recipe.flow, recipe)
+    return open_run(store_in(tmp_path), "r", recipe)
 
 
 def test_the_times_between_marks_add_up() -> None:

@@ -114,7 +114,7 @@ WAITED = Waited("trainer", "/train of version 3", 25.0, "none", "3 of 4")
 
 
 def test_what_lasts_is_told_of_again_ever_more_rarely_but_in_time(tmp_path: Path) -> None:
-    run, pages, now = open_run(store_in(tmp_path), "r", "rlhf", recipe(tmp_path)), Pages(), 0.0
+    run, pages, now = open_run(store_in(tmp_path), "r", recipe(tmp_path)), Pages(), 0.0
     waits = shown.Waits(run, cast(Watchdog, None), cast(Artifacts, pages), lambda: now)
     due = math.inf
     for _ in range(720):
@@ -133,7 +133,7 @@ def test_what_lasts_is_told_of_again_ever_more_rarely_but_in_time(tmp_path: Path
 
 
 def test_the_page_tells_of_a_store_that_takes_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, pages = open_run(store_in(tmp_path), "r", "rlhf", recipe(tmp_path)), Pages()
+    run, pages = open_run(store_in(tmp_path), "r", recipe(tmp_path)), Pages()
     waits = shown.Waits(run, cast(Watchdog, None), cast(Artifacts, pages))
     with monkeypatch.context() as patch:
         patch.setattr(LocalBackend, "create", away)

@@ -23,7 +23,7 @@ def quickstart(store: str, *overrides: str) -> RlhfRecipe:
 def test_another_recipe_under_the_name_is_refused_before_the_sft_run(tmp_path: Path) -> None:
     url = tmp_path.as_uri()
     there = quickstart(url, "model.warm_start=", "model.path=run://mine-sft", "trainer.lr=0.01")
-    open_run(open_store(url), "mine", "rlhf", there)
+    open_run(open_store(url), "mine", there)
     with pytest.raises(UserError, match=r"'mine' exists with another recipe: .*trainer\.lr"):
         warm_started(quickstart(url), "mine")
     assert not open_store(url).exists("mine-sft/run.json")

@@ -89,7 +89,7 @@ def test_what_came_out_otherwise_though_the_same_was_asked(tmp_path: Path, monke
 
 
 def test_a_run_without_iterations(whole: Path) -> None:
-    open_run(store_in(whole), "empty", "rlhf", tiny())
+    open_run(store_in(whole), "empty", tiny())
     with pytest.raises(UserError, match="'empty' has not committed any iteration: there is nothing to compare"):
         between(whole, "whole", "empty")
 

@@ -69,7 +69,7 @@ def test_a_file_that_a_fork_would_load_is_missed_before_it_begins(
     store = store_in(folder)
     before = store.list("")
     with pytest.raises(UserError, match=rf"No child of run '{name}' can begin at iteration 2.*{victim}"):
-        open_run(store, "child", "rlhf", load(store, name), origin=Origin(name, 2))
+        open_run(store, "child", load(store, name), origin=Origin(name, 2))
     assert store.list("") == before
 
 
@@ -78,7 +78,7 @@ def test_what_a_newer_program_wrote_asks_for_an_upgrade_not_for_a_backup(folder:
     record = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(record | {"schema_version": SCHEMA_VERSION + 1}))
     with pytest.raises(UserError, match=rf"{manifest} was written by a newer arealflow.*: upgrade\.$"):
-        open_run(store_in(folder), "child", "rlhf", tiny(trainer=OFTEN), origin=Origin("often", 2))
+        open_run(store_in(folder), "child", tiny(trainer=OFTEN), origin=Origin("often", 2))
 
 
 def load(store: Store, name: str) -> Any:

@@ -137,7 +137,7 @@ def test_a_fork_at_0_begins_with_its_parents_weights_whatever_became_of_their_so
 
 
 def test_a_fork_at_0_of_a_run_that_has_committed_nothing_makes_its_own_beginning(tmp_path: Path) -> None:
-    open_run(store_in(tmp_path), "empty", "rlhf", tiny())
+    open_run(store_in(tmp_path), "empty", tiny())
     child = drive(tmp_path, "child", tiny(schedule={"iterations": 1}), origin=Origin("empty", 0))
     assert {ref.path.split("/")[0] for ref in child.commit(0).stages} == {"child"}
 
@@ -161,7 +161,7 @@ def test_another_seed_generates_otherwise_and_begins_with_the_parents_weights(wh
 def test_forks_that_cannot_be(store: Store, name: str, origin: Origin, message: str) -> None:
     before = store.list("")
     with pytest.raises(UserError, match=message):
-        open_run(store, name, "rlhf", tiny(), origin=origin)
+        open_run(store, name, tiny(), origin=origin)
     assert store.list("") == before
 
 

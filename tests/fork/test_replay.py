@@ -106,7 +106,7 @@ def test_what_trained_nothing_is_not_forked(whole: Path) -> None:
     before = store_in(whole).list("")
     for name, origin in (("no", Origin("untrained", 2)), ("no", kept("train", "untrained", 2))):
         with pytest.raises(UserError, match=r"'untrained' is a replay that ends with advantage .* or fork 'whole'"):
-            open_run(store_in(whole), name, "rlhf", tiny(), origin=origin)
+            open_run(store_in(whole), name, tiny(), origin=origin)
     assert store_in(whole).list("") == before
     drive(whole, "of-untrained", tiny(), origin=Origin("untrained", 1))
     assert digests(whole, "of-untrained") == digests(whole, "whole")
@@ -187,7 +187,7 @@ def test_changes_that_a_replay_cannot_follow(whole: Path, origin: Origin, change
 def test_a_replay_is_continued_as_the_replay_it_is(whole: Path) -> None:
     def reopened(recipe_lr: float, origin: Origin | None) -> Run:
         recipe = tiny(trainer={"lr": recipe_lr}, algorithm={"max_logprob_gap": 100.0})
-        return open_run(store_in(whole), "lr", "rlhf", recipe, origin=origin)
+        return open_run(store_in(whole), "lr", recipe, origin=origin)
 
     with pytest.raises(UserError, match=r"'lr' is a replay of 'whole' from train, .*: arealflow replay continues it"):
         reopened(0.003, None)
@@ -231,7 +231,7 @@ def test_what_is_forked_from_a_replay_is_watched_as_the_original_was(whole: Path
 
 
 def test_nothing_to_replay(whole: Path) -> None:
-    open_run(store_in(whole), "empty", "rlhf", tiny())
+    open_run(store_in(whole), "empty", tiny())
     with pytest.raises(UserError, match="'empty' has not committed any iteration: there is nothing to replay"):
         segments(whole, "no", kept("train", "empty"))
 

@@ -33,7 +33,7 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     """Engines with one SGLang server, which holds version 0 while version 3 is in force."""
     monkeypatch.setenv(SERVER_TOKEN, "token")
     recipe = load_recipe("gsm8k")
-    run = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
+    run = open_run(open_store(f"file://{tmp_path}/store"), "r", recipe)
     with Engines(run, recipe, tmp_path / "logs") as found:
         found.initial = found.servers.serving = found.servers.written = weights(run, tmp_path / "model")
         fake = Fake(version=0)

@@ -165,7 +165,7 @@ def test_the_engines_read_them_from_the_model(tmp_path: Path) -> None:
     LlamaConfig(eos_token_id=5).save_pretrained(folder)
     GenerationConfig(eos_token_id=[5, 4]).save_pretrained(folder)
     recipe = load_recipe("gsm8k")
-    made = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
+    made = open_run(open_store(f"file://{tmp_path}/store"), "r", recipe)
     attempt = new_attempt()
     files = upload(made.store, weights_attempt("r", 0, attempt), folder)
     with Engines(made, recipe, tmp_path / "logs") as engines:

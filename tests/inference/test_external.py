@@ -80,7 +80,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[E
     """Engines with two servers that others have started; version 3 is in force."""
     monkeypatch.setenv("AREAL_LLM_SERVER_TOKEN", "token")
     recipe = load_recipe("gsm8k")
-    made = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
+    made = open_run(open_store(f"file://{tmp_path}/store"), "r", recipe)
     with Engines(made, recipe, tmp_path / "logs") as found:
         found.initial = found.servers.serving = found.servers.written = weights(made, tmp_path / "model")
         servers = [Softmax(), Softmax()]

@@ -77,7 +77,7 @@ def running(
 ) -> Iterator[tuple[Engines, list[Loader], Author]]:
     """Engines whose two servers hold the weights in force, and the trainer."""
     recipe = load_recipe("gsm8k", ["inference.servers=2"])
-    run = open_run(open_store(url or f"file://{folder}/store"), "r", "rlhf", recipe)
+    run = open_run(open_store(url or f"file://{folder}/store"), "r", recipe)
     with Engines(run, recipe, folder / "logs") as engines:
         first = weights(run, folder / "model")
         loaders = [make(name) for name in ("one", "other")]

@@ -257,9 +257,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
 
     def start(transport: str, *overrides: str) -> tuple[Engines, Ordered, Trainer]:
         recipe = load_recipe("gsm8k", ["inference.prove_weights=false", *overrides])
-        engines = Engines(
-            open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe), recipe, tmp_path / "logs"
-        )
+        engines = Engines(open_run(open_store(f"file://{tmp_path}/store"), "r", recipe), recipe, tmp_path / "logs")
         fake = Ordered()
         opened.append((engines, engines.servers.call(serve(fake))))
         supervise(engines, FakeSupervisor(fake.url))

@@ -36,7 +36,7 @@ def engines(tmp_path: Path) -> Iterator[Engines]:
     recipe = tiny_evaluation("not-read")
     changes = {"launcher": {"type": "local"}, "inference": {"servers": 2, "slots": 16, "threads": 1}}
     recipe = EvaluateRecipe.model_validate(recipe.model_dump(mode="json") | changes)
-    run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
+    run = open_run(store_in(tmp_path), "r", recipe)
     attempt = new_attempt()
     folder = make_scratch(ScratchModel(layers=1, hidden=16, heads=2, intermediate=16), 0, 12, tmp_path / "model")
     files = upload(run.store, weights_attempt("r", 0, attempt), folder)

@@ -50,7 +50,7 @@ def engines(tmp_path: Path, memory: Path, servers: list[Reader], monkeypatch: py
     monkeypatch.setenv(SERVER_TOKEN, "token")
     monkeypatch.setattr(server_pool, "PROBE_SECONDS", (0.02, 0.02))
     recipe = load_recipe("gsm8k")
-    run = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
+    run = open_run(open_store(f"file://{tmp_path}/store"), "r", recipe)
     with Engines(run, recipe, tmp_path / "logs") as found:
         found.initial = weights(run, tmp_path / "model")
         runners = [found.servers.call(serve(server)) for server in servers]

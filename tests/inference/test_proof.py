@@ -245,7 +245,7 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     """Engines, two servers that hold version 0, and a trainer; a recipe's overrides may be the parameter."""
     monkeypatch.setattr(server_pool, "PROBE_SECONDS", (0.01, 0.01))
     recipe = load_recipe("gsm8k", ["inference.servers=2", *getattr(request, "param", ())])
-    run = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
+    run = open_run(open_store(f"file://{tmp_path}/store"), "r", recipe)
     with Engines(run, recipe, tmp_path / "logs") as engines:
         servers = [Server(), Server()]
         runners = [engines.servers.call(serve(server)) for server in servers]

@@ -48,7 +48,7 @@ class Pair(FakeSupervisor):
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
     """Engines whose trainer and two servers share a GPU, with the version in force in the store."""
     recipe = load_recipe("gsm8k", ["inference.release_memory=true", "inference.servers=2"])
-    run = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
+    run = open_run(open_store(f"file://{tmp_path}/store"), "r", recipe)
     held = SimpleNamespace(close=lambda: None, health=lambda: SimpleNamespace(version=0))
     monkeypatch.setattr(trainers, "TrainerClient", lambda *_a, **_o: held)
     with Engines(run, recipe, tmp_path / "logs") as found:

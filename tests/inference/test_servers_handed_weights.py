@@ -62,7 +62,7 @@ Begin = Callable[[int], list[Fake]]
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
     """Engines of a recipe with SGLang servers; `begin` starts some."""
     recipe = load_recipe("gsm8k")
-    run = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
+    run = open_run(open_store(f"file://{tmp_path}/store"), "r", recipe)
     with Engines(run, recipe, tmp_path / "logs") as found:
         supervise(found, FakeSupervisor())
         yield found

@@ -301,7 +301,7 @@ class Restarting(FakeSupervisor):
 def engines(tmp_path: Path) -> Iterator[Engines]:
     """Engines with two servers that are handed their weights; version 3 is in the store."""
     recipe = load_recipe("gsm8k", ["inference.servers=2"])
-    found_run = open_run(open_store(f"file://{tmp_path}/store"), "r", "rlhf", recipe)
+    found_run = open_run(open_store(f"file://{tmp_path}/store"), "r", recipe)
     with Engines(found_run, recipe, tmp_path / "logs") as found:
         found.initial = found.servers.serving = found.servers.written = weights(found_run, tmp_path / "model")
         supervise(found, Restarting(found, [Fake(), Fake()]))

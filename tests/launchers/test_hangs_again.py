@@ -29,7 +29,7 @@ def test_a_service_that_hangs_again_and_again_is_ended_each_time(
 ) -> None:
     look_often(monkeypatch)
     recipe = tiny(launcher={**SETTINGS, "restarts": RESTARTS})
-    run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
+    run = open_run(store_in(tmp_path), "r", recipe)
     with Engines(run, recipe, tmp_path / "logs") as engines:
         supervisor, clock = engines.supervisor, FlyingClock(engines.watchdog)
         supervisor.start("small_service", spec(run.store.url))

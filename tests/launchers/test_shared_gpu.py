@@ -35,7 +35,7 @@ class Noting(FakeSupervisor):
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
     """Engines whose services are said to be there: what is waited for, and asked of servers, is noted in `log`."""
     recipe = tiny()
-    run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
+    run = open_run(store_in(tmp_path), "r", recipe)
     held = SimpleNamespace(close=lambda: None, health=lambda: SimpleNamespace(version=0))
     monkeypatch.setattr(trainers, "TrainerClient", lambda *_a, **_o: held)
     with Engines(run, recipe, tmp_path / "logs") as found:

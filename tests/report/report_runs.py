@@ -119,7 +119,7 @@ def make_run(
     `measured`: the metrics of the stages `train`.
     """
     recipe = load_recipe("quickstart", [*overrides, f"schedule.iterations={max(len(iterations), 3)}"])
-    run = open_run(store, name, "rlhf", recipe)
+    run = open_run(store, name, recipe)
     for k, rows in enumerate(iterations):
         trained = ("rollout", "verify", "advantage", "train_samples", "scalars")
         tables = {table: (table if table != "train_samples" else "train", rows) for table in trained}

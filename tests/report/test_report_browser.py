@@ -68,7 +68,7 @@ def store(folder: Path) -> Store:
     make_run(made, "other", [[sample(k, i, reward=0.5) for i in range(4)] for k in range(3)], "trainer.lr=1e-3")
     make_run(made, "long", [[sample(k, i) for i in range(4)] for k in range(8)])
     make_run(made, "hostile", [hostile_rows()], evaluate=False)
-    open_run(made, "empty", "rlhf", load_recipe("quickstart", []))
+    open_run(made, "empty", load_recipe("quickstart", []))
     return made
 
 

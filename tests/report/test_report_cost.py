@@ -80,7 +80,7 @@ def test_gpu_seconds_are_those_of_the_recorded_placement(tmp_path: Path) -> None
     """The second start had two GPUs, of which two services shared one, until it was cancelled; the first had none."""
     run = finished(tmp_path, "tiny", tiny())
     before = cost(run).seconds
-    open_run(run.store, "tiny", "rlhf", tiny())
+    open_run(run.store, "tiny", tiny())
     append(run.store, "tiny", "placed", {"owner": 2, "trainer": "0", "inference-0": "0+GPU-1f"})
     end = append(run.store, "tiny", "cancelled", {"owner": 2})
     found = cost(run)
@@ -92,14 +92,14 @@ def test_gpu_seconds_are_those_of_the_recorded_placement(tmp_path: Path) -> None
 def test_a_start_that_committed_nothing_and_says_nothing_is_not_counted(tmp_path: Path) -> None:
     run = finished(tmp_path, "tiny", tiny())
     before = cost(run)
-    open_run(run.store, "tiny", "rlhf", tiny())
+    open_run(run.store, "tiny", tiny())
     found = cost(run)
     assert found.seconds == before.seconds and found.starts[1] == Start(0, "", 0, "recipe")
 
 
 def test_what_a_fork_shares_with_its_parent_costs_it_nothing(tmp_path: Path) -> None:
     run = finished(tmp_path, "tiny", tiny())
-    found = cost(open_run(run.store, "child", "rlhf", tiny(), origin=Origin("tiny", 2)))
+    found = cost(open_run(run.store, "child", tiny(), origin=Origin("tiny", 2)))
     assert (found.generated, found.trained, found.iterations, found.stages) == (0, 0, 0, {})
 
 
@@ -122,10 +122,10 @@ def test_one_line() -> None:
 def test_the_page_says_where_its_figures_are_from(tmp_path: Path) -> None:
     run = finished(tmp_path, "tiny", tiny())
     append(run.store, "tiny", "finished", {"owner": 1})
-    open_run(run.store, "tiny", "rlhf", tiny())
+    open_run(run.store, "tiny", tiny())
     append(run.store, "tiny", "placed", {"owner": 2, "trainer": "0"})
     append(run.store, "tiny", "failed", {"owner": 2})
-    open_run(run.store, "empty", "rlhf", tiny())
+    open_run(run.store, "empty", tiny())
     shown, empty = make_report(run.store, ["tiny", "empty"], 0, 5_000_000).payload["runs"]
     facts, found = dict(shown["cost"]["facts"]), cost(run)
     assert empty["cost"] is None
@@ -154,7 +154,7 @@ def test_gpus_that_a_recipe_asks_for(recipe: dict[str, Any], gpus: int) -> None:
 def test_engines_record_their_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
     recipe = tiny()
-    run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
+    run = open_run(store_in(tmp_path), "r", recipe)
     with Engines(run, recipe, tmp_path / "logs") as engines:
         monkeypatch.setattr(engines.supervisor, "start", lambda *_, **__: None)
         engines.begin()
@@ -165,7 +165,7 @@ def test_engines_record_their_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_without_gpus_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     recipe = tiny()
-    run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
+    run = open_run(store_in(tmp_path), "r", recipe)
     with Engines(run, recipe, tmp_path / "logs") as engines:
         monkeypatch.setattr(engines.supervisor, "start", lambda *_, **__: None)
         engines.begin()

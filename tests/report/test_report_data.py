@@ -248,14 +248,14 @@ def test_facts_of_an_unfinished_run(store: Store) -> None:
 
 
 def test_a_run_without_a_commit_says_so(store: Store) -> None:
-    open_run(store, "empty", "rlhf", load_recipe("quickstart", []))
+    open_run(store, "empty", load_recipe("quickstart", []))
     found = report_of(store, "empty")[0]
     assert found["state"].startswith("Nothing is committed yet") and found["curves"] == {} and found["samples"] == []
 
 
 def test_a_child_is_labelled(store: Store) -> None:
     make_run(store, "a", [rows(0), rows(1)])
-    open_run(store, "b", "rlhf", load_recipe("quickstart", []), origin=Origin("a", 1))
+    open_run(store, "b", load_recipe("quickstart", []), origin=Origin("a", 1))
     found = report_of(store, "b")[0]
     assert found["label"] == "a fork of 'a' at iteration 1"
     assert line(found, "reward")["x"] == [0]

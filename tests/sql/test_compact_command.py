@@ -29,7 +29,7 @@ def local(tmp_path: Path) -> Store:
 
 
 def test_it_says_what_it_merged(local: Store) -> None:
-    run = open_run(local, "run", "rlhf", recipe())
+    run = open_run(local, "run", recipe())
     build(run, range(3))
     done = RUNNER.invoke(app, ["compact", "run", "--store", local.url, "--json"])
     rows = {row["table"]: row for row in json.loads(done.stdout)}
@@ -38,7 +38,7 @@ def test_it_says_what_it_merged(local: Store) -> None:
 
 
 def test_all_merges_every_table(local: Store) -> None:
-    run = open_run(local, "run", "rlhf", recipe())
+    run = open_run(local, "run", recipe())
     build(run, range(2))
     assert RUNNER.invoke(app, ["compact", "run", "--all", "--store", local.url]).exit_code == 0
     before = run_sql(local, "run", "SELECT count(*) AS n, sum(logprob) AS s FROM tokens").to_pylist()
@@ -48,7 +48,7 @@ def test_all_merges_every_table(local: Store) -> None:
 
 
 def test_an_empty_run_is_a_message(local: Store) -> None:
-    open_run(local, "run", "rlhf", recipe())
+    open_run(local, "run", recipe())
     failed = RUNNER.invoke(app, ["compact", "run", "--store", local.url])
     assert isinstance(failed.exception, UserError) and "no committed iteration" in str(failed.exception)
 

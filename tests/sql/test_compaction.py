@@ -65,7 +65,7 @@ def _prompts(run: Run, k: int) -> list[object]:
 
 
 def begun(store: Store, iterations: int, name: str = "run") -> Run:
-    run = open_run(store, name, "rlhf", recipe())
+    run = open_run(store, name, recipe())
     more(run, iterations)
     return run
 
@@ -128,7 +128,7 @@ def test_a_child_uses_its_parents_compactions_before_the_fork_and_its_own(local:
     compact_end(parent)
     more(parent, 2)
     compact_all(parent)
-    child = open_run(local, "child", "rlhf", recipe(), origin=Origin("run", 3))
+    child = open_run(local, "child", recipe(), origin=Origin("run", 3))
     more(child, 2)
     assert covered(child) == [(0, 2)]  # the other one knows an iteration that the child has not
     check_same(local, "child")

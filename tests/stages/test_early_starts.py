@@ -27,7 +27,7 @@ def test_the_trainer_starts_before_there_are_weights_and_servers_before_there_ar
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = tiny()
-    run, order = open_run(store_in(tmp_path), "r", recipe.flow, recipe), list[str]()
+    run, order = open_run(store_in(tmp_path), "r", recipe), list[str]()
 
     def execute(jobs: Sequence[Job]) -> list[Built]:
         order.append(jobs[0].label)
@@ -43,7 +43,7 @@ def test_the_trainer_starts_before_there_are_weights_and_servers_before_there_ar
 def test_the_trainer_has_loaded_before_it_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     recipe = tiny_sft(launcher={"type": "local"})
-    run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
+    run = open_run(store_in(tmp_path), "r", recipe)
     with Engines(run, recipe, tmp_path / "logs") as engines:
         Loop(run, recipe, engines)._begin()
         wait_until(lambda: "no policy loaded; restoring version 0" in caplog.messages)
@@ -61,7 +61,7 @@ def test_servers_start_on_the_models_own_folder_and_once(tmp_path: Path, monkeyp
     (model / "config.json").write_text("{}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     recipe, specs = sglang(model, "inference.servers=2"), list[ServiceSpec]()
-    run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
+    run = open_run(store_in(tmp_path), "r", recipe)
     with Engines(run, recipe, tmp_path / "logs") as engines:
         monkeypatch.setattr(engines.supervisor.launcher, "start", lambda job: specs.append(job.spec))
         monkeypatch.setattr(VerifierPool, "__enter__", lambda pool: pool)
@@ -83,9 +83,9 @@ def test_only_the_first_start_of_a_run_begins_with_the_folder_that_it_copies(tmp
     (model := tmp_path / "model").mkdir()
     (model / "config.json").write_text("{}")
     recipe = sglang(model)
-    run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
+    run = open_run(store_in(tmp_path), "r", recipe)
     assert own_folder(run, recipe) is not None
-    assert own_folder(open_run(store_in(tmp_path), "r", recipe.flow, recipe), recipe) is None
+    assert own_folder(open_run(store_in(tmp_path), "r", recipe), recipe) is None
     for other in (sglang("run://x"), sglang("org/name"), tiny(), tiny_sft()):
         assert own_folder(run, other) is None
 

@@ -79,7 +79,7 @@ def test_each_placement_that_the_guide_names_has_a_way_for_every_version(
     """The rows of docs/guides/gpus.md, and one server over all GPUs; the recipe as it is writes each tenth version."""
     recipe = load_recipe("gsm8k", changes.split())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    run = open_run(store_in(tmp_path), "r", recipe.flow, recipe)
+    run = open_run(store_in(tmp_path), "r", recipe)
     with Engines(run, recipe, tmp_path / "logs") as engines:
         monkeypatch.setattr(engines.supervisor, "start", lambda *_, **__: None)
         nothing = WeightsRef(version=0, attempt="", path="", sha256="", digest="")

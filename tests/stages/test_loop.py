@@ -218,7 +218,7 @@ def test_a_service_may_be_gone_before_any_stage(tmp_path: Path, expected: Digest
 def test_a_start_that_was_overtaken_stops_at_its_next_commit(tmp_path: Path, expected: Digests) -> None:
     def execute(jobs: Sequence[Job]) -> list[Built]:
         if jobs[0].label == "train 1":
-            open_run(store_in(tmp_path), "r", "rlhf", tiny())
+            open_run(store_in(tmp_path), "r", tiny())
         return run_directly(jobs)
 
     with pytest.raises(Superseded, match="'r' has been started again since"):

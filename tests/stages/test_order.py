@@ -85,7 +85,7 @@ LIMIT = 8  # a data set so small that its first order was not uniform
 
 def begun_before(folder: Path, name: str, flow: str, seed: int) -> None:
     """What a program that knew one order only has left of a run: its record, which names none."""
-    here = open_run(store_in(folder), "now", flow, tiny() if flow == "rlhf" else tiny_sft())
+    here = open_run(store_in(folder), "now", tiny() if flow == "rlhf" else tiny_sft())
     record = json.loads(here.store.read(paths.run_record("now")))
     assert record.pop("order") == PROMPT_ORDER and record.pop("seal")
     body = json.dumps(record | {"schema_version": 2, "run": name, "seed": seed}, indent=1)

@@ -85,7 +85,7 @@ def test_a_store_whose_folder_cannot_be_made() -> None:
 
 
 def test_a_run_of_that_name_with_another_recipe(store: str) -> None:
-    open_run(open_store(store), "taken", "rlhf", tiny(rollout={"groups": 8}))
+    open_run(open_store(store), "taken", tiny(rollout={"groups": 8}))
     recipe = tiny(store={"url": store})
     assert "rollout.groups is 8 in the run and 4 here" in refused(recipe, "taken")
     check_inputs(recipe, "free")
@@ -133,7 +133,7 @@ def test_the_hub_is_not_asked(store: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_first_run_of_a_warm_start_is_looked_at_too(store: str) -> None:
     taken = load_recipe("quickstart-sft", ["trainer.lr=0.5", f"store.url={store}"])
-    open_run(open_store(store), "mine-sft", "sft", taken)
+    open_run(open_store(store), "mine-sft", taken)
     assert "'mine-sft' exists with another recipe: trainer.lr" in refused(quickstart(store), "mine")
 
 
@@ -141,7 +141,7 @@ def test_a_fork_is_continued_with_the_model_of_its_parent(store: str) -> None:
     own = load_recipe("quickstart", [f"store.url={store}"])
     model = warm_start(own, "parent")[1].model
     for name, origin in (("parent", None), ("child", Origin("parent", 0))):
-        open_run(open_store(store), name, "rlhf", own.model_copy(update={"model": model}), origin=origin)
+        open_run(open_store(store), name, own.model_copy(update={"model": model}), origin=origin)
     checked = check_inputs(own, "child")
     assert (checked.origin, checked.recipe.model) == (Origin("parent", 0), model)
     other = quickstart(store, "model.warm_start=", "model.path=org/other")
@@ -150,7 +150,7 @@ def test_a_fork_is_continued_with_the_model_of_its_parent(store: str) -> None:
 
 def test_what_a_run_has_in_its_store_is_not_looked_for_elsewhere(store: str, tmp_path: Path) -> None:
     recipe = tiny(store={"url": store}, data={"source": f"{tmp_path}/gone/{{split}}.jsonl"})
-    open_run(open_store(store), "there", "rlhf", recipe)
+    open_run(open_store(store), "there", recipe)
     check_inputs(recipe, "there")
     assert "there is no such file" in refused(recipe, "new")
 

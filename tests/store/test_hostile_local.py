@@ -39,7 +39,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_fills_up_in_the_middle_of_a_shard(disk: Path) -> None:
     """Nothing of the shard is left, nothing that was committed suffers, and there is room again once some is made."""
     store = open_store((disk / "store").as_uri())
-    build(open_run(store, "run", "rlhf", recipe()), [0], {"verify": ("verify",)})
+    build(open_run(store, "run", recipe()), [0], {"verify": ("verify",)})
     before = store.list("")
     (disk / "ballast").write_bytes(bytes(SMALL - 256 * 1024))
     rows = table("rollout", rows=4000, tokens=60)
@@ -82,7 +82,7 @@ def test_no_altered_bit_of_a_shard_makes_sql_tell_something_else(
 ) -> None:
     """Small shards are hashed whole; in large ones the footer and each page that is read have checksums."""
     monkeypatch.setattr(verified_files, "WHOLE_BYTES", whole_bytes)
-    build(open_run(local_store, "run", "rlhf", recipe()), range(2), {"verify": ("verify",)})
+    build(open_run(local_store, "run", recipe()), range(2), {"verify": ("verify",)})
     query = "SELECT count(*) AS n, sum(hash(reward)) AS rewards, sum(hash(detail)) AS details FROM verify"
     expected, run = run_sql(local_store, "run", query), load_run(local_store, "run")
     path = Path(local_store.uri(run.read_stage(run.commit(1).stages[0]).tables["verify"].shards[0].path))
@@ -164,15 +164,15 @@ DAMAGES: dict[str, Damage] = {
 def test_a_record_that_is_lost_or_altered_is_named_and_nothing_is_written_over_it(
     local_store: Store, damage: Damage, record: str
 ) -> None:
-    build(open_run(local_store, "run", "rlhf", recipe()), range(3), {"verify": ("verify",)})
+    build(open_run(local_store, "run", recipe()), range(3), {"verify": ("verify",)})
     ref = load_run(local_store, "run").commit(0).stages[0]
     path = Path(local_store.uri(ref.path if record == "manifest" else f"run/{record}"))
     damage(path)
     before = local_store.list("")
     use = {
         "manifest": lambda: read_verified(local_store, ref.path, ref.sha256, StageManifest),
-        "iteration=000000/commit.json": lambda: open_run(local_store, "run", "rlhf", recipe()).commit(0),
-    }.get(record, lambda: open_run(local_store, "run", "rlhf", recipe()))
+        "iteration=000000/commit.json": lambda: open_run(local_store, "run", recipe()).commit(0),
+    }.get(record, lambda: open_run(local_store, "run", recipe()))
     if record == "owners/1.json" and path.exists():  # that it is there is all it says
         return
     with pytest.raises(StoreError, match=rf"{path.name}.*(is damaged|is missing|does not exist)"):
@@ -182,10 +182,10 @@ def test_a_record_that_is_lost_or_altered_is_named_and_nothing_is_written_over_i
 
 @pytest.mark.parametrize("lost", [1, 2, 5])
 def test_a_commit_lost_in_the_middle_is_missed_by_whoever_starts_the_run(local_store: Store, lost: int) -> None:
-    build(open_run(local_store, "run", "rlhf", recipe()), range(9), {})
+    build(open_run(local_store, "run", recipe()), range(9), {})
     Path(local_store.uri(f"run/iteration={lost:06d}/commit.json")).unlink()
     with pytest.raises(StoreError, match=rf"iteration={lost:06d}/commit\.json (is missing|does not exist)"):
-        run = open_run(local_store, "run", "rlhf", recipe())
+        run = open_run(local_store, "run", recipe())
         head = run.head()
         assert head is not None and head.iteration == 8, "it goes on where it stood"
         run.commit(lost)
@@ -197,11 +197,11 @@ def test_a_commit_lost_in_the_middle_is_missed_by_whoever_starts_the_run(local_s
 def test_no_key_digest_or_order_depends_on_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are told, and never compared: a clock that jumps by years makes no difference."""
     steady, jumping = (open_store((tmp_path / name).as_uri()) for name in ("steady", "jumping"))
-    build(open_run(steady, "run", "rlhf", recipe()), range(4), {"verify": ("verify",)})
+    build(open_run(steady, "run", recipe()), range(4), {"verify": ("verify",)})
     years = iter([2026, 1990, 2099, 2020, 2031, 1970] * 100)
     monkeypatch.setattr(provenance, "now", lambda: f"{next(years)}-01-01T00:00:00.000000+00:00")
     for k in range(4):  # a new start each time
-        build(open_run(jumping, "run", "rlhf", recipe()), [k], {"verify": ("verify",)})
+        build(open_run(jumping, "run", recipe()), [k], {"verify": ("verify",)})
     query = "SELECT iteration, list(sample_id) AS ids, sum(reward) AS reward FROM verify GROUP BY 1 ORDER BY 1"
     assert run_sql(jumping, "run", query).equals(run_sql(steady, "run", query))
     runs = [load_run(store, "run") for store in (steady, jumping)]

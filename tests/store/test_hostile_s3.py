@@ -141,10 +141,10 @@ def test_a_store_that_never_answered_is_not_waited_for(
 
 def test_a_listing_that_shows_nothing_hides_no_history(faulty: Store, faults: Faults) -> None:
     """Where a run stands is found by asking for its commits by name: no listing can make it begin again."""
-    build(open_run(faulty, "run", "rlhf", recipe()), range(3), {"verify": ("verify",)})
+    build(open_run(faulty, "run", recipe()), range(3), {"verify": ("verify",)})
     faults.answer, faults.left, faults.spoils = EMPTY_LISTING, 999, lambda method, path: "list-type=2" in path
     assert faulty.list("run") == []
-    run = open_run(faulty, "run", "rlhf", recipe())
+    run = open_run(faulty, "run", recipe())
     head = run.head()
     assert head is not None and (head.iteration, run.owner, len(run.segments)) == (2, 2, 1)
     assert run.read_stage(head.stages[0]).tables["verify"].rows == 16

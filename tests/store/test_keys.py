@@ -20,7 +20,7 @@ def key(*overrides: str) -> str:
 
 
 def test_a_changed_recipe_never_gets_another_keys_data(store: Store) -> None:
-    run = open_run(store, "run", "rlhf", recipe())
+    run = open_run(store, "run", recipe())
     made = manifest(store, "run", 0, "rollout", {"rollout": table("rollout")}, key())
     commit_stage(store, made)
     found = run.find_stage(0, "rollout", key())

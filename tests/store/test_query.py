@@ -20,7 +20,7 @@ ROWS = 16
 
 
 def built(store: Store, iterations: int = 3, stages: dict[str, tuple[str, ...]] = STAGES) -> Run:
-    run = open_run(store, "run", "rlhf", recipe())
+    run = open_run(store, "run", recipe())
     build(run, range(iterations), stages)
     return run
 
@@ -59,7 +59,7 @@ def test_tables_from_before_a_column_are_read_beside_those_that_have_it(
 ) -> None:
     added = {"train_steps": "logprob_gap_mean", "train_samples": "sample_logprob_gap", "scalars": "sample_logprob_gap"}
     added["rollout"] = "stale_kv"
-    run = open_run(store, "run", "rlhf", recipe())
+    run = open_run(store, "run", recipe())
     with monkeypatch.context() as patch:
         for name, column in added.items():
             patch.setitem(TABLES, name, pa.schema([f for f in TABLES[name] if f.name != column]))
@@ -75,7 +75,7 @@ def test_tables_from_before_a_column_are_read_beside_those_that_have_it(
 
 
 def test_a_gap_that_nobody_measured_does_not_spoil_the_mean_of_the_others(local_store: Store) -> None:
-    run = open_run(local_store, "run", "rlhf", recipe())
+    run = open_run(local_store, "run", recipe())
     rows = table("scalars")
     at = rows.schema.get_field_index("sample_logprob_gap")
     gaps = pa.array([math.nan, 0.5, *[0.25] * (ROWS - 2)], pa.float32())
@@ -127,7 +127,7 @@ def test_stages_and_commits_say_what_was_made_and_by_whom(store: Store) -> None:
 
 def test_what_a_later_start_found_committed_is_marked_reused(local_store: Store) -> None:
     built(local_store, 1)
-    later = open_run(local_store, "run", "rlhf", recipe())  # owner 2; the builders' manifests are owner 1's
+    later = open_run(local_store, "run", recipe())  # owner 2; the builders' manifests are owner 1's
     build(later, [1], {"verify": ("verify",)})
     assert ask(local_store, "SELECT reused FROM stages WHERE stage = 'verify' ORDER BY iteration") == [
         (False,),
@@ -146,7 +146,7 @@ def test_only_what_a_commit_selects_is_visible(store: Store) -> None:
 
 
 def test_a_run_without_commits_has_views_without_rows(local_store: Store) -> None:
-    open_run(local_store, "run", "rlhf", recipe())
+    open_run(local_store, "run", recipe())
     assert ask(local_store, "SELECT count(*) FROM commits") == ask(local_store, "SELECT count(*) FROM stages") == [(0,)]
 
 
@@ -258,7 +258,7 @@ def test_reference_logprobs_are_tokens_columns_where_there_are_any(local_store: 
 
 
 def test_what_is_carried_from_iteration_to_iteration_is_there_once(local_store: Store) -> None:
-    run = open_run(local_store, "run", "rlhf", recipe())
+    run = open_run(local_store, "run", recipe())
     once = commit_stage(local_store, manifest(local_store, "run", 0, "prompts", {"prompts": table("prompts")}))
     for k in range(3):
         run.commit_iteration(iteration_commit(run, k, [once]))
@@ -268,7 +268,7 @@ def test_what_is_carried_from_iteration_to_iteration_is_there_once(local_store: 
 
 def test_a_fork_sees_its_parents_iterations(local_store: Store) -> None:
     built(local_store, 3)
-    child = open_run(local_store, "child", "rlhf", recipe(), origin=Origin("run", 2))
+    child = open_run(local_store, "child", recipe(), origin=Origin("run", 2))
     build(child, [2], STAGES)
     rows = run_sql(local_store, "child", "SELECT iteration, run FROM stages WHERE stage = 'rollout' ORDER BY 1")
     assert rows.to_pylist() == [{"iteration": k, "run": name} for k, name in enumerate(["run", "run", "child"])]

@@ -55,7 +55,7 @@ def recorded(*overrides: str) -> dict[str, Any]:
 @pytest.fixture
 def begun(local_store: Store) -> Store:
     """A store with a run that the earlier program began."""
-    open_run(local_store, "run", "rlhf", OLD)
+    open_run(local_store, "run", OLD)
     return local_store
 
 
@@ -108,10 +108,10 @@ def test_keys_of_what_was_recorded_stay(newer: None) -> None:
 def test_a_run_is_resumed_by_the_same_file(begun: Store, newer: None) -> None:
     recipe, kept = find_stored(begun, "run").continued(now())
     assert kept == ADDED | {"algorithm.clip_ratio": 0.2}
-    run = open_run(begun, "run", "rlhf", recipe)
+    run = open_run(begun, "run", recipe)
     assert len(run.segments) == 1 and run.recipe_at(0)["algorithm"]["whitening"] == "old"
     longer, _ = find_stored(begun, "run").continued(now("schedule.iterations=9"))
-    assert open_run(begun, "run", "rlhf", longer).recipe_at(0) == longer.model_dump(mode="json")
+    assert open_run(begun, "run", longer).recipe_at(0) == longer.model_dump(mode="json")
     assert find_stored(begun, "run").continued(now("schedule.iterations=9"))[1] == kept, (
         "also by what it was recorded as now"
     )
@@ -146,7 +146,7 @@ def test_a_value_that_was_never_a_default_is_not_kept(newer: None) -> None:
 
 def test_a_new_run_and_another_flow_take_the_recipe_as_it_is(local_store: Store, newer: None) -> None:
     assert find_stored(local_store, "run").continued(now()) == (now(), {})
-    open_run(local_store, "other", "sft", load_recipe("quickstart-sft"))
+    open_run(local_store, "other", load_recipe("quickstart-sft"))
     assert find_stored(local_store, "other").continued(now()) == (now(), {})
 
 
@@ -160,7 +160,7 @@ def test_a_former_default_is_no_setting_without_effect(newer: None) -> None:
 
 def test_todays_program_records_every_field(local_store: Store) -> None:
     recipe = load_recipe("quickstart")
-    open_run(local_store, "run", "rlhf", recipe)
+    open_run(local_store, "run", recipe)
     assert load_run(local_store, "run").segments[0].recipe == recipe.model_dump(mode="json")
 
 

@@ -22,7 +22,7 @@ from schemas.recipe.load import load_recipe
 
 
 def opened(store: Store, *overrides: str, name: str = "run") -> Run:
-    return open_run(store, name, "rlhf", recipe(*overrides))
+    return open_run(store, name, recipe(*overrides))
 
 
 @given(st.integers(0, 70), st.integers(0, 5))
@@ -66,7 +66,7 @@ def test_a_start_asks_for_each_record_once(local_store: Store, monkeypatch: pyte
         )
     stored = find_stored(local_store, "run")
     assert len(asked["read"]) == len(set(asked["read"])) == 5 and len(asked["size"]) <= 28
-    head = open_run(local_store, "run", "rlhf", recipe(), stored=stored).head()
+    head = open_run(local_store, "run", recipe(), stored=stored).head()
     assert head is not None and head.iteration == 39
     assert len(asked["read"]) <= 7 and len(asked["size"]) <= 29, "only what may have been written since"
 
@@ -89,11 +89,11 @@ def test_more_iterations_are_a_new_segment(local_store: Store) -> None:
 
 
 def test_a_child_of_a_name_that_another_start_has_taken_meanwhile_is_refused(local_store: Store) -> None:
-    build(open_run(local_store, "parent", "rlhf", recipe()), range(2))
+    build(open_run(local_store, "parent", recipe()), range(2))
     stored = find_stored(local_store, "child")
-    open_run(local_store, "child", "rlhf", recipe())
+    open_run(local_store, "child", recipe())
     with pytest.raises(UserError, match=r"'child' exists and is no child, not a fork of 'parent' at iteration 1"):
-        open_run(local_store, "child", "rlhf", recipe(), origin=Origin("parent", 1), stored=stored)
+        open_run(local_store, "child", recipe(), origin=Origin("parent", 1), stored=stored)
     assert not local_store.exists(paths.owner("child", 2)), "the other start is not fenced off"
 
 
@@ -117,7 +117,7 @@ def test_another_recipe_is_refused_by_name(local_store: Store, overrides: list[s
 def test_another_flow_is_refused(local_store: Store) -> None:
     opened(local_store)
     with pytest.raises(UserError, match="belongs to the flow 'rlhf', not 'sft'"):
-        open_run(local_store, "run", "sft", load_recipe("quickstart-sft"))
+        open_run(local_store, "run", load_recipe("quickstart-sft"))
 
 
 @pytest.mark.parametrize("name", ["", "Run", "a/b", "../x", ".hidden", "a b"])
@@ -198,7 +198,7 @@ def test_a_repeated_commit_is_recognised(local_store: Store) -> None:
 def test_a_fork_shares_what_came_before(store: Store) -> None:
     parent = opened(store, name="parent")
     build(parent, range(3), {"verify": ("verify",)})
-    child = open_run(store, "child", "rlhf", recipe("rollout.temperature=0.9"), origin=Origin("parent", 2))
+    child = open_run(store, "child", recipe("rollout.temperature=0.9"), origin=Origin("parent", 2))
     head = child.head()
     assert head is not None and (head.run, head.iteration) == ("parent", 1)
     key = parent.commit(1).stages[0].key

@@ -71,7 +71,7 @@ def commit(run: Run, k: int, taken: tuple[int, ...], prefix: int, *beyond: int) 
 @pytest.fixture
 def run(local_store: Store) -> Run:
     """0 and 1 were consumed from memory, 2 was rejected, 3 and 4 consumed from the spool; 5 and 6 wait."""
-    made = open_run(local_store, "run", "rlhf", recipe())
+    made = open_run(local_store, "run", recipe())
     start = open_start(local_store, "run", 1, "made")
     spool(local_store, start, 1, 3, 4)
     spool(local_store, start, 2, 5, 3, version=1, rejected=(2,))
@@ -207,7 +207,7 @@ def test_sql_shows_what_waits_how_long_and_how_stale(run: Run) -> None:
 
 
 def test_a_fork_begins_with_its_parents_settled_groups_and_an_empty_spool(run: Run) -> None:
-    child = open_run(run.store, "child", "rlhf", recipe(), origin=Origin("run", 2))
+    child = open_run(run.store, "child", recipe(), origin=Origin("run", 2))
     head = child.head()
     generation = Generation(child, head, 9, lambda k: recipe())
     assert generation.book.settled == settled_after(head) and generation.book.settled.prefix == 5
@@ -224,7 +224,7 @@ def test_a_fork_begins_with_its_parents_settled_groups_and_an_empty_spool(run: R
 
 
 def test_a_rejection_is_recorded_before_a_commit_counts_it(local_store: Store) -> None:
-    run = open_run(local_store, "run", "rlhf", recipe())
+    run = open_run(local_store, "run", recipe())
     limits = recipe("rollout.group_attempts=1").rollout  # type: ignore[union-attr]
     nothing: Any = None
     rollouts = Rollouts(

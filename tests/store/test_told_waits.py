@@ -23,7 +23,7 @@ WAIT = Wait(at="trainer", what="/train of version 3", since="2026-01-01T10:00:00
 
 
 def opened(store: Store) -> Run:
-    return open_run(store, "run", "rlhf", recipe())
+    return open_run(store, "run", recipe())
 
 
 def test_the_last_record_of_the_last_start_counts(store: Store) -> None:

@@ -92,7 +92,7 @@ def watched(folder: Path, patch: pytest.MonkeyPatch, broken: bool, **changes: di
         return [job.run(PrefectIds("", tasks[job.label])) for job in jobs]
 
     recipe = tiny(**changes)
-    run = open_run(store_in(folder), "r", recipe.flow, recipe)
+    run = open_run(store_in(folder), "r", recipe)
     with (
         temporary_settings({PREFECT_API_URL: f"{UI}/api"}),
         Observer(run, recipe) as observer,
