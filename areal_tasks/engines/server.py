@@ -1,7 +1,7 @@
 """One inference server: its requests in flight, its commands over SGLang's native API, and its state.
 
 SGLang (0.5.17) reports an error by the HTTP status, or by an event if a stream has begun. It has no safeguards: it
-crashes if it generates while the trainer has the memory of its KV cache, if it is told to release memory during
+crashes if it generates while the trainer has the memory of its KV cache, if it is asked to release memory during
 generation, or to release or resume memory twice. To show its health it generates a token, for `/health` as for
 `/health_generate`. So all health checks go through `Server.probe`.
 """
@@ -102,7 +102,7 @@ class Server:
     admitted: float = 0.0  # when it was let in
     requests: int = 0  # of this client, in flight
     asks: int = 0  # requests and commands that it has not answered
-    paused: bool = False  # it was, or may have been, told to pause generation, and not yet to continue
+    paused: bool = False  # it was, or may have been, asked to pause generation, and not yet to continue
     lends: bool = False  # the memory of its cache, to the trainer: it must not generate
     load: int = 0  # samples in flight
     done: int = 0  # samples answered

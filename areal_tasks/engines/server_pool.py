@@ -50,7 +50,7 @@ class ServerPool(ABC):
         self.servers = [self._server(url) for url in urls]
         self.clock: Callable[[], float] = time.monotonic
         self.target: Target | None = None
-        self.paused = False  # the servers were told to pause generation, and not yet to continue
+        self.paused = False  # the servers were asked to pause generation, and not yet to continue
         self._lends = False  # the servers are to lend the memory of their cache
         embedded = settings.engine == "embedded"
         self._loading, self._receiving = (in_flight(mode, embedded, sent) for sent in (False, True))
@@ -290,7 +290,7 @@ class ServerPool(ABC):
         """The servers' weights may be damaged or incomplete: no server generates until it is given others."""
         self._forget_versions()
         self._versions_unknown = True
-        await self.followers.told()
+        await self.followers.acknowledged()
         await self._drop_all()
 
     async def _drop_all(self) -> None:
@@ -311,7 +311,7 @@ class ServerPool(ABC):
         if not self.healthy():
             await self._all_probed()
         self._set_target(Target(version, key or uri, uri))
-        await self.followers.told()
+        await self.followers.acknowledged()
         seconds = await self.each(self._load)
         if not seconds:
             await self._until(lambda: any(server.able for server in self.servers))
@@ -413,7 +413,7 @@ class ServerPool(ABC):
     async def interrupt(self) -> None:
         """Return when all servers are ready for weights from the trainer; call `resume` afterwards."""
         self._forget_versions()
-        await self.followers.told()
+        await self.followers.acknowledged()
         if self._receiving.drains:
             await asyncio.gather(*(server.drained(self.followers.busy) for server in self.servers))
         if self._receiving.pause:

@@ -44,7 +44,7 @@ class ModelFolder(BaseModel):
 
 
 class ServiceSpec(BaseModel):
-    """What a service is told at its start. Contains no secret."""
+    """What a service receives at its start. Contains no secret."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -37,7 +37,7 @@ class Followers:
     def changed(self) -> None:
         """Notify them, without waiting, that `ServerPool.serving` may have changed."""
 
-    async def told(self) -> None:
+    async def acknowledged(self) -> None:
         """Return when they have acknowledged the current `serving`."""
 
     async def busy(self) -> Mapping[str, int]:

@@ -50,9 +50,9 @@ class Links(Followers):
         """Send the workers the servers that may generate, without waiting for the acknowledgements."""
         if (serving := self.client.serving) != self._serving:
             self._serving = serving
-            self.background.do(self.told())
+            self.background.do(self.acknowledged())
 
-    async def told(self) -> None:
+    async def acknowledged(self) -> None:
         """Return when all workers have acknowledged which servers may generate."""
         serving = self.client.serving
         await asyncio.gather(*(link.follow(serving) for link in self.by_start.values()))

@@ -227,7 +227,7 @@ class Rollouts:
         """The worker can be given groups from now on."""
         link.leaving = link.explained = False
         self._news.set()
-        self._background.do(self.links.told())
+        self._background.do(self.links.acknowledged())
         self.begin()
 
     def lost(self, link: Link) -> None:

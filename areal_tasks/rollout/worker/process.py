@@ -102,7 +102,7 @@ def _failure(error: Exception) -> Response:
 
 
 def main() -> None:
-    """Serve until told to end."""
+    """Serve until asked to end."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with suppress(OSError):  # out of memory, Linux ends users' code rather than a trainer or the flow
         Path("/proc/self/oom_score_adj").write_text("500")
