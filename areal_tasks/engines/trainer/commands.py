@@ -102,11 +102,6 @@ class Send(Command):
     token: str = Field("", repr=False, description="the servers' bearer token; only rank 0 uses it")
     keep_cache: bool = Field(False, description="requests in flight are paused and keep their KV caches")
 
-    @property
-    def name(self) -> str:
-        """Its path in HTTP, and the method of `Trainer` that runs it."""
-        return type(self).__name__.lower()
-
     def for_ranks(self) -> str:
         return self.model_dump_json(exclude={"token"})
 
