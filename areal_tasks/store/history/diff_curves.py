@@ -88,11 +88,11 @@ def _curve_row(name: str, a: Curve, b: Curve, names: tuple[str, str]) -> dict[st
     }
 
 
-def sparkline(values: Sequence[float], low: float, high: float, width: int = WIDTH) -> str:
-    """`values` as a line of at most `width` bars between `low` and `high`; longer series are averaged."""
+def sparkline(values: Sequence[float], low: float, high: float) -> str:
+    """`values` as a line of at most `WIDTH` bars between `low` and `high`; longer series are averaged."""
     if not values:
         return ""
-    parts = np.array_split(np.asarray(values, float), min(width, len(values)))
+    parts = np.array_split(np.asarray(values, float), min(WIDTH, len(values)))
     span = high - low or 1.0
     places = [round((float(part.mean()) - low) / span * (len(BARS) - 1)) for part in parts]
     return "".join(BARS[place] for place in places)
