@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 from schemas.errors import UserError
@@ -14,8 +15,17 @@ def find_object(name: str, field: str) -> Any:
     if not separator:
         raise UserError(f"{field}: {name} is no `package.module:object`")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found = importlib.import_module(module)
     except ImportError as error:
-        raise UserError(f"{field}: {module} cannot be imported ({error}); is it on PYTHONPATH?") from error
+        raise UserError(
+            f"{field}: {module} cannot be imported ({error}). Install what is missing, set PYTHONPATH to its folder, "
+            f"or put it next to the recipe's file or into the working directory ({os.getcwd()})."
+        ) from error
+    except Exception as error:
+        raise UserError(
+            f"{field}: importing {module} fails with {type(error).__name__}: {error}. Correct the module."
+        ) from error
+    try:
+        return getattr(found, attribute)
     except AttributeError as error:
         raise UserError(f"{field}: {module} has no {attribute}") from error

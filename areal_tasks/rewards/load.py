@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
@@ -82,7 +83,7 @@ def _search_working_directory() -> None:
 def _missing(name: str, module_name: str) -> UserError:
     return UserError(
         f"reward.verifier: {name} cannot be loaded: there is no module {module_name!r}. Install it, or set "
-        f"PYTHONPATH to its folder, or start from there (working directory: {os.getcwd()})."
+        f"PYTHONPATH to its folder, or put it next to the recipe's file or into the working directory ({os.getcwd()})."
     )
 
 
@@ -95,8 +96,17 @@ def _module(module_name: str, name: str) -> ModuleType:
     except Exception as error:
         raise UserError(
             f"reward.verifier: importing {module_name} fails with {type(error).__name__}: {error}. "
-            f"Try: python -c 'import {module_name}'"
+            f"Try: python -c 'import {module_name}'{_where(module_name)}"
         ) from error
+
+
+def _where(module_name: str) -> str:
+    """The folder to start from so that Python finds the module, if it is not the working directory."""
+    spec = find_spec(module_name.partition(".")[0])
+    if spec is None or not spec.origin:
+        return ""
+    folder = Path(spec.origin).parent.parent if spec.submodule_search_locations else Path(spec.origin).parent
+    return "" if folder == Path.cwd() else f", in the folder {folder}"
 
 
 def _attribute(module: ModuleType, attribute: str, name: str) -> object:

@@ -227,7 +227,8 @@ def _graph(original: Run, origin: Origin, recipe: Recipe) -> Plan:
     graph = replay_plan(recipe, origin, 0)
     if stage_at(recipe, origin.replay_from) not in [stage.name for stage in graph.stages]:
         raise UserError(
-            f"A replay from {origin.replay_from} cannot end with {origin.replay_until}, which comes before."
+            f"A replay from {origin.replay_from} cannot end with {origin.replay_until}, which comes before: "
+            "name an earlier stage with --from, or a later one with --until."
         )
     return graph
 

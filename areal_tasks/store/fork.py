@@ -147,7 +147,10 @@ def inherit_model(parent: Run, iteration: int, recipe: R) -> R:
     asked = {name: getattr(recipe.model, name) for name in _BEGINNING}
     if asked != theirs and not recipe.model.warm_start:
         changed = ", ".join(f"model.{name}" for name in _BEGINNING if asked[name] != theirs[name])
-        raise UserError(f"{changed}: a child begins with the initial weights of its parent {parent.name!r}.")
+        raise UserError(
+            f"{changed}: a child begins with the initial weights of its parent {parent.name!r}. "
+            "For another model start a run of its own."
+        )
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=theirs)})
 
 

@@ -33,7 +33,7 @@ def write(folder: Path) -> None:
     """Write the files. Raises UserError if one of them exists, OSError if writing fails."""
     existing = [name for name in FILES if (folder / name).exists()]
     if existing:
-        raise UserError(f"{folder} holds {' and '.join(existing)} already: name another folder")
+        raise UserError(f"{folder} holds {', '.join(existing)} already: name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         text = files("flows.cli").joinpath("template", name).read_text(encoding="utf-8")

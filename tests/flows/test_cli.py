@@ -260,6 +260,7 @@ finally:
         (["reward.verifier=exact", "reward.arguments={wrong: 1}"], "unexpected keyword argument 'wrong'"),
         (["reward.verifier=broken:score"], "importing broken fails with SyntaxError"),
         (["workflow.name=nosuch:wf"], "nosuch cannot be imported"),
+        (["workflow.name=broken:wf"], "importing broken fails with SyntaxError"),
     ],
 )
 def test_a_mistake_in_the_users_code_is_told_before_a_server_is_started(
