@@ -257,10 +257,11 @@ def open_run(
 
 
 def load_run(store: Store, name: str) -> Run:
-    """An existing run, for reading. UserError when there is none of this name."""
+    """An existing run, for reading. UserError when there is none of this name, or it was removed."""
     check_name(name)
     record = find_record(store, paths.run_record(name), RunRecord)
     if record is None:
+        check_run_kept(store, name)
         known = ", ".join(run_names(store)) or "none"
         raise UserError(f"There is no run {name!r} in {store.url}. Runs there: {known}.")
     return Run(store, name, record, 0, read_segments(store, name))
