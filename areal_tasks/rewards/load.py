@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
 from areal_tasks.rewards.protocol import Row
+from areal_tasks.user_code import import_module, missing_module
 from schemas.errors import UserError
 
 
@@ -30,6 +29,7 @@ BUILT_IN: Final = {
     "exact": BuiltIn("areal_tasks.rewards.exact:verify"),
 }
 
+_FIELD: Final = "reward.verifier"
 #: Passed to a verifier besides prompt, completion and answer, if it has a parameter of that name.
 _OPTIONAL: Final = ("truncated", "stop_reason")
 
@@ -45,7 +45,8 @@ def load_verifier(name: str, arguments: Mapping[str, Any]) -> Callable[[Row], ob
     UserError: no such module or object, not callable, or it does not take these arguments.
     """
     module_name, attribute = _target(name)
-    found = _attribute(_module(module_name, name), attribute, name)
+    _search_working_directory()
+    found = _attribute(import_module(module_name, _FIELD), attribute, name)
     if not callable(found):
         raise UserError(f"reward.verifier: {name} is a {type(found).__name__}, which is not callable.")
     optional = [part for part in _OPTIONAL if part in inspect.signature(found).parameters and part not in arguments]
@@ -63,7 +64,7 @@ def check_module(name: str) -> None:
     package = _target(name)[0].partition(".")[0]
     _search_working_directory()
     if find_spec(package) is None:
-        raise _missing(name, package)
+        raise missing_module(package, _FIELD, package)
 
 
 def _target(name: str) -> tuple[str, str]:
@@ -78,35 +79,6 @@ def _search_working_directory() -> None:
     """Add the working directory to the module search path."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
-
-
-def _missing(name: str, module_name: str) -> UserError:
-    return UserError(
-        f"reward.verifier: {name} cannot be loaded: there is no module {module_name!r}. Install it, or set "
-        f"PYTHONPATH to its folder, or put it next to the recipe's file or into the working directory ({os.getcwd()})."
-    )
-
-
-def _module(module_name: str, name: str) -> ModuleType:
-    _search_working_directory()
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise _missing(name, error.name or module_name) from error
-    except Exception as error:
-        raise UserError(
-            f"reward.verifier: importing {module_name} fails with {type(error).__name__}: {error}. "
-            f"Try: python -c 'import {module_name}'{_where(module_name)}"
-        ) from error
-
-
-def _where(module_name: str) -> str:
-    """The folder to start from so that Python finds the module, if it is not the working directory."""
-    spec = find_spec(module_name.partition(".")[0])
-    if spec is None or not spec.origin:
-        return ""
-    folder = Path(spec.origin).parent.parent if spec.submodule_search_locations else Path(spec.origin).parent
-    return "" if folder == Path.cwd() else f", in the folder {folder}"
 
 
 def _attribute(module: ModuleType, attribute: str, name: str) -> object:
