@@ -49,8 +49,7 @@ class Workers:
         self._manager: LeaseManager | None = None
         self._lock = threading.RLock()  # one thread tends at a time
         self._tending: Future[None] | None = None
-        self._ready: list[Ready] = []  # as the manager `_informed` knows them
-        self._informed: LeaseManager | None = None
+        self._ready: list[Ready] | None = None  # as the manager knows them
 
     def serve(self, manager: LeaseManager | None) -> None:
         """Give this manager alone the workers, once they have started; None: no component uses them.
@@ -60,7 +59,7 @@ class Workers:
         if self._tending is not None:
             self._tending.cancel()
         with self._lock:  # a look that goes on would give the manager before its workers again
-            self._manager = manager
+            self._manager, self._ready = manager, None
         if manager is not None:
             ready(self._supervisor, self._watchdog, self.names)
             self.tend()
@@ -83,8 +82,8 @@ class Workers:
             if (manager := self._manager) is None:
                 return
             found = self._supervisor.look(self.names, explained=lambda: self._loop.run(manager.explained_ends()))
-            if found != self._ready or self._informed is not manager:
-                self._ready, self._informed = found, manager
+            if found != self._ready:
+                self._ready = found
                 self._loop.run(manager.have({(one.url, one.restart) for one in found}))
 
     def heartbeats(self) -> dict[str, Heartbeat]:
