@@ -261,10 +261,15 @@ def load_run(store: Store, name: str) -> Run:
     check_name(name)
     record = find_record(store, paths.run_record(name), RunRecord)
     if record is None:
-        check_run_kept(store, name)
-        known = ", ".join(run_names(store)) or "none"
-        raise UserError(f"There is no run {name!r} in {store.url}. Runs there: {known}.")
+        raise no_run(store, name)
     return Run(store, name, record, 0, read_segments(store, name))
+
+
+def no_run(store: Store, name: str) -> UserError:
+    """The error for a run that does not exist. UserError at once if it was removed."""
+    check_run_kept(store, name)
+    known = ", ".join(run_names(store)) or "none"
+    return UserError(f"There is no run {name!r} in {store.url}. Runs there: {known}.")
 
 
 def list_runs(store: Store) -> list[RunSummary]:

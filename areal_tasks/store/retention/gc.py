@@ -15,7 +15,8 @@ from areal_tasks.store.objects.inventory import Entry
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.reachable import attempts_of
 from areal_tasks.store.retention.compacted import believed, listed
-from areal_tasks.store.retention.gc_live import RunFiles, Version, check_exists, needed, read_runs, selected
+from areal_tasks.store.retention.gc_live import RunFiles, Version, needed, read_runs, selected
+from areal_tasks.store.runs import no_run
 from schemas.compaction import Compaction
 from schemas.errors import UserError
 from schemas.manifest import SpoolRecord, StageManifest
@@ -67,8 +68,8 @@ def plan(store: Store, rule: Rule, only: str = "") -> list[Item]:
         UserError: a run is damaged, so that its needs are unknown; the file is named.
     """
     runs = read_runs(store)
-    if only:
-        check_exists(store, only, runs)
+    if only and only not in runs:
+        raise no_run(store, only)
     named = selected(runs.values())
     return [item for name in runs if only in ("", name) for item in _of_run(runs[name], runs.values(), named, rule)]
 
@@ -192,10 +193,8 @@ def _compactions(run: RunFiles, groups: dict[str, list[Entry]], rule: Rule) -> I
     found = {folder: files for folder, files in groups.items() if folder.startswith(f"{paths.compactions(run.name)}/")}
     for path in (name.path for name in listed(run.store, run.name) if name.path in run.by_path):
         folder = paths.compact_attempt(run.name, read_record(run.store, path, Compaction).attempt)
-        found[folder] = [
-            run.by_path[path],
-            *found.get(folder, ()),
-        ]  # the manifest goes first: audit reads what it names
+        # the manifest goes first: audit reads what it names
+        found[folder] = [run.by_path[path], *found.get(folder, ())]
     for folder, files in found.items():
         age = run.now - max(entry.modified for entry in files)
         if folder not in kept and age >= max(rule.older_than, _COMPACT_SECONDS):

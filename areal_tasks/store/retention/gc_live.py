@@ -17,7 +17,6 @@ from areal_tasks.store.reachable import attempts_of, history, named_weights, rea
 from areal_tasks.store.retention.tags import read_tags
 from areal_tasks.store.runs import Run, list_runs, load_run
 from areal_tasks.store.search import last_present
-from schemas.errors import UserError
 from schemas.manifest import ENDINGS, IterationCommit, Reference, RunRecord, StageManifest, WeightsManifest, WeightsRef
 
 #: A reference is left before its child begins: for this long, it counts although the child does not exist yet.
@@ -134,12 +133,6 @@ def read_runs(store: Store) -> dict[str, RunFiles]:
     """All runs of the store, by name."""
     now = clock(store)
     return {summary.name: read_run(store, summary.name, now) for summary in list_runs(store)}
-
-
-def check_exists(store: Store, name: str, runs: Iterable[str]) -> None:
-    """UserError unless the run `name` is one of `runs`."""
-    if name not in runs:
-        raise UserError(f"There is no run {name!r} in {store.url}. Runs there: {', '.join(runs)}.")
 
 
 def selected(runs: Iterable[RunFiles]) -> set[str]:

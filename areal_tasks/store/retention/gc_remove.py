@@ -11,8 +11,9 @@ from areal_tasks.store.objects.inventory import entries, remove, remove_folders
 from areal_tasks.store.opening import check_name
 from areal_tasks.store.reachable import attempts_of
 from areal_tasks.store.retention.gc import Item, named_attempts
-from areal_tasks.store.retention.gc_live import borrowers, check_exists, needed, read_runs
+from areal_tasks.store.retention.gc_live import borrowers, needed, read_runs
 from areal_tasks.store.retention.tombstones import tombstone_path, write_tombstone
+from areal_tasks.store.runs import no_run
 from areal_tasks.store.spool import read_start
 from schemas.errors import UserError
 
@@ -128,7 +129,8 @@ def _stays(name: str, path: str) -> bool:
 
 def _check_unused(store: Store, name: str, older_than: float) -> None:
     runs = read_runs(store)
-    check_exists(store, name, runs)
+    if name not in runs:
+        raise no_run(store, name)
     run = runs[name]
     children = {other.name for other in runs.values() if other.run.record.parent == name}
     users = sorted({*(r.child for r in run.references), *children, *borrowers(run, runs.values())})
