@@ -155,15 +155,15 @@ class Catalog:
         try:
             return None if files is None else [read_file(self.run.store, file, schema, filter) for file in files]
         except StoreError as error:
-            self.pass_over(error)
+            self.ignore_compactions(error)
             return None
 
     def merged_files(self, table: str) -> list[CompactFile]:
         """All files of a merged table that are read in place of its shards."""
         return [file for region in self.regions if self.compacted for file in region.merged(table) or ()]
 
-    def pass_over(self, damage: Exception) -> None:
-        """Read source files from now on, with a warning: a compaction is damaged."""
+    def ignore_compactions(self, damage: Exception) -> None:
+        """Read the source files from now on, with a warning: a compaction is damaged."""
         self.compacted = False
         log.warning(
             "%s: reading the source files instead, which takes longer; `arealflow compact %s` merges them again",
@@ -171,22 +171,10 @@ class Catalog:
             self.run.name,
         )
 
-    def stages_table(self) -> pa.Table:
-        """The rows of the view `stages`."""
-        return self.rows("stages", *self.regions)
-
-    def commits_table(self) -> pa.Table:
-        """The rows of the view `commits`."""
-        return self.rows("commits", *self.regions)
-
-    def shards_table(self) -> pa.Table:
-        """The rows of the view `shards`."""
-        return self.rows("shards", *self.regions)
-
-    def rows(self, name: str, *regions: Region) -> pa.Table:
-        """The rows of a view of `DERIVED`: from compactions, or computed from commits and manifests."""
+    def rows(self, name: str, regions: Sequence[Region] | None = None) -> pa.Table:
+        """The rows of a view of `DERIVED`, of all or these regions: from compactions, or from commits and manifests."""
         parts = [DERIVED[name].empty_table()]
-        for region in regions:
+        for region in self.regions if regions is None else regions:
             merged = self.merged(region, name)
             parts += [pa.Table.from_pylist(_DERIVE[name](region), DERIVED[name])] if merged is None else merged
         return pa.concat_tables(parts)

@@ -82,7 +82,7 @@ class Session:
         try:
             return work(self.connection)
         except duckdb.Error as error:
-            if any(run.passes_over() for run in self.runs):
+            if any(run.drop_damaged_compactions() for run in self.runs):
                 return self.ask(work)
             raise self._explained(error) from error
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import Final
 
 import duckdb
 
 from areal_tasks.store.backend import StoreError
-from areal_tasks.store.catalog import Catalog
+from areal_tasks.store.catalog import DERIVED, Catalog
 from areal_tasks.store.objects.verified_files import check_whole
 from areal_tasks.store.record_tables import log_table, segments_table, spool_table
 from areal_tasks.store.scan import Lazy, derived_dataset, table_dataset
 from areal_tasks.store.starts import starts_table
 from schemas.manifest import FileRef
-from schemas.views import COMMITS, LOG, SEGMENTS, SHARDS, SHARED, SPOOL, STAGES, STARTS, VIEWS, View
+from schemas.views import LOG, SEGMENTS, SHARED, SPOOL, STARTS, VIEWS, View
 
 #: Views with a column `run` of their own: the run that made what the row describes, which may be a parent.
 _MADE_BY: Final = frozenset({"stages", "commits", "segments"})
@@ -58,11 +59,11 @@ class RunViews:
         used = {join.table for join in joins if any(column.source in words for column in join.columns)}
         return {join.table for join in joins} - used
 
-    def passes_over(self) -> bool:
-        """Whether a scan failed on a damaged compaction, and compactions are therefore passed over from now on."""
+    def drop_damaged_compactions(self) -> bool:
+        """If a scan failed on a damaged compaction, read the source files from now on; whether it did."""
         damage = self._damage(file for table in self._failed() for file in self.catalog.merged_files(table))
         if damage is not None:
-            self.catalog.pass_over(damage)
+            self.catalog.ignore_compactions(damage)
         return damage is not None
 
     def damage(self) -> StoreError | None:
@@ -86,9 +87,7 @@ class RunViews:
 def _datasets(catalog: Catalog, shown: Mapping[str, str]) -> dict[str, Lazy]:
     """The data sets that SQL scans, by name. They must not refer to the connection, which would then never be freed."""
     made = {name: table_dataset(catalog, table) for name, table in shown.items()}
-    made["stages"] = derived_dataset(STAGES, catalog.stages_table)
-    made["commits"] = derived_dataset(COMMITS, catalog.commits_table)
-    made["shards"] = derived_dataset(SHARDS, catalog.shards_table)
+    made |= {name: derived_dataset(schema, partial(catalog.rows, name)) for name, schema in DERIVED.items()}
     made["log"] = derived_dataset(LOG, lambda: log_table(catalog.run))
     made["starts"] = derived_dataset(STARTS, lambda: starts_table(catalog))
     made["segments"] = derived_dataset(SEGMENTS, lambda: segments_table(catalog.run))

@@ -44,7 +44,7 @@ def starts_table(catalog: Catalog) -> pa.Table:
 
 def last_commits(catalog: Catalog) -> dict[int, datetime]:
     """When each start of the run last committed a stage or an iteration, for those that committed any."""
-    tables = [t.select(["run", "owner", "committed"]) for t in (catalog.stages_table(), catalog.commits_table())]
+    tables = [t.select(["run", "owner", "committed"]) for t in map(catalog.rows, ("stages", "commits"))]
     own = pa.concat_tables(tables).filter(pc.field("run") == catalog.run.name)
     last = own.group_by("owner").aggregate([("committed", "max")])
     return dict(zip(last["owner"].to_pylist(), last["committed_max"].to_pylist(), strict=True))

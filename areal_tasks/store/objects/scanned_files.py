@@ -14,8 +14,7 @@ import pyarrow.dataset as ds
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import verified
-from areal_tasks.store.objects import verified_files
-from areal_tasks.store.objects.verified_files import check_file
+from areal_tasks.store.objects.verified_files import check_file, is_small
 from areal_tasks.store.parallel import parallel
 from schemas.manifest import FileRef
 from schemas.tables import REPEATED
@@ -58,7 +57,7 @@ class CheckedFiles:
         path, file = fragment.path, self.known.get(fragment.path)
         if file is None or path in self.kept:
             return self.kept.get(path, fragment)
-        if file.bytes > verified_files.WHOLE_BYTES:
+        if not is_small(file):
             check_file(self.store, file)
             return self.kept.setdefault(path, fragment)
         data = pa.py_buffer(verified(self.store, file.path, file.sha256))

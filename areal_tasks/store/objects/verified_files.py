@@ -19,9 +19,14 @@ from schemas.manifest import FileRef
 WHOLE_BYTES: Final = 1 << 20
 
 
+def is_small(file: FileRef) -> bool:
+    """Whether the file is read whole, and so verified by its SHA-256."""
+    return file.bytes <= WHOLE_BYTES
+
+
 def check_file(store: Store, file: FileRef) -> None:
     """StoreError, with the file's name, if it is missing or altered; of a large one, length and footer count."""
-    if file.bytes <= WHOLE_BYTES:
+    if is_small(file):
         verified(store, file.path, file.sha256)
         return
     size = store.size(file.path)

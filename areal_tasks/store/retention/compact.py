@@ -74,7 +74,7 @@ def compact(run: Run, catalog: Catalog, regions: Sequence[Region], tables: Seque
 def _merged(catalog: Catalog, regions: Sequence[Region], tables: Sequence[str], folder: str) -> dict[str, CompactTable]:
     """The merged tables, in files in `folder`. The manifests come first: they name the shards of the others."""
     parts = [part for region in regions for part in _parts(region)]
-    derived = [{name: catalog.rows(name, replace(part)) for name in DERIVED} for part in parts]
+    derived = [{name: catalog.rows(name, [replace(part)]) for name in DERIVED} for part in parts]
     rows: dict[str, Iterable[pa.Table]] = {name: [one[name] for one in derived] for name in DERIVED}
     shards = [one["shards"] for one in derived]
     rows |= {name: _rows(catalog, name, parts, shards) for name in tables if name in catalog.stages_of}
