@@ -75,7 +75,7 @@ def server(folder: Path, work: Path, case: Case, threads: int) -> Iterator[Infer
     spec = ServiceSpec(name="bench", restart=0, store_url=store.url, run="b", owner=1, recipe=recipe, weights=weights)
     with Supervisor(store, Launcher(), work) as supervisor:
         supervisor.start("areal_tasks.engines.embedded", spec, threads)
-        yield InferenceClient(supervisor.wait(["bench"]), supervisor.token, settings)
+        yield InferenceClient(supervisor.wait(["bench"]), supervisor.access, settings)
 
 
 def prompts(round_number: int) -> Prompts:

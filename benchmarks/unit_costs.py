@@ -27,6 +27,7 @@ from typing import Any, Final, cast
 from prefect import flow, task
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.rollout.spooling import Writer
 from areal_tasks.store.backend import Store, open_store
@@ -127,7 +128,7 @@ def group_cost(store: Store, address: str, tokens: int) -> Cost:
 
 async def group_samples(address: str, tokens: int, groups: int) -> list[list[Sample]]:
     """So many groups by `single_turn`, from a server that answers at once."""
-    client = InferenceClient([f"http://{address}"], "", Inference(max_concurrent_requests=64))
+    client = InferenceClient([f"http://{address}"], Access(), Inference(max_concurrent_requests=64))
     context = WorkflowContext(client, 1, SIZE, tokens, 1.0, PROMPT_TOKENS + tokens)
     prompts = [Prompt(n, n, 0, "?", "!", list(range(PROMPT_TOKENS))) for n in range(groups)]
     try:

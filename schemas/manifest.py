@@ -253,6 +253,16 @@ class ServiceRecord(StoredRecord):
     started: str
 
 
+class NodeRecord(StoredRecord):
+    """`nodes/owner=<n>/<name>-<restart>.json`: where the agent of a service on another machine listens."""
+
+    url: str
+    host: str
+    pid: int
+    certificate: str = Field(description="(PEM) that the agent shows; the flow trusts no other there")
+    software: dict[str, str] = Field(description="versions that must be the same on all machines of a run")
+
+
 class Wait(Record):
     """Something that a run waits for."""
 

@@ -17,6 +17,7 @@ from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.server import (
     BadRequest,
@@ -112,13 +113,13 @@ class InferenceClient(ServerPool):
     def __init__(
         self,
         urls: Iterable[str],
-        token: str,
+        access: Access,
         settings: Inference,
         patience_seconds: float | None = None,
         ends: Callable[[], Ends] = Ends,
         interruption: Interruption | None = None,
     ) -> None:
-        super().__init__(urls, token, settings, patience_seconds, interruption)
+        super().__init__(urls, access, settings, patience_seconds, interruption)
         self.finished = 0  # requests completed since this client was made
         self._ends = ends
         self._gathered: list[_Work] = []  # in this iteration of the event loop

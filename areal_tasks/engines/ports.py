@@ -17,9 +17,10 @@ def loopback_interface() -> dict[str, str]:
     return {f"{library}_SOCKET_IFNAME": "lo" for library in ("GLOO", "NCCL") if "lo" in interfaces}
 
 
-def listen() -> socket.socket:
-    """A listening socket on a free port, for a server that sends small answers."""
-    listener = socket.create_server((HOST, 0), backlog=512)
+def listen(address: str = HOST) -> socket.socket:
+    """A listening socket on a free port of one interface, for a server that sends small answers."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=512)
     # asyncio sets this only on sockets that name their protocol; without it each answer waits 40 ms for an ACK
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

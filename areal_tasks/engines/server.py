@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 import aiohttp
 import orjson
 
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.watchdog import Heartbeat
 from schemas.errors import UserError
 from schemas.recipe.derived import Interruption
@@ -93,7 +94,7 @@ class Server:
     start: int = 0  # distinguishes processes at the same address
     healthy: bool = True
     current: bool = True  # it holds the target weights
-    headers: Mapping[str, str] = field(default_factory=dict)
+    access: Access = field(default_factory=Access)
     seconds: float = 60.0  # timeout of a request or a command
     version: int | None = None  # the newest weights it is known to hold
     elsewhere: int = 0  # requests of other clients in flight, as last reported
@@ -184,8 +185,9 @@ class Server:
         if self._closed:
             raise ServerDown(f"{self.url} is no longer used")
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
-            self._session = aiohttp.ClientSession(headers=self.headers, connector=connector)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, ssl=self.access.trust)
+            headers = {"Content-Type": "application/json"} | self.access.headers
+            self._session = aiohttp.ClientSession(headers=headers, connector=connector)
         return self._session
 
     # ── commands ────────────────────────────────────────────────────────────────────────────────────────────────────

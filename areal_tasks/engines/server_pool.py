@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.external import PROBE, check_temperature, check_versions_reported
 from areal_tasks.engines.server import POLL_SECONDS, Server, ServerDown, Target, in_flight
 from areal_tasks.engines.sharing import Followers, Serving, SharedServer
@@ -43,10 +44,15 @@ class ServerPool(ABC):
     """
 
     def __init__(
-        self, urls: Iterable[str], token: str, settings: Inference, patience: float | None, mode: Interruption | None
+        self,
+        urls: Iterable[str],
+        access: Access,
+        settings: Inference,
+        patience: float | None,
+        mode: Interruption | None,
     ) -> None:
         self.settings = settings
-        self.headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self.access = access
         self.servers = [self._server(url) for url in urls]
         self.clock: Callable[[], float] = time.monotonic
         self.target: Target | None = None
@@ -65,7 +71,7 @@ class ServerPool(ABC):
 
     def _server(self, url: str, start: int = 0, healthy: bool = True, current: bool = True) -> Server:
         slots, seconds = self.settings.max_concurrent_requests, self.settings.request_timeout_seconds
-        return Server(url, slots, start, healthy, current, self.headers, seconds)
+        return Server(url, slots, start, healthy, current, self.access, seconds)
 
     async def close(self) -> None:
         """Stop probing and close all connections. Requests in flight raise ServerDown."""

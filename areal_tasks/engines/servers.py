@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.external import external_servers, external_token
@@ -107,9 +108,9 @@ class Servers:
         return len(self.external or self.names)
 
     @property
-    def token(self) -> str:
-        """The bearer token of the inference servers."""
-        return external_token() if self.external else self.supervisor.token
+    def access(self) -> Access:
+        """To the inference servers."""
+        return Access(external_token()) if self.external else self.supervisor.access
 
     @property
     def patience_seconds(self) -> float | None:
@@ -154,7 +155,7 @@ class Servers:
 
     def _new_client(self) -> InferenceClient:
         settings = self.recipe.inference  # type: ignore[union-attr]
-        client = InferenceClient([], self.token, settings, self.patience_seconds, self.ends, interruption(self.recipe))
+        client = InferenceClient([], self.access, settings, self.patience_seconds, self.ends, interruption(self.recipe))
         if self.external:
             try:
                 self._loop.run(client.use_external(self.external))
@@ -324,7 +325,8 @@ class Servers:
             version=version,
             transport=self.transport,
             receivers=tuple(Receiver(url=url, ranks=ranks) for url in urls),
-            token=self.supervisor.token,
+            token=self.supervisor.access.token,
+            authority=self.supervisor.access.authority,
             keep_cache=interruption(self.recipe) == "in_place",
         )
 

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_tasks.engines.ports import HOST, listen
+from areal_tasks.engines.tls import CERTIFICATE, KEY
 from areal_tasks.store.backend import Unavailable, open_store
 from areal_tasks.store.paths import service as service_path
 from areal_tasks.store.runs import Run
@@ -58,6 +59,8 @@ class ServiceSpec(BaseModel):
     folder: ModelFolder | None = None  # what a server starts on, as version 0, while the store has no weights
     gpus: tuple[str, ...] = ()  # the GPUs it may use, as in CUDA_VISIBLE_DEVICES; empty: none is assigned
     gpu_users: int = 1  # services that share its most crowded GPU, itself included
+    address: str = HOST  # of the interface that it listens on
+    tls: str = ""  # a folder with the key and the certificate that it shows; empty: it speaks plain HTTP
 
 
 def spec_of(run: Run, recipe: Recipe, name: str, **more: Any) -> ServiceSpec:
@@ -104,10 +107,10 @@ class BearerAuth:
 
 
 def make_server(app: Starlette, spec: ServiceSpec, token: str) -> tuple[uvicorn.Server, socket.socket]:
-    """A server for `app` behind `token`, with its socket on a free loopback port, registered in the store."""
+    """A server for `app` behind `token`, with its socket on a free port, registered in the store."""
     app.add_middleware(BearerAuth, token=token)
-    listener = listen()
-    register(spec, f"http://{HOST}:{listener.getsockname()[1]}")
+    listener = listen(spec.address)
+    register(spec, url_at(spec, listener.getsockname()[1]))
     config = uvicorn.Config(
         app,
         log_config=None,  # uvicorn's would first flush all handlers: 5 s for Prefect's, which needs the same lock
@@ -115,6 +118,8 @@ def make_server(app: Starlette, spec: ServiceSpec, token: str) -> tuple[uvicorn.
         access_log=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=2,
+        ssl_keyfile=f"{spec.tls}/{KEY}" if spec.tls else None,
+        ssl_certfile=f"{spec.tls}/{CERTIFICATE}" if spec.tls else None,
     )
     return uvicorn.Server(config), listener
 
@@ -124,6 +129,12 @@ def serve(app: Starlette, spec: ServiceSpec) -> None:
     server, listener = make_server(app, spec, os.environ.pop(TOKEN))
     with listener:
         server.run(sockets=[listener])
+
+
+def url_at(spec: ServiceSpec, port: int) -> str:
+    """The address of the service, if it listens on `port`."""
+    host = f"[{spec.address}]" if ":" in spec.address else spec.address
+    return f"{'https' if spec.tls else 'http'}://{host}:{port}"
 
 
 def register(spec: ServiceSpec, url: str) -> None:

@@ -18,7 +18,9 @@ from areal_tasks.engines.service import ModelFolder, spec_of
 from areal_tasks.engines.starting import MODULES, TRAINER, WORKER, may_load_early, own_folder
 from areal_tasks.engines.trainers import ResidentTrainer
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
+from areal_tasks.launchers.choice import on_this_machine
 from areal_tasks.launchers.gpus import assigned, describe, place_recipe, visible_gpus
+from areal_tasks.launchers.needs import server_needs, trainer_needs, worker_needs
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.store.history.journal import append
@@ -65,11 +67,12 @@ class Engines:
         """Start what needs no weights in the store: trainer, verifiers, possibly servers. Does not wait for them."""
         servers = self.servers
         serverless = bool(servers.external) or not servers.generates  # this run assigns no GPU to servers
-        placement = servers.placement = place_recipe(self.recipe, visible_gpus(), serverless)
+        gpus = visible_gpus() if on_this_machine(self.recipe.launcher) else ()
+        placement = servers.placement = place_recipe(self.recipe, gpus, serverless)
         if described := describe(placement):
             log.info("%s", described)
-        if (gpus := assigned(placement)) or serverless:  # else the recipe says that there are none
-            append(self.run.store, self.run.name, "placed", {"owner": self.run.owner, **gpus})
+        if (placed := assigned(placement)) or serverless:  # else the recipe says that there are none
+            append(self.run.store, self.run.name, "placed", {"owner": self.run.owner, **placed})
         if servers.generates:
             servers.transport = choose_transport(self.recipe, placement, serverless)
         if servers.store_only and isinstance(self.recipe, RlhfRecipe) and self.recipe.trainer.weights_every > 1:
@@ -90,9 +93,9 @@ class Engines:
         """Start what needs no weights in the store: trainer, rollout workers, servers that can read a model folder."""
         if not isinstance(self.recipe, EvaluateRecipe):
             spec = spec_of(self.run, self.recipe, TRAINER, gpus=self.servers.placement.trainer)
-            self.supervisor.start(MODULES[TRAINER], spec, self.recipe.trainer.threads)
+            self.supervisor.start(MODULES[TRAINER], spec, self.recipe.trainer.threads, trainer_needs(self.recipe))
         for name in self.servers.workers.names:
-            self.supervisor.start(WORKER, spec_of(self.run, self.recipe, name), threads=1)
+            self.supervisor.start(WORKER, spec_of(self.run, self.recipe, name), 1, worker_needs(self.recipe))
         if (folder := own_folder(self.run, self.recipe)) is not None:
             self._start_servers(folder)
 
@@ -107,7 +110,8 @@ class Engines:
             inference, gpus = self.recipe.inference, placement.servers[i : i + 1]  # type: ignore[union-attr]
             placed = {"gpus": gpus[0] if gpus else (), "gpu_users": placement.users(i)}
             spec = spec_of(self.run, self.recipe, name, weights=ref, folder=folder, **placed)
-            self.supervisor.start(MODULES[inference.engine], spec, inference.threads)
+            needs = server_needs(self.recipe)  # type: ignore[arg-type]
+            self.supervisor.start(MODULES[inference.engine], spec, inference.threads, needs)
 
     def load_early(self, version: int) -> None:
         """Have the trainer load `version` while servers start, if that is possible. Does not wait for it."""

@@ -26,7 +26,7 @@ def own_folder(run: Run, recipe: Recipe) -> ModelFolder | None:
     Later starts and child runs begin with weights in a store, and the folder may have changed since. The embedded
     engine reads only the store.
     """
-    if isinstance(recipe, SftRecipe) or recipe.inference.engine != "sglang":
+    if isinstance(recipe, SftRecipe) or recipe.inference.engine != "sglang" or recipe.launcher.network:
         return None
     path = Path(recipe.model.path).expanduser()
     if not recipe.model.path or not path.is_dir() or run.owner != 1 or run.record.parent:
@@ -51,7 +51,7 @@ def ready(
     """The addresses of these services, once they have started; one that has ended is restarted, on `weights`."""
 
     def starting() -> dict[str, Heartbeat]:
-        return {name: Heartbeat(None, f"see {log}") for name, log in supervisor.starting(names).items()}
+        return {name: Heartbeat(None, what) for name, what in supervisor.starting(names).items()}
 
     with watchdog.waiting("its start", starting, limit="launcher.startup_seconds"):
         return supervisor.wait(names, weights)

@@ -7,6 +7,7 @@ from typing import Final, TypeVar
 
 import httpx
 
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.trainer.commands import Command, Health, Message
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.store.backend import Unavailable
@@ -34,9 +35,9 @@ class TrainerClient:
     ends it. `distrust` is called with the reason when the trainer's process must be replaced.
     """
 
-    def __init__(self, url: str, token: str, watchdog: Watchdog, distrust: Callable[[str], object]) -> None:
-        headers = {"Authorization": f"Bearer {token}"}
-        self.http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(None, connect=10.0))
+    def __init__(self, url: str, access: Access, watchdog: Watchdog, distrust: Callable[[str], object]) -> None:
+        timeout = httpx.Timeout(None, connect=10.0)
+        self.http = httpx.Client(base_url=url, headers=access.headers, verify=access.trust, timeout=timeout)
         self.watchdog = watchdog
         self.distrust = distrust
 

@@ -131,7 +131,7 @@ class ResidentTrainer:
         if self.client is None or self._address != url:
             self.close()
             distrust = partial(self.supervisor.end, [url])
-            self.client = TrainerClient(url, self.supervisor.token, self.watchdog, distrust)
+            self.client = TrainerClient(url, self.supervisor.access, self.watchdog, distrust)
             self._address = url
         return self.client
 

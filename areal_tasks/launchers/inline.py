@@ -21,6 +21,9 @@ class InlineHandle:
     def exit_code(self) -> int | None:
         return None if self.thread.is_alive() else 1
 
+    def waiting(self) -> str:
+        return ""
+
     def stop(self, grace_seconds: float = 5.0) -> None:
         self.server.should_exit = True
         self.thread.join(grace_seconds)
@@ -28,6 +31,8 @@ class InlineHandle:
 
 class InlineLauncher:
     """Starts each service's app in a thread with an event loop of its own."""
+
+    authority = ""
 
     def start(self, job: Job) -> InlineHandle:
         app = importlib.import_module(f"{job.module}.process").make_app(job.spec)

@@ -30,6 +30,9 @@ class LocalHandle:
     def exit_code(self) -> int | None:
         return self.process.poll()
 
+    def waiting(self) -> str:
+        return ""
+
     def stop(self, grace_seconds: float = 5.0) -> None:
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -45,6 +48,8 @@ class LocalHandle:
 
 class LocalLauncher:
     """Starts processes that hold the read end of a pipe whose write end only this process has (the lifeline)."""
+
+    authority = ""
 
     def __init__(self) -> None:
         self.read_end, self.write_end = os.pipe()  # neither is inherited unless passed on

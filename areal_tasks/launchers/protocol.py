@@ -7,24 +7,33 @@ from pathlib import Path
 from typing import Protocol
 
 from areal_tasks.engines.service import ServiceSpec
+from areal_tasks.launchers.cluster import ANY, Resources
 
 
 @dataclass(frozen=True)
 class Job:
-    """One service to start: its module, specification, token, log file and number of threads (0: all cores)."""
+    """One service to start: its module, specification, token, log file and number of threads (0: all cores).
+
+    `resources`: what it needs, for a launcher that finds a machine for it.
+    """
 
     module: str
     spec: ServiceSpec
     token: str
     log: Path
     threads: int = 0
+    resources: Resources = ANY
 
 
 class Handle(Protocol):
     """A started service."""
 
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """None while it runs, or waits for a machine."""
+        ...
+
+    def waiting(self) -> str:
+        """Why no machine runs it yet; empty once one does."""
         ...
 
     def stop(self, grace_seconds: float = 5.0) -> None:
@@ -34,6 +43,11 @@ class Handle(Protocol):
 
 class Launcher(Protocol):
     """Starts services, which end with the launcher, however it ends."""
+
+    @property
+    def authority(self) -> str:
+        """See `Access.authority`; empty if services speak plain HTTP."""
+        ...
 
     def start(self, job: Job) -> Handle: ...
 

@@ -13,11 +13,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.service import STORE_AWAY, ServiceSpec
 from areal_tasks.launchers.advice import advice
-from areal_tasks.launchers.inline import InlineLauncher
-from areal_tasks.launchers.local import LocalLauncher
-from areal_tasks.launchers.protocol import Handle, Job, Launcher
+from areal_tasks.launchers.choice import make_launcher
+from areal_tasks.launchers.cluster import ANY, Resources
+from areal_tasks.launchers.protocol import Handle, Job
 from areal_tasks.store.backend import Missing, Store, Unavailable
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.parallel import parallel
@@ -28,7 +29,6 @@ from schemas.recipe.sections import Launcher as LauncherSettings
 
 log = logging.getLogger(__name__)
 
-LAUNCHERS: dict[str, type[LocalLauncher] | type[InlineLauncher]] = {"local": LocalLauncher, "inline": InlineLauncher}
 #: Ends of services that are no failures of theirs: (address, number of the start).
 Explained = Callable[[], Collection[tuple[str, int]]]
 POLL_SECONDS = 0.05
@@ -63,6 +63,9 @@ class NotStarted:
     def exit_code(self) -> int:
         return os.EX_OSERR
 
+    def waiting(self) -> str:
+        return ""
+
     def stop(self, grace_seconds: float = 5.0) -> None:
         """There is nothing to end."""
 
@@ -88,7 +91,7 @@ class Supervisor:
         self.settings = settings
         self.logs = logs
         self.token = secrets.token_urlsafe(32)
-        self.launcher: Launcher = LAUNCHERS[settings.type]()
+        self.launcher = make_launcher(settings, store)
         self.services: dict[str, Service] = {}
         self._lock = threading.Lock()  # stages that run concurrently supervise the same services
 
@@ -100,9 +103,14 @@ class Supervisor:
             stack.callback(self.launcher.close)  # ends services that could not be stopped
             parallel(lambda service: service.handle.stop(), list(self.services.values()))
 
-    def start(self, module: str, spec: ServiceSpec, threads: int = 0) -> None:
+    @property
+    def access(self) -> Access:
+        """To the services."""
+        return Access(self.token, self.launcher.authority)
+
+    def start(self, module: str, spec: ServiceSpec, threads: int = 0, resources: Resources = ANY) -> None:
         """Start a service, without waiting until it is ready: see `wait`."""
-        job = Job(module, spec, self.token, self._log(spec), threads)
+        job = Job(module, spec, self.token, self._log(spec), threads, resources)
         self.services[spec.name] = Service(job, self.launcher.start(job))
 
     def began_on(self, name: str, weights: WeightsRef | None) -> None:
@@ -143,10 +151,10 @@ class Supervisor:
         over = [s.spec for s in services if s.handle.exit_code() is not None and not self._given_up(s)]
         return frozenset((spec.name, spec.restart) for spec in over)
 
-    def starting(self, names: Sequence[str]) -> dict[str, Path]:
-        """The log files of those services that are not ready yet, by name."""
+    def starting(self, names: Sequence[str]) -> dict[str, str]:
+        """What those services that are not ready yet wait for, or the log files that say it, by name."""
         services = [self.services[name] for name in names]
-        return {service.spec.name: service.job.log for service in services if not service.url}
+        return {s.spec.name: s.handle.waiting() or f"see {s.job.log}" for s in services if not s.url}
 
     def name_at(self, url: str) -> str:
         """The name of the service that listens at `url`; the address itself if there is none."""
@@ -198,7 +206,9 @@ class Supervisor:
         with contextlib.suppress(Missing):
             service.url = read_record(self.store, path, ServiceRecord).url
             return
-        if time.monotonic() > service.started + self.settings.startup_seconds:
+        if service.handle.waiting():
+            service.started = time.monotonic()
+        elif time.monotonic() > service.started + self.settings.startup_seconds:
             late = f"was not ready within launcher.startup_seconds = {self.settings.startup_seconds:g}."
             if not spec.restart:
                 raise self._failure(service, late)

@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 import aiohttp
 from pydantic import BaseModel
 
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.sharing import Serving
 from areal_tasks.rollout.orders import STATUSES, Begin, Event, Lease, LeaseOver, News, Orders, Part, Written
 from areal_tasks.store.backend import Unavailable
@@ -53,7 +54,7 @@ class Listener(Protocol):
 class Link:
     """One start of a worker's process. Use within one event loop; `close()` when done."""
 
-    def __init__(self, url: str, token: str, listener: Listener) -> None:
+    def __init__(self, url: str, access: Access, listener: Listener) -> None:
         self.url = url
         self.ready = False  # the worker may be given groups
         self.tried = False  # it has been ready, or has failed to become ready
@@ -69,7 +70,10 @@ class Link:
         self._has_orders = asyncio.Event()
         timeout = aiohttp.ClientTimeout(None, sock_connect=CONNECT_SECONDS)  # the watchdog ends what hangs
         self._session = aiohttp.ClientSession(
-            url, headers={"Authorization": f"Bearer {token}"}, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+            url,
+            headers=access.headers,
+            timeout=timeout,
+            connector=aiohttp.TCPConnector(limit=0, ssl=access.trust),
         )
         self._session_task = asyncio.ensure_future(self._keep_session())
 

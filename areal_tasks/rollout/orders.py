@@ -41,6 +41,7 @@ class Begin(Message):
     end_tokens: tuple[int, ...] = Field(description="that end a completion")
     tokenizer: str = Field(description="the fast tokenizer as JSON; empty: it is read from the files of `model`")
     server_token: str = Field(description="for requests to the inference servers")
+    server_authority: str = Field("", description="see `Access.authority`")
     patience_seconds: float | None = Field(description="how long to wait while no server is healthy; None: for ever")
     serving: Serving
 

@@ -180,7 +180,7 @@ class Generation:
             book=self.book,
             client=context.engines.servers.inference(waits=False),
             order=order_of(context, recipe, inputs.ref("prompts"), kind),
-            connect=lambda url, rollouts: Link(url, context.engines.supervisor.token, rollouts),
+            connect=lambda url, rollouts: Link(url, context.engines.supervisor.access, rollouts),
             limits=recipe.rollout,
             spool=spool,
             writer=Writer(run.store, run.name, run.owner, kind),
@@ -218,7 +218,8 @@ def order_of(context: Context, recipe: RlhfRecipe, prompts: TableRef, made_with:
             model=engines.initial,
             end_tokens=tuple(sorted(engines.ends.tokens)),
             tokenizer=detokenizer.as_json if detokenizer else "",
-            server_token=engines.servers.token,
+            server_token=engines.servers.access.token,
+            server_authority=engines.servers.access.authority,
             patience_seconds=engines.servers.patience_seconds,
             serving=client.serving,
         )

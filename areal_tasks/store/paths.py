@@ -53,6 +53,10 @@ def service(run: str, owner: int, name: str, restart: int) -> str:
     return f"{run}/services/owner={owner}/{name}-{restart}.json"
 
 
+def node(run: str, owner: int, name: str, restart: int) -> str:
+    return f"{run}/nodes/owner={owner}/{name}-{restart}.json"
+
+
 def waits(run: str, owner: int, n: int) -> str:
     """The n-th record, from 1, of what a start of the flow waited for."""
     return f"{run}/waits/owner={owner}/{n}.json"

@@ -42,7 +42,7 @@ class RawRounds:
     async def _round(self, iteration: int, prompts: Sequence[Prompt], context: WorkflowContext) -> None:
         began, [url] = time.perf_counter(), context.client.healthy()
         asked = [prompt.input_ids for prompt in prompts for _ in range(context.group_size)]
-        async with bare_client(context.client.headers) as session:
+        async with bare_client(context.client.access.headers) as session:
             if self.flush:
                 await flush_cache(session, url)
             found = await one_round(session, url, asked, context.max_new_tokens, len(asked))

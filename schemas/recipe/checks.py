@@ -115,6 +115,18 @@ def no_credentials(r: BaseRecipe) -> Message:
     return None
 
 
+def network_named(r: BaseRecipe) -> Message:
+    here = r.launcher.type in ("local", "inline")
+    if here and r.launcher.network:
+        return f"launcher.network: has no effect with launcher.type {r.launcher.type}, whose services use loopback"
+    if not here and not r.launcher.network:
+        return (
+            f"launcher.network: launcher.type {r.launcher.type} needs the network in which services listen, such as "
+            "10.0.0.0/24 (`ip -brief address` lists this machine's)"
+        )
+    return None
+
+
 BASE_CHECKS: Final[tuple[Callable[[BaseRecipe], Message], ...]] = (
     one_model,
     warm_start_flow,
@@ -126,6 +138,7 @@ BASE_CHECKS: Final[tuple[Callable[[BaseRecipe], Message], ...]] = (
     template_prompt,
     source_named,
     split_placeholder,
+    network_named,
 )
 
 

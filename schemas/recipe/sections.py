@@ -418,12 +418,46 @@ class StoreSettings(Section):
     )
 
 
+class Needs(Section):
+    """What one service needs of its machine."""
+
+    cpus: int = operational(1, ge=1, le=4096, description="CPU cores.")
+    gpus: int = operational(
+        -1, ge=-1, le=64, description="GPUs; -1: one for each rank or tensor-parallel part, none for `embedded`."
+    )
+    memory_mb: int = operational(0, ge=0, le=10**8, description="Memory; 0: not stated.")
+
+
+class Placed(Section):
+    """What services need of their machine. A service never extends over several machines."""
+
+    trainer: Needs = section(Needs, "The trainer, all ranks together.")
+    inference: Needs = section(Needs, "Each inference server.")
+    rollout: Needs = section(Needs, "Each rollout worker.")
+
+
 class Launcher(Section):
     """Where services run."""
 
-    type: Literal["local", "inline"] = operational(
-        "local", description="`local`: processes of this machine; `inline`: threads of this process, for a debugger."
+    type: str = operational(
+        "local",
+        pattern=r"^(local|inline|slurm|ray|[\w.]+:\w+)$",
+        description="`local`: processes of this machine; `inline`: threads of this process, for a debugger; `slurm`, "
+        "`ray`: processes of machines that the cluster system finds; or your own, as `package.module:object`.",
     )
+    network: str = operational(
+        "",
+        description="On several machines: the network in which services listen, such as `10.0.0.0/24`; each uses its "
+        "machine's address there, and no other.",
+    )
+    lease_seconds: float = operational(
+        35.0,
+        ge=5,
+        le=3600,
+        description="On several machines: seconds after which a service that has lost its flow ends, and a flow counts "
+        "a service that does not answer as ended.",
+    )
+    resources: Placed = section(Placed, "What services need of their machine, for `slurm`, `ray` and your own.")
     startup_seconds: float = operational(180.0, gt=0, le=86400, description="Time limit for a service to become ready.")
     restarts: int = operational(
         3,

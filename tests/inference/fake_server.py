@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 from waiting import until
 
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
 from schemas.recipe.derived import Interruption
 from schemas.recipe.sections import Inference
@@ -113,7 +114,9 @@ async def serving(
     *fakes: Fake, interruption: Interruption | None = None, **settings: Any
 ) -> AsyncIterator[InferenceClient]:
     runners = [await serve(fake) for fake in fakes]
-    client = InferenceClient([fake.url for fake in fakes], "token", Inference(**settings), interruption=interruption)
+    client = InferenceClient(
+        [fake.url for fake in fakes], Access("token"), Inference(**settings), interruption=interruption
+    )
     client.clock = asyncio.get_running_loop().time
     try:
         yield client

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.handover import write_weights
 from areal_tasks.engines.session import Engines
 from areal_tasks.launchers.supervisor import Ready
@@ -15,7 +16,7 @@ from schemas.manifest import WeightsRef
 class FakeSupervisor:
     """Its servers are those in `running`; nothing of it ever ends."""
 
-    token = "token"
+    access = Access("token")
 
     def __init__(self, *urls: str) -> None:
         self.running = [Ready(url) for url in urls]

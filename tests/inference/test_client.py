@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from areal_tasks.engines import server_pool
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import GenerateRequest, InferenceClient
 from areal_tasks.engines.server import BadRequest, Server, ServerDown
 from schemas.errors import UserError
@@ -298,7 +299,7 @@ def test_without_any_server_the_last_error_is_told(monkeypatch: pytest.MonkeyPat
         async with serving(fake) as client:
             with pytest.raises(ServerDown, match=r"no inference server answers.*500: out of order"):
                 await client.generate(requests(1))
-        gone = InferenceClient(["http://127.0.0.1:9"], "token", Inference())
+        gone = InferenceClient(["http://127.0.0.1:9"], Access("token"), Inference())
         with pytest.raises(ServerDown, match=r"no inference server answers.*Connect"):
             await gone.generate(requests(1))
         await gone.close()

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.server_pool import NO_SERVER_SECONDS
@@ -20,7 +21,7 @@ def test_who_still_asks_is_told_at_once_that_servers_are_down(asked: str) -> Non
     async def test() -> None:
         fake = Fake(delay=0.2)
         runner = await serve(fake)
-        client = InferenceClient([fake.url], "token", Inference(max_concurrent_requests=1))
+        client = InferenceClient([fake.url], Access("token"), Inference(max_concurrent_requests=1))
         await client.update_weights("zero", 0)
         if asked == "after":
             await client.close()

@@ -13,6 +13,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import GenerateRequest, InferenceClient
 from areal_tasks.engines.server import Server, choose
 from schemas.recipe.sections import Inference
@@ -27,7 +28,7 @@ def floored(groups: int, floor: int) -> list[GenerateRequest]:
 async def follower(fakes: Sequence[Fake], **changes: Any) -> AsyncIterator[InferenceClient]:
     """A client that only generates, as one in another process. Servers that nobody serves yet are served meanwhile."""
     runners = [await serve(fake) for fake in fakes if not fake.url]
-    client = InferenceClient([], "token", Inference(**changes))
+    client = InferenceClient([], Access("token"), Inference(**changes))
     client.clock = asyncio.get_running_loop().time
     urls = [fake.url for fake in fakes]
     await client.sync(dict.fromkeys(urls, 0), urls)

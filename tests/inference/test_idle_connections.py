@@ -19,6 +19,7 @@ from waiting import LIMIT, wait_until
 
 from areal_tasks.engines import server as server_module
 from areal_tasks.engines import server_pool
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import GenerateRequest, InferenceClient
 from schemas.recipe.sections import Inference
 
@@ -67,7 +68,7 @@ def test_a_connection_that_the_server_has_closed_is_not_used_again(
 
     async def work(server: uvicorn.Server) -> list[list[int]]:
         url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        client = InferenceClient([url], "", Inference())
+        client = InferenceClient([url], Access(), Inference())
         try:
             outputs = []
             for _ in range(3):

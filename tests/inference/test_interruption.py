@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 from waiting import until, wait_until
 
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
 from areal_tasks.engines.embedded.app import Server
 from areal_tasks.engines.embedded.engine import Engine
@@ -201,7 +202,7 @@ async def served(engine: Engine, tmp_path: Path, mode: Interruption | None) -> A
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    client = InferenceClient([url], "", TOGETHER, interruption=mode)
+    client = InferenceClient([url], Access(), TOGETHER, interruption=mode)
     try:
         yield client
     finally:
@@ -267,7 +268,7 @@ def test_requests_of_another_client_continue(
 
     async def test() -> None:
         async with served(engine, tmp_path, mode) as leader:
-            client = InferenceClient([server.url for server in leader.servers], "", TOGETHER)
+            client = InferenceClient([server.url for server in leader.servers], Access(), TOGETHER)
             early = asyncio.ensure_future(client.generate([request(i) for i in range(3)]))
             await asyncio.to_thread(held.wait, 0)
             late = asyncio.ensure_future(client.generate([request(9, floor=1)]))

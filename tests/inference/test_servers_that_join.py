@@ -17,6 +17,7 @@ from test_damaged_weights import VERSION, weights
 from waiting import wait_until
 
 from areal_tasks.engines import server_pool
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.handover import name_of
@@ -40,7 +41,7 @@ from tests.inference.fake_supervisor import FakeSupervisor, supervise
 async def tended(*fakes: Fake) -> AsyncIterator[InferenceClient]:
     """A client whose servers somebody else starts again; it has none at first, and wants version 0."""
     runners = [await serve(fake) for fake in fakes]
-    client = InferenceClient([], "token", Inference(), math.inf)
+    client = InferenceClient([], Access("token"), Inference(), math.inf)
     await client.holding(0, "zero", None)
     try:
         yield client

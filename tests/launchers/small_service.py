@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from areal_tasks.store.backend import Unavailable
 
 def make_app(spec: ServiceSpec) -> Starlette:
     async def about(request: Request) -> JSONResponse:
-        return JSONResponse(spec.model_dump(mode="json"))
+        return JSONResponse(spec.model_dump(mode="json") | {"pid": os.getpid()})
 
     return Starlette(routes=[Route("/about", about)])
 

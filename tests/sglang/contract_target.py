@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import LIMIT, wait_until
 
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import GenerateResult, InferenceClient
 from schemas.recipe.sections import Inference
 
@@ -101,7 +102,7 @@ class Target:
         """Runs a coroutine function of the product's own client."""
 
         async def call(work: Callable[[InferenceClient], Any]) -> Any:
-            client = InferenceClient([self.url], self.token, Inference(max_concurrent_requests=256))
+            client = InferenceClient([self.url], Access(self.token), Inference(max_concurrent_requests=256))
             try:
                 return await asyncio.wait_for(work(client), 3 * LIMIT)
             finally:

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from areal_tasks.data.scratch import character_tokenizer
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.proof import Proof
@@ -86,7 +87,7 @@ def new_experts_are_generated_with(t: Target) -> None:
 def proving(t: Target) -> Iterator[Any]:
     """What loads a folder as a version and proves that all of it arrives."""
     loop = LoopThread()
-    client = InferenceClient([t.url], t.token, Inference(engine="sglang"))
+    client = InferenceClient([t.url], Access(t.token), Inference(engine="sglang"))
     try:
 
         def load(folder: Path, version: int) -> list[float]:

@@ -14,6 +14,7 @@ from stage_driver import digests, drive, tiny_sft
 from starlette.responses import Response
 
 from areal_tasks.engines import starting, trainer_client
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.trainer import app
 from areal_tasks.engines.trainer.commands import Load, Train, Trained
 from areal_tasks.engines.trainer.fencing import StaleCommand, Superseded
@@ -97,7 +98,7 @@ def test_the_caller_learns_what_kind_of_error_it_was(error: Exception, meant: ty
     sent: Response = app._failure(error)
     distrusted: list[str] = []
     client = trainer_client.TrainerClient(
-        "http://trainer", "", Watchdog(Launcher(), lambda _name, _why: None), distrusted.append
+        "http://trainer", Access(), Watchdog(Launcher(), lambda _name, _why: None), distrusted.append
     )
     answer = httpx.Response(sent.status_code, content=bytes(sent.body))
     client.http = httpx.Client(transport=httpx.MockTransport(lambda _: answer), base_url="http://trainer")

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.trainer.commands import Compared, Trained
 from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
 from areal_tasks.engines.watchdog import Watchdog
@@ -21,7 +22,7 @@ def test_every_number_that_the_trainer_answers_is_read_as_it_was(value: float) -
 
 
 def test_a_connection_that_is_closed_counts_as_a_trainer_that_is_down() -> None:
-    client = TrainerClient("http://127.0.0.1:9", "token", Watchdog(Launcher(), lambda _name, _why: None), print)
+    client = TrainerClient("http://127.0.0.1:9", Access("token"), Watchdog(Launcher(), lambda _name, _why: None), print)
     client.close()
     assert not client.is_free(1) and client.work() == (0, 0) and client.heartbeat().progress is None
     with pytest.raises(TrainerDown, match="closed"):

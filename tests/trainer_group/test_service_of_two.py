@@ -38,7 +38,7 @@ def supervisor(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def _client(supervisor: Supervisor) -> TrainerClient:
     """The trainer; started again if it has ended."""
     return TrainerClient(
-        supervisor.wait(["trainer"])[0], supervisor.token, Watchdog(Launcher(), lambda _name, _why: None), print
+        supervisor.wait(["trainer"])[0], supervisor.access, Watchdog(Launcher(), lambda _name, _why: None), print
     )
 
 

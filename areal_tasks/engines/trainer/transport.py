@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing  # makes ForkingPickler share CUDA memory
 
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.ports import HOST, loopback_port
 from areal_tasks.engines.trainer.commands import Receiver, Send
 from areal_tasks.engines.trainer.ranks import lead
@@ -225,15 +226,15 @@ def _update(command: Send, **fields: Any) -> dict[str, Any]:
 def post_all(command: Send, path: str, bodies: Sequence[dict[str, Any]]) -> Calls:
     """Begin a POST to every receiver of `command`, with one body per receiver."""
     pairs = list(zip(command.receivers, bodies, strict=True))
-    pool = ThreadPoolExecutor(len(pairs))
-    calls = {one.url: pool.submit(_post, one.url + path, command.token, body) for one, body in pairs}
+    pool, access = ThreadPoolExecutor(len(pairs)), Access(command.token, command.authority)
+    calls = {one.url: pool.submit(_post, one.url + path, access, body) for one, body in pairs}
     pool.shutdown(wait=False)
     return calls
 
 
-def _post(url: str, token: str, body: dict[str, Any]) -> None:
+def _post(url: str, access: Access, body: dict[str, Any]) -> None:
     try:
-        answer = httpx.post(url, json=body, headers={"Authorization": f"Bearer {token}"}, timeout=TIMEOUT_SECONDS)
+        answer = httpx.post(url, json=body, headers=access.headers, verify=access.trust, timeout=TIMEOUT_SECONDS)
     except httpx.TransportError as error:
         raise Unanswered(f"no answer: {type(error).__name__}: {error}") from error
     if answer.is_server_error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Detokenizer, Ends
 from areal_tasks.engines.models import describing_files, load_tokenizer
@@ -56,7 +57,8 @@ class WorkerService:
             await self.close()
             self._events, self._known = [], 0
             recipe = RlhfRecipe.model_validate(order.recipe)
-            os.chdir(order.folder)
+            with suppress(FileNotFoundError):  # on another machine; code that is needed from there is then missed
+                os.chdir(order.folder)
             workflow = load_workflow(recipe.workflow.name, recipe.workflow.arguments)
             prompts = await asyncio.to_thread(read_table, self._store, order.prompts, PROMPT_COLUMNS)
             tokenizer = None
@@ -77,7 +79,12 @@ class WorkerService:
     async def _new_client(self, order: Begin, recipe: RlhfRecipe, tokenizer: Any) -> InferenceClient:
         ends = Ends(frozenset(order.end_tokens), await asyncio.to_thread(self._detokenizer, order, tokenizer))
         client = InferenceClient(
-            [], order.server_token, recipe.inference, order.patience_seconds, lambda: ends, interruption(recipe)
+            [],
+            Access(order.server_token, order.server_authority),
+            recipe.inference,
+            order.patience_seconds,
+            lambda: ends,
+            interruption(recipe),
         )
         client.report = lambda url, reason: self.report(Down(url=url, reason=reason))
         await client.follow(order.serving)

@@ -25,6 +25,7 @@ from schemas.compaction import Compaction
 from schemas.manifest import (
     InputRef,
     IterationCommit,
+    NodeRecord,
     OwnerRecord,
     Reference,
     ServiceRecord,
@@ -245,6 +246,7 @@ def _records(found: Findings, name: str) -> None:
         (f"{name}/tags", Tag),
         (f"{name}/signatures", Signature),
         *((f"{name}/services/{owner}", ServiceRecord) for owner in found.store.children(f"{name}/services")),
+        *((f"{name}/nodes/{owner}", NodeRecord) for owner in found.store.children(f"{name}/nodes")),
         *((f"{name}/waits/{owner}", WaitsRecord) for owner in found.store.children(f"{name}/waits")),
     ]
     for folder, model in folders:

@@ -1,0 +1,46 @@
+"""The launcher that a recipe names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from areal_tasks.launchers.cluster import Cluster
+from areal_tasks.launchers.inline import InlineLauncher
+from areal_tasks.launchers.local import LocalLauncher
+from areal_tasks.launchers.protocol import Launcher
+from areal_tasks.store.backend import Store
+from areal_tasks.user_code import find_object
+from schemas.errors import UserError
+from schemas.recipe.sections import Launcher as Settings
+
+
+def on_this_machine(settings: Settings) -> bool:
+    """Whether services run on the flow's machine."""
+    return settings.type in _HERE
+
+
+def make_launcher(settings: Settings, store: Store) -> Launcher:
+    """A new launcher of `launcher.type`.
+
+    Raises:
+        UserError: it is a cluster system that is not installed or cannot be reached, or the store is on this machine.
+    """
+    if (make := _HERE.get(settings.type)) is not None:
+        return make()
+    if store.local("") is not None:
+        raise UserError(
+            f"store.url: {store.url} is a folder of this machine, and launcher.type {settings.type} runs services on "
+            "others; use s3://… (docs/operate/s3.md)"
+        )
+    from areal_tasks.launchers.remote import RemoteLauncher  # imports what no launcher on this machine needs
+
+    return RemoteLauncher(_cluster(settings), settings, store)
+
+
+_HERE: Final[dict[str, Callable[[], Launcher]]] = {"local": LocalLauncher, "inline": InlineLauncher}
+
+
+def _cluster(settings: Settings) -> Cluster:
+    made: Cluster = find_object(settings.type, "launcher.type")(settings)
+    return made

@@ -1,0 +1,71 @@
+"""What a cluster system does for a run: it runs tasks on machines that have the resources.
+
+`remote` puts a node agent into each task. All else, such as the token, the service's end and its log, goes between the
+flow and the agent, so a cluster system sees no secret and needs no network of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a task needs of one machine. `memory_mb` 0: not stated."""
+
+    cpus: int = 1
+    gpus: int = 0
+    memory_mb: int = 0
+
+
+ANY: Final = Resources()
+
+
+@dataclass(frozen=True)
+class Task:
+    """A command to run on a machine of the cluster.
+
+    `name` is unique among all runs. `environment` holds no secret: cluster systems show it, and send it unencrypted.
+    `output` is a file of this machine for what the command prints, where the cluster system can deliver that.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    resources: Resources
+    output: Path
+
+
+class Submitted(Protocol):
+    """A task that the cluster has accepted. No method waits for the network."""
+
+    def waiting(self) -> str:
+        """Why it does not run yet, in the cluster system's words; empty once it runs."""
+        ...
+
+    def exit_code(self) -> int | None:
+        """None while it waits or runs."""
+        ...
+
+    def cancel(self) -> None:
+        """End it; returns when it has ended, or is certain to."""
+        ...
+
+
+class Cluster(Protocol):
+    """A connection to a cluster that is already running. Made with the recipe's section `launcher`."""
+
+    def submit(self, task: Task) -> Submitted:
+        """Have the cluster run a task.
+
+        Raises:
+            UserError: no machine of the cluster can ever run it, or the cluster refuses it; with the reason.
+        """
+        ...
+
+    def close(self) -> None:
+        """End all tasks that were submitted here."""
+        ...

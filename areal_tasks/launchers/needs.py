@@ -1,0 +1,28 @@
+"""What each service of a recipe needs of a machine of a cluster."""
+
+from __future__ import annotations
+
+from areal_tasks.launchers.cluster import Resources
+from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
+from schemas.recipe.sections import Needs
+
+
+def trainer_needs(recipe: RlhfRecipe | SftRecipe) -> Resources:
+    """All ranks are on one machine, with a GPU each; none if the servers of the recipe generate on CPUs."""
+    on_cpus = isinstance(recipe, RlhfRecipe) and recipe.inference.engine == "embedded"
+    return _needs(recipe.launcher.resources.trainer, 0 if on_cpus else recipe.trainer.ranks)
+
+
+def server_needs(recipe: RlhfRecipe | EvaluateRecipe) -> Resources:
+    """A GPU for each part of the model; none for the embedded server."""
+    on_cpus = recipe.inference.engine == "embedded"
+    return _needs(recipe.launcher.resources.inference, 0 if on_cpus else recipe.inference.tensor_parallel)
+
+
+def worker_needs(recipe: Recipe) -> Resources:
+    """No GPU."""
+    return _needs(recipe.launcher.resources.rollout, 0)
+
+
+def _needs(stated: Needs, gpus: int) -> Resources:
+    return Resources(stated.cpus, gpus if stated.gpus < 0 else stated.gpus, stated.memory_mb)

@@ -1,0 +1,222 @@
+"""The process that a cluster system starts on a machine, for one start of one service.
+
+It makes a key, records in the store where it listens, and waits for the flow, which proves itself by a certificate of
+its authority. From the flow it gets the token, a certificate, and from then on a lease: when that is not renewed, the
+service ends, a rollout worker after it has written what is finished. The service has a lifeline to the agent, so that
+it ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import ssl
+import sys
+import tempfile
+import threading
+import time
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import uvicorn
+from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from areal_tasks.engines.ports import listen
+from areal_tasks.engines.service import store_may_be_away
+from areal_tasks.engines.tls import CERTIFICATE, KEY, Identity
+from areal_tasks.launchers.local import LocalHandle, LocalLauncher
+from areal_tasks.launchers.node.messages import JOB, Look, NodeJob, Start, State, Stop, software
+from areal_tasks.launchers.protocol import Job
+from areal_tasks.store.backend import Exists, open_store
+from areal_tasks.store.paths import node as node_path
+from schemas.errors import UserError
+from schemas.manifest import NodeRecord
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS: Final = 0.1
+LOG_BYTES: Final = 1 << 18  # of a service's log in one answer
+FAREWELL_SECONDS: Final = 70.0  # for a rollout worker to write what is finished: longer than it allows itself
+STOP_SECONDS: Final = 5.0
+
+
+class Agent:
+    """One service on this machine, and the lease on it."""
+
+    def __init__(self, job: NodeJob, identity: Identity, address: str, folder: Path) -> None:
+        self.job = job
+        self.address = address
+        self.stopped = False  # the flow knows that the service has ended, or has had it ended
+        self._identity = identity
+        self._folder = folder
+        self._log = folder / "service.log"
+        self._log.touch()
+        self._launcher = LocalLauncher()
+        self._handle: LocalHandle | None = None
+        self._lock = threading.Lock()
+        self._renewed = time.monotonic()
+
+    @property
+    def lost(self) -> bool:
+        """Whether the lease is over."""
+        return time.monotonic() > self._renewed + self.job.lease_seconds
+
+    def start(self, order: Start) -> None:
+        """Start the service, unless it has been started."""
+        with self._lock:
+            if self._handle is None:
+                self._identity.write(self._folder, order.certificate)
+                spec = self.job.spec.model_copy(update={"address": self.address, "tls": str(self._folder)})
+                self._handle = self._launcher.start(
+                    Job(self.job.module, spec, order.token, self._log, self.job.threads)
+                )
+
+    async def look(self, order: Look) -> State:
+        """Renew the lease; wait for the service's end."""
+        self._renewed = time.monotonic()
+        until = self._renewed + order.seconds
+        while self._exit_code() is None and time.monotonic() < until and self._log.stat().st_size <= order.log_from:
+            await asyncio.sleep(POLL_SECONDS)
+        code = self._exit_code()  # before the log is read, which is complete then
+        with self._log.open("rb") as file:
+            file.seek(order.log_from)
+            part = file.read(LOG_BYTES)
+        at = order.log_from + len(part)
+        complete = at >= self._log.stat().st_size
+        return State(exit_code=code if complete else None, log=part.decode(errors="replace"), log_from=at)
+
+    def stop(self, order: Stop) -> None:
+        """End the service. The agent ends then."""
+        with self._lock:
+            if self._handle is not None:
+                self._handle.stop(order.grace_seconds)
+        self.stopped = True
+
+    def release(self) -> None:
+        """End the service as when the flow has ended: through its lifeline."""
+        self._launcher.close()
+        if self._handle is not None:
+            until = time.monotonic() + FAREWELL_SECONDS
+            while self._handle.exit_code() is None and time.monotonic() < until:
+                time.sleep(POLL_SECONDS)
+            self._handle.stop(0.0)
+
+    def _exit_code(self) -> int | None:
+        return self._handle.exit_code() if self._handle is not None else None
+
+    def app(self) -> Starlette:
+        async def start(request: Request) -> Response:
+            return await _in_thread(self.start, Start.model_validate_json(await request.body()))
+
+        async def look(request: Request) -> Response:
+            return _answer(await self.look(Look.model_validate_json(await request.body())))
+
+        async def stop(request: Request) -> Response:
+            return await _in_thread(self.stop, Stop.model_validate_json(await request.body()))
+
+        return Starlette(routes=[Route(f"/{f.__name__}", f, methods=["POST"]) for f in (start, look, stop)])
+
+
+async def _in_thread(work: Any, order: BaseModel) -> Response:
+    await asyncio.to_thread(work, order)
+    return Response(status_code=204)
+
+
+def _answer(message: BaseModel) -> Response:
+    return Response(message.model_dump_json(), media_type="application/json")
+
+
+def address_in(network: str) -> str:
+    """This machine's address in a network (`10.0.0.0/24`), or the address itself if that is this machine's.
+
+    Raises:
+        UserError: it has none.
+    """
+    wanted = ip_network(network, strict=False)
+    family = socket.AF_INET if wanted.version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((str(wanted.network_address + (1 if wanted.num_addresses > 1 else 0)), 9))  # sends nothing
+            found = str(probe.getsockname()[0])
+        except OSError:
+            found = ""
+    if not found or ip_address(found) not in wanted:
+        where = f"; towards it, its address is {found}" if found else ""
+        raise UserError(f"launcher.network: {socket.gethostname()} has no address in {network}{where}")
+    return found
+
+
+def serve(agent: Agent, record: NodeRecord, listener: socket.socket) -> uvicorn.Server:
+    """The agent's server, in a thread. It answers only those who show a certificate of the flow's authority."""
+    folder = Path(tempfile.mkdtemp(prefix="arealflow-agent-"))
+    agent._identity.write(folder, record.certificate)
+    (folder / "authority.pem").write_text(agent.job.authority)
+    config = uvicorn.Config(
+        agent.app(),
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        ssl_keyfile=str(folder / KEY),
+        ssl_certfile=str(folder / CERTIFICATE),
+        ssl_ca_certs=str(folder / "authority.pem"),
+        ssl_cert_reqs=ssl.CERT_REQUIRED,
+    )
+    server = uvicorn.Server(config)
+    threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="agent", daemon=True).start()
+    return server
+
+
+def run(job: NodeJob) -> int:
+    """Serve until the service has ended and the flow knows, or the flow is lost; returns an exit code."""
+    spec = job.spec
+    address, identity = address_in(job.network), None
+    identity = Identity(f"{socket.gethostname()} {spec.name}", address)
+    agent = Agent(job, identity, address, Path(tempfile.mkdtemp(prefix=f"arealflow-node-{spec.name}-")))
+    listener = listen(address)
+    record = NodeRecord(
+        url=f"https://{address}:{listener.getsockname()[1]}",
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        certificate=identity.certificate,
+        software=software(),
+    )
+    server = serve(agent, record, listener)
+    try:
+        open_store(spec.store_url).create(node_path(spec.run, spec.owner, spec.name, spec.restart), record.encode())
+    except Exists:
+        log.error("this start of %s has been here before: the cluster system has begun it again; ending", spec.name)
+        return os.EX_TEMPFAIL
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        while not agent.stopped and not agent.lost:
+            time.sleep(POLL_SECONDS)
+        if agent.lost:
+            log.error("the flow has not renewed its lease for %g s: ending", job.lease_seconds)
+    finally:
+        agent.release()
+        server.should_exit = True
+    return 0
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with store_may_be_away():
+        try:
+            code = run(NodeJob.model_validate_json(os.environ.pop(JOB)))
+        except UserError as error:
+            sys.exit(f"error: {error}")
+    sys.exit(code)

@@ -1,0 +1,214 @@
+"""Services on machines of a cluster, each behind a node agent: the flow's half of their leases.
+
+The flow finds an agent by its record in the store, starts the service through it, and renews the lease with each
+question how the service is. What the agent reports of the service's log is appended to the log here. A service whose
+agent has not answered for `launcher.lease_seconds` counts as ended; by then the agent ends it, or has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Final
+
+import aiohttp
+from pydantic import BaseModel
+
+from areal_tasks.engines.loop_thread import LoopThread
+from areal_tasks.engines.tls import Identity, Trust, introducing
+from areal_tasks.launchers.cluster import Cluster, Submitted, Task
+from areal_tasks.launchers.node.messages import JOB, Look, NodeJob, Start, State, Stop, difference, software
+from areal_tasks.launchers.protocol import Job
+from areal_tasks.store.backend import Missing, Store, Unavailable
+from areal_tasks.store.commit import read_record
+from areal_tasks.store.paths import node as node_path
+from schemas.manifest import NodeRecord
+from schemas.recipe.sections import Launcher as Settings
+
+log = logging.getLogger(__name__)
+
+FIND_SECONDS: Final = 0.3  # between two looks for an agent's record
+LOOK_SECONDS: Final = 5.0  # an agent answers after so long if the service runs and logs nothing
+RETRY_SECONDS: Final = 0.5
+CONNECT_SECONDS: Final = 5.0
+LOST: Final = os.EX_UNAVAILABLE  # exit code of a service whose agent does not answer
+
+
+class RemoteHandle:
+    """A service on another machine."""
+
+    def __init__(self, job: Job, submitted: Submitted, launcher: RemoteLauncher) -> None:
+        self._job = job
+        self._submitted = submitted
+        self._launcher = launcher
+        self._code: int | None = None
+        self._node: NodeRecord | None = None
+        self._trust: Trust = True
+        self._read = 0  # bytes of the service's log that are here
+        self._keeping = launcher.submit(self._keep())
+
+    def exit_code(self) -> int | None:
+        return self._code
+
+    def waiting(self) -> str:
+        return "" if self._node is not None else self._submitted.waiting()
+
+    def stop(self, grace_seconds: float = 5.0) -> None:
+        self._keeping.cancel()
+        if self._node is not None and self._code is None:
+            with suppress(aiohttp.ClientError, TimeoutError, OSError):
+                self._launcher.run(
+                    self._ask("stop", Stop(grace_seconds=grace_seconds), grace_seconds + CONNECT_SECONDS)
+                )
+        self._submitted.cancel()
+        self._code = LOST if self._code is None else self._code
+
+    async def _keep(self) -> None:
+        """Start the service through its agent, and keep its lease until it ends."""
+        try:
+            self._code = await self._start() or await self._renew()
+        except Exception as error:
+            log.exception("the service %s is no longer kept", self._job.spec.name)
+            self._note(f"{type(error).__name__}: {error}")
+            self._code = os.EX_SOFTWARE
+
+    async def _start(self) -> int | None:
+        """Start the service as soon as its agent is there; an exit code if it never will be."""
+        while (found := await asyncio.to_thread(self._find)) is None:
+            if (code := self._submitted.exit_code()) is not None:
+                self._note(f"its task ended with {code} before it was ready", self._output())
+                return code or LOST
+            await asyncio.sleep(FIND_SECONDS)
+        if differs := difference(software(), found.software):
+            self._note(f"the machine {found.host} has other software than {socket.gethostname()}: {differs}")
+            return os.EX_CONFIG
+        self._node, self._trust = found, self._launcher.introduced(found)
+        address = found.url.removeprefix("https://").rpartition(":")[0].strip("[]")
+        order = Start(token=self._job.token, certificate=self._launcher.identity.sign(found.certificate, address))
+        log.info("service %s starts on %s", self._job.spec.name, found.host)
+        await self._insist("start", order)
+        return None
+
+    async def _renew(self) -> int:
+        """The service's exit code, once it has ended or its agent has been silent for too long."""
+        while True:
+            answer = await self._insist("look", Look(seconds=LOOK_SECONDS, log_from=self._read))
+            if answer is None:
+                self._note(f"{self._host} has not answered for {self._launcher.settings.lease_seconds:g} s")
+                return LOST
+            state = State.model_validate_json(answer)
+            self._append(state.log)
+            self._read = state.log_from
+            if state.exit_code is not None:
+                return state.exit_code
+
+    async def _insist(self, what: str, order: BaseModel) -> bytes | None:
+        """The agent's answer; None: it gave none until the lease was over, or its task has ended."""
+        until = time.monotonic() + self._launcher.settings.lease_seconds
+        while time.monotonic() < until:
+            with suppress(aiohttp.ClientError, TimeoutError, OSError):
+                return await self._ask(what, order, CONNECT_SECONDS + LOOK_SECONDS)
+            if self._submitted.exit_code() is not None:
+                return None
+            await asyncio.sleep(RETRY_SECONDS)
+        return None
+
+    async def _ask(self, what: str, order: BaseModel, seconds: float) -> bytes:
+        assert self._node is not None
+        timeout = aiohttp.ClientTimeout(seconds, sock_connect=CONNECT_SECONDS)
+        where, data = f"{self._node.url}/{what}", order.model_dump_json()
+        async with self._launcher.session.post(where, data=data, ssl=self._trust, timeout=timeout) as response:
+            response.raise_for_status()
+            return await response.read()
+
+    def _find(self) -> NodeRecord | None:
+        spec, store = self._job.spec, self._launcher.store
+        with suppress(Missing, Unavailable):
+            return read_record(store, node_path(spec.run, spec.owner, spec.name, spec.restart), NodeRecord)
+        return None
+
+    @property
+    def _host(self) -> str:
+        return self._node.host if self._node is not None else "its machine"
+
+    def _output(self) -> str:
+        output = self._launcher.output(self._job)
+        return output.read_text(errors="replace") if output.exists() else ""
+
+    def _note(self, what: str, output: str = "") -> None:
+        """Write into the service's log what the service itself cannot."""
+        self._append(f"{output}{self._job.spec.name}: {what}\n")
+
+    def _append(self, text: str) -> None:
+        if text:
+            with self._job.log.open("a") as file:
+                file.write(text)
+
+
+class RemoteLauncher:
+    """Starts services through a cluster system. `settings`: the recipe's section `launcher`."""
+
+    def __init__(self, cluster: Cluster, settings: Settings, store: Store) -> None:
+        self.settings = settings
+        self.store = store
+        self.identity = Identity("arealflow", authority=True)
+        self._me = Identity("flow")
+        self._shown = self.identity.sign(self._me.certificate)
+        self._cluster = cluster
+        self._loop = LoopThread("leases")
+        self.session = self._loop.run(self._session())
+
+    @property
+    def authority(self) -> str:
+        return self.identity.certificate
+
+    def start(self, job: Job) -> RemoteHandle:
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        job.log.touch()
+        node_job = NodeJob(
+            module=job.module,
+            spec=job.spec,
+            threads=job.threads,
+            authority=self.authority,
+            network=self.settings.network,
+            lease_seconds=self.settings.lease_seconds,
+        )
+        path = os.pathsep.join(p for p in sys.path if p)
+        task = Task(
+            name=f"{job.spec.run}-{job.spec.name}-{job.spec.owner}-{job.spec.restart}",
+            command=(sys.executable, "-m", "areal_tasks.launchers.node"),
+            environment={JOB: node_job.model_dump_json(), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+            resources=job.resources,
+            output=self.output(job),
+        )
+        return RemoteHandle(job, self._cluster.submit(task), self)
+
+    def output(self, job: Job) -> Any:
+        """The file for what the agent itself prints."""
+        return job.log.with_suffix(".node.log")
+
+    def introduced(self, node: NodeRecord) -> ssl.SSLContext:
+        """How the flow connects to an agent: each proves itself to the other."""
+        return introducing(node.certificate, self._me, self._shown)
+
+    def submit(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+        return self._loop.submit(work)
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self._loop.run(work)
+
+    def close(self) -> None:
+        self._loop.run(self.session.close())
+        self._loop.stop()
+        self._cluster.close()
+
+    async def _session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))

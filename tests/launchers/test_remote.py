@@ -1,0 +1,183 @@
+"""Services behind node agents: leases, logs, ends, and who may talk to them. The "cluster" runs processes here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import ssl
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from processes import NETWORK
+from s3_server import BUCKET, S3Server
+from waiting import LIMIT, alive, wait_until
+
+from areal_tasks.engines.service import ServiceSpec
+from areal_tasks.engines.tls import Identity, introducing
+from areal_tasks.launchers.node import messages
+from areal_tasks.launchers.node.agent import address_in
+from areal_tasks.launchers.remote import LOST, RemoteHandle
+from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
+from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.commit import read_record
+from areal_tasks.store.paths import node as node_path
+from schemas.errors import UserError
+from schemas.manifest import NodeRecord
+from schemas.recipe.sections import Launcher
+
+MODULE = "small_service"
+
+Begin = Callable[..., Supervisor]
+
+
+@pytest.fixture
+def store(s3: S3Server, tmp_path: Path) -> Store:
+    return open_store(f"s3://{BUCKET}/{tmp_path.name}-{uuid.uuid4().hex[:8]}")
+
+
+@pytest.fixture
+def begin(store: Store, tmp_path: Path) -> Iterator[Begin]:
+    """Starts a supervisor with services of the given names."""
+    begun: list[Supervisor] = []
+
+    def start(*names: str, lease_seconds: float = 35.0) -> Supervisor:
+        settings = Launcher(type="processes:Processes", network=NETWORK, lease_seconds=lease_seconds)
+        begun.append(Supervisor(store, settings, tmp_path / "logs"))
+        for name in names:
+            begun[-1].start(
+                MODULE, ServiceSpec(name=name, restart=0, store_url=store.url, run="r", owner=1, recipe={})
+            )
+        return begun[-1]
+
+    yield start
+    for supervisor in begun:
+        supervisor.__exit__()
+
+
+def node(store: Store, name: str, restart: int = 0) -> NodeRecord:
+    return read_record(store, node_path("r", 1, name, restart), NodeRecord)
+
+
+def about(supervisor: Supervisor, url: str) -> dict[str, object]:
+    access = supervisor.access
+    answer = httpx.get(f"{url}/about", headers=access.headers, verify=access.trust, timeout=LIMIT)
+    found: dict[str, object] = answer.raise_for_status().json()
+    return found
+
+
+def pid_at(supervisor: Supervisor, url: str) -> int:
+    return int(str(about(supervisor, url)["pid"]))
+
+
+def test_a_service_on_another_machine_speaks_tls_and_knows_the_token(begin: Begin) -> None:
+    supervisor = begin("ready")
+    [url] = supervisor.wait(["ready"])
+    assert url.startswith("https://127.0.0.1:")
+    assert about(supervisor, url)["name"] == "ready"
+    assert httpx.get(f"{url}/about", verify=supervisor.access.trust, timeout=LIMIT).status_code == 401
+    with pytest.raises(httpx.ConnectError, match="certificate"):
+        httpx.get(f"{url}/about", headers=supervisor.access.headers, timeout=LIMIT)
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(url.replace("https", "http"), timeout=LIMIT)
+
+
+def test_a_service_of_another_run_is_not_trusted(begin: Begin) -> None:
+    one, other = begin("ready"), begin("another")
+    [url] = one.wait(["ready"])
+    with pytest.raises(httpx.ConnectError, match="certificate"):
+        httpx.get(f"{url}/about", verify=other.access.trust, timeout=LIMIT)
+
+
+def test_an_agent_answers_its_flow_alone(begin: Begin, store: Store) -> None:
+    supervisor = begin("ready")
+    supervisor.wait(["ready"])
+    agent = node(store, "ready")
+    stranger = Identity("flow")
+    shown = Identity("arealflow", authority=True).sign(stranger.certificate)
+    body = messages.Stop(grace_seconds=0).model_dump_json()
+    trusting = ssl.create_default_context(cadata=agent.certificate)
+    for context in (trusting, introducing(agent.certificate, stranger, shown)):
+        with pytest.raises(httpx.HTTPError):
+            httpx.post(f"{agent.url}/stop", content=body, verify=context, timeout=LIMIT)
+    assert about(supervisor, supervisor.wait(["ready"])[0])["name"] == "ready"
+
+
+def test_what_the_cluster_system_sees_holds_no_secret(begin: Begin, store: Store) -> None:
+    supervisor = begin("ready")
+    supervisor.wait(["ready"])
+    agent = psutil.Process(node(store, "ready").pid)
+    seen = " ".join([*agent.cmdline(), *agent.environ().values()])
+    assert messages.JOB in agent.environ()
+    assert supervisor.token not in seen and "PRIVATE KEY" not in seen
+
+
+def test_an_end_is_noticed_at_once_and_the_log_is_here(begin: Begin, tmp_path: Path) -> None:
+    supervisor = begin("dies")
+    with pytest.raises(ServiceFailed) as failed:
+        supervisor.wait(["dies"])
+    assert str(failed.value).endswith("line 39 of dies\n  error: there is no such model")
+
+
+def test_a_restarted_service_gets_an_agent_of_its_own(begin: Begin, store: Store) -> None:
+    supervisor = begin("ready")
+    [url] = supervisor.wait(["ready"])
+    os.kill(pid_at(supervisor, url), signal.SIGKILL)
+    wait_until(lambda: supervisor.services["ready"].handle.exit_code() == -signal.SIGKILL)
+    [again] = supervisor.wait(["ready"])
+    assert about(supervisor, again)["restart"] == 1
+    assert node(store, "ready", 1).url != node(store, "ready").url
+
+
+def test_a_service_ends_with_its_agent(begin: Begin, store: Store) -> None:
+    supervisor = begin("ready")
+    [url] = supervisor.wait(["ready"])
+    pid = pid_at(supervisor, url)
+    os.kill(node(store, "ready").pid, signal.SIGKILL)
+    wait_until(lambda: not alive(pid))
+    wait_until(lambda: supervisor.services["ready"].handle.exit_code() == LOST)
+
+
+def test_a_service_ends_when_its_lease_is_not_renewed(begin: Begin, store: Store) -> None:
+    supervisor = begin("ready", lease_seconds=5.0)
+    [url] = supervisor.wait(["ready"])
+    pid, agent = pid_at(supervisor, url), node(store, "ready").pid
+    handle = supervisor.services["ready"].handle
+    assert isinstance(handle, RemoteHandle)
+    handle._keeping.cancel()  # as when the flow is lost
+    wait_until(lambda: not alive(pid) and not alive(agent))
+
+
+def test_a_service_whose_machine_is_silent_counts_as_ended(begin: Begin, store: Store) -> None:
+    supervisor = begin("ready", lease_seconds=5.0)
+    supervisor.wait(["ready"])
+    agent = node(store, "ready").pid
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        wait_until(lambda: supervisor.services["ready"].handle.exit_code() == LOST)
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    wait_until(lambda: not alive(agent))
+
+
+def test_other_software_on_a_machine_is_named(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = messages.software() | {"torch": "1.0"}
+    monkeypatch.setattr("areal_tasks.launchers.remote.software", lambda: own)
+    supervisor = begin("ready")
+    with pytest.raises(ServiceFailed, match=r"has other software than .*: torch .* instead of 1\.0"):
+        supervisor.wait(["ready"])
+
+
+def test_a_machine_without_an_address_in_the_network_says_so() -> None:
+    assert address_in("127.0.0.0/8") == "127.0.0.1"
+    with pytest.raises(UserError, match=r"launcher.network: .* has no address in 203\.0\.113\.0/24"):
+        address_in("203.0.113.0/24")
+
+
+def test_a_store_on_this_machine_is_refused(tmp_path: Path) -> None:
+    store = open_store((tmp_path / "store").as_uri())
+    with pytest.raises(UserError, match="is a folder of this machine"):
+        Supervisor(store, Launcher(type="processes:Processes", network=NETWORK), tmp_path)
