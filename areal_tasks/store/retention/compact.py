@@ -119,12 +119,13 @@ def _write(store: Store, name: str, parts: Iterable[pa.Table], prefix: str) -> C
 
 def _filled(parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """The rows of `parts` in tables as large as a merged file should be."""
-    held: list[pa.Table] = []
-    for part in parts:
-        held += [part] if len(part) else []
-        if sum(map(len, held)) >= _FILE_ROWS or sum(rows.nbytes for rows in held) >= _FILE_BYTES:
+    held, rows, size = list[pa.Table](), 0, 0
+    for part in filter(len, parts):
+        held.append(part)
+        rows, size = rows + len(part), size + part.nbytes
+        if rows >= _FILE_ROWS or size >= _FILE_BYTES:
             yield pa.concat_tables(held)
-            held = []
+            held, rows, size = [], 0, 0
     if held:
         yield pa.concat_tables(held)
 
