@@ -1,6 +1,6 @@
 """How fast the store writes and scans, and what a token costs on disk.
 
-    python -m benchmarks.store [--store URL]
+    python -m benchmarks.store [--store URL] [--iterations 100] [--samples 4096]
 
 Two loads: an iteration of the quickstart (small tables, where every millisecond is overhead) and rollouts of a real
 size. The token ids are drawn from a Zipf law, prompts are shared by groups of eight, logprobs are noise: what real
@@ -59,8 +59,8 @@ def _column(field: pa.Field, rows: int, tokens: int, iteration: int, rng: np.ran
 
 def _per_token(field: pa.Field, rows: int, tokens: int, rng: np.random.Generator) -> np.ndarray:
     generated = np.arange(tokens) >= tokens // 2
-    if field.name == "loss_mask":
-        return np.tile(generated, rows)
+    if pa.types.is_boolean(field.type.value_type):
+        return np.tile(generated & (field.name == "loss_mask"), rows)  # no token is `stale_kv`
     if field.name == "versions":
         return np.tile(np.where(generated, 7, -1), rows).astype(np.int32)
     if pa.types.is_floating(field.type.value_type):
@@ -136,15 +136,15 @@ def commit_iterations(run: Run, count: int, rows: int, tokens: int) -> float:
     return spent / count * 1e3
 
 
-def small(store: Store) -> list[tuple[str, str]]:
-    """An iteration of the quickstart: 256 samples of 16 tokens."""
+def small(store: Store, iterations: int) -> list[tuple[str, str]]:
+    """Iterations of the quickstart: 256 samples of 16 tokens."""
     rows = table("rollout", 256, 16)
     ref = write(store, "small", "rollout", rows)
     run = open_run(store, "bench", load_recipe("quickstart"))
-    iteration = commit_iterations(run, 100, 256, 16)
+    iteration = commit_iterations(run, iterations, 256, 16)
     queries = {
-        "SQL, mean reward of each of 100 iterations": "SELECT iteration, avg(reward) FROM scalars GROUP BY 1",
-        "SQL, the five best of 25,600 samples with texts": (
+        f"SQL, mean reward of each of {iterations} iterations": "SELECT iteration, avg(reward) FROM scalars GROUP BY 1",
+        f"SQL, the five best of {256 * iterations:,} samples with texts": (
             "SELECT prompt, completion, reward FROM samples ORDER BY reward DESC LIMIT 5"
         ),
     }
@@ -161,9 +161,9 @@ def small(store: Store) -> list[tuple[str, str]]:
     ]
 
 
-def large(store: Store, rows: int = 4096, tokens: int = 1024) -> list[tuple[str, str]]:
-    """Rollouts of a real size: 4 million tokens."""
-    rollout, advantage = table("rollout", rows, tokens), table("advantage", rows, tokens)
+def large(store: Store, rows: int) -> list[tuple[str, str]]:
+    """Rollouts of a real size: samples of 1024 tokens."""
+    rollout, advantage = table("rollout", rows, 1024), table("advantage", rows, 1024)
     ref, more = write(store, "large", "rollout", rollout), write(store, "large", "advantage", advantage)
     stored = sum(shard.bytes for shard in ref.shards)
     write_time = seconds(lambda: write(store, "large", "rollout", rollout), 3)
@@ -199,12 +199,14 @@ def main() -> None:
     parser.add_argument(
         "--store", default="", help="a fresh folder's or bucket's URL; default: a temporary folder here"
     )
-    url = parser.parse_args().store
+    parser.add_argument("--iterations", type=int, default=100, help="small ones")
+    parser.add_argument("--samples", type=int, default=4096, help="large ones")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=Path.cwd()) as folder:
-        store = open_store(url or Path(folder).as_uri())
-        print(f"{machine()}; store {store.url.split('://')[0]}://")
-        print_table("256 samples of 16 tokens", small(store))
-        print_table("4096 samples of 1024 tokens", large(store))
+        store = open_store(options.store or Path(folder).as_uri())
+        print(f"{machine()}; load {os.getloadavg()[0]:.1f}; store {store.url.split('://')[0]}://")
+        print_table("256 samples of 16 tokens", small(store, options.iterations))
+        print_table(f"{options.samples} samples of 1024 tokens", large(store, options.samples))
 
 
 if __name__ == "__main__":
