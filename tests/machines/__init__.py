@@ -1,0 +1,1 @@
+"""A test bed of machines that share nothing: `bed.py` makes them."""
