@@ -1,20 +1,25 @@
-"""The loopback interface, the only one that services and their process groups listen on; imports no other module."""
+"""The interface that services and their process groups listen on: loopback, or that of one address of this machine."""
 
 from __future__ import annotations
 
 import socket
 from typing import Final
 
+import psutil
+
 HOST: Final = "127.0.0.1"
 
 
-def loopback_interface() -> dict[str, str]:
-    """Environment variables that keep gloo's and NCCL's sockets on the loopback interface.
+def group_interface(address: str = HOST) -> dict[str, str]:
+    """Environment variables that keep gloo's and NCCL's sockets on the interface of this machine's `address`.
 
     Without them gloo uses the interface of the host's name, and NCCL the first that is not loopback.
     """
-    interfaces = {name for _, name in socket.if_nameindex()}
-    return {f"{library}_SOCKET_IFNAME": "lo" for library in ("GLOO", "NCCL") if "lo" in interfaces}
+    if address != HOST:
+        name = next(name for name, found in psutil.net_if_addrs().items() if address in (one.address for one in found))
+    elif (name := "lo") not in {name for _, name in socket.if_nameindex()}:
+        return {}
+    return {f"{library}_SOCKET_IFNAME": name for library in ("GLOO", "NCCL")}
 
 
 def listen(address: str = HOST) -> socket.socket:

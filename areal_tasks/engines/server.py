@@ -185,7 +185,7 @@ class Server:
         if self._closed:
             raise ServerDown(f"{self.url} is no longer used")
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, ssl=self.access.trust)
+            connector = self.access.connector(keepalive_timeout=IDLE_SECONDS)
             headers = {"Content-Type": "application/json"} | self.access.headers
             self._session = aiohttp.ClientSession(headers=headers, connector=connector)
         return self._session

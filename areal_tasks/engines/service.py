@@ -57,6 +57,7 @@ class ServiceSpec(BaseModel):
     recipe: dict[str, Any]
     weights: WeightsRef | None = None
     folder: ModelFolder | None = None  # what a server starts on, as version 0, while the store has no weights
+    node: int = 0  # the number of its machine, of a trainer on several
     gpus: tuple[str, ...] = ()  # the GPUs it may use, as in CUDA_VISIBLE_DEVICES; empty: none is assigned
     gpu_users: int = 1  # services that share its most crowded GPU, itself included
     address: str = HOST  # of the interface that it listens on

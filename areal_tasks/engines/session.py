@@ -15,7 +15,7 @@ from areal_tasks.engines.handover import choose_transport
 from areal_tasks.engines.models import describing_files, load_tokenizer
 from areal_tasks.engines.servers import Servers
 from areal_tasks.engines.service import ModelFolder, spec_of
-from areal_tasks.engines.starting import MODULES, TRAINER, WORKER, may_load_early, own_folder
+from areal_tasks.engines.starting import MODULES, TRAINER, WORKER, may_load_early, own_folder, trainer_names
 from areal_tasks.engines.trainers import ResidentTrainer
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.launchers.choice import on_this_machine
@@ -43,7 +43,12 @@ class Engines:
         self.watchdog = Watchdog(recipe.launcher, self.supervisor.end_hung)
         #: The trainer of the policy that generates.
         self.actor = ResidentTrainer(
-            run, TRAINER, self.supervisor, self.watchdog, self._initial, lambda: self.servers.make_room()
+            run,
+            trainer_names(recipe),
+            self.supervisor,
+            self.watchdog,
+            self._initial,
+            lambda: self.servers.make_room(),
         )
         self.servers = Servers(run, recipe, generates, self.supervisor, self.watchdog, self.actor, lambda: self.ends)
         self._verifiers: VerifierPool | None = None
@@ -92,8 +97,10 @@ class Engines:
     def _start_early(self) -> None:
         """Start what needs no weights in the store: trainer, rollout workers, servers that can read a model folder."""
         if not isinstance(self.recipe, EvaluateRecipe):
-            spec = spec_of(self.run, self.recipe, TRAINER, gpus=self.servers.placement.trainer)
-            self.supervisor.start(MODULES[TRAINER], spec, self.recipe.trainer.threads, trainer_needs(self.recipe))
+            for node, name in enumerate(self.actor.names):
+                spec = spec_of(self.run, self.recipe, name, node=node, gpus=self.servers.placement.trainer)
+                settings, needs = self.recipe.trainer, trainer_needs(self.recipe)
+                self.supervisor.start(MODULES[TRAINER], spec, settings.threads, needs, group=TRAINER)
         for name in self.servers.workers.names:
             self.supervisor.start(WORKER, spec_of(self.run, self.recipe, name), 1, worker_needs(self.recipe))
         if (folder := own_folder(self.run, self.recipe)) is not None:

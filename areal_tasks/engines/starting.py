@@ -20,6 +20,12 @@ MODULES: Final = {name: f"areal_tasks.engines.{name}" for name in ("embedded", "
 WORKER: Final = "areal_tasks.rollout.worker"
 
 
+def trainer_names(recipe: Recipe) -> list[str]:
+    """The services of which the trainer consists: one on each of its machines."""
+    nodes = 1 if isinstance(recipe, EvaluateRecipe) else recipe.trainer.nodes
+    return [TRAINER, *(f"{TRAINER}-{node}" for node in range(1, nodes))]
+
+
 def own_folder(run: Run, recipe: Recipe) -> ModelFolder | None:
     """The model's local folder, if SGLang can start on it while the first start of a run copies it into the store.
 

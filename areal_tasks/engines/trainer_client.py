@@ -37,7 +37,7 @@ class TrainerClient:
 
     def __init__(self, url: str, access: Access, watchdog: Watchdog, distrust: Callable[[str], object]) -> None:
         timeout = httpx.Timeout(None, connect=10.0)
-        self.http = httpx.Client(base_url=url, headers=access.headers, verify=access.trust, timeout=timeout)
+        self.http = httpx.Client(base_url=url, headers=access.headers, transport=access.transport(), timeout=timeout)
         self.watchdog = watchdog
         self.distrust = distrust
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +33,9 @@ log = logging.getLogger(__name__)
 
 
 class ResidentTrainer:
-    """The trainer that runs as the service `name`, for one thread at a time.
+    """The trainer that runs as the services `names`, one on each of its machines, for one thread at a time.
+
+    The first of them listens.
 
     `initial` returns the weights of version 0. `make_room` is called before the trainer allocates memory.
     """
@@ -41,14 +43,14 @@ class ResidentTrainer:
     def __init__(
         self,
         run: Run,
-        name: str,
+        names: Sequence[str],
         supervisor: Supervisor,
         watchdog: Watchdog,
         initial: Callable[[], WeightsRef],
         make_room: Callable[[], None],
     ) -> None:
         self.run = run
-        self.name = name
+        self.names = names
         self.supervisor = supervisor
         self.watchdog = watchdog
         self.client: TrainerClient | None = None  # of the process that was last used
@@ -117,7 +119,7 @@ class ResidentTrainer:
     def tend(self) -> None:
         """Restart the process if it has ended. A failure is raised at the next use, not here."""
         with suppress(ServiceFailed, Unavailable):
-            self.supervisor.look([self.name])
+            self.supervisor.look(self.names)
 
     @contextmanager
     def _locked(self) -> Iterator[TrainerClient]:
@@ -127,7 +129,7 @@ class ResidentTrainer:
             yield self._connected()
 
     def _connected(self) -> TrainerClient:
-        [url] = ready(self.supervisor, self.watchdog, [self.name])
+        url, *_ = ready(self.supervisor, self.watchdog, self.names)
         if self.client is None or self._address != url:
             self.close()
             distrust = partial(self.supervisor.end, [url])

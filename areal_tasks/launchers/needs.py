@@ -8,9 +8,9 @@ from schemas.recipe.sections import Needs
 
 
 def trainer_needs(recipe: RlhfRecipe | SftRecipe) -> Resources:
-    """All ranks are on one machine, with a GPU each; none if the servers of the recipe generate on CPUs."""
+    """On each of its machines. A GPU for each rank there; none if the servers of the recipe generate on CPUs."""
     on_cpus = isinstance(recipe, RlhfRecipe) and recipe.inference.engine == "embedded"
-    return _needs(recipe.launcher.resources.trainer, 0 if on_cpus else recipe.trainer.ranks)
+    return _needs(recipe.launcher.resources.trainer, 0 if on_cpus else recipe.trainer.ranks // recipe.trainer.nodes)
 
 
 def server_needs(recipe: RlhfRecipe | EvaluateRecipe) -> Resources:

@@ -50,6 +50,7 @@ class Service:
     logged: bool = False  # the log says that it is given up
     due: float | None = None  # when it is restarted, after it has ended
     excused: bool = False  # its end counts as no failure
+    group: str = ""  # services of a group end together
 
     @property
     def spec(self) -> ServiceSpec:
@@ -108,10 +109,12 @@ class Supervisor:
         """To the services."""
         return Access(self.token, self.launcher.authority)
 
-    def start(self, module: str, spec: ServiceSpec, threads: int = 0, resources: Resources = ANY) -> None:
-        """Start a service, without waiting until it is ready: see `wait`."""
+    def start(
+        self, module: str, spec: ServiceSpec, threads: int = 0, resources: Resources = ANY, group: str = ""
+    ) -> None:
+        """Start a service, without waiting until it is ready: see `wait`. If one of a `group` ends, all of it end."""
         job = Job(module, spec, self.token, self._log(spec), threads, resources)
-        self.services[spec.name] = Service(job, self.launcher.start(job))
+        self.services[spec.name] = Service(job, self.launcher.start(job), group=group)
 
     def began_on(self, name: str, weights: WeightsRef | None) -> None:
         """Record the weights, now in the store, that a service was started on before they were there."""
@@ -139,6 +142,7 @@ class Supervisor:
             Unavailable: the store is away, so one could not start at first, or none of them can now.
         """
         with self._lock:
+            self._end_groups()
             found = [self._look_at(self.services[name], weights, explained) for name in names]
         failures = [one for one in found if isinstance(one, UserError)]
         if failures and len(failures) == len(names):
@@ -181,6 +185,13 @@ class Supervisor:
         service = self.services.get(name)
         if service is not None and service.url and service.handle.exit_code() is None:
             self.end([service.url], why, grace_seconds=0.0)
+
+    def _end_groups(self) -> None:
+        """End what is left of groups of which a service has ended since the last look: they restart together."""
+        ended = {s.group: s for s in self.services.values() if s.due is None and s.handle.exit_code() is not None}
+        for service in self.services.values():
+            if service.group and service.group in ended and service.handle.exit_code() is None:
+                self._stop(service, f"{ended[service.group].spec.name} has ended", grace_seconds=0.0)
 
     def _look_at(self, service: Service, weights: WeightsRef | None, explained: Explained) -> Ready | UserError | None:
         """The service if it is ready, an error if it failed; None: it is starting."""

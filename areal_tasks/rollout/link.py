@@ -73,7 +73,7 @@ class Link:
             url,
             headers=access.headers,
             timeout=timeout,
-            connector=aiohttp.TCPConnector(limit=0, ssl=access.trust),
+            connector=access.connector(),
         )
         self._session_task = asyncio.ensure_future(self._keep_session())
 

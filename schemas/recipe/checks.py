@@ -154,6 +154,14 @@ def micro_batch_holds_sample(r: RlhfRecipe | SftRecipe) -> Message:
     return None
 
 
+def ranks_on_nodes(r: RlhfRecipe | SftRecipe) -> Message:
+    if r.trainer.ranks % r.trainer.nodes:
+        return f"trainer.nodes: {r.trainer.ranks} ranks cannot be split evenly over {r.trainer.nodes} machines"
+    if r.trainer.nodes > 1 and not r.launcher.network:
+        return f"trainer.nodes: {r.trainer.nodes} machines need a launcher.type of several, such as slurm or ray"
+    return None
+
+
 def schedule_decays(r: RlhfRecipe | SftRecipe) -> Message:
     if r.trainer.lr_schedule != "constant" and r.trainer.lr_final == 1:
         return f"trainer.lr_schedule: {r.trainer.lr_schedule} has no effect with lr_final 1; set lr_final below 1"
@@ -180,6 +188,7 @@ def weights_every_written(r: RlhfRecipe | SftRecipe) -> Message:
 
 TRAINING_CHECKS: Final[tuple[Callable[[Any], Message], ...]] = (
     micro_batch_holds_sample,
+    ranks_on_nodes,
     schedule_decays,
     warmup_ends,
     weights_every_written,

@@ -324,6 +324,7 @@ class Trainer(Section):
     )
     threads: int = operational(0, ge=0, le=1024, description="CPU threads of a rank; 0 is all cores.")
     ranks: int = operational(1, ge=1, le=4096, description="Trainer processes, one GPU each if there are GPUs.")
+    nodes: int = operational(1, ge=1, le=512, description="Machines of the ranks, each with the same number of them.")
     gpus: list[int] = operational([], description="GPUs of the ranks, by number; empty: the first ones.")
     zero_stage: Literal[0, 1, 2, 3] = operational(
         2, description="DeepSpeed: what is sharded over the ranks: 1 optimizer, 2 gradients too, 3 weights too."
@@ -429,9 +430,9 @@ class Needs(Section):
 
 
 class Placed(Section):
-    """What services need of their machine. A service never extends over several machines."""
+    """What services need of their machine."""
 
-    trainer: Needs = section(Needs, "The trainer, all ranks together.")
+    trainer: Needs = section(Needs, "The trainer, on each of its machines: all ranks there together.")
     inference: Needs = section(Needs, "Each inference server.")
     rollout: Needs = section(Needs, "Each rollout worker.")
 

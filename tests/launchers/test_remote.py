@@ -48,9 +48,7 @@ def begin(store: Store, tmp_path: Path) -> Iterator[Begin]:
         settings = Launcher(type="processes:Processes", network=NETWORK, lease_seconds=lease_seconds)
         begun.append(Supervisor(store, settings, tmp_path / "logs"))
         for name in names:
-            begun[-1].start(
-                MODULE, ServiceSpec(name=name, restart=0, store_url=store.url, run="r", owner=1, recipe={})
-            )
+            begun[-1].start(MODULE, ServiceSpec(name=name, restart=0, store_url=store.url, run="r", owner=1, recipe={}))
         return begun[-1]
 
     yield start

@@ -123,12 +123,12 @@ def test_what_rank_0_finds_is_found_by_all() -> None:
     groups, _ = _groups()
     found: list[str] = []
     works = [
-        lambda g=g, n=n: found.extend(g.from_first(w) for w in (lambda: f"a{n}", lambda: f"b{n}"))
+        lambda g=g, n=n: found.extend(g.from_first_here(w) for w in (lambda: f"a{n}", lambda: f"b{n}"))
         for n, g in enumerate(groups)
     ]
     _command(groups, works)
     assert sorted(found) == ["a0", "a0", "b0", "b0"]
-    failing = [lambda g=g: g.from_first(_raises(UserError("it is damaged"))) for g in groups]
+    failing = [lambda g=g: g.from_first_here(_raises(UserError("it is damaged"))) for g in groups]
     error, _ = _command(groups, failing)
     assert isinstance(error, UserError)
     assert str(error) == "it is damaged"
@@ -138,7 +138,7 @@ def test_keys_of_past_commands_are_dropped() -> None:
     groups, store = _groups()
     counts = []
     for _ in range(6):
-        _command(groups, [lambda g=g: g.from_first(lambda: "x") for g in groups])
+        _command(groups, [lambda g=g: g.from_first_here(lambda: "x") for g in groups])
         counts.append(store.num_keys())
     assert counts[-1] == counts[2] <= 8
 
@@ -146,7 +146,7 @@ def test_keys_of_past_commands_are_dropped() -> None:
 def test_one_rank_exchanges_nothing() -> None:
     alone = Group()
     assert alone.lead("go", lambda: 3, lambda: "x") == 3
-    assert alone.from_first(lambda: "text") == "text"
+    assert alone.from_first_here(lambda: "text") == "text"
     error = RuntimeError("as it is")
     with pytest.raises(RuntimeError) as caught:
         alone.lead("go", _raises(error), lambda: "x")

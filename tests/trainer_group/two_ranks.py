@@ -63,7 +63,7 @@ class Player:
         files = self.trainer.checkpoint(Checkpoint(owner=1, version=version, prefix=prefix)).files
         made = make_provenance(1, now())
         store = self.trainer.store
-        text = self.group.from_first(
+        text = self.group.from_first_here(
             lambda: commit_weights(store, "r", version, attempt, "checkpoint", files, made).model_dump_json()
         )
         return WeightsRef.model_validate_json(text)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from areal_tasks.engines.lifeline import LIFELINE
-from areal_tasks.engines.ports import loopback_interface
+from areal_tasks.engines.ports import group_interface
 from areal_tasks.engines.service import KEEP_ALIVE_SECONDS, SPEC, ServiceSpec
 from schemas.recipe.sections import Inference, Model
 
@@ -86,7 +86,7 @@ def environment(inherited: Mapping[str, str], private: Path) -> dict[str, str]:
     """
     kept = {name: value for name, value in inherited.items() if name not in DROPPED}
     meeting = {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{private}/rendezvous"}
-    return loopback_interface() | kept | SET | meeting
+    return group_interface() | kept | SET | meeting
 
 
 def server_index(name: str) -> int:

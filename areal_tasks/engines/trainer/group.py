@@ -74,11 +74,13 @@ class Group:
         store: Store | None = None,
         survived: tuple[type[Exception], ...] = (UserError, StaleCommand),
         grace_seconds: float = GRACE_SECONDS,
+        local_world: int = 0,
     ) -> None:
         self.rank = rank
         self.world = world
         self.store = store
         self.survived = survived
+        self._local_world = local_world or world
         self.grace = timedelta(seconds=grace_seconds)
         self.broken: Future[Exception] = Future()  # why the group must end; set once, and then this process ends
         self._command = 0
@@ -110,14 +112,33 @@ class Group:
         except self.survived as error:
             log.info("rank %d: %s", self.rank, error)  # rank 0 reports it
 
-    def from_first(self, work: Callable[[], str]) -> str:
-        """Run `work` on rank 0; every rank returns its text, or raises its UserError."""
+    @property
+    def leads_its_machine(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.rank % self._local_world == 0
+
+    def from_first_here(self, work: Callable[[], str]) -> str:
+        """Run `work` on the first rank of each machine; all ranks there return its text, or raise its UserError."""
         if self.store is None:
             return work()
         self._shared += 1
-        key = f"shared/{self._command}/{self._shared}"
-        if self.rank == 0:
-            self._post(key, json.dumps(_attempt(work)))
+        machine = self.rank // self._local_world
+        if self.leads_its_machine:
+            self._post(self._shared_by(machine), json.dumps(_attempt(work)))
+        return self._text_of(machine)
+
+    def from_machines(self, work: Callable[[], str]) -> list[str]:
+        """Run `work` on the first rank of each machine; every rank returns all texts, or raises the first UserError."""
+        mine = self.from_first_here(work)
+        machines = range(self.world // self._local_world)
+        return [mine] if self.store is None else [self._text_of(machine) for machine in machines]
+
+    def _shared_by(self, machine: int) -> str:
+        return f"shared/{self._command}/{self._shared}/{machine}"
+
+    def _text_of(self, machine: int) -> str:
+        assert self.store is not None
+        key = self._shared_by(machine)
         self.store.wait([key], _FOREVER)
         found: dict[str, str] = json.loads(self.store.get(key))
         if "error" in found:

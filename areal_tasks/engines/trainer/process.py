@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from areal_tasks.engines.service import ServiceSpec, read_spec, serve, store_may_be_away
+from areal_tasks.engines.service import ServiceSpec, read_spec, register, serve, store_may_be_away
 from areal_tasks.engines.trainer.app import make_app
 from areal_tasks.engines.trainer.commands import COMMANDS, Command
 from areal_tasks.engines.trainer.group import Group, GroupBroken
@@ -24,12 +24,14 @@ log = logging.getLogger(__name__)
 def main() -> None:
     """Serve, or follow rank 0, until terminated."""
     spec = read_spec()
-    group = join(read_settings(spec.recipe).trainer)
-    if group.rank == 0:
-        with store_may_be_away():
+    with store_may_be_away():
+        group = join(spec, read_settings(spec.recipe).trainer)
+        if group.rank == 0:
             serve(make_app(spec, group), spec)
-    else:
-        _follow(spec, group)
+            return
+        if group.leads_its_machine:
+            register(spec, f"rank://{group.rank}")  # ready; only rank 0 is asked
+    _follow(spec, group)
 
 
 def _follow(spec: ServiceSpec, group: Group) -> None:

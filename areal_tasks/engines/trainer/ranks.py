@@ -1,10 +1,13 @@
 """The processes of a `Group`: which process starts the others, the device of each, and that all end together.
 
-Rank 0 is the service that the supervisor started. It starts the other ranks in its own process group, with the
-environment that torchrun would give them; under torchrun itself (RANK and WORLD_SIZE are set) it starts none.
+Rank 0 is the service that the supervisor started. It starts the other ranks of its machine in its own process group,
+with the environment that torchrun would give them; under torchrun itself (RANK and WORLD_SIZE are set) it starts none.
 The others hold the read end of a pipe whose write end only rank 0 has, so they end with rank 0 however it ends;
 rank 0 ends, with everything in its process group, as soon as one of them does. Their collectives use gloo between CPUs;
 NCCL between GPUs, with gloo for tensors on the host.
+
+A trainer on several machines (`trainer.nodes`) is a service on each, whose first rank starts the others there. They
+find rank 0 by its record in the store. The supervisor ends all of these services when one has ended.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Final
 
@@ -30,17 +33,22 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from areal_tasks.engines.lifeline import LIFELINE
-from areal_tasks.engines.ports import HOST, loopback_interface
-from areal_tasks.engines.service import TOKEN
+from areal_tasks.engines.ports import HOST, group_interface
+from areal_tasks.engines.service import TOKEN, ServiceSpec, register
 from areal_tasks.engines.trainer.backend import TokenStats
 from areal_tasks.engines.trainer.group import Group, GroupBroken
+from areal_tasks.store.backend import Missing, open_store
+from areal_tasks.store.commit import read_record
+from areal_tasks.store.paths import service as service_path
 from schemas.errors import UserError
+from schemas.manifest import ServiceRecord
 from schemas.recipe.sections import Trainer
 
 log = logging.getLogger(__name__)
 
 #: Between a rank's failure and the end of the group, so that rank 0 can answer with the reason.
 ANSWER_SECONDS: Final = 1.0
+FIND_SECONDS: Final = 0.2  # between two looks for the record of rank 0
 
 
 @dataclass(frozen=True)
@@ -50,75 +58,103 @@ class Place:
     rank: int
     local_rank: int
     world: int
-    spawned: bool  # by torchrun or by rank 0
+    local_world: int
+    spawned: bool  # by torchrun or by the first rank of its machine
 
 
-def environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """The environment that torchrun gives to rank `rank` of a group on one machine."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    return {"MASTER_ADDR": HOST, **{name: str(number) for name, number in names.items()}}
+def environment(place: Place, host: str, port: int) -> dict[str, str]:
+    """The environment that torchrun gives to a rank whose group has its key-value store at this address."""
+    names = {"RANK": place.rank, "LOCAL_RANK": place.local_rank, "WORLD_SIZE": place.world, "MASTER_PORT": port}
+    names |= {"LOCAL_WORLD_SIZE": place.local_world}
+    return {"MASTER_ADDR": host, **{name: str(number) for name, number in names.items()}}
 
 
-def find_place(settings: Trainer, given: Mapping[str, str]) -> Place:
-    """This process's place in a trainer of `settings.ranks` ranks.
+def find_place(settings: Trainer, given: Mapping[str, str], node: int = 0) -> Place:
+    """This process's place in a trainer of `settings.ranks` ranks, if it was started on machine number `node`.
 
     Raises:
         UserError: torchrun started another number of processes, or runs on several machines.
     """
+    here = settings.ranks // settings.nodes
     if not {"RANK", "WORLD_SIZE"} <= given.keys():
-        return Place(0, 0, settings.ranks, spawned=False)
+        return Place(node * here, 0, settings.ranks, here, spawned=False)
     world = int(given["WORLD_SIZE"])
     if world != settings.ranks:
         raise UserError(
             f"trainer.ranks: the recipe asks for {settings.ranks}, but WORLD_SIZE is {world}; make them equal"
         )
-    if int(given.get("LOCAL_WORLD_SIZE", world)) != world:
-        raise UserError("trainer.ranks: all ranks of a trainer must be on one machine")
+    if int(given.get("LOCAL_WORLD_SIZE", world)) != here:
+        raise UserError(f"trainer.nodes: the recipe asks for {here} ranks on each machine, and torchrun started others")
     rank = int(given["RANK"])
-    return Place(rank, int(given.get("LOCAL_RANK", rank)), world, spawned=True)
+    return Place(rank, int(given.get("LOCAL_RANK", rank)), world, here, spawned=True)
 
 
 def cpu_threads(settings: Trainer) -> int:
     """CPU threads of each rank."""
-    return settings.threads or max(1, (os.cpu_count() or 1) // settings.ranks)
+    return settings.threads or max(1, (os.cpu_count() or 1) * settings.nodes // settings.ranks)
 
 
-def join(settings: Trainer) -> Group:
+def join(spec: ServiceSpec, settings: Trainer) -> Group:
     """Make this process a rank of its trainer, start the others unless they are started elsewhere, and join them.
 
     Raises:
         UserError: there are fewer GPUs than ranks.
     """
-    place = find_place(settings, os.environ)
+    place = find_place(settings, os.environ, spec.node)
     if place.world == 1:
         return Group()
-    device = rank_device(place.local_rank, place.world)
-    store = _open_store(place)
-    group = Group(place.rank, place.world, dist.PrefixStore("group", store))
+    device = rank_device(place.local_rank, place.local_world)
+    store = _open_store(place, spec)
+    group = Group(place.rank, place.world, dist.PrefixStore("group", store), local_world=place.local_world)
     if not place.spawned:
-        os.environ.update(environment(0, place.world, store.port))
-        _start_others(place.world, store.port, cpu_threads(settings), group)
-    meet(place.rank, place.world, dist.PrefixStore("collectives", store), device)
+        os.environ.update(environment(place, store.host, store.port))
+        _start_others(place, store, cpu_threads(settings), group)
+    meet(place.rank, place.world, dist.PrefixStore("collectives", store), device, spec.address)
     return group
 
 
-def _open_store(place: Place) -> dist.TCPStore:
+def _open_store(place: Place, spec: ServiceSpec) -> dist.TCPStore:
     """The key-value store of the group: this process serves it, or torchrun or rank 0 does."""
     master = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    host, port = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if place.spawned else (HOST, 0)
+    at = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if place.spawned else (spec.address, 0)
     if master:
-        return serve_store(host, port, place.world)
+        store = serve_store(*at, place.world)
+        if place.local_world < place.world:
+            register(meeting(spec), f"tcp://{store.host}:{store.port}")
+        return store
+    host, port = at if place.spawned else _find_first(spec)
     return dist.TCPStore(host, port, place.world, False, wait_for_workers=False)
+
+
+def meeting(spec: ServiceSpec) -> ServiceSpec:
+    """The name under which the store of a trainer on several machines is registered, for this start of it."""
+    return spec.model_copy(update={"name": "trainer-meeting"})
+
+
+def _find_first(spec: ServiceSpec) -> tuple[str, int]:
+    """Where rank 0 serves the key-value store. Waits for it; the supervisor limits the time."""
+    path, store = service_path(spec.run, spec.owner, meeting(spec).name, spec.restart), open_store(spec.store_url)
+    while True:
+        with suppress(Missing):
+            host, _, port = read_record(store, path, ServiceRecord).url.removeprefix("tcp://").rpartition(":")
+            return host, int(port)
+        time.sleep(FIND_SECONDS)
 
 
 # ── the other ranks' processes ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _start_others(world: int, port: int, threads: int, group: Group) -> None:
+def _start_others(place: Place, store: dist.TCPStore, threads: int, group: Group) -> None:
     read_end, _write_end = os.pipe()  # the write end is never closed: it lives as long as this process
-    for rank in range(1, world):
+    for local_rank in range(1, place.local_world):
+        rank = place.rank + local_rank
+        own_place = replace(place, rank=rank, local_rank=local_rank)
         inherited = {name: value for name, value in os.environ.items() if name != TOKEN}
-        own = {**environment(rank, world, port), LIFELINE: str(read_end), "OMP_NUM_THREADS": str(threads)}
+        own = {
+            **environment(own_place, store.host, store.port),
+            LIFELINE: str(read_end),
+            "OMP_NUM_THREADS": str(threads),
+        }
         command = [sys.executable, "-m", "areal_tasks.engines.trainer"]
         process = subprocess.Popen(command, env={**inherited, **own}, stdin=subprocess.DEVNULL, pass_fds=[read_end])
         threading.Thread(target=_end_with, args=(process, rank, group), name=f"rank-{rank}", daemon=True).start()
@@ -169,9 +205,9 @@ def rank_device(local_rank: int, world: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def meet(rank: int, world: int, store: dist.Store, device: torch.device) -> None:
-    """Make this process rank `rank` of `world`, all on this machine; returns when all have joined."""
-    stay_on_loopback()
+def meet(rank: int, world: int, store: dist.Store, device: torch.device, address: str = HOST) -> None:
+    """Make this process rank `rank` of `world`, on the interface of `address`; returns when all have joined."""
+    use_interface(address)
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
@@ -186,9 +222,9 @@ def meet(rank: int, world: int, store: dist.Store, device: torch.device) -> None
     )
 
 
-def stay_on_loopback() -> None:
-    """Keep the sockets of this process's groups on the loopback interface, unless the environment names another."""
-    for name, interface in loopback_interface().items():
+def use_interface(address: str = HOST) -> None:
+    """Keep the sockets of this process's groups on one interface, unless the environment names another."""
+    for name, interface in group_interface(address).items():
         os.environ.setdefault(name, interface)
 
 
@@ -207,7 +243,8 @@ def ranks_here() -> tuple[int, int, torch.device]:
     if not dist.is_initialized():
         meet(0, 1, dist.HashStore(), rank_device(0, 1))
     rank, world = dist.get_rank(), dist.get_world_size()
-    return rank, world, rank_device(rank, world)
+    local_rank, local_world = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return rank, world, rank_device(local_rank, local_world)
 
 
 def gather_stats(stats: TokenStats) -> TokenStats:
@@ -239,7 +276,7 @@ def lead(name: str, port: int, size: int, backend: str, timeout: timedelta) -> d
     Over gloo this returns when all have joined; over NCCL they connect at the first broadcast.
     """
     device = DEVICES[backend]
-    stay_on_loopback()
+    use_interface()
     store = serve_store(HOST, port, size, timeout)
     inner = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))  # init_custom_process_group's and torch's
     made = _backend(backend, dist.PrefixStore(f"{device}/", inner), size, name, timeout)

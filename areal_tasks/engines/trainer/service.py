@@ -118,7 +118,7 @@ class Trainer:
         self.progress = Progress()
         self.work = Work()
         self._own_scratch = tempfile.TemporaryDirectory(prefix="areal-trainer-")
-        self.scratch = Path(self.group.from_first(lambda: self._own_scratch.name))  # one for all ranks
+        self.scratch = Path(self.group.from_first_here(lambda: self._own_scratch.name))  # one for a machine's ranks
         self.weights: Path | None = None  # the folder last loaded; its tokenizer is published with new weights
         self.initial = spec.weights
         self.has_reference = False
@@ -212,9 +212,13 @@ class Trainer:
         with self._folder(command.prefix) as folder:
             with self._usable(command.prefix):
                 known = self.backend.save_checkpoint(folder, self.progress)
-            first = self.group.rank == 0
-            files = upload(self.store, command.prefix, folder, known) if first else ()
-        return Written(files=files)
+            written = self.group.from_machines(lambda: self._uploaded(command.prefix, folder, known))
+        files = [file for text in written for file in Written.model_validate_json(text).files]
+        return Written(files=tuple(sorted(files, key=lambda file: file.path)))
+
+    def _uploaded(self, prefix: str, folder: Path, known: Mapping[str, str]) -> str:
+        """Write the files that the ranks of this machine have written into `folder` to the store."""
+        return Written(files=upload(self.store, prefix, folder, known)).model_dump_json()
 
     def compare(self, command: Compare) -> Compared:
         """Compare the policy, as it would be published, with weights of that version in the store."""
@@ -337,9 +341,9 @@ class Trainer:
 
     @contextmanager
     def _folder(self, prefix: str) -> Iterator[Path]:
-        """The same empty folder for all ranks: the store's own if that is on this disk."""
+        """The same empty folder for all ranks of a machine: the store's own if that is on this disk."""
         with tempfile.TemporaryDirectory(dir=self.scratch) as temporary:
-            yield Path(self.group.from_first(lambda: _create(self.store.local(prefix) or Path(temporary))))
+            yield Path(self.group.from_first_here(lambda: _create(self.store.local(prefix) or Path(temporary))))
 
     def _published(self, snapshot: Snapshot, command: Publish) -> tuple[FileRef, ...]:
         """On rank 0: write the snapshot and the files that describe the model; returns the files sorted by path."""
@@ -369,8 +373,8 @@ class Trainer:
             yield self.snapshot
 
     def _fetch(self, ref: WeightsRef) -> Path:
-        """The files of `ref` in one local folder, fetched by rank 0 for all."""
-        return Path(self.group.from_first(lambda: str(self._materialise(ref))))
+        """The files of `ref` in one local folder, fetched by the first rank of each machine for all ranks there."""
+        return Path(self.group.from_first_here(lambda: str(self._materialise(ref))))
 
     def _materialise(self, ref: WeightsRef) -> Path:
         into = self.scratch / f"{ref.digest[:16]}-{ref.version}"
