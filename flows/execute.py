@@ -37,7 +37,7 @@ from flows.startup import Startup, flow_begins, mark
 from flows.tasks import StageTasks
 from flows.waits import Waits
 from schemas.errors import UserError
-from schemas.recipe.load import apply_overrides, parse_recipe
+from schemas.recipe.load import parse_recipe
 from schemas.recipe.recipe import BaseRecipe, Recipe
 
 R = TypeVar("R", bound=BaseRecipe)
@@ -76,7 +76,7 @@ def with_overrides(recipe: R, overrides: str) -> R:
     """The recipe with `section.field=value` overrides applied, validated again."""
     if not overrides.strip():
         return recipe
-    changed = parse_recipe(apply_overrides(recipe.model_dump(mode="json"), split_overrides(overrides)), recipe.name)
+    changed = parse_recipe(recipe.model_dump(mode="json"), recipe.name, split_overrides(overrides))
     if not isinstance(changed, type(recipe)):
         raise UserError(f"overrides: flow={changed.flow} cannot turn this into another flow's recipe; run that flow")
     return changed

@@ -187,7 +187,7 @@ def replay_segments(original: Run, origin: Origin, child: str, changes: Sequence
 def _changed(original: Run, origin: Origin, first: int, changes: Sequence[str]) -> tuple[int, Recipe]:
     there = parse_recipe(original.recipe_at(first), original.name)
     lifted = _lifted(there) if origin.counterfactual else []
-    recipe = parse_recipe(apply_overrides(parent_values(original, first), [*lifted, *changes]), original.name)
+    recipe = parse_recipe(apply_overrides(parent_values(original, first), lifted), original.name, changes)
     _check_replay(original, origin, there, recipe)
     return first, recipe
 

@@ -23,7 +23,7 @@ from flows.home import logs_folder
 from flows.pages import clock_text
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, Wait, WaitsRecord
-from schemas.recipe.load import apply_overrides, load_recipe, parse_recipe, run_and_changes
+from schemas.recipe.load import load_recipe, parse_recipe, run_and_changes
 
 if TYPE_CHECKING:
     from areal_tasks.stages.build import Built
@@ -63,8 +63,7 @@ def plan_run(run: Run, changes: Sequence[str], as_json: bool) -> None:
     from areal_tasks.engines.session import Engines
     from areal_tasks.stages.replay import loop_of
 
-    values = apply_overrides(run.recipe_at(run.committed), changes)
-    recipe = parse_recipe(values, run.name)
+    recipe = parse_recipe(run.recipe_at(run.committed), run.name, changes)
     with Engines(run, recipe, logs_folder()) as engines:  # none of them starts
         loop = loop_of(run)(run, recipe, engines)
         head, complete = loop.head, loop.first >= loop.last
@@ -92,9 +91,8 @@ def run_columns(
 
 def stage_row(stage: Stage, graph: Plan) -> dict[str, Any]:
     """A stage as a table row: what it reads, writes and waits for."""
-    reads = [
-        f"{table} ({len([r for r in stage.reads if r.startswith(table + '.')])} columns)" for table in stage.inputs
-    ]
+    counts = {table: sum(r.startswith(f"{table}.") for r in stage.reads) for table in stage.inputs}
+    reads = [f"{table} ({n} column{'s' if n != 1 else ''})" for table, n in counts.items()]
     carried = [f"{what} of the last iteration" for what in stage.carries]
     return {
         "stage": stage.name,

@@ -43,7 +43,7 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
     values = parse_yaml(_read(str(name_or_path)), str(name_or_path))
     if not isinstance(values, dict):
         raise UserError(f"recipe '{name_or_path}' should be a mapping of sections, not {type(values).__name__}")
-    recipe = parse_recipe(apply_overrides(values, overrides), str(name_or_path))
+    recipe = parse_recipe(values, str(name_or_path), overrides)
     return recipe if str(name_or_path) in list_recipes() else with_data(recipe, Path(name_or_path).resolve().parent)
 
 
@@ -72,13 +72,19 @@ def with_data(recipe: Recipe, folder: Path) -> Recipe:
     return recipe.model_copy(update={"data": data.model_copy(update={"source": str(folder / data.source)})})
 
 
-def parse_recipe(values: Mapping[str, Any], origin: str = "") -> Recipe:
-    """The validated recipe of nested values. UserError lists every problem with its dotted field and the remedy."""
+def parse_recipe(values: Mapping[str, Any], origin: str = "", overrides: Sequence[str] = ()) -> Recipe:
+    """The validated recipe of nested values, with overrides as in `apply_overrides`.
+
+    Raises:
+        UserError: it names the overrides, and every problem with its dotted field and the remedy.
+    """
+    values = apply_overrides(values, overrides)
     model = _model_of(values, origin)
     try:
-        return model.model_validate(dict(values))
+        return model.model_validate(values)
     except ValidationError as error:
-        title = f"recipe '{origin or values.get('name', '')}' cannot be used:"
+        changed = f" with {' '.join(overrides)}" if overrides else ""
+        title = f"recipe '{origin or values.get('name', '')}'{changed} cannot be used:"
         raise UserError("\n".join([title, *(f"  - {line}" for line in explain(error, model))])) from None
 
 
@@ -147,13 +153,13 @@ def _read(name: str) -> str:
         return path.read_text(encoding="utf-8")
     if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
         raise UserError(f"recipe file '{name}' does not exist; recipes by name: {', '.join(known)}")
-    raise UserError(f"unknown recipe '{name}'{_suggest(name, known)}; name a YAML file or one of: {', '.join(known)}")
+    raise UserError(f"unknown recipe '{name}'{suggestion(name, known)}; name a YAML file or one of: {', '.join(known)}")
 
 
 def _model_of(values: Mapping[str, Any], origin: str) -> type[RlhfRecipe] | type[SftRecipe] | type[EvaluateRecipe]:
     flow = str(values.get("flow", ""))
     if flow not in RECIPES:
-        found = f"is '{flow}'{_suggest(flow, RECIPES)}" if flow else "is missing"
+        found = f"is '{flow}'{suggestion(flow, RECIPES)}" if flow else "is missing"
         raise UserError(f"recipe '{origin}': flow {found}; it should be one of {', '.join(RECIPES)}")
     return RECIPES[flow]
 
@@ -176,7 +182,7 @@ def _line(loc: Sequence[str | int], kind: str, message: str, value: Any, model: 
         return f"{dotted}: {REFUSED_KEYS[dotted]}"
     if kind == "extra_forbidden":
         known = list(_section_at(model, loc[:-1]).model_fields)
-        return f"{dotted}: unknown key{_suggest(str(loc[-1]), known)}; known here: {', '.join(known)}"
+        return f"{dotted}: unknown key{suggestion(str(loc[-1]), known)}; known here: {', '.join(known)}"
     if kind == "missing":
         return f"{dotted}: is required"
     text = message.removeprefix("Value error, ").removeprefix("Input ")
@@ -195,7 +201,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _suggest(word: str, known: Iterable[str]) -> str:
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """` (did you mean '…'?)` with the nearest of the `known` words; empty if none is near."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" (did you mean '{close[0]}'?)" if close else ""
 

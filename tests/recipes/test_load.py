@@ -182,7 +182,7 @@ def test_all_problems_come_at_once_with_their_fields() -> None:
             "quickstart", ["rolout.x=1", "trainer.lr=2", "rollout.top_p=0.9", "model.scratch.layer=3", "seed=a"]
         )
     lines = str(caught.value).splitlines()
-    assert lines[0] == "recipe 'quickstart' cannot be used:"
+    assert lines[0].startswith("recipe 'quickstart' with rolout.x=1 trainer.lr=2 ")
     assert {line.split(":")[0].strip(" -") for line in lines[1:]} == {
         "rolout", "trainer.lr", "rollout.top_p", "model.scratch.layer", "seed",
     }  # fmt: skip
