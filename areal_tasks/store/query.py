@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Final, Self, TypeVar
+from typing import Self, TypeVar
 
 import duckdb
 import pyarrow as pa
@@ -22,7 +22,6 @@ from areal_tasks.store.runs import load_run
 from schemas.errors import UserError
 
 A = TypeVar("A")
-_ONE_SELECT: Final = "Pass one query at a time: a single SELECT (or DESCRIBE, SUMMARIZE, EXPLAIN)."
 
 
 class Session:
@@ -132,7 +131,10 @@ def check_statement(query: str) -> None:
     try:
         statements = duckdb.extract_statements(query)
     except duckdb.Error as error:
-        raise UserError(f"{error}\n{_ONE_SELECT}") from error
+        raise UserError(str(error)) from error
     allowed = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
     if len(statements) != 1 or statements[0].type not in allowed:
-        raise UserError(f"This is not a query that a run can answer. {_ONE_SELECT}")
+        raise UserError(
+            "This is not a query that a run can answer. "
+            "Pass one query at a time: a single SELECT (or DESCRIBE, SUMMARIZE, EXPLAIN)."
+        )
