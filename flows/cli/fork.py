@@ -15,8 +15,8 @@ from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import load_run
 from flows.cli.in_process import run_recipe
 from flows.cli.inspect import AsJson, StoreUrl
-from flows.cli.local import outcome
-from schemas.recipe.load import apply_overrides, parse_recipe, run_and_changes
+from flows.cli.local import check_start, outcome
+from schemas.recipe.load import parse_recipe, run_and_changes
 
 Changes = Annotated[
     list[str] | None, typer.Argument(help="section.field=value …, in force from --at on; run=NAME names the run.")
@@ -34,12 +34,12 @@ def fork(
     name, changes = run_and_changes(overrides)
     there = load_run(open_store(store), parent)
     check_forkable(there, at)
-    recipe = parse_recipe(apply_overrides(parent_values(there, at), changes), parent)
+    recipe, origin = parse_recipe(parent_values(there, at), parent, changes), Origin(parent, at)
     name = name or child_name(f"{parent}-at-{at}", changes)
     if not there.store.exists(run_record(name)):
-        check_first_start(there, Origin(parent, at))  # the flow checks it too, some seconds later
+        check_first_start(there, origin)  # the flow checks it too, some seconds later
+    check_start(recipe, name, origin)
 
-    origin = Origin(parent, at)
     typer.echo(f"run {name} is {origin}{changes_text(changes)}", err=as_json)
     result = run_recipe(recipe, name, fork=f"{parent}@{at}")
     typer.echo(json.dumps(result | parentage(origin), default=str, indent=1) if as_json else outcome(result))

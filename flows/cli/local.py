@@ -12,6 +12,7 @@ import typer
 
 from areal_tasks.stages.preflight import check_code, check_engines, check_inputs
 from areal_tasks.store.backend import open_store, store_url
+from areal_tasks.store.fork import Origin
 from flows.cli.deploy import is_file
 from flows.cli.in_process import run_recipe
 from flows.cli.processes import named_server
@@ -36,13 +37,18 @@ def run(
     loaded = in_threads(recipe, [*changes, *in_store(store, changes)])
     if is_file(recipe):
         add_import_folder(Path(recipe).parent)
-    add_import_folder(Path.cwd())
-    check_engines(loaded)
-    if not on_s3(loaded.store.url) or in_environment() or not (named_server() or may_be_kept()):
-        check_inputs(loaded, name)
-    check_code(loaded)
+    check_start(loaded, name)
     result = run_recipe(loaded, name)
     typer.echo(outcome(result))
+
+
+def check_start(recipe: Recipe, name: str, origin: Origin | None = None) -> None:
+    """What the flow checks as it starts, so that Prefect's log does not repeat the UserError. `origin`: of a child."""
+    add_import_folder(Path.cwd())
+    check_engines(recipe)
+    if not on_s3(recipe.store.url) or in_environment() or not (named_server() or may_be_kept()):
+        check_inputs(recipe, name, origin)
+    check_code(recipe)
 
 
 def in_store(store: str, changes: Sequence[str]) -> list[str]:

@@ -73,6 +73,19 @@ MISTAKES: dict[str, Mistake] = {
     "unknown run": (["sql", "nosuch", "SELECT 1", "--store", "{url}"], ["no run 'nosuch'", "Runs there: small"]),
     "no run's name": (["sql", "../x", "SELECT 1", "--store", "{url}"], ["'../x' cannot name a run"]),
     "run to plan": (["plan", "quickstart", "run=nosuch", "--store", "{url}"], ["no run 'nosuch'"]),
+    "misspelt stage": (
+        ["replay", "small", "--from", "verfy", "--store", "{url}"],
+        ["unknown stage 'verfy' (did you mean 'verify'?)", "one of verify, advantage, train"],
+    ),
+    "change of a replay": (
+        ["replay", "small", "--from", "verify", "reward.verifer=x", "--store", "{url}"],
+        ["recipe 'small' with reward.verifer=x cannot be used", "did you mean 'verifier'?"],
+    ),
+    "change of a fork": (
+        ["fork", "small", "--at", "1", "trainer.lrr=1", "--store", "{url}"],
+        ["recipe 'small' with trainer.lrr=1 cannot be used", "did you mean 'lr'?"],
+    ),
+    "fork of that name": (["fork", "small", "--at", "1", "run=small", "--store", "{url}"], ["'small' exists"]),
     "SQL column": (
         ["sql", "small", "SELECT nosuch FROM samples", "--store", "{url}"],
         ["nosuch", "Views of run 'small'"],
