@@ -184,7 +184,7 @@ class Watchdog:
             self.end(name, f"hangs at {found}")
         elif silent >= known.warn_after:
             known.warn_after = 2 * max(known.warn_after, silent)
-            notice = f". After {self.settings.hang_seconds:g} s (launcher.hang_seconds) it is restarted"
+            notice = f". After {self.settings.hang_seconds:g} s (launcher.hang_seconds) at the latest it is restarted"
             log.warning("waiting for %s, %s%s", name, found, notice * endable)
 
     def _check_store(self) -> None:
