@@ -39,8 +39,10 @@ def make_launcher(settings: Settings, store: Store) -> Launcher:
 
 
 _HERE: Final[dict[str, Callable[[], Launcher]]] = {"local": LocalLauncher, "inline": InlineLauncher}
+_CLUSTERS: Final = {"ray": "areal_tasks.launchers.ray:RayCluster"}
 
 
 def _cluster(settings: Settings) -> Cluster:
-    made: Cluster = find_object(settings.type, "launcher.type")(settings)
+    name = _CLUSTERS.get(settings.type, settings.type)
+    made: Cluster = find_object(name, "launcher.type")(settings)
     return made

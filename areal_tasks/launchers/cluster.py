@@ -6,6 +6,7 @@ flow and the agent, so a cluster system sees no secret and needs no network of o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ class Resources:
 
 
 ANY: Final = Resources()
+#: Exit code of what was on a machine that is lost.
+LOST: Final = os.EX_UNAVAILABLE
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.tls import Identity, Trust, introducing
-from areal_tasks.launchers.cluster import Cluster, Submitted, Task
+from areal_tasks.launchers.cluster import LOST, Cluster, Submitted, Task
 from areal_tasks.launchers.node.messages import JOB, Look, NodeJob, Start, State, Stop, difference, software
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.store.backend import Missing, Store, Unavailable
@@ -39,7 +39,6 @@ FIND_SECONDS: Final = 0.3  # between two looks for an agent's record
 LOOK_SECONDS: Final = 5.0  # an agent answers after so long if the service runs and logs nothing
 RETRY_SECONDS: Final = 0.5
 CONNECT_SECONDS: Final = 5.0
-LOST: Final = os.EX_UNAVAILABLE  # exit code of a service whose agent does not answer
 
 
 class RemoteHandle:

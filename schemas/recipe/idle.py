@@ -63,6 +63,10 @@ IDLE: Final = (
         for name in ("release_memory", "transport")
     ),
     Idle("rollout.worker_memory_mb", lambda r: r.launcher.type != "inline", "with launcher.type inline: no processes"),
+    *(
+        Idle(f"launcher.ray.{name}", lambda r: r.launcher.type == "ray", "without launcher.type ray")
+        for name in ("resources", "autoscaling")
+    ),
     Idle("data.system", lambda r: r.data.chat, "without data.chat: set data.chat to true"),
     Idle("data.subset", _source("hub"), "unless data.source is the name of a Hugging Face data set"),
     Idle("data.prompt_column", _source("hub", "file"), "with sums://, which has no columns"),

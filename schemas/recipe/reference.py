@@ -117,6 +117,8 @@ def _row(name: str, info: FieldInfo) -> str:
 
 def _type(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type(arguments[0])
     if origin is Literal:
         return ", ".join(f"`{choice}`" for choice in arguments)
     if origin in (types.UnionType, typing.Union):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from schemas.recipe.derived import Interruption
 from schemas.recipe.fields import Section, operational, section, semantic
@@ -437,6 +439,19 @@ class Placed(Section):
     rollout: Needs = section(Needs, "Each rollout worker.")
 
 
+class RaySettings(Section):
+    """What only Ray needs to know; its cluster is at `RAY_ADDRESS`."""
+
+    resources: dict[str, Annotated[float, Field(gt=0)]] = operational(
+        {},
+        description="Resources that each service occupies of its node besides `launcher.resources`, so that it runs "
+        "only where they are: `accelerator_type:H100: 0.001`, or those of `ray start --resources`.",
+    )
+    autoscaling: bool = operational(
+        False, description="Wait for a node that is large enough, instead of refusing what no node can run."
+    )
+
+
 class Launcher(Section):
     """Where services run."""
 
@@ -476,6 +491,7 @@ class Launcher(Section):
     hang_seconds: float = operational(
         600.0, gt=0, le=86400, description="Seconds without progress after which a service is ended and restarted."
     )
+    ray: RaySettings = section(RaySettings, "Services on a Ray cluster.")
 
 
 class Schedule(Section):

@@ -96,6 +96,7 @@ NOT_HERE = (
     "both path and scratch are given",
     "in an evaluate recipe",
     "only SGLang uses it",
+    "without launcher.type ray",
 )
 
 

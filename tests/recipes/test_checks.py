@@ -53,6 +53,8 @@ REFUSED = [
         "launcher.type=inline & rollout.worker_memory_mb=900",
         "with launcher.type inline: no processes",
     ),
+    ("launcher.ray.resources", "quickstart", "launcher.ray.resources.fast=1", "without launcher.type ray"),
+    ("launcher.ray.autoscaling", "quickstart", "launcher.ray.autoscaling=true", "without launcher.type ray"),
     ("rollout.pace", "quickstart", "rollout.pace=4", "groups wait for new weights"),
     ("rollout.filters.arguments", "quickstart", "rollout.filters.arguments.x=1", "without rollout.filters.function"),
     ("rollout.filters.max_rejected", "quickstart", "rollout.filters.max_rejected=9", "without a filter"),

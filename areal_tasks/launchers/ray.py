@@ -1,0 +1,229 @@
+"""Tasks on a Ray cluster that runs already, at `RAY_ADDRESS`.
+
+Nothing here imports Ray: a process of its own does (`ray_driver.py`). When that process ends or is silent for too long,
+Ray ends what it has started there, and its tasks count as lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from areal_tasks.launchers.cluster import LOST, Task
+from schemas.errors import UserError
+from schemas.recipe.sections import Launcher, RaySettings
+
+ADDRESS: Final = "RAY_ADDRESS"
+DRIVER: Final = "areal_tasks.launchers.ray_driver"
+REACH_SECONDS: Final = 5.0
+CONNECT_SECONDS: Final = 60.0
+#: Longer than a short loss of the network; Ray itself gives up a head node that is away for 60 s.
+SILENT_SECONDS: Final = 75.0
+SUBMIT_SECONDS: Final = 10.0
+CANCEL_SECONDS: Final = 10.0
+CLOSE_SECONDS: Final = 15.0
+SUBMITTED: Final = "it is being submitted to Ray"
+#: What the driver gets of this process's environment, besides Ray's own variables: the rest may hold secrets.
+PASSED: Final = ("PATH", "HOME", "USER", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
+VERSIONS: Final = "Flow and cluster need the same version of Ray and of Python."
+JOIN: Final = (
+    "This machine must be a node of the cluster (ray start --address=HOST:PORT, with --num-cpus=0 if nothing is to run "
+    "here), reach all ports of the others, and have the cluster's token if it has one (RAY_AUTH_MODE, RAY_AUTH_TOKEN)."
+)
+
+
+class ClusterAway(UserError, ConnectionError):
+    """The Ray cluster cannot be reached. The message names the cause and the remedy."""
+
+
+class RayTask:
+    """A task, as Ray's driver last reported it."""
+
+    def __init__(self, task: Task, driver: RayDriver) -> None:
+        self.task = task
+        self.driver = driver
+        self.why = SUBMITTED
+        self.refused = False
+        self.code: int | None = None
+
+    def waiting(self) -> str:
+        return self.why
+
+    def exit_code(self) -> int | None:
+        return self.code
+
+    def cancel(self) -> None:
+        """Ray kills it as soon as it can: that is certain, though it may be later than the return."""
+        self.driver.order("cancel", name=self.task.name)
+        self.driver.wait(lambda: self.code is not None, CANCEL_SECONDS)
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Note what an event reports."""
+        self.why = event.get("why", "")
+        self.refused = event["event"] == "refused"
+        self.code = LOST if self.refused else event.get("code")
+        if printed := event.get("printed"):
+            self.task.output.parent.mkdir(parents=True, exist_ok=True)
+            with self.task.output.open("a") as output:
+                output.write(printed)
+
+
+class RayDriver:
+    """The driver process, seen from here: it takes orders, and a thread follows its events."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self.process, self.orders = process, process.stdin
+        self.tasks: dict[str, RayTask] = {}
+        self.connected = self.over = False
+        self.failure = ""
+        self._changed = threading.Condition()
+        threading.Thread(target=self._follow, args=[process.stdout.fileno()], name="ray-events", daemon=True).start()
+
+    def submit(self, task: Task, settings: RaySettings) -> RayTask:
+        """Returns once Ray has accepted it, which is before it has found a node, or when Ray does not answer."""
+        found = self.tasks[task.name] = RayTask(task, self)
+        asked = {"bundle": bundle(task, settings), "autoscaling": settings.autoscaling}
+        self.order("submit", name=task.name, command=task.command, environment=dict(task.environment), **asked)
+        self.wait(lambda: found.why != SUBMITTED, SUBMIT_SECONDS)
+        if found.refused:
+            raise UserError(f"Ray cannot run {task.name}: {found.why}. Ask for less, or start a node that has it.")
+        return found
+
+    def order(self, order: str, **more: object) -> None:
+        """Without effect once the process has ended."""
+        with contextlib.suppress(OSError, ValueError), self._changed:
+            self.orders.write(json.dumps({"order": order, **more}).encode() + b"\n")
+            self.orders.flush()
+
+    def wait(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Until the condition is true, the process has ended, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.over or condition(), seconds)
+
+    def close(self) -> None:
+        """End the process, and thereby its tasks; by force if Ray does not answer."""
+        with contextlib.suppress(OSError):
+            self.orders.close()
+        self.wait(lambda: False, CLOSE_SECONDS)
+        self.process.kill()
+        self.process.wait()
+
+    def _follow(self, events: int) -> None:
+        for line in lines(events, SILENT_SECONDS):
+            with self._changed:
+                self._take(json.loads(line))
+                self._changed.notify_all()
+        self.process.kill()  # it is silent, or has ended
+        with self._changed:
+            self.over = True
+            for task in self.tasks.values():
+                task.code = LOST
+            self._changed.notify_all()
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        self.connected = self.connected or event["event"] == "connected"
+        if event["event"] == "failed":
+            self.failure = event["why"]
+        if task := self.tasks.get(event.get("name", "")):
+            task.take(event)
+            if task.code is not None:
+                del self.tasks[task.task.name]
+
+
+class RayCluster:
+    """Submits tasks through a driver process. One that has ended is replaced at the next submission."""
+
+    def __init__(self, settings: Launcher) -> None:
+        """Raises UserError: Ray is not installed, or nothing answers at `RAY_ADDRESS`."""
+        cluster_address()
+        self.settings = settings.ray
+        self._driver: RayDriver | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, task: Task) -> RayTask:
+        """Raises UserError if no node is large enough, and ClusterAway; in not much more than a minute."""
+        with self._lock:
+            if self._driver is None or self._driver.over:
+                self._driver = connected(task.output.with_name("ray.log"))
+        return self._driver.submit(task, self.settings)
+
+    def close(self) -> None:
+        if self._driver is not None:
+            self._driver.close()
+
+
+def connected(log: Path) -> RayDriver:
+    """A driver that has joined the cluster. Raises ClusterAway if that fails."""
+    address = cluster_address()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    driver = RayDriver(start_driver(log))
+    driver.wait(lambda: driver.connected or driver.failure != "", CONNECT_SECONDS)
+    if driver.connected:
+        return driver
+    driver.close()
+    cause = driver.failure or f"no answer in {CONNECT_SECONDS:g} s"
+    remedy = VERSIONS if "Version mismatch" in cause else f"{JOIN} Ray's messages: {log}"
+    raise ClusterAway(f"{ADDRESS}={address}: this process cannot join the Ray cluster: {cause.strip()}\n{remedy}")
+
+
+def cluster_address() -> str:
+    """The cluster's address, at which something listens. Raises UserError: none is named, or Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("launcher.type: ray needs Ray, which is not installed: pip install 'arealflow[ray]'")
+    address = os.environ.get(ADDRESS, "")
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or "/" in host:
+        raise UserError(
+            f"{ADDRESS}={address!r} is not the HOST:PORT of a Ray cluster's head node; its port is mostly 6379"
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+    except OSError as error:
+        raise ClusterAway(
+            f"No Ray cluster answers at {ADDRESS}={address}: {error}. Start it, or name its head node."
+        ) from error
+    return address
+
+
+def start_driver(log: Path) -> subprocess.Popen[bytes]:
+    """Start the driver process, in a session of its own so that Ctrl-C does not reach it."""
+    own = {name: value for name, value in os.environ.items() if name in PASSED or name.startswith("RAY_")}
+    paths = os.pathsep.join(path for path in sys.path if path)
+    with log.open("ab") as printed:
+        return subprocess.Popen(
+            [sys.executable, "-m", DRIVER],
+            cwd="/",  # Ray adds the working directory to the import path of its workers
+            env={**own, "PYTHONPATH": paths, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=printed,
+            start_new_session=True,
+        )
+
+
+def bundle(task: Task, settings: RaySettings) -> dict[str, float]:
+    """What to reserve, by Ray's names; memory in bytes."""
+    asked = task.resources
+    amounts = {"CPU": asked.cpus, "GPU": asked.gpus, "memory": asked.memory_mb << 20, **settings.resources}
+    return {name: amount for name, amount in amounts.items() if amount}
+
+
+def lines(descriptor: int, seconds: float) -> Iterator[bytes]:
+    """Lines as they arrive, until the end of the file, or until nothing has arrived for so long."""
+    rest = b""
+    ready = select.poll()
+    ready.register(descriptor)
+    while ready.poll(seconds * 1000) and (data := os.read(descriptor, 1 << 16)):
+        *whole, rest = (rest + data).split(b"\n")
+        yield from whole

@@ -1,0 +1,255 @@
+"""The process that speaks with Ray: `python -m areal_tasks.launchers.ray_driver`, started by `launchers/ray.py`.
+
+It reads orders from standard input and writes events to standard output, one JSON object a line. Ray is called here
+only: a call may wait for minutes for a cluster that does not answer, and Ray changes the signal handlers and threads of
+its process. Ray ends what a driver has started when the driver ends, and this one ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TextIO
+
+import ray
+from ray.exceptions import RayError
+from ray.util import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from areal_tasks.launchers.cluster import LOST
+
+POLL_SECONDS: Final = 0.1
+BEAT_SECONDS: Final = 1.0
+LOOK_SECONDS: Final = 1.0
+END_SECONDS: Final = 10.0
+MOST_BYTES: Final = 1 << 16
+#: A task ends itself when its driver has not looked at it for so long, because Ray on a node that is cut off goes on.
+LEASE_SECONDS: Final = 60.0
+#: Runs a command that the kernel kills (PR_SET_PDEATHSIG, SIGKILL) when the thread that started it ends.
+TIED: Final = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.exit(f"{sys.argv[2]}: {error}")
+"""
+
+
+class Runner:
+    """The actor that runs a command as its child. As a class of `__main__` it travels by value: nodes need only Ray."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self.printed = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the actor)
+        self.delivered = 0
+        self.looked = time.monotonic()
+        inherited = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"}
+        self.child = subprocess.Popen(
+            [sys.executable, "-c", TIED, str(os.getpid()), *command],
+            env=inherited | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self.printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        threading.Thread(target=self._end_unwatched, daemon=True).start()
+
+    def look(self, seconds: float) -> tuple[str, int | None]:
+        """What it has printed since the last look, and its exit code; waits so long for its end."""
+        self.looked = time.monotonic()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(seconds)
+        code = self.child.poll()
+        printed = os.pread(self.printed.fileno(), MOST_BYTES, self.delivered)
+        self.delivered += len(printed)
+        return printed.decode(errors="replace"), code if len(printed) < MOST_BYTES else None
+
+    def _end_unwatched(self) -> None:
+        while time.monotonic() < self.looked + LEASE_SECONDS:
+            time.sleep(LOOK_SECONDS)
+        os._exit(1)  # the command ends with this process
+
+
+@dataclass
+class Started:
+    """A task: what it occupies, its placement group and actor, and the look at it that is under way."""
+
+    bundle: dict[str, float]
+    group: Any
+    actor: Any
+    look: Any
+    runs: bool = False
+    cancelled: bool = False
+
+    def end(self) -> None:
+        """Have Ray kill the actor, and with it the command."""
+        ray.kill(self.actor)
+        remove_placement_group(self.group)
+
+
+class Driver:
+    """Carries out orders, and reports what happens to tasks."""
+
+    def __init__(self, events: TextIO) -> None:
+        self.events = events
+        self.orders: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.tasks: dict[str, Started] = {}
+        self.nodes: dict[str, dict[str, float]] = {}  # resources of every node that was there at any time
+        self.beat_due = 0.0
+
+    def run(self) -> None:
+        """Until there is an order to end."""
+        self.say("connected")
+        while self._obey():
+            self._look()
+            self._beat()
+        for task in self.tasks.values():
+            task.end()
+
+    def say(self, event: str, **more: Any) -> None:
+        print(json.dumps({"event": event, **more}), file=self.events, flush=True)
+
+    def read_orders(self) -> None:
+        """Until standard input ends. The process ends then: by itself, or by force where Ray does not answer."""
+        for line in sys.stdin:
+            self.orders.put(json.loads(line))
+        self.orders.put({"order": "end"})
+        time.sleep(END_SECONDS)
+        os._exit(1)
+
+    def _obey(self) -> bool:
+        """Carry out the orders that have come; False: to end."""
+        with contextlib.suppress(queue.Empty):
+            while (order := self.orders.get(timeout=0 if self.tasks else POLL_SECONDS))["order"] != "end":
+                self._submit(order) if order["order"] == "submit" else self._cancel(order["name"])
+            return False
+        return True
+
+    def _submit(self, order: dict[str, Any]) -> None:
+        name, bundle = order["name"], order["bundle"]
+        self._see_nodes()
+        if order["autoscaling"] or any(map(fits(bundle), self.nodes.values())):
+            self.tasks[name] = start(name, bundle, order["command"], order["environment"])
+            self.say("accepted", name=name, why="Ray looks for a node")
+        else:
+            nodes = "; ".join(sorted({shown(node, bundle) for node in self.nodes.values()}))
+            self.say("refused", name=name, why=f"it needs {shown(bundle)} of one node; the nodes have: {nodes}")
+
+    def _cancel(self, name: str) -> None:
+        if name in self.tasks:
+            self.tasks[name].cancelled = True
+            self.tasks[name].end()
+
+    def _look(self) -> None:
+        """Hear of the tasks that have printed or ended, or whose second is over."""
+        looks = {task.look: name for name, task in self.tasks.items()}
+        heard = ray.wait(list(looks), num_returns=1, timeout=POLL_SECONDS)[0] if looks else []
+        for look in heard:
+            self._hear(looks[look])
+
+    def _hear(self, name: str) -> None:
+        task = self.tasks[name]
+        printed, code = outcome(task)
+        if not task.runs or printed:
+            self.say("runs", name=name, printed=printed)
+            task.runs = True
+        if code is None:
+            task.look = task.actor.look.remote(LOOK_SECONDS)
+            return
+        del self.tasks[name]
+        task.end()
+        self.say("ended", name=name, code=code)
+
+    def _beat(self) -> None:
+        """Once a second: show that this process works, and say what tasks wait for."""
+        if time.monotonic() < self.beat_due:
+            return
+        self.say("beat")
+        self._see_nodes()
+        for name, task in self.tasks.items():
+            if not task.runs:
+                self.say("waits", name=name, why=lacking(task))
+        self.beat_due = time.monotonic() + BEAT_SECONDS
+
+    def _see_nodes(self) -> None:
+        self.nodes |= {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+
+
+def start(name: str, bundle: dict[str, float], command: list[str], environment: dict[str, str]) -> Started:
+    """Reserve the resources, and start the command there once Ray has found a node."""
+    group = placement_group([bundle], name=name)
+    own = {key: value for key, value in bundle.items() if key not in ("CPU", "GPU", "memory")}
+    options = {
+        "name": name,
+        "num_cpus": bundle["CPU"],
+        "num_gpus": bundle.get("GPU", 0),
+        "memory": bundle.get("memory"),
+        "resources": own,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group),
+        "max_restarts": 0,
+        "max_task_retries": 0,
+    }
+    hidden = {} if "GPU" in bundle else {"CUDA_VISIBLE_DEVICES": ""}  # else Ray sets it
+    actor = ray.remote(Runner).options(**options).remote(command, {**environment, **hidden})
+    return Started(bundle, group, actor, actor.look.remote(0.0))
+
+
+def outcome(task: Started) -> tuple[str, int | None]:
+    """What a finished look says: what was printed, and the exit code."""
+    try:
+        found: tuple[str, int | None] = ray.get(task.look, timeout=END_SECONDS)
+        return found
+    except RayError as error:
+        return ("", -signal.SIGKILL) if task.cancelled else (f"{error}\n", LOST)
+
+
+def lacking(task: Started) -> str:
+    """Why a task does not run yet."""
+    if placement_group_table(task.group)["state"] == "CREATED":
+        return "its resources are reserved; Ray is starting a worker there"
+    free, whole = (shown(found, task.bundle) for found in (ray.available_resources(), ray.cluster_resources()))
+    return f"waits for {shown(task.bundle)} of one node; free in the whole cluster: {free}, of {whole}"
+
+
+def fits(bundle: Mapping[str, float]) -> Any:
+    """Whether a node has as much, when it is empty."""
+    return lambda node: all(node.get(key, 0) >= value for key, value in bundle.items())
+
+
+def shown(resources: Mapping[str, float], keys: Mapping[str, float] | None = None) -> str:
+    """`2 CPU, 1 GPU, 512 MiB memory`: those resources that are named in `keys`."""
+    return ", ".join(amount(key, resources.get(key, 0)) for key in (resources if keys is None else keys))
+
+
+def amount(key: str, value: float) -> str:
+    return f"{value / 2**20:.0f} MiB {key}" if key == "memory" else f"{value:g} {key}"
+
+
+def main() -> None:
+    events = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what Ray prints goes to the log
+    driver = Driver(events)
+    threading.Thread(target=driver.read_orders, daemon=True).start()
+    try:
+        ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False, configure_logging=False)
+    except Exception as error:
+        driver.say("failed", why=str(error))
+        return
+    driver.run()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
