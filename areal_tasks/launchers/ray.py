@@ -97,7 +97,10 @@ class RayDriver:
         self.order("submit", name=task.name, command=task.command, environment=dict(task.environment), **asked)
         self.wait(lambda: found.why != SUBMITTED, SUBMIT_SECONDS)
         if found.refused:
-            raise UserError(f"Ray cannot run {task.name}: {found.why}. Ask for less, or start a node that has it.")
+            raise UserError(
+                f"Ray cannot run {task.name}: {found.why}. Ask for less (launcher.resources), or start a node that has "
+                "as much."
+            )
         return found
 
     def order(self, order: str, **more: object) -> None:

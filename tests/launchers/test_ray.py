@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import psutil
 import pytest
-from machines.bed import ROOT, Machine, Machines
+from machines.bed import NETWORK, ROOT, Machine, Machines
 from waiting import LIMIT, wait_until
 
 from areal_tasks.launchers import ray
@@ -90,7 +90,7 @@ class Bed:
         self.address = f"{machines['head'].address}:6379"
         start_ray(machines["head"], "--head", "--num-cpus=0", "--include-dashboard=false")
         for name in ("node1", "node2"):
-            start_ray(machines[name], f"--address={self.address}", "--num-cpus=2")
+            start_ray(machines[name], f"--address={self.address}", "--num-cpus=2", **machines.s3)
 
     def flow(self) -> Flow:
         return Flow(self.machines["head"], self.address)
@@ -99,9 +99,9 @@ class Bed:
         return not self.machines[host].path(f"/proc/{process}").exists()
 
 
-def start_ray(machine: Machine, *options: str) -> None:
+def start_ray(machine: Machine, *options: str, **environment: str) -> None:
     own = [f"--node-ip-address={machine.address}", "--object-store-memory=80000000", "--disable-usage-stats"]
-    machine.run([sys.executable, "-m", "ray.scripts.scripts", "start", *options, *own], HEALTH)
+    machine.run([sys.executable, "-m", "ray.scripts.scripts", "start", *options, *own], HEALTH | environment)
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +245,21 @@ def test_a_lost_head() -> None:
         wait_until(lambda: bed.gone(*where), "the end of the task")
         with pytest.raises(UserError, match="No Ray cluster answers at RAY_ADDRESS"):
             flow.ask("submit", name="c", code=FOREVER)
+
+
+@installed
+@pytest.mark.slow("a whole quickstart, 2 min")
+def test_the_quickstart_on_a_cluster() -> None:
+    """Its services run on the nodes, which have the keys of the store from the environment of `ray start`."""
+    with Machines("head", "node1", "node2", s3=True) as machines:
+        bed = Bed(machines)
+        place = ["launcher.type=ray", f"launcher.network={NETWORK}.0/24", "launcher.resources.trainer.gpus=0"]
+        command = [sys.executable, "-m", "arealflow.command", "run", "quickstart", *place, "schedule.iterations=1"]
+        environment = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": bed.address, **machines.s3}
+        log = machines["head"].run(command, environment).stderr
+        assert "iteration 0 done (1 of 1)" in log
+        hosts = dict(re.findall(r"service (\S+) starts on (\S+)", log))
+        assert hosts.keys() == {"trainer", "inference-0", "rollout-0"} and set(hosts.values()) == {"node1", "node2"}
 
 
 def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
