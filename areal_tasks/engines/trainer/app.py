@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from threading import Thread
 from typing import Any, Final
 
@@ -65,6 +66,11 @@ class _CommandQueue:
         self.thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (cpu_threads(trainer.settings.trainer),))
         self.waiting = 0
 
+    @cached_property
+    def broken(self) -> asyncio.Future[Exception]:
+        """The group's future of that name in the event loop; one for all commands, since each is kept by the group."""
+        return asyncio.wrap_future(self.group.broken)
+
     async def run(self, command: Command) -> Message:
         """The answer to `command`. Raises Superseded at once for a superseded owner, even if other commands wait."""
         self.gate.admit(command.owner)
@@ -73,11 +79,10 @@ class _CommandQueue:
         thread, obey = (self.kept_thread, self._obey_alone) if alone else (self.thread, self._obey)
         try:
             work = asyncio.get_running_loop().run_in_executor(thread, obey, command)
-            broken = asyncio.wrap_future(self.group.broken)
-            both: set[asyncio.Future[Any]] = {work, broken}
+            both: set[asyncio.Future[Any]] = {work, self.broken}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if broken.done():
-                raise broken.result()
+            if self.broken.done():
+                raise self.broken.result()
             return await work
         finally:
             self.waiting -= 1
