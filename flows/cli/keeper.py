@@ -46,6 +46,7 @@ STUCK_SECONDS = 45.0
 #: Consecutive crashes, without a committed stage in between, after which a flow run is not retried.
 CRASHES: Final = 5
 TIMEOUT_SECONDS = 10.0
+PAGE: Final = 200  # flow runs in one answer: Prefect's limit
 
 
 @dataclass
@@ -191,8 +192,11 @@ def stop_flow_runs(api_url: str, message: str, seconds: float) -> None:
 def find_flow_runs(api_url: str, *types: str) -> list[FlowRun]:
     """The work pool's flow runs in states of these types, latest start first. Raises httpx.HTTPError."""
     states, pools = {"state": {"type": {"any_": list(types)}}}, {"name": {"any_": [POOL]}}
-    query = {"flow_runs": states, "work_pools": pools, "sort": "START_TIME_DESC"}
-    found: list[FlowRun] = _answer("POST", f"{api_url}/flow_runs/filter", query)
+    url = f"{api_url}/flow_runs/filter"
+    query = {"flow_runs": states, "work_pools": pools, "sort": "START_TIME_DESC", "limit": PAGE}
+    found: list[FlowRun] = []
+    while len(found) % PAGE == 0 and (page := _answer("POST", url, query | {"offset": len(found)})):
+        found += page
     return found
 
 

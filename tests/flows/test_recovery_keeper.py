@@ -29,6 +29,17 @@ from flows.patience import LONGEST_PAUSE_SECONDS, WAIT_SECONDS, Patience
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(3600)"]
 
 
+def test_more_flow_runs_than_prefect_answers_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (0, 3, keeper.PAGE, 2 * keeper.PAGE + 50):
+        there = [{"id": str(n)} for n in range(number)]
+
+        def page(method: str, url: str, query: dict[str, Any], there: list[Any] = there) -> list[Any]:
+            return there[query["offset"] :][: query["limit"]]
+
+        monkeypatch.setattr(keeper, "_answer", page)
+        assert keeper.find_flow_runs("http://x", "CRASHED") == there
+
+
 # ── the keeper ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
