@@ -9,12 +9,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from waiting import alive, wait_until
 
 from flows.cli import automations, keeper, machine, processes
 from flows.cli.processes import end, flow_processes, parts, spawn
+from schemas.errors import UserError
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(3600)"]
 URL = "http://127.0.0.1:1/api"
@@ -114,6 +116,22 @@ def test_a_child_is_left_to_its_parent() -> None:
     wait_until(process.children, "its child")
     end([process, *process.children()])
     assert process.wait() == 0
+
+
+def test_up_does_not_deploy_to_a_foreign_server_at_its_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper's own server has died, and could not take its port again."""
+    monkeypatch.setattr(processes, "START_SECONDS", 1.0)
+    monkeypatch.setattr(machine.httpx, "get", lambda url, timeout: httpx.Response(200))
+    monkeypatch.setattr(automations, "install", lambda url: pytest.fail("this is not our server"))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "server.log").write_text("address already in use")
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        url = f"http://127.0.0.1:{foreign.getsockname()[1]}/api"
+        left = spawn("keeper", SLEEPER, url), spawn("server", SLEEPER, url)
+        wait_until(lambda: processes.running() == url, "the keeper")
+        with pytest.raises(UserError, match="did not start"):
+            machine.start()
+    end(left)
 
 
 def test_the_answer_of_anothers_server_is_not_taken_for_ours() -> None:
