@@ -8,8 +8,8 @@ from schemas.recipe.sections import Needs
 
 
 def trainer_needs(recipe: RlhfRecipe | SftRecipe) -> Resources:
-    """On each of its machines. A GPU for each rank there; none if the servers of the recipe generate on CPUs."""
-    on_cpus = isinstance(recipe, RlhfRecipe) and recipe.inference.engine == "embedded"
+    """On each of its machines. A GPU for each rank there; none for a model in float32, as recipes for CPUs have it."""
+    on_cpus = recipe.model.dtype == "float32"
     return _needs(recipe.launcher.resources.trainer, 0 if on_cpus else recipe.trainer.ranks // recipe.trainer.nodes)
 
 

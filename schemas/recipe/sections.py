@@ -426,7 +426,11 @@ class Needs(Section):
 
     cpus: int = operational(1, ge=1, le=4096, description="CPU cores.")
     gpus: int = operational(
-        -1, ge=-1, le=64, description="GPUs; -1: one for each rank or tensor-parallel part, none for `embedded`."
+        -1,
+        ge=-1,
+        le=64,
+        description="GPUs; -1: one for each rank, none with `model.dtype` float32; of a server, one for each "
+        "tensor-parallel part, none for `embedded`.",
     )
     memory_mb: int = operational(0, ge=0, le=10**8, description="Memory; 0: not stated.")
 

@@ -28,7 +28,7 @@ class Running:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, 15)
         try:
-            self.process.wait(30)
+            self.process.wait(30)  # for the agent to end its service
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, 9)
             self.process.wait()

@@ -253,7 +253,7 @@ def test_the_quickstart_on_a_cluster() -> None:
     """Its services run on the nodes, which have the keys of the store from the environment of `ray start`."""
     with Machines("head", "node1", "node2", s3=True) as machines:
         bed = Bed(machines)
-        place = ["launcher.type=ray", f"launcher.network={NETWORK}.0/24", "launcher.resources.trainer.gpus=0"]
+        place = ["launcher.type=ray", f"launcher.network={NETWORK}.0/24"]
         command = [sys.executable, "-m", "arealflow.command", "run", "quickstart", *place, "schedule.iterations=1"]
         environment = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": bed.address, **machines.s3}
         log = machines["head"].run(command, environment).stderr
