@@ -39,7 +39,7 @@ def make_launcher(settings: Settings, store: Store) -> Launcher:
 
 
 _HERE: Final[dict[str, Callable[[], Launcher]]] = {"local": LocalLauncher, "inline": InlineLauncher}
-_CLUSTERS: Final = {"ray": "areal_tasks.launchers.ray:RayCluster"}
+_CLUSTERS: Final = {"ray": "areal_tasks.launchers.ray:RayCluster", "slurm": "areal_tasks.launchers.slurm:slurm"}
 
 
 def _cluster(settings: Settings) -> Cluster:

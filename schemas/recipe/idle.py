@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from schemas.recipe.derived import is_decoupled, same_policy
 from schemas.recipe.fields import is_set
+from schemas.recipe.sections import Slurm
 from schemas.recipe.sources import SPLIT, source_kind
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ class Idle:
 def _embedded(recipe: Any) -> bool:
     engine: str = recipe.inference.engine
     return engine == "embedded"
+
+
+def _on_slurm(recipe: Any) -> bool:
+    launcher: str = recipe.launcher.type
+    return launcher == "slurm"
 
 
 def evaluates(recipe: Any) -> bool:
@@ -62,6 +68,7 @@ IDLE: Final = (
         Idle(f"inference.{name}", lambda r: r.flow == "rlhf", "in an evaluate recipe, which trains nothing")
         for name in ("release_memory", "transport")
     ),
+    *(Idle(f"launcher.slurm.{name}", _on_slurm, "without launcher.type slurm") for name in Slurm.model_fields),
     Idle("rollout.worker_memory_mb", lambda r: r.launcher.type != "inline", "with launcher.type inline: no processes"),
     *(
         Idle(f"launcher.ray.{name}", lambda r: r.launcher.type == "ray", "without launcher.type ray")

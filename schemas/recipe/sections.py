@@ -456,6 +456,26 @@ class RaySettings(Section):
     )
 
 
+class Slurm(Section):
+    """Options of `sbatch`. Inside an allocation, which has been given the others, `container`, `options`, `setup`."""
+
+    partition: str = operational("", description="As `--partition`; empty: the cluster's default.")
+    account: str = operational("", description="As `--account`.")
+    qos: str = operational("", description="As `--qos`.")
+    time: str = operational(
+        "",
+        pattern=r"^(\d+(-\d+)?(:\d+){0,2})?$",
+        description="As `--time`: how long a service may run, such as `1-12:00:00`, or `12:00:00` in quotes (YAML "
+        "takes it for a number); it is started again afterwards.",
+    )
+    constraint: str = operational("", description="As `--constraint`: features of the nodes.")
+    container: str = operational("", description="As `--container`: an OCI bundle in which services run.")
+    options: list[str] = operational([], description="Further options of sbatch or srun: `[--exclude=node7]`.")
+    setup: str = operational(
+        "", description="Shell commands on the node before a service starts, such as `module load cuda`."
+    )
+
+
 class Launcher(Section):
     """Where services run."""
 
@@ -478,6 +498,7 @@ class Launcher(Section):
         "a service that does not answer as ended.",
     )
     resources: Placed = section(Placed, "What services need of their machine, for `slurm`, `ray` and your own.")
+    slurm: Slurm = section(Slurm, "How Slurm runs services.")
     startup_seconds: float = operational(180.0, gt=0, le=86400, description="Time limit for a service to become ready.")
     restarts: int = operational(
         3,

@@ -268,7 +268,7 @@ class Machines:
 
 def first_line(process: subprocess.Popen[Any], given: str = "") -> str:
     """The first line that a program prints, which says that it is ready. RuntimeError if it ends before that."""
-    if process.stdin:
+    if given:
         process.stdin.write(given)
         process.stdin.close()
     line = process.stdout.readline()

@@ -55,6 +55,14 @@ REFUSED = [
     ),
     ("launcher.ray.resources", "quickstart", "launcher.ray.resources.fast=1", "without launcher.type ray"),
     ("launcher.ray.autoscaling", "quickstart", "launcher.ray.autoscaling=true", "without launcher.type ray"),
+    *(
+        (f"launcher.slurm.{name}", "quickstart", f"launcher.slurm.{name}={value}", "without launcher.type slurm")
+        for name, value in {
+            **dict.fromkeys(("partition", "account", "qos", "constraint", "container", "setup"), "some"),
+            "time": "1-12:00:00",
+            "options": "[--exclusive]",
+        }.items()
+    ),
     ("rollout.pace", "quickstart", "rollout.pace=4", "groups wait for new weights"),
     ("rollout.filters.arguments", "quickstart", "rollout.filters.arguments.x=1", "without rollout.filters.function"),
     ("rollout.filters.max_rejected", "quickstart", "rollout.filters.max_rejected=9", "without a filter"),

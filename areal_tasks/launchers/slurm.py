@@ -1,0 +1,336 @@
+"""Tasks on a Slurm cluster: jobs of `sbatch`, or steps of `srun` where the flow itself runs inside an allocation.
+
+Slurm gets the task's environment by name and nothing else of the flow's, for what it sends is not encrypted. The states
+of all jobs come from one `squeue` now and then. That, unlike `sacct`, needs no accounting.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from areal_tasks.launchers.cluster import Cluster, Resources, Submitted, Task
+from schemas.errors import UserError
+from schemas.recipe.sections import Launcher as Settings
+from schemas.recipe.sections import Slurm
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS: Final = 5.0  # between two looks at all jobs
+COMMAND_SECONDS: Final = 60.0
+FAREWELL_SECONDS: Final = 90  # before its time limit, a job is asked to end: a rollout worker writes what is finished
+NODE_FOLDER: Final = "/tmp"  # of the nodes
+STATUS: Final = "JobID:|,State:|,Reason:|,exit_code:|,NodeList:|"
+BEGINS: Final = "Slurm step begins on "
+WAITING: Final = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"})
+ENDED: Final = frozenset(
+    ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
+)
+#: Phrases of Slurm where it cannot be asked now.
+AWAY: Final = (
+    "Unable to contact slurm controller",
+    "Socket timed out",
+    "Zero Bytes were transmitted",
+    "onnection refused",
+)
+#: Phrases of Slurm where it refuses a job, and what helps.
+REMEDIES: Final = (
+    ("invalid partition", "launcher.slurm.partition: `sinfo --summarize` lists the partitions."),
+    ("feature specification", "launcher.slurm.constraint: `sinfo --format='%N %f'` lists the features of the nodes."),
+    ("account", "launcher.slurm.account: `sacctmgr show associations user=$USER` lists the accounts and their QOS."),
+    ("qos", "launcher.slurm.qos: `sacctmgr show associations user=$USER` lists the accounts and their QOS."),
+    ("time limit", "launcher.slurm.time: `sinfo --format='%P %l'` lists the time limits of the partitions."),
+    (
+        "",
+        "launcher.resources, launcher.slurm: `sinfo --Node --format='%N %P %c %m %G'` lists the CPUs, memory (MB) and "
+        "GPUs of the nodes; a partition may allow less.",
+    ),
+)
+#: Slurm sets these in an allocation, and its commands refuse them next to `--mem`.
+EXCLUSIVE: Final = ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE")
+
+
+class SlurmAway(UserError, ConnectionError):
+    """Slurm's controller does not answer. Asking again later may help."""
+
+
+def slurm(settings: Settings) -> Cluster:
+    """Steps of the allocation that this process runs in; without one, jobs."""
+    return Steps(settings.slurm) if "SLURM_JOB_ID" in os.environ else Jobs(settings.slurm)
+
+
+@dataclass(frozen=True)
+class Status:
+    """What Slurm says of a job."""
+
+    state: str = "PENDING"
+    reason: str = ""
+    code: int = 0
+    node: str = ""
+
+
+class Job:
+    """A task as a job of `sbatch`. If Slurm requeues it, it waits again, and then begins again."""
+
+    def __init__(self, number: str, task: Task, jobs: Jobs) -> None:
+        self.number = number
+        self.task = task
+        self.status = Status()
+        self._jobs = jobs
+
+    def waiting(self) -> str:
+        waits = self.status.state in WAITING
+        return self.status.reason.replace("None", "") or self.status.state if waits else ""
+
+    def exit_code(self) -> int | None:
+        if self.status.state not in ENDED:
+            return None
+        return self.status.code or (0 if self.status.state == "COMPLETED" else os.EX_UNAVAILABLE)
+
+    def cancel(self) -> None:
+        self._jobs.cancel([self])
+
+    def see(self, status: Status) -> None:
+        """Note the state of the job; of one that ended, where its output is, if that is not here."""
+        if status.state in ENDED and not self.task.output.exists():
+            files = f"{_node_output(self.task)} or {self.task.output}"
+            where = f" on {status.node}; its output is there, in {files}" if status.node else ""
+            self.task.output.write_text(f"Slurm job {self.number}: {status.state} {status.reason}{where}\n")
+        self.status = status
+
+
+class Jobs:
+    """A cluster whose tasks are jobs."""
+
+    def __init__(self, settings: Slurm) -> None:
+        _need("sbatch", "squeue", "scancel")
+        self._settings = settings
+        self._jobs: list[Job] = []
+        self._possible: set[Resources] = set()  # Slurm has said that it can ever run them
+        self._closed = threading.Event()
+        self._watch = threading.Thread(target=self._watch_jobs, name="slurm", daemon=True)
+        self._watch.start()
+
+    def submit(self, task: Task) -> Submitted:
+        if task.resources not in self._possible:  # not every cluster refuses at once what can never run
+            self._sbatch(task, "--test-only")
+            self._possible.add(task.resources)
+        number = self._sbatch(task, "--parsable").partition(";")[0].strip()
+        self._jobs.append(Job(number, task, self))
+        return self._jobs[-1]
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """End these jobs. Logs those that Slurm cannot be reached about: they end when their lease does."""
+        alive = [job for job in jobs if job.exit_code() is None]
+        if not alive:
+            return
+        try:
+            _run(["scancel", "--quiet", *(job.number for job in alive)])
+        except SlurmAway as error:
+            log.warning("jobs %s could not be cancelled: %s", " ".join(job.number for job in alive), error)
+        for job in alive:
+            job.see(Status("CANCELLED", code=128 + signal.SIGTERM))
+
+    def close(self) -> None:
+        self._closed.set()
+        self.cancel(self._jobs)
+
+    def _sbatch(self, task: Task, what: str) -> str:
+        options = [*_limits(self._settings), *_options(task, self._settings)]  # the user's, which are last, win
+        script = f"#!/bin/sh\n{_redirection(task)}{_script(task, self._settings)}"
+        try:
+            return _run(["sbatch", what, *options], os.environ | dict(task.environment), script)
+        except subprocess.CalledProcessError as error:
+            raise _refused(task, error.stderr) from None
+
+    def _watch_jobs(self) -> None:
+        while not self._closed.wait(LOOK_SECONDS):
+            try:
+                self._look()
+            except (SlurmAway, subprocess.CalledProcessError) as error:
+                log.warning("the states of Slurm's jobs are not known: %s", error)
+
+    def _look(self) -> None:
+        """Ask once for all jobs. Slurm forgets one some minutes after its end."""
+        jobs = [job for job in self._jobs if job.exit_code() is None]
+        if jobs:
+            found = _statuses([job.number for job in jobs])
+            for job in jobs:
+                if job.exit_code() is None:  # it has not been cancelled meanwhile
+                    job.see(found.get(job.number, Status("FAILED", "ForgottenBySlurm")))
+
+
+class Step:
+    """A task as a step of `srun` in this process's allocation."""
+
+    def __init__(self, process: subprocess.Popen[bytes], output: Path) -> None:
+        self.process = process
+        self.output = output
+
+    def waiting(self) -> str:
+        """`srun` says nothing about a step that waits, but a step says that it begins."""
+        waits = self.exit_code() is None and BEGINS not in self.output.read_text(errors="replace")
+        return "Resources" if waits else ""
+
+    def exit_code(self) -> int | None:
+        code = self.process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    def cancel(self) -> None:
+        """`srun` passes SIGTERM on. After two SIGINT it has Slurm kill the step."""
+        for number, seconds in (
+            (signal.SIGTERM, 10.0),
+            (signal.SIGINT, 0.2),
+            (signal.SIGINT, 10.0),
+            (signal.SIGKILL, 60.0),
+        ):
+            if self.exit_code() is None:
+                self.process.send_signal(number)
+                _wait(self.process, seconds)
+
+
+class Steps:
+    """A cluster whose tasks are steps of the allocation that this process runs in."""
+
+    def __init__(self, settings: Slurm) -> None:
+        _need("srun")
+        self._settings = settings
+        self._steps: list[Step] = []
+
+    def submit(self, task: Task) -> Submitted:
+        most = max(_counts(os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")), default=task.resources.cpus)
+        if task.resources.cpus > most:
+            raise _refused(task, f"no node of this allocation has more than {most} CPUs", "Lower launcher.resources.")
+        environment = {name: value for name, value in os.environ.items() if name not in EXCLUSIVE}
+        options = ["--exact", "--input=none", "--kill-on-bad-exit=0", *_options(task, self._settings)]
+        task.output.parent.mkdir(parents=True, exist_ok=True)
+        with task.output.open("ab") as output:
+            process = subprocess.Popen(
+                ["srun", *options, "/bin/sh", "-c", f'echo "{BEGINS}$(hostname)"\n{_script(task, self._settings)}'],
+                env=environment | dict(task.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._steps.append(Step(process, task.output))
+        return self._steps[-1]
+
+    def close(self) -> None:
+        for step in self._steps:
+            if step.exit_code() is None:
+                step.process.terminate()
+        for step in self._steps:
+            step.cancel()
+
+
+def _options(task: Task, settings: Slurm) -> list[str]:
+    """Options that `sbatch` and `srun` have in common."""
+    needs = task.resources
+    return [
+        f"--job-name={task.name}",
+        *("--nodes=1", "--ntasks=1", f"--cpus-per-task={needs.cpus}", f"--mem={needs.memory_mb}M"),
+        f"--gres={f'gpu:{needs.gpus}' if needs.gpus else 'none'}",
+        f"--export={','.join(task.environment) or 'NIL'}",
+        f"--chdir={NODE_FOLDER}",
+        *([f"--container={settings.container}"] if settings.container else []),
+        *settings.options,
+    ]
+
+
+def _limits(settings: Slurm) -> list[str]:
+    """Options of jobs alone. A job that has lost its node is not requeued: its flow submits another."""
+    named = {name: getattr(settings, name) for name in ("partition", "account", "qos", "time", "constraint")}
+    stated = [f"--{name}={value}" for name, value in named.items() if value]
+    return ["--no-requeue", "--output=/dev/null", f"--signal=B:TERM@{FAREWELL_SECONDS}", *stated]
+
+
+def _script(task: Task, settings: Slurm) -> str:
+    """What runs on the node."""
+    return f"{settings.setup}\nexec {shlex.join(task.command)}\n"
+
+
+def _redirection(task: Task) -> str:
+    """Output goes where the flow finds it if the node sees that folder, too."""
+    here, there = (shlex.quote(str(path)) for path in (task.output, _node_output(task)))
+    return f"if [ -w {shlex.quote(str(task.output.parent))} ]; then exec >>{here} 2>&1; else exec >>{there} 2>&1; fi\n"
+
+
+def _node_output(task: Task) -> Path:
+    return Path(NODE_FOLDER) / f"{task.name}.out"
+
+
+def _statuses(numbers: Iterable[str]) -> dict[str, Status]:
+    """The states of jobs, without those that Slurm does not know any more."""
+    try:
+        listed = _run(["squeue", "--noheader", "--states=all", f"--jobs={','.join(numbers)}", f"--Format={STATUS}"])
+    except subprocess.CalledProcessError as error:
+        if "Invalid job id" in error.stderr:  # of the only one
+            return {}
+        raise
+    rows = [line.split("|") for line in listed.splitlines()]
+    return {number: Status(state, reason, _code(status), node) for number, state, reason, status, node, *_ in rows}
+
+
+def _code(status: str) -> int:
+    """The exit code of a process, or 128 + the number of its signal, from what `wait` gives."""
+    code = os.waitstatus_to_exitcode(int(status))
+    return code if code >= 0 else 128 - code
+
+
+def _counts(stated: str) -> list[int]:
+    """The numbers in Slurm's `8(x2),4`."""
+    return [int(found) for found in re.findall(r"(?:^|,)(\d+)", stated)]
+
+
+def _refused(task: Task, said: str, remedy: str = "") -> UserError:
+    needs = task.resources
+    what = f"{needs.cpus} CPUs, {needs.gpus} GPUs, {needs.memory_mb or 'any'} MB of memory"
+    helps = remedy or next(helps for phrase, helps in REMEDIES if phrase in said.lower())
+    return UserError(f"Slurm refuses {task.name} ({what}): {said.strip()}\n{helps}")
+
+
+def _need(*commands: str) -> None:
+    for command in commands:
+        if shutil.which(command) is None:
+            raise UserError(
+                f"launcher.type: slurm needs the command {command}, which this machine does not have: run the flow on "
+                "a login node of the cluster or inside an allocation, or install Slurm's client (Debian: slurm-client)"
+            )
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, given: str = "") -> str:
+    """What a command of Slurm prints.
+
+    Raises:
+        SlurmAway: Slurm did not answer.
+        subprocess.CalledProcessError: it refuses.
+    """
+    try:
+        done = subprocess.run(
+            command, env=environment, input=given, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=True
+        )
+    except subprocess.TimeoutExpired:
+        raise SlurmAway(f"{command[0]} has not answered for {COMMAND_SECONDS:g} s; is slurmctld up?") from None
+    except subprocess.CalledProcessError as error:
+        if any(phrase in error.stderr for phrase in AWAY):
+            raise SlurmAway(f"{error.stderr.strip()}: is slurmctld up? `scontrol ping` says so.") from None
+        raise
+    return done.stdout
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return
