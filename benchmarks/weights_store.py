@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 import psutil
 import torch
 
-from areal_tasks.engines.handover import MEMORY
+from areal_tasks.engines.fetching import memory
 from areal_tasks.engines.trainer.snapshot import Snapshot
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, open_store
@@ -64,7 +64,7 @@ def one_by_one(store: Store, run: str, version: int, held: Snapshot, gb: float, 
     with measured("written from memory", gb, server):
         files = held.save(store, prefix)
         ref = commit_weights(store, run, version, attempt, "weights", files, make_provenance(1, started))
-    with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
+    with TemporaryDirectory(dir=memory()) as folder:
         with measured("fetched and verified", gb, server):
             there = materialise(store, read_weights(store, ref).files, Path(folder), verify=True)
         again = paths.checkpoint_attempt(run, version, attempt)

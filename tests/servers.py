@@ -19,7 +19,7 @@ from prefect_api import ask
 from s3_server import S3Server
 from waiting import LIMIT, wait_until
 
-from areal_tasks.engines.ports import loopback_port
+from areal_tasks.engines.ports import probe_port
 from flows.cli import machine, processes
 from flows.home import home
 
@@ -51,7 +51,7 @@ def prefect_server(home_folder: Path) -> Iterator[str]:
         patch.setattr(processes, "START_SECONDS", LIMIT)
         (home() / "prefect").mkdir()
         try:
-            url = machine.start_server(loopback_port())
+            url = machine.start_server(probe_port())
             patch.setenv("PREFECT_API_URL", url)
             patch.setenv("PREFECT_HOME", str(home() / "prefect"))
             with temporary_settings({PREFECT_API_URL: url, PREFECT_HOME: home() / "prefect"}):
@@ -90,7 +90,7 @@ class Up:
 
 @contextmanager
 def arealflow_up(home_folder: Path) -> Iterator[Up]:
-    port = loopback_port()
+    port = probe_port()
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "AREALFLOW_"))}
     modules = os.pathsep.join(str(folder) for folder in (ROOT, TESTS, TESTS / "ui"))
     own = {"AREALFLOW_HOME": str(home_folder), "PYTHONPATH": modules, "OMP_NUM_THREADS": "1"}

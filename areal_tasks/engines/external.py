@@ -1,12 +1,14 @@
 """Inference servers that run already and that no run stops: `AREAL_LLM_SERVER_ADDRS=host:port,host:port`.
 
-How they were started is unknown, so settings that would go unnoticed are checked by their answers.
+How they were started is unknown, so settings that would go unnoticed are checked by their answers. Those that were
+started with `engines/sglang/child.py` get weights from the store, wherever they are; plain SGLang reads a folder.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from socket import gethostname
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -14,6 +16,9 @@ from schemas.errors import UserError
 
 ADDRESSES: Final = "AREAL_LLM_SERVER_ADDRS"
 SERVER_TOKEN: Final = "AREAL_LLM_SERVER_TOKEN"
+#: What `sglang/from_store.py` adds to SGLang's API.
+FETCH: Final = "/fetch_weights"
+STORE_OF: Final = "/weights_store"
 
 
 def external_servers() -> list[str]:
@@ -53,6 +58,15 @@ PROBE: Final[dict[str, Any]] = {
 }
 
 
+def not_seen(refusal: str, folder: str) -> str:
+    """What to say of a server that has refused to load the weights in `folder`."""
+    return (
+        f"{refusal}. The weights are in the folder {folder} of {gethostname()}: a server of {ADDRESSES} that does not "
+        "see it has to be started with `python -m areal_tasks.engines.sglang.child`, which reads the store, and the "
+        "store has to be at s3://… (docs/guides/gpus.md)"
+    )
+
+
 def check_versions_reported(where: str, answers: Sequence[dict[str, Any]]) -> None:
     """Check that a server whose weights change during requests reports the version that sampled each token.
 
@@ -62,7 +76,8 @@ def check_versions_reported(where: str, answers: Sequence[dict[str, Any]]) -> No
     if not all("weight_versions" in answer["meta_info"] for answer in answers):
         raise UserError(
             f"the inference server {where} does not report which weights sampled each token of an answer, so they must "
-            "not change during a request: set rollout.interruption to abort or drain, or let the run start servers"
+            "not change during a request: set rollout.interruption to abort or drain, or start it with "
+            "`python -m areal_tasks.engines.sglang.child`"
         )
 
 

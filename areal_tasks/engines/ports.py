@@ -24,20 +24,23 @@ def group_interface(address: str = HOST) -> dict[str, str]:
 
 def listen(address: str = HOST) -> socket.socket:
     """A listening socket on a free port of one interface, for a server that sends small answers."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family, backlog=512)
+    listener = socket.create_server((address, 0), family=_family(address), backlog=512)
     # asyncio sets this only on sockets that name their protocol; without it each answer waits 40 ms for an ACK
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
-def loopback_port(wanted: int = 0) -> int:
-    """`wanted` if it is free on the loopback interface, or for 0 any port that is free now.
+def probe_port(wanted: int = 0, address: str = HOST) -> int:
+    """`wanted` if it is free at this address of the machine, or for 0 any port that is free now.
 
     Raises:
         OSError: the port is in use, or this process has no permission to listen on it.
         OverflowError: there is no such port.
     """
-    with socket.create_server((HOST, wanted)) as probe:
+    with socket.create_server((address, wanted), family=_family(address)) as probe:
         port: int = probe.getsockname()[1]
     return port
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

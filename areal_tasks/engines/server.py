@@ -19,6 +19,7 @@ import aiohttp
 import orjson
 
 from areal_tasks.engines.access import Access
+from areal_tasks.engines.external import FETCH, STORE_OF
 from areal_tasks.engines.watchdog import Heartbeat
 from schemas.errors import UserError
 from schemas.recipe.derived import Interruption
@@ -224,6 +225,18 @@ class Server:
             log.info("new weights wait for the end of %d requests (rollout.interruption: drain)", waits)
         while self.requests + (await busy()).get(self.url, 0):
             await asyncio.sleep(POLL_SECONDS)
+
+    async def fetch_weights(self, uri: str) -> None:
+        """Fetch these weights of the store to the server's machine, so that it can load them at once."""
+        await self.ask("POST", FETCH, {"model_path": uri})
+
+    async def reads(self, store: str) -> bool:
+        """Whether the server loads weights from this store by itself, which plain SGLang does not."""
+        try:
+            answer = await self.ask("GET", STORE_OF, seconds=LOOK_SECONDS)
+        except BadRequest:
+            return False
+        return bool(answer["url"] == store)
 
     async def load_weights(self, target: Target, flags: Mapping[str, bool]) -> None:
         """Load these weights."""

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from areal_tasks.engines.access import Access
-from areal_tasks.engines.external import PROBE, check_temperature, check_versions_reported
-from areal_tasks.engines.server import POLL_SECONDS, Server, ServerDown, Target, in_flight
+from areal_tasks.engines.external import PROBE, check_temperature, check_versions_reported, not_seen
+from areal_tasks.engines.server import POLL_SECONDS, BadRequest, Server, ServerDown, Target, in_flight
 from areal_tasks.engines.sharing import Followers, Serving, SharedServer
 from areal_tasks.engines.watchdog import Heartbeat
 from schemas.errors import UserError
@@ -146,6 +146,12 @@ class ServerPool(ABC):
             check_temperature(server.url, answers)
             if self._loading.pause == "in_place":
                 check_versions_reported(server.url, answers)
+
+    async def read(self, store: str) -> bool:
+        """Whether servers answer, and all of these load weights from that store by themselves."""
+        found = await asyncio.gather(*(server.reads(store) for server in self.servers), return_exceptions=True)
+        answers = [one for one in found if isinstance(one, bool)]
+        return bool(answers) and all(answers)
 
     def healthy(self) -> list[str]:
         """Addresses of the servers that are not evicted."""
@@ -312,10 +318,12 @@ class ServerPool(ABC):
         """Load the weights manifest (or local folder) `uri` as `version` on every healthy server; seconds per server.
 
         Requests in flight continue with the new weights, or the weights wait for their end. Evicted servers load them
-        before they are let in. `key`: the name for `wants`.
+        before they are let in. `key`: the name for `wants`. SGLang's fetch weights of a store while they generate.
         """
         if not self.healthy():
             await self._all_probed()
+        if "://" in uri and self.settings.engine == "sglang":
+            await self.each(lambda server: server.fetch_weights(uri))
         self._set_target(Target(version, key or uri, uri))
         await self.followers.acknowledged()
         seconds = await self.each(self._load)
@@ -353,9 +361,17 @@ class ServerPool(ABC):
         if self._loading.drains:
             await server.drained(self.followers.busy)
         async with self._stopped(server, self._loading.pause):
-            await server.load_weights(target, self._loading.flags)
+            await self._order_load(server, target)
         await self._confirm(server, target)
         return time.perf_counter() - started
+
+    async def _order_load(self, server: Server, target: Target) -> None:
+        try:
+            await server.load_weights(target, self._loading.flags)
+        except BadRequest as error:
+            if self._external and target.uri and "://" not in target.uri:
+                raise BadRequest(not_seen(str(error), target.uri)) from error
+            raise
 
     async def _confirm(self, server: Server, given: Target) -> None:
         """Let the server generate if it reports the weights that it was given and they are still the target."""

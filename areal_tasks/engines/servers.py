@@ -20,7 +20,8 @@ from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.external import external_servers, external_token
-from areal_tasks.engines.handover import Fetched, Transport, name_of, write_weights
+from areal_tasks.engines.fetching import Fetched
+from areal_tasks.engines.handover import Transport, name_of, write_weights
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.proof import Proof, is_proven
 from areal_tasks.engines.server import ServerDown
@@ -30,6 +31,7 @@ from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
 from areal_tasks.engines.trainers import ResidentTrainer
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.engines.workers import Workers
+from areal_tasks.launchers.choice import on_this_machine
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.launchers.supervisor import Ready, ServiceFailed, Supervisor
 from areal_tasks.store.objects.files import common_folder, read_weights
@@ -69,8 +71,8 @@ class Servers:
         self.trainer = trainer
         self.ends = ends
         self.generates = generates and not isinstance(recipe, SftRecipe)  # else there are no servers
-        self._embedded = self.generates and recipe.inference.engine == "embedded"  # type: ignore[union-attr]
         self.external = external_servers() if self.generates else []
+        self._read_store = self.generates and read_store(recipe, self.external)  # else they read folders
         self.placement = Placement()
         self.transport: Transport = "store"
         self.serving: WeightsRef | None = None
@@ -159,6 +161,7 @@ class Servers:
         if self.external:
             try:
                 self._loop.run(client.use_external(self.external))
+                self._read_store = self._read_store or self._loop.run(client.read(self.run.store.url))
             except BaseException:
                 self._loop.run(client.close())
                 raise
@@ -171,7 +174,7 @@ class Servers:
 
     def _target(self, ref: WeightsRef) -> tuple[int, str, str | None]:
         """Version and name of these weights, and where servers load them from; None if they cannot by themselves."""
-        if not ref.written or self._embedded:
+        if not ref.written or self._read_store:
             return ref.version, name_of(ref), self.run.store.uri(ref.path) if ref.written else None
         folder = self.run.store.local(common_folder(read_weights(self.run.store, ref).files))
         return ref.version, name_of(ref), str(folder) if folder else None
@@ -288,9 +291,9 @@ class Servers:
             raise
 
     def _load(self, client: InferenceClient, ref: WeightsRef) -> list[float]:
-        """Have the servers load committed weights: embedded ones from the store, SGLang from a folder."""
+        """Have the servers load committed weights from the store, or from a folder of this machine."""
         store = self.run.store
-        with nullcontext(store.uri(ref.path)) if self._embedded else self._fetched.local(store, ref) as where:
+        with nullcontext(store.uri(ref.path)) if self._read_store else self._fetched.local(store, ref) as where:
             update = partial(client.update_weights, str(where), ref.version, name_of(ref))
             loads = self._proof.of(client, lambda: self.call(update()))
         if len(loads) == self.count:
@@ -363,3 +366,10 @@ class Servers:
     def _serving(self) -> WeightsRef:
         assert self.serving is not None, "start() comes first"
         return self.serving
+
+
+def read_store(recipe: Recipe, external: Sequence[str]) -> bool:
+    """Whether servers of this recipe load weights from the store by themselves; `external` ones of SGLang are asked."""
+    if isinstance(recipe, SftRecipe):
+        return False
+    return recipe.inference.engine == "embedded" or not (external or on_this_machine(recipe.launcher))

@@ -22,6 +22,7 @@ from cryptography.x509.oid import NameOID
 
 KEY: Final = "key.pem"
 CERTIFICATE: Final = "certificate.pem"
+AUTHORITY: Final = "authority.pem"  # whose signature such certificates have
 _VALID: Final = timedelta(days=366)  # longer than a start of a flow lasts
 _CLOCKS_DIFFER: Final = timedelta(days=2)  # no protocol compares the clocks of machines
 
@@ -44,10 +45,13 @@ class Identity:
         assert isinstance(key, ec.EllipticCurvePublicKey)
         return self._signed(other.subject, key, address, False).public_bytes(Encoding.PEM).decode()
 
-    def write(self, folder: Path, certificate: str) -> None:
-        """Write the private key, and the certificate that others are shown, to files that only this user can read."""
+    def write(self, folder: Path, certificate: str, authority: str = "") -> None:
+        """Write the private key, the certificate that others are shown, and the authority's, if there is one.
+
+        Only this user can read the files.
+        """
         key = self._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        for name, content in ((KEY, key), (CERTIFICATE, certificate.encode())):
+        for name, content in ((KEY, key), (CERTIFICATE, certificate.encode()), (AUTHORITY, authority.encode())):
             path = folder / name
             path.touch(mode=0o600)
             path.write_bytes(content)

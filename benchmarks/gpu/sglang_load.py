@@ -18,7 +18,7 @@ import aiohttp
 import httpx
 import orjson
 
-from areal_tasks.engines.ports import loopback_port
+from areal_tasks.engines.ports import probe_port
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.sglang.command import arguments, environment
 from benchmarks.gpu.results import end_tree
@@ -28,7 +28,7 @@ from schemas.recipe.load import load_recipe
 @contextlib.contextmanager
 def server(model: Path, recipe: str, overrides: Sequence[str], log: Path, seconds: float = 300) -> Iterator[str]:
     """A server with exactly the flags that the recipe's own would get; its URL once it generates."""
-    port = loopback_port()
+    port = probe_port()
     command = [sys.executable, "-m", "sglang.launch_server", *server_flags(model, recipe, overrides, port)]
     log.parent.mkdir(parents=True, exist_ok=True)
     print(f"$ {' '.join(command)}", flush=True)

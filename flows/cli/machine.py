@@ -14,7 +14,7 @@ import httpx
 import psutil
 import typer
 
-from areal_tasks.engines.ports import loopback_port
+from areal_tasks.engines.ports import probe_port
 from flows.cli import automations, processes
 from flows.cli.deploy import deploy_all, deployment_names, print_commands, warn_of_namesakes
 from flows.cli.keeper import beginning, server_command, stop_flow_runs
@@ -114,7 +114,7 @@ def free_port(first: int) -> int:
     """The first free port from `first` on; prints a line if it is not `first`."""
     for port in range(first, first + 50):
         try:
-            loopback_port(port)
+            probe_port(port)
         except OSError:
             continue
         if port != first:

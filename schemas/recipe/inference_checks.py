@@ -30,14 +30,27 @@ RESERVED_FLAGS: Final = {
     **dict.fromkeys(("nnodes", "node-rank", "dist-init-addr", "nccl-init-addr"), "a server is on one machine"),
     **dict.fromkeys(("dp", "dp-size", "data-parallel-size"), "inference.servers"),
     **dict.fromkeys(("pp-size", "pipeline-parallel-size"), "inference.tensor_parallel"),
+    **dict.fromkeys(("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-keyfile-password"), SERVICE),
+    "enable-ssl-refresh": SERVICE,
     "skip-tokenizer-init": "responses contain text",
     "preferred-sampling-params": SAMPLING,
 }
+
+#: Flags that are allowed on loopback only.
+OPENING_FLAGS: Final = dict.fromkeys(
+    (
+        *("disaggregation-mode", "language-only", "kv-events-config", "enable-elastic-expert-backup"),
+        "remote-instance-weight-loader-start-seed-via-transfer-engine",
+    ),
+    "SGLang would listen there at a port that no token protects",
+)
 
 
 def flags_allowed(r: RlhfRecipe | EvaluateRecipe) -> Message:
     for key, value in r.inference.flags.items():
         name = key.strip("-").replace("_", "-")
+        if r.launcher.network and (reason := OPENING_FLAGS.get(name)):
+            return f"inference.flags: a recipe cannot set {key} with launcher.network; leave it out, since {reason}"
         if reason := RESERVED_FLAGS.get(name):
             hint = f"set {reason} instead" if "." in reason or reason == "seed" else f"leave it out, since {reason}"
             return f"inference.flags: a recipe cannot set {key}; {hint}"

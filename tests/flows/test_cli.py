@@ -385,7 +385,7 @@ def test_all_ports_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(port: int) -> int:
         raise OSError(98, "Address already in use")
 
-    monkeypatch.setattr(machine, "loopback_port", taken)
+    monkeypatch.setattr(machine, "probe_port", taken)
     with pytest.raises(UserError, match="ports 4200 to 4249 are all taken; name another with --port"):
         machine.free_port(4200)
 

@@ -34,6 +34,8 @@ class Fake:
         self.broken_health = False
         self.name = ""  # of the weights, until it gets others
         self.update_bodies: list[dict[str, Any]] = []
+        self.store = ""  # the one it fetches weights from; plain SGLang has none
+        self.fetches: list[str] = []
         self.on_generate = self.generate
         self.on_update = self.update
         self.deaf_to_prompts = False  # closes the connection, and seems well otherwise
@@ -91,6 +93,13 @@ class Fake:
             self.version = int(body["weight_version"])
         return web.json_response({"success": True, "message": ""})
 
+    async def fetch(self, request: web.Request) -> web.Response:
+        self.fetches.append((await request.json())["model_path"])
+        return web.json_response({"success": True})
+
+    async def store_of(self, request: web.Request) -> web.Response:
+        return web.json_response({"url": self.store} if self.store else {}, status=200 if self.store else 404)
+
     async def check_weights(self, request: web.Request) -> web.Response:
         """As SGLang 0.5.17; there are no tensors here, so that they are always the same."""
         ranks = [{"checksums": {"w": "0"}}] if (await request.json())["action"] == "checksum" else None
@@ -134,6 +143,7 @@ async def serve(fake: Fake, port: int = 0) -> web.AppRunner:
     app.add_routes([web.get(path, fake.health) for path in ("/health_generate",)])
     app.add_routes([web.get(path, fake.info) for path in ("/model_info", "/server_info")])
     app.add_routes([web.post("/update_weights_from_disk", lambda request: fake.on_update(request))])
+    app.add_routes([web.post("/fetch_weights", fake.fetch), web.get("/weights_store", fake.store_of)])
     app.add_routes([web.post("/weights_checker", fake.check_weights)])
     app.add_routes([web.post("/generate", lambda request: fake.on_generate(request))])
     runner = web.AppRunner(app, shutdown_timeout=0.1)  # its answers are cut short, as of a server that dies

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from waiting import LIMIT, wait_until
 
-from areal_tasks.engines import handover
+from areal_tasks.engines import fetching
 from areal_tasks.engines.external import SERVER_TOKEN
 from areal_tasks.engines.session import Engines
 from areal_tasks.store.backend import open_store
@@ -46,12 +46,12 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         found.servers.call(runner.cleanup())
 
 
-def weights(run: Run, folder: Path) -> WeightsRef:
+def weights(run: Run, folder: Path, version: int = VERSION) -> WeightsRef:
     folder.mkdir()
-    (folder / "model.safetensors").write_bytes(b"weights" * 1000)
+    (folder / "model.safetensors").write_text(f"weights {version}" * 1000)
     attempt = new_attempt()
-    files = upload(run.store, weights_attempt("r", VERSION, attempt), folder)
-    return commit_weights(run.store, "r", VERSION, attempt, "weights", files, make_provenance(1, now()))
+    files = upload(run.store, weights_attempt("r", version, attempt), folder)
+    return commit_weights(run.store, "r", version, attempt, "weights", files, make_provenance(1, now()))
 
 
 def flip(engines: Engines) -> None:
@@ -102,7 +102,7 @@ def test_who_asks_while_the_files_are_hashed_waits_for_what_is_found(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stages of one level run side by side."""
-    go_on, materialise = threading.Event(), handover.materialise
+    go_on, materialise = threading.Event(), fetching.materialise
 
     def slowly(*arguments: object, **options: object) -> object:
         assert go_on.wait(LIMIT)
@@ -110,7 +110,7 @@ def test_who_asks_while_the_files_are_hashed_waits_for_what_is_found(
 
     lock = Awaited()
     monkeypatch.setattr(engines.servers, "_lock", lock)
-    monkeypatch.setattr(handover, "materialise", slowly)
+    monkeypatch.setattr(fetching, "materialise", slowly)
     flip(engines)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(engines.servers.inference)

@@ -10,7 +10,7 @@ from aiohttp import web
 from test_damaged_weights import weights
 from waiting import wait_until
 
-from areal_tasks.engines import handover, server_pool
+from areal_tasks.engines import fetching, server_pool
 from areal_tasks.engines.external import SERVER_TOKEN
 from areal_tasks.engines.session import Engines
 from areal_tasks.store.backend import open_store
@@ -39,7 +39,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where fetched weights lie, of a store that is not on this machine."""
     folder = tmp_path / "memory"
     folder.mkdir()
-    monkeypatch.setattr(handover, "MEMORY", folder)
+    monkeypatch.setattr(fetching, "MEMORY", folder)
     monkeypatch.setattr(LocalBackend, "local", lambda _backend, _path: None)
     return folder
 
@@ -77,12 +77,11 @@ def test_a_server_that_missed_a_version_loads_it_when_it_is_well(
 
 
 def test_a_server_that_is_loading_keeps_its_weights_when_there_are_newer_ones(
-    engines: Engines, servers: list[Reader], memory: Path
+    engines: Engines, servers: list[Reader], memory: Path, tmp_path: Path
 ) -> None:
-    assert engines.initial is not None
     servers[1].broken = True
-    for _ in range(3):
-        engines.servers.serve(engines.initial)
+    for version in (7, 8, 9):
+        engines.servers.serve(weights(engines.run, tmp_path / f"version-{version}", version))
     *_, older, newest = (Path(where) for where in servers[0].updates)
     assert sorted(memory.iterdir()) == sorted([older, newest])
     assert (older / "model.safetensors").is_file()

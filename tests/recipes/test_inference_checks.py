@@ -16,6 +16,7 @@ from schemas.recipe.load import load_recipe
         ("inference.flags={random-seed: 2}", "a recipe cannot set random-seed; set seed instead"),
         ("inference.flags={host: 0.0.0.0}", "a recipe cannot set host; leave it out, since the service sets it"),
         ("inference.flags={--host: 0.0.0.0}", "a recipe cannot set --host"),
+        ("inference.flags={ssl-keyfile: k}", "a recipe cannot set ssl-keyfile; leave it out, since the service sets"),
         ("inference.flags={--log-level: info}", "write log-level without the dashes"),
         ("inference.flags={disable-radix-cache: false}", "disable-radix-cache: false has no effect; leave it"),
         ("inference.gpus=[0]", "names 1, but 2 servers of 2 GPUs each need 4"),
@@ -29,6 +30,13 @@ def test_what_cannot_be(override: str, reason: str) -> None:
     with pytest.raises(UserError) as refused:
         load_recipe("gsm8k", ["inference.servers=2", "inference.tensor_parallel=2", override])
     assert reason in str(refused.value)
+
+
+def test_further_ports_are_for_loopback_only() -> None:
+    flags = ["inference.flags={kv_events_config: x}"]
+    load_recipe("gsm8k", flags)
+    with pytest.raises(UserError, match=r"cannot set kv_events_config with launcher\.network; leave it out, since"):
+        load_recipe("gsm8k", [*flags, "launcher.type=slurm", "launcher.network=10.0.0.0/24"])
 
 
 def test_memory_is_handed_over_only_on_shared_gpus() -> None:

@@ -40,6 +40,13 @@ def test_the_recipe_becomes_flags() -> None:
     assert "--enable-memory-saver" in arguments(spec(release_memory=True), Path("/w"), 1)
 
 
+def test_on_a_network_it_listens_at_one_address_with_tls() -> None:
+    placed = spec().model_copy(update={"address": "10.0.0.5", "tls": "/tls"})
+    found = " ".join(arguments(placed, Path("/w"), 1))
+    assert "--host 10.0.0.5 " in found
+    assert "--ssl-keyfile /tls/key.pem --ssl-certfile /tls/certificate.pem" in found
+
+
 @pytest.mark.parametrize(
     ("settings", "users", "expected"),
     [

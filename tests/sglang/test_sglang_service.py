@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-from waiting import LIMIT, alive
+from waiting import LIMIT, alive, wait_until
 
 from areal_tasks.engines.models import file_states
+from areal_tasks.engines.ports import probe_port
 from areal_tasks.engines.service import ModelFolder, ServiceSpec
 from areal_tasks.engines.sglang.__main__ import choose_port, first_weights
 from areal_tasks.launchers.local import LocalHandle
@@ -240,7 +244,7 @@ def test_a_folder_that_changes_meanwhile_is_refused(begin: Begin, folder: ModelF
 def test_there_is_nothing_to_start_on(store: Store) -> None:
     nothing = ServiceSpec(name=NAME, restart=0, store_url=store.url, run="r", owner=1, recipe={})
     with pytest.raises(UserError, match="was given no weights; publish version 0 first"):
-        first_weights(nothing)
+        first_weights(nothing).__enter__()
 
 
 def test_weights_that_are_damaged_are_named_though_sglang_reads_them(begin: Begin, store: Store) -> None:
@@ -292,3 +296,49 @@ def test_ports_are_free_or_the_ones_asked_for() -> None:
         assert choose_port(port - 3, "inference-3") == port
     with pytest.raises(UserError, match=r"inference\.first_port: inference-9 cannot listen on port 65540"):
         choose_port(65531, "inference-9")
+
+
+# ── started by a user ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def by_hand(store: Store, port: int = 0, **more: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "areal_tasks.engines.sglang.child", "--host", "127.0.0.1", "--port", str(port)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(FAKE), *sys.path]), "AREALFLOW_STORE": store.url}
+    with subprocess.Popen(
+        [*command, "--weight-version", "0"], env=environment | more, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            for one in psutil.process_iter():
+                with suppress(psutil.Error):
+                    if one.environ().get("AREALFLOW_STORE") == store.url:
+                        one.kill()
+
+
+def test_a_server_that_a_user_starts_has_the_token_and_reads_the_store(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ref, port = put_weights(store, tmp_path / "model"), probe_port()
+    with by_hand(store, port, AREAL_LLM_SERVER_TOKEN="secret"), httpx.Client(timeout=LIMIT) as client:
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: answers(client, url))
+        assert client.get(f"{url}/weights_store").status_code == 401
+        client.headers["Authorization"] = "Bearer secret"
+        assert client.get(f"{url}/weights_store").json() == {"url": store.url}
+        order = {"model_path": store.uri(ref.path), "weight_version": "4"}
+        assert client.post(f"{url}/update_weights_from_disk", json=order).json()["files"] == ["config.json"]
+
+
+def answers(client: httpx.Client, url: str) -> bool:
+    try:
+        return client.get(f"{url}/health_generate").status_code == 401
+    except httpx.TransportError:
+        return False
+
+
+def test_a_user_has_to_choose_a_token(store: Store) -> None:
+    with by_hand(store) as process:
+        assert "AREAL_LLM_SERVER_TOKEN is not set" in process.communicate()[1]

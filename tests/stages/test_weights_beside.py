@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_tasks.engines.handover import Fetched
+from areal_tasks.engines.fetching import Fetched
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.objects.files import commit_weights, read_weights, upload

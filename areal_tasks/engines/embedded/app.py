@@ -24,8 +24,9 @@ from areal_tasks.engines.embedded.api import (
     partial_answer,
 )
 from areal_tasks.engines.embedded.engine import Engine, NotFinite
-from areal_tasks.engines.embedded.runner import read_weights_folder, weights_folder
+from areal_tasks.engines.embedded.runner import read_weights_folder
 from areal_tasks.engines.embedded.sequence import Job, SamplingParams, Sequence, make_sequence
+from areal_tasks.engines.fetching import weights_folder
 from areal_tasks.store.backend import Store, Unavailable
 from schemas.errors import UserError
 

@@ -13,8 +13,9 @@ from starlette.applications import Starlette
 
 from areal_tasks.engines.embedded.app import Server
 from areal_tasks.engines.embedded.engine import Engine
-from areal_tasks.engines.embedded.runner import Runner, find_detokenizer, weights_folder
+from areal_tasks.engines.embedded.runner import Runner, find_detokenizer
 from areal_tasks.engines.ends import end_tokens
+from areal_tasks.engines.fetching import weights_folder
 from areal_tasks.engines.service import ServiceSpec, read_spec, serve, store_may_be_away
 from areal_tasks.store.backend import Unavailable, open_store
 from areal_tasks.store.objects.files import read_weights

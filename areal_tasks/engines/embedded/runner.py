@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
@@ -21,11 +20,7 @@ from areal_tasks.engines.embedded.cache import ATTENTION, SlotCache
 from areal_tasks.engines.ends import Detokenizer
 from areal_tasks.engines.models import load_tokenizer
 from areal_tasks.engines.names import Names, stored_names
-from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import read_record
-from areal_tasks.store.objects.files import materialise
 from schemas.errors import UserError
-from schemas.manifest import WeightsManifest
 
 ROW_MULTIPLE: Final = 8  # below 8 rows a linear layer uses other kernels, which round differently
 CHUNK: Final = 64  # positions of a long prompt computed at once
@@ -156,20 +151,6 @@ def read_weights_folder(folder: Path, model: Any) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder} holds damaged weights ({error}); publish them again") from error
     return Names(model, tensors.keys() & stored).check(folder).to_model(tensors)
-
-
-@contextmanager
-def weights_folder(store: Store, source: str) -> Iterator[Path]:
-    """A local folder with the files of `source`: itself, or what a weights manifest in `store` (its URL) names."""
-    stem = store.uri("x")[:-1]
-    if "://" in source and not source.startswith(stem):
-        raise UserError(f"{source} is not in this server's store ({store.url}); publish the weights there")
-    if not source.startswith(stem) or Path(source).is_dir():
-        yield Path(source)
-        return
-    manifest = read_record(store, source.removeprefix(stem), WeightsManifest)
-    with TemporaryDirectory(prefix="arealflow-weights-") as scratch:
-        yield materialise(store, manifest.files, Path(scratch), verify=True)
 
 
 def find_detokenizer(folder: Path) -> Detokenizer | None:

@@ -12,25 +12,38 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import httpx
 
+from areal_tasks.engines.access import Access
+from areal_tasks.engines.fetching import in_memory, memory, remove_unused
 from areal_tasks.engines.lifeline import watch_lifeline
 from areal_tasks.engines.models import file_states, link_wanted
-from areal_tasks.engines.ports import loopback_port
-from areal_tasks.engines.service import TOKEN, ModelFolder, ServiceSpec, read_spec, register, store_may_be_away
+from areal_tasks.engines.ports import HOST, probe_port
+from areal_tasks.engines.service import (
+    TOKEN,
+    ModelFolder,
+    ServiceSpec,
+    read_spec,
+    register,
+    store_may_be_away,
+    url_at,
+)
 from areal_tasks.engines.sglang.child import GUARD
 from areal_tasks.engines.sglang.command import arguments, environment, server_index
 from areal_tasks.engines.sglang.family import adopt_orphans, end_descendants
+from areal_tasks.engines.tls import AUTHORITY
 from areal_tasks.launchers.gpus import memory_used
-from areal_tasks.store.backend import Unavailable, open_store
+from areal_tasks.store.backend import Store, Unavailable, open_store
 from areal_tasks.store.objects.files import common_folder, materialise, read_weights
 from areal_tasks.store.parallel import in_background
 from schemas.errors import UserError
+from schemas.manifest import FileRef
 from schemas.recipe.sections import Inference
 
 log = logging.getLogger(__name__)
@@ -45,7 +58,7 @@ HEALTH_SECONDS = 30.0  # SGLang answers 503 itself after 20 s without a token
 
 def main() -> None:
     adopt_orphans()
-    watch_lifeline(end_descendants)
+    watch_lifeline(end_sglang)
     signal.signal(signal.SIGTERM, _terminate)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -57,21 +70,33 @@ def main() -> None:
         except UserError as error:
             sys.exit(f"error: {error}")
         finally:
-            end_descendants()
+            end_sglang()
     sys.exit(code)
+
+
+def end_sglang() -> None:
+    """End its processes, which leave their weights in memory."""
+    end_descendants()
+    remove_unused(memory())
 
 
 def run(spec: ServiceSpec, token: str) -> int:
     """Serve until SGLang ends; returns an exit code of failure, since it is never meant to end by itself."""
-    port = choose_port(Inference.model_validate(spec.recipe["inference"]).first_port, spec.name)
-    weights = first_weights(spec)
-    code = serve(spec, arguments(spec, weights.folder, port), f"http://127.0.0.1:{port}", token, weights).wait()
+    port = choose_port(Inference.model_validate(spec.recipe["inference"]).first_port, spec.name, spec.address)
+    with first_weights(spec) as weights:
+        child = serve(spec, arguments(spec, weights.folder, port), url_at(spec, port), access_of(spec, token), weights)
+    code = child.wait()
     log.error("SGLang ended with %d", code)
     return code if code > 0 else 128 - code
 
 
+def access_of(spec: ServiceSpec, token: str) -> Access:
+    """What this process needs to ask SGLang."""
+    return Access(token, (Path(spec.tls) / AUTHORITY).read_text() if spec.tls else "")
+
+
 def serve(
-    spec: ServiceSpec, command: Sequence[str], url: str, token: str, weights: FirstWeights
+    spec: ServiceSpec, command: Sequence[str], url: str, access: Access, weights: FirstWeights
 ) -> subprocess.Popen[bytes]:
     """Start SGLang; returns its process once it is ready and registered, or has ended before that.
 
@@ -80,8 +105,8 @@ def serve(
     """
     for attempt in range(ATTEMPTS):
         log.info("starting SGLang: %s", " ".join(command))
-        used, child = memory_used(spec.gpus), start(command)
-        ready = wait_until_ready(child, url, token, weights.check_so_far)
+        used, child = memory_used(spec.gpus), start(command, spec.store_url)
+        ready = wait_until_ready(child, url, access, weights.check_so_far)
         weights.check()
         if ready:
             register(spec, url)
@@ -94,33 +119,36 @@ def serve(
     return child
 
 
-def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], store_url: str) -> subprocess.Popen[bytes]:
     """SGLang, which ends with this process."""
+    own = {GUARD: str(os.getpid()), "AREALFLOW_STORE": store_url}
     return subprocess.Popen(
         [sys.executable, "-m", "areal_tasks.engines.sglang.child", *command],
-        env=environment(os.environ, Path(tempfile.mkdtemp(prefix="meeting-"))) | {GUARD: str(os.getpid())},
+        env=environment(os.environ, Path(tempfile.mkdtemp(prefix="meeting-"))) | own,
         stdin=subprocess.DEVNULL,
     )
 
 
-def choose_port(first: int, name: str) -> int:
-    """A free port of the loopback interface, or the one that `inference.first_port` gives this server."""
+def choose_port(first: int, name: str, address: str = HOST) -> int:
+    """A free port at this address, or the one that `inference.first_port` gives this server."""
     port = first + server_index(name) if first else 0
     try:
-        return loopback_port(port)
+        return probe_port(port, address)
     except (OSError, OverflowError) as error:
         raise UserError(
             f"inference.first_port: {name} cannot listen on port {port} ({error}); choose others"
         ) from error
 
 
-def wait_until_ready(child: subprocess.Popen[bytes], url: str, token: str, check_so_far: Callable[[], None]) -> bool:
+def wait_until_ready(
+    child: subprocess.Popen[bytes], url: str, access: Access, check_so_far: Callable[[], None]
+) -> bool:
     """Wait until the server generates; False if it ends instead. The supervisor limits the time.
 
     `check_so_far` is called meanwhile; what it raises ends the wait.
     """
     started = reported = time.monotonic()
-    with httpx.Client(headers={"Authorization": f"Bearer {token}"}, timeout=HEALTH_SECONDS) as client:
+    with httpx.Client(headers=access.headers, verify=access.trust, timeout=HEALTH_SECONDS, trust_env=False) as client:
         while child.poll() is None:
             check_so_far()
             if _healthy(client, url):
@@ -160,35 +188,44 @@ class FirstWeights:
     check: Callable[[], object]
 
 
-def first_weights(spec: ServiceSpec) -> FirstWeights:
+@contextmanager
+def first_weights(spec: ServiceSpec) -> Iterator[FirstWeights]:
     """The weights that `spec` names: of a store, or the model's own folder while it is copied into the store.
 
-    Both are checked while SGLang starts, which takes longer, and before the server is registered as ready.
+    What is on this machine is checked while SGLang starts, which takes longer, and before the server is registered as
+    ready. Other weights are fetched first, and removed once no server starts on them.
 
     Raises:
         UserError: it names none.
     """
-    into = Path(tempfile.mkdtemp(prefix="weights-"))
-    if spec.weights is not None:
-        return _of_store(spec, into)
-    if spec.folder is None:
-        raise UserError("the inference server was given no weights; publish version 0 first")
-    folder = spec.folder
-    return FirstWeights(link_wanted(Path(folder.path), into), lambda: None, lambda: check_unchanged(folder))
-
-
-def _of_store(spec: ServiceSpec, into: Path) -> FirstWeights:
-    """The store's own folder if it is on this machine, hashed meanwhile; else a copy, which is fetched first."""
-    assert spec.weights is not None
+    if spec.weights is None:
+        yield _of_model(spec.folder)
+        return
     store = open_store(spec.store_url)
     files = read_weights(store, spec.weights).files
-    checked = in_background(lambda: materialise(store, files, into, verify=True), "weights")
+    if (folder := store.local(common_folder(files))) is not None:
+        yield _checked(store, files, folder)
+        return
+    with in_memory(store, files) as fetched:
+        yield FirstWeights(fetched, lambda: None, lambda: None)
+
+
+def _of_model(folder: ModelFolder | None) -> FirstWeights:
+    if folder is None:
+        raise UserError("the inference server was given no weights; publish version 0 first")
+    linked = link_wanted(Path(folder.path), Path(tempfile.mkdtemp(prefix="weights-")))
+    return FirstWeights(linked, lambda: None, lambda: check_unchanged(folder))
+
+
+def _checked(store: Store, files: Sequence[FileRef], folder: Path) -> FirstWeights:
+    """The store's own `folder`, which is hashed meanwhile."""
+    checked = in_background(lambda: materialise(store, files, folder, verify=True), "weights")
 
     def check_so_far() -> None:
         if checked.done():
             checked.result()
 
-    return FirstWeights(store.local(common_folder(files)) or checked.result(), check_so_far, checked.result)
+    return FirstWeights(folder, check_so_far, checked.result)
 
 
 def check_unchanged(folder: ModelFolder) -> None:

@@ -1,9 +1,9 @@
 """`python -m areal_tasks.engines.sglang.child FLAGS`: `sglang.launch_server` behind the service's bearer token, with
-answers that report the weights of their tokens (`token_weights`).
+answers that report the weights of their tokens (`token_weights`) and weights from the store (`from_store`).
 
-SGLang accepts a key only on its command line, which every user of the machine can read, and logs it. So its application
-gets our own check instead, and SGLang never receives the token. (Its processes import this module again when they
-start, so it imports nothing slow at the top.)
+A user may start it, too, with the token in `AREAL_LLM_SERVER_TOKEN`. SGLang accepts a key only on its command line,
+which every user of the machine can read, and logs it. So its application gets our own check instead, and SGLang never
+receives the token. (Its processes import this module again when they start, so it imports nothing slow at the top.)
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ GUARD = "AREAL_GUARD_PID"
 def main() -> None:
     from areal_tasks.engines.sglang.family import die_with_parent
 
-    die_with_parent(int(os.environ.pop(GUARD)))
-    from areal_tasks.engines.service import TOKEN, BearerAuth
+    if GUARD in os.environ:
+        die_with_parent(int(os.environ.pop(GUARD)))
+    from areal_tasks.engines.service import BearerAuth
+    from areal_tasks.engines.sglang.from_store import FromStore
+    from areal_tasks.store.backend import open_store
 
-    token = os.environ.pop(TOKEN)
+    token = take_token()
     from sglang.srt.plugins import load_plugins  # type: ignore[import-not-found,unused-ignore]
     from sglang.srt.server_args import prepare_server_args  # type: ignore[import-not-found,unused-ignore]
 
@@ -39,8 +42,20 @@ def main() -> None:
     refuse_unknown_tokens(TokenizerManager)
     report_weights(TokenizerManager)
     abort_quickly(TokenizerManager)
+    app.add_middleware(FromStore, store=open_store())
     app.add_middleware(BearerAuth, token=token)
     launch_server(settings, run_scheduler_process_func=run_scheduler)
+
+
+def take_token() -> str:
+    """The bearer token that clients must show, removed from the environment."""
+    from areal_tasks.engines.external import SERVER_TOKEN
+    from areal_tasks.engines.service import TOKEN
+
+    for name in (TOKEN, SERVER_TOKEN):
+        if token := os.environ.pop(name, ""):
+            return token
+    sys.exit(f"error: {SERVER_TOKEN} is not set: choose a token, and set it for the flow, too")
 
 
 def refuse_unknown_tokens(manager: Any) -> None:

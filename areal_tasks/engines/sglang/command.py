@@ -11,6 +11,7 @@ from typing import Any, Final
 from areal_tasks.engines.lifeline import LIFELINE
 from areal_tasks.engines.ports import group_interface
 from areal_tasks.engines.service import KEEP_ALIVE_SECONDS, SPEC, ServiceSpec
+from areal_tasks.engines.tls import CERTIFICATE, KEY
 from schemas.recipe.sections import Inference, Model
 
 #: SGLang reserves a few positions of its context: it accepts prompts up to `context - 7` and ends at `context - 2`.
@@ -36,7 +37,7 @@ def arguments(spec: ServiceSpec, folder: Path, port: int) -> list[str]:
     model = Model.model_validate(spec.recipe["model"])
     own: dict[str, Any] = {
         "model-path": str(folder),
-        "host": "127.0.0.1",
+        "host": spec.address,
         "port": port,
         "dtype": model.dtype,
         "context-length": model.max_length + CONTEXT_MARGIN,
@@ -45,6 +46,8 @@ def arguments(spec: ServiceSpec, folder: Path, port: int) -> list[str]:
         "weight-version": spec.weights.version if spec.weights else 0,
         "skip-server-warmup": True,  # it would ask without our bearer token; `wait_until_ready` generates too
     }
+    if spec.tls:
+        own |= {"ssl-keyfile": f"{spec.tls}/{KEY}", "ssl-certfile": f"{spec.tls}/{CERTIFICATE}"}
     if fraction := memory_fraction(settings, spec.gpu_users):
         own["mem-fraction-static"] = fraction
     if settings.release_memory:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing  # makes ForkingPickler share CUDA memory
 
 from areal_tasks.engines.access import Access
-from areal_tasks.engines.ports import HOST, loopback_port
+from areal_tasks.engines.ports import HOST, probe_port
 from areal_tasks.engines.trainer.commands import Receiver, Send
 from areal_tasks.engines.trainer.ranks import lead
 from areal_tasks.engines.trainer.snapshot import Named
@@ -112,7 +112,7 @@ class Sender:
     def _meet(self, command: Send) -> Gone:
         """Make the process group of this process (rank 0) and every rank of every receiver."""
         self._leave(command)
-        port = loopback_port()
+        port = probe_port()
         self.name = f"areal-weights-{token_hex(6)}"
         self.members = command.receivers
         sizes = [r.ranks for r in command.receivers]

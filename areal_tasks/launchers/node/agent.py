@@ -32,7 +32,7 @@ from starlette.routing import Route
 
 from areal_tasks.engines.ports import listen
 from areal_tasks.engines.service import store_may_be_away
-from areal_tasks.engines.tls import CERTIFICATE, KEY, Identity
+from areal_tasks.engines.tls import AUTHORITY, CERTIFICATE, KEY, Identity
 from areal_tasks.launchers.local import LocalHandle, LocalLauncher
 from areal_tasks.launchers.node.messages import JOB, Look, NodeJob, Start, State, Stop, software
 from areal_tasks.launchers.protocol import Job
@@ -74,7 +74,7 @@ class Agent:
         """Start the service, unless it has been started."""
         with self._lock:
             if self._handle is None:
-                self._identity.write(self._folder, order.certificate)
+                self._identity.write(self._folder, order.certificate, self.job.authority)
                 spec = self.job.spec.model_copy(update={"address": self.address, "tls": str(self._folder)})
                 self._handle = self._launcher.start(
                     Job(self.job.module, spec, order.token, self._log, self.job.threads)
@@ -158,8 +158,7 @@ def address_in(network: str) -> str:
 def serve(agent: Agent, record: NodeRecord, listener: socket.socket) -> uvicorn.Server:
     """The agent's server, in a thread. It answers only those who show a certificate of the flow's authority."""
     folder = Path(tempfile.mkdtemp(prefix="arealflow-agent-"))
-    agent._identity.write(folder, record.certificate)
-    (folder / "authority.pem").write_text(agent.job.authority)
+    agent._identity.write(folder, record.certificate, agent.job.authority)
     config = uvicorn.Config(
         agent.app(),
         log_config=None,
@@ -167,7 +166,7 @@ def serve(agent: Agent, record: NodeRecord, listener: socket.socket) -> uvicorn.
         access_log=False,
         ssl_keyfile=str(folder / KEY),
         ssl_certfile=str(folder / CERTIFICATE),
-        ssl_ca_certs=str(folder / "authority.pem"),
+        ssl_ca_certs=str(folder / AUTHORITY),
         ssl_cert_reqs=ssl.CERT_REQUIRED,
     )
     server = uvicorn.Server(config)

@@ -88,6 +88,11 @@ def _damaged(store: Store, file: FileRef, how: str) -> StoreError:
     )
 
 
+def digest_of(files: Sequence[FileRef]) -> str:
+    """The digest over the files' digests, names included."""
+    return combine_digests({_relative(file, common_folder(files)): file.sha256 for file in files})
+
+
 def common_folder(files: Sequence[FileRef]) -> str:
     """The attempt's folder that holds all of `files`."""
     return attempt_folder(files[0].path)
@@ -111,9 +116,14 @@ def commit_weights(
     provenance: Provenance,
 ) -> WeightsRef:
     """Write the manifest that makes uploaded `files` weights (or, by `kind`, a checkpoint) of this version."""
-    digest = combine_digests({_relative(file, common_folder(files)): file.sha256 for file in files})
     manifest = WeightsManifest(
-        run=run, version=version, attempt=attempt, kind=kind, digest=digest, files=tuple(files), provenance=provenance
+        run=run,
+        version=version,
+        attempt=attempt,
+        kind=kind,
+        digest=digest_of(files),
+        files=tuple(files),
+        provenance=provenance,
     )
     path = _PATHS[kind](run, version, attempt)
     commit_once(store, path, manifest)

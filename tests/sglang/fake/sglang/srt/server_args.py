@@ -8,7 +8,16 @@ from collections.abc import Sequence
 
 def prepare_server_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="sglang serve")
-    for name in ("model-path", "host", "dtype", "weight-version", "attention-backend", "api-key"):
+    for name in (
+        "model-path",
+        "host",
+        "dtype",
+        "weight-version",
+        "attention-backend",
+        "api-key",
+        "ssl-keyfile",
+        "ssl-certfile",
+    ):
         parser.add_argument(f"--{name}")
     for name in ("port", "context-length", "tp-size", "random-seed"):
         parser.add_argument(f"--{name}", type=int)

@@ -44,13 +44,21 @@ async def generate(request: Request) -> JSONResponse:
     return JSONResponse({})
 
 
+async def load(request: Request) -> JSONResponse:
+    order = await request.json()
+    names = sorted(file.name for file in Path(order["model_path"]).iterdir())
+    app.state.settings.weight_version = order["weight_version"]
+    return JSONResponse({"success": True, "message": "", "folder": order["model_path"], "files": names})
+
+
 async def die(request: Request) -> JSONResponse:
     os._exit(3)
 
 
 app = Starlette(
     routes=[Route("/health_generate", health), Route("/model_info", model_info), Route("/about", about),
-            Route("/die", die), Route("/generate", generate, methods=["POST"])]
+            Route("/die", die), Route("/generate", generate, methods=["POST"]),
+            Route("/update_weights_from_disk", load, methods=["POST"])]
 )  # fmt: skip
 
 
@@ -67,4 +75,11 @@ def launch_server(settings: argparse.Namespace, run_scheduler_process_func: Call
     assert run_scheduler_process_func.__module__ == "areal_tasks.engines.sglang.token_weights"
     app.state.settings = settings
     Path("server.pid").write_text(str(os.getpid()))
-    uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning")
+    uvicorn.run(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+    )

@@ -1,0 +1,170 @@
+"""Weights of a store in a folder of this machine, for engines to load.
+
+Those of a remote store are fetched into memory, once for all processes of a user that load them at the same time. Each
+of them has a shared lock on the folder, which ends with the process; the last one that leaves removes the folder. What
+killed processes leave is removed when the next weights are fetched.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Final
+
+from areal_tasks.store.backend import Store
+from areal_tasks.store.commit import read_record
+from areal_tasks.store.objects.files import common_folder, digest_of, materialise, read_weights
+from areal_tasks.store.parallel import beside
+from schemas.errors import UserError
+from schemas.manifest import FileRef, WeightsManifest, WeightsRef
+
+MEMORY: Final = Path("/dev/shm")
+PREFIX: Final = "arealflow-weights-"  # of folders in memory
+FETCHES: Final = ".fetches"  # a file that is locked while the folder's others are fetched
+
+
+class Fetched:
+    """Weights in memory: the last, which an evicted server may load later, and those before.
+
+    A server may still be loading older ones when newer ones exist: SGLang crashes if they are removed.
+    """
+
+    def __init__(self) -> None:
+        self._before, self._last = ExitStack(), ExitStack()
+
+    @contextmanager
+    def local(self, store: Store, ref: WeightsRef) -> Iterator[Path]:
+        """The files of `ref` in a folder of this machine, for servers to load.
+
+        Those of a store on this machine are hashed while the servers load them, which takes as long.
+
+        Raises:
+            UserError: a file is damaged; possibly raised only on leaving, after servers have loaded it.
+        """
+        files = read_weights(store, ref).files
+        if (folder := store.local(common_folder(files))) is None:
+            yield self.hold(in_memory(store, files))
+            return
+        self.outdate()
+        with beside(lambda: materialise(store, files, folder, verify=True)):
+            yield folder
+
+    def hold(self, folder: AbstractContextManager[Path]) -> Path:
+        """Enter `folder`, which holds newer weights."""
+        self.outdate()
+        return self._last.enter_context(folder)
+
+    def outdate(self) -> None:
+        """Newer weights exist, here or elsewhere: leave those before the last."""
+        self._before.close()
+        self._before, self._last = self._last, ExitStack()
+
+    def close(self) -> None:
+        """Leave all: no server loads them any more."""
+        self._before.close()
+        self._last.close()
+
+
+@contextmanager
+def weights_folder(store: Store, source: str) -> Iterator[Path]:
+    """A local folder with the files of `source`: itself, or what a weights manifest in `store` (its URL) names."""
+    stem = store.uri("x")[:-1]
+    if "://" in source and not source.startswith(stem):
+        raise UserError(f"{source} is not in this server's store ({store.url}); publish the weights there")
+    if not source.startswith(stem) or Path(source).is_dir():
+        yield Path(source)
+        return
+    files = read_record(store, source.removeprefix(stem), WeightsManifest).files
+    if (folder := store.local(common_folder(files))) is not None:
+        yield materialise(store, files, folder, verify=True)
+        return
+    with in_memory(store, files) as fetched:
+        yield fetched
+
+
+@contextmanager
+def in_memory(store: Store, files: Sequence[FileRef], parent: Path | None = None) -> Iterator[Path]:
+    """A folder in memory (below `parent`) with these files of a remote store. Another process may use it, too.
+
+    Files are verified before they get their names, so that one that is there in full size need not be.
+    """
+    parent = parent or memory()
+    remove_unused(parent)
+    with _used(parent / f"{PREFIX}{os.getuid()}-{digest_of(files)}") as folder:
+        if folder.stat().st_uid != os.getuid():
+            raise UserError(f"{folder} belongs to another user, who could change the weights in it: remove it")
+        with _locked(folder / FETCHES):
+            for partial in folder.rglob(".*.*"):  # of a process that was killed
+                partial.unlink()
+            materialise(store, files, folder)
+        yield folder
+
+
+def memory() -> Path:
+    """The file system in memory, if there is one."""
+    return MEMORY if MEMORY.is_dir() else Path(gettempdir())
+
+
+def remove_unused(parent: Path) -> None:
+    """Remove the folders below `parent` that no process uses. Those of other users cannot be opened, and stay."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            _leave(folder, _opened(folder))
+
+
+@contextmanager
+def _used(folder: Path) -> Iterator[Path]:
+    """The folder, which exists inside; whoever leaves last removes it."""
+    lock = _enter(folder)
+    try:
+        yield folder
+    finally:
+        _leave(folder, lock)
+
+
+def _enter(folder: Path) -> int:
+    """A shared lock on the folder, which is made if need be."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileNotFoundError):
+            lock = _opened(folder)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if _is_at(folder, lock):
+                return lock
+            os.close(lock)  # it was removed meanwhile
+
+
+def _leave(folder: Path, lock: int) -> None:
+    """Give up the lock, and remove the folder if no other process has one."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_at(folder, lock):
+            shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(lock)
+
+
+def _opened(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+
+def _is_at(folder: Path, lock: int) -> bool:
+    """Whether the folder that `lock` has open is still there, and not another of that name."""
+    try:
+        return os.path.samestat(os.stat(folder), os.fstat(lock))
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
