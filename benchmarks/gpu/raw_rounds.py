@@ -36,7 +36,8 @@ class RawRounds:
         samples = await SingleTurn().run(prompt, context)
         self.under_way -= 1
         if not self.under_way:
-            await self._round(self.asked[0].group_id // len(self.asked), self.asked, context)
+            asked, self.asked = self.asked, []
+            await self._round(asked[0].group_id // len(asked), asked, context)
         return samples
 
     async def _round(self, iteration: int, prompts: Sequence[Prompt], context: WorkflowContext) -> None:

@@ -124,20 +124,25 @@ def test_raw_rounds_of_an_iteration_follow_its_rollout_and_ask_for_the_same(
 
     monkeypatch.setattr(SingleTurn, "run", rollout)
     prompts = [Prompt(0, 6, 0, "", "", [1]), Prompt(1, 7, 0, "", "", [2, 3])]
-    client = SimpleNamespace(healthy=lambda: [fake.url], headers={"Authorization": "B"})
+    access = SimpleNamespace(headers={"Authorization": "B"})
+    client = SimpleNamespace(healthy=lambda: [fake.url], access=access)
     context = WorkflowContext(
         client=cast(Any, client), seed=0, group_size=3, max_new_tokens=5, temperature=1.0, max_length=9
     )
     told = tmp_path / "rounds.jsonl"
 
-    async def both() -> list[list[Sample]]:
-        rounds = RawRounds(str(told))
-        return await asyncio.gather(*(rounds.run(prompt, context) for prompt in prompts))
+    later = [Prompt(2, 8, 0, "", "", [4]), Prompt(3, 9, 0, "", "", [5])]
 
-    assert asyncio.run(both()) == [[], []] and order == [0, 0]
-    assert sorted(body["input_ids"] for body in fake.bodies) == [[1]] * 3 + [[2, 3]] * 3
-    [row] = read_rounds(told)
+    async def two_iterations() -> list[list[Sample]]:
+        rounds = RawRounds(str(told))  # a worker keeps its workflow for the whole run
+        first = await asyncio.gather(*(rounds.run(prompt, context) for prompt in prompts))
+        return first + await asyncio.gather(*(rounds.run(prompt, context) for prompt in later))
+
+    assert asyncio.run(two_iterations()) == [[]] * 4 and order == [0, 0, 6, 6]
+    assert sorted(body["input_ids"] for body in fake.bodies) == [[1]] * 3 + [[2, 3]] * 3 + [[4]] * 3 + [[5]] * 3
+    row, second = read_rounds(told)
     assert (row["iteration"], row["raw_tokens"]) == (3, 30.0) and 0 < row["raw_seconds"] <= row["raw_spent"]
+    assert (second["iteration"], second["raw_tokens"]) == (4, 30.0)
     assert read_rounds(tmp_path / "none") == []
 
 
