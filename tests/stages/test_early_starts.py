@@ -34,7 +34,7 @@ def test_the_trainer_starts_before_there_are_weights_and_servers_before_there_ar
         return run_directly(jobs)
 
     with Engines(run, recipe, tmp_path / "logs") as engines:
-        monkeypatch.setattr(engines.supervisor, "start", lambda module, spec, threads: order.append(spec.name))
+        monkeypatch.setattr(engines.supervisor, "start", lambda module, spec, *more, **group: order.append(spec.name))
         monkeypatch.setattr(engines, "load_early", lambda version: order.append(f"load {version}"))
         Loop(run, recipe, engines, execute)._begin()
     assert order == ["trainer", "rollout-0", "initialise", "inference-0", "load 0", "prompts"]

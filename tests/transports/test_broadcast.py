@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from waiting import LIMIT, wait_until
 from warm_processes import Popen
 
-from areal_tasks.engines.ports import loopback_interface
+from areal_tasks.engines.ports import group_interface
 from areal_tasks.engines.trainer.commands import Receiver, Send
 from areal_tasks.engines.trainer.ranks import lead
 from areal_tasks.engines.trainer.transport import Sender, Unanswered, WeightTransferRejected
@@ -41,7 +41,7 @@ PROCESSES: dict[str, int] = {}
 def receivers() -> Iterator[list[str]]:
     """The addresses of two servers."""
     command = [sys.executable, str(Path(__file__).with_name("receiver.py")), TOKEN]
-    asked = {"env": {**os.environ, **loopback_interface()}, "stdout": subprocess.PIPE, "text": True}
+    asked = {"env": {**os.environ, **group_interface()}, "stdout": subprocess.PIPE, "text": True}
     servers = [Popen(command, **asked) for _ in range(2)]
     found = {f"http://127.0.0.1:{int(s.stdout.readline())}": s.pid for s in servers if s.stdout}
     PROCESSES.update(found)
