@@ -21,8 +21,7 @@ common="model.path=$FOLDER/$SHAPE data.source=$FOLDER/prompts.jsonl workflow.nam
   model.max_length=8192 rollout.max_new_tokens=8000 inference.request_timeout_seconds=600
   trainer.weights_every=1000 trainer.recover_within_seconds=86400 launcher.type=local schedule.artifact_every=1000"
 split="trainer.gpus=[0] inference.gpus=[1] inference.memory_fraction=0.8 inference.max_concurrent_requests=128
-  inference.flags.max-running-requests=512 inference.flags.enable-prefill-delayer=true
-  inference.flags.prefill-delayer-queue-min-ratio=0.1"
+  inference.flags.max-running-requests=512"
 shared="trainer.ranks=2 trainer.gpus=[0,1] inference.servers=2 inference.gpus=[0,1] inference.memory_fraction=0.4
   inference.max_concurrent_requests=64 inference.flags.max-running-requests=512"
 longest=8000

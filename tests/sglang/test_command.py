@@ -40,6 +40,17 @@ def test_the_recipe_becomes_flags() -> None:
     assert "--enable-memory-saver" in arguments(spec(release_memory=True), Path("/w"), 1)
 
 
+@pytest.mark.parametrize(
+    ("lag", "chosen", "collects"), [(0, {}, False), (4, {}, True), (4, {"enable_prefill_delayer": False}, False)]
+)
+def test_samples_that_wait_begin_together_unless_the_recipe_says_otherwise(
+    lag: int, chosen: dict[str, Any], collects: bool
+) -> None:
+    given = spec(flags=chosen)
+    asynchronous = given.model_copy(update={"recipe": given.recipe | {"rollout": {"max_head_offpolicyness": lag}}})
+    assert ("--enable-prefill-delayer" in arguments(asynchronous, Path("/w"), 1)) is collects
+
+
 def test_on_a_network_it_listens_at_one_address_with_tls() -> None:
     placed = spec().model_copy(update={"address": "10.0.0.5", "tls": "/tls"})
     found = " ".join(arguments(placed, Path("/w"), 1))
