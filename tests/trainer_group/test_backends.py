@@ -19,8 +19,9 @@ from two_ranks import STEPS, Player, go_on, play, publish_twice
 from warm_processes import Popen
 
 from areal_tasks.data.scratch import make_scratch
+from areal_tasks.engines.ports import HOST
 from areal_tasks.engines.trainer.group import Group
-from areal_tasks.engines.trainer.ranks import environment
+from areal_tasks.engines.trainer.ranks import Place, environment
 from areal_tasks.store.shards import read_table
 from schemas.manifest import TableRef
 from tests.trainer.families import make_family
@@ -180,7 +181,8 @@ def answers(
 
 def _start(folder: Path, rank: int, port: int) -> Popen:
     path = os.pathsep.join([*(p for p in sys.path if p), str(Path(__file__).parent)])
-    told = {**environment(rank, 2, port), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    told = environment(Place(rank, rank, 2, 2, True), HOST, port)
+    told |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, str(Path(__file__).with_name("two_ranks.py")), str(folder)]
     with (folder / f"{rank}.log").open("wb") as log:
         return Popen(command, env={**os.environ, **told}, stdout=log, stderr=log)

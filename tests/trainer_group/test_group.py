@@ -22,7 +22,7 @@ from areal_tasks.engines.trainer.app import make_app
 from areal_tasks.engines.trainer.commands import Load, Receiver, Send
 from areal_tasks.engines.trainer.fencing import StaleCommand
 from areal_tasks.engines.trainer.group import Group, GroupBroken, Outcome, disagreement
-from areal_tasks.engines.trainer.ranks import cpu_threads, end_group, environment, find_place
+from areal_tasks.engines.trainer.ranks import Place, cpu_threads, end_group, environment, find_place
 from schemas.errors import UserError
 from schemas.recipe.sections import Trainer
 
@@ -164,12 +164,20 @@ def test_a_place_is_rank_0_unless_torchrun_says_otherwise() -> None:
     settings = Trainer(backend="fsdp2", ranks=2)
     place = find_place(settings, {})
     assert (place.rank, place.world, place.spawned) == (0, 2, False)
-    place = find_place(settings, environment(1, 2, 1234))
-    assert (place.rank, place.local_rank, place.world, place.spawned) == (1, 1, 2, True)
+    started = Place(1, 1, 2, 2, True)
+    assert find_place(settings, environment(started, "127.0.0.1", 1234)) == started
     with pytest.raises(UserError, match=r"asks for 2, but WORLD_SIZE is 4"):
-        find_place(settings, environment(1, 4, 1234))
-    with pytest.raises(UserError, match="on one machine"):
-        find_place(settings, {**environment(1, 2, 1234), "LOCAL_WORLD_SIZE": "1"})
+        find_place(settings, environment(Place(1, 1, 4, 4, True), "127.0.0.1", 1234))
+    with pytest.raises(UserError, match="asks for 2 ranks on each machine"):
+        find_place(settings, environment(Place(1, 0, 2, 1, True), "127.0.0.1", 1234))
+
+
+def test_the_first_rank_of_each_machine_leads_there() -> None:
+    settings = Trainer(backend="fsdp2", ranks=4, nodes=2)
+    places = [find_place(settings, {}, node) for node in range(2)]
+    assert [(place.rank, place.local_rank, place.local_world) for place in places] == [(0, 0, 2), (2, 0, 2)]
+    groups = [Group(rank, 4, HashStore(), local_world=2) for rank in range(4)]
+    assert [group.leads_its_machine for group in groups] == [True, False, True, False]
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def main(folder: Path) -> None:
     script = json.loads((folder / "script.json").read_text())
     first = next(iter(script["backends"].values()))
     spec = ServiceSpec.model_validate(script["spec"])
-    group = join(Section.model_validate(changed(spec.recipe, first)["trainer"]))
+    group = join(spec, Section.model_validate(changed(spec.recipe, first)["trainer"]))
     answers = {}
     for name, changes in script["backends"].items():
         player = Player(script, name, changes, group)
