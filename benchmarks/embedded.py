@@ -36,7 +36,8 @@ from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.objects.files import commit_weights, upload
 from areal_tasks.store.paths import weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
-from schemas.recipe.sections import Inference, Launcher, ScratchModel
+from schemas.recipe.launcher import Launcher
+from schemas.recipe.sections import Inference, ScratchModel
 
 GROUPS, SIZE, PROMPT, MAX_LENGTH = 32, 8, 9, 32
 Prompts = list[list[int]]

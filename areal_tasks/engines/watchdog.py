@@ -19,7 +19,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from areal_tasks.store.under_way import LEDGER, Ledger
-from schemas.recipe.sections import Launcher
+from schemas.recipe.launcher import Launcher
 
 log = logging.getLogger(__name__)
 

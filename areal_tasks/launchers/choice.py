@@ -12,7 +12,7 @@ from areal_tasks.launchers.protocol import Launcher
 from areal_tasks.store.backend import Store
 from areal_tasks.user_code import find_object
 from schemas.errors import UserError
-from schemas.recipe.sections import Launcher as Settings
+from schemas.recipe.launcher import Launcher as Settings
 
 
 def on_this_machine(settings: Settings) -> bool:

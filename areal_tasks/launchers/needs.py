@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from areal_tasks.launchers.cluster import Resources
+from schemas.recipe.launcher import Needs
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
-from schemas.recipe.sections import Needs
 
 
 def trainer_needs(recipe: RlhfRecipe | SftRecipe) -> Resources:

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from areal_tasks.launchers.cluster import LOST, Task
 from schemas.errors import UserError
-from schemas.recipe.sections import Launcher, RaySettings
+from schemas.recipe.launcher import Launcher, RaySettings
 
 ADDRESS: Final = "RAY_ADDRESS"
 DRIVER: Final = "areal_tasks.launchers.ray_driver"

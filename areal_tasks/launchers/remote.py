@@ -31,7 +31,7 @@ from areal_tasks.store.backend import Missing, Store, Unavailable
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.paths import node as node_path
 from schemas.manifest import NodeRecord
-from schemas.recipe.sections import Launcher as Settings
+from schemas.recipe.launcher import Launcher as Settings
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from typing import Final
 
 from areal_tasks.launchers.cluster import Cluster, Resources, Submitted, Task
 from schemas.errors import UserError
-from schemas.recipe.sections import Launcher as Settings
-from schemas.recipe.sections import Slurm
+from schemas.recipe.launcher import Launcher as Settings
+from schemas.recipe.launcher import Slurm
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from areal_tasks.store.parallel import parallel
 from areal_tasks.store.paths import service as service_path
 from schemas.errors import UserError
 from schemas.manifest import ServiceRecord, WeightsRef
-from schemas.recipe.sections import Launcher as LauncherSettings
+from schemas.recipe.launcher import Launcher as LauncherSettings
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from schemas.recipe.derived import is_decoupled, same_policy
 from schemas.recipe.fields import is_set
-from schemas.recipe.sections import Slurm
+from schemas.recipe.launcher import Slurm
 from schemas.recipe.sources import SPLIT, source_kind
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ from schemas.recipe.checks import (
 )
 from schemas.recipe.fields import Section, section, semantic
 from schemas.recipe.inference_checks import INFERENCE_CHECKS, trainer_gpus_suffice
+from schemas.recipe.launcher import Launcher
 from schemas.recipe.sections import (
     Alerts,
     Data,
     Evaluation,
     Grpo,
     Inference,
-    Launcher,
     Model,
     Reward,
     Rollout,

@@ -12,7 +12,7 @@ from waiting import wait_until
 
 from areal_tasks.engines.watchdog import Watchdog
 from flows.pauses import Pauses
-from schemas.recipe.sections import Launcher
+from schemas.recipe.launcher import Launcher
 
 
 def set_state(api: str, kind: str, name: str) -> None:

@@ -21,7 +21,7 @@ from areal_tasks.store.backend import Missing, StoreError, Unavailable
 from flows.tasks import StageTasks, worth_retrying
 from schemas.errors import UserError
 from schemas.manifest import Provenance, StageManifest, StageRef
-from schemas.recipe.sections import Launcher
+from schemas.recipe.launcher import Launcher
 
 ITERATIONS = 4
 

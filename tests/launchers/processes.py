@@ -7,7 +7,7 @@ import subprocess
 from contextlib import suppress
 
 from areal_tasks.launchers.cluster import Task
-from schemas.recipe.sections import Launcher
+from schemas.recipe.launcher import Launcher
 
 NETWORK = "127.0.0.0/8"
 

@@ -13,7 +13,7 @@ from typing import Any
 from areal_tasks.launchers.cluster import Resources, Submitted, Task
 from areal_tasks.launchers.ray import RayCluster
 from schemas.errors import UserError
-from schemas.recipe.sections import Launcher
+from schemas.recipe.launcher import Launcher
 
 folder = Path(sys.argv[1])
 cluster = RayCluster(Launcher(type="ray"))

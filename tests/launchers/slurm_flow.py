@@ -10,7 +10,7 @@ from typing import Any
 from areal_tasks.launchers import slurm
 from areal_tasks.launchers.cluster import Resources, Submitted, Task
 from schemas.errors import UserError
-from schemas.recipe.sections import Launcher
+from schemas.recipe.launcher import Launcher
 
 slurm.LOOK_SECONDS = 0.2  # type: ignore[misc]
 tasks: dict[str, Submitted] = {}

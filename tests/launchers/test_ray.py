@@ -21,7 +21,7 @@ from waiting import LIMIT, wait_until
 from areal_tasks.launchers import ray
 from areal_tasks.launchers.cluster import LOST, Resources, Task
 from schemas.errors import UserError
-from schemas.recipe.sections import Launcher
+from schemas.recipe.launcher import Launcher
 
 FOLDER: Final = "/tmp/flow"
 FOREVER: Final = "import os, socket, time; print(socket.gethostname(), os.getpid(), flush=True); time.sleep(1e6)"

@@ -27,7 +27,7 @@ from areal_tasks.store.commit import read_record
 from areal_tasks.store.paths import node as node_path
 from schemas.errors import UserError
 from schemas.manifest import NodeRecord
-from schemas.recipe.sections import Launcher
+from schemas.recipe.launcher import Launcher
 
 MODULE = "small_service"
 

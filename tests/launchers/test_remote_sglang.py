@@ -23,7 +23,7 @@ from areal_tasks.store.objects.files import commit_weights, digest_of, read_weig
 from areal_tasks.store.paths import weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.manifest import WeightsRef
-from schemas.recipe.sections import Launcher
+from schemas.recipe.launcher import Launcher
 
 FAKE = Path(__file__).parents[1] / "sglang" / "fake"
 NAMES = ["inference-0", "inference-1"]

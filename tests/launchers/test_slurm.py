@@ -16,7 +16,7 @@ from waiting import wait_until
 
 from areal_tasks.launchers import slurm
 from schemas.errors import UserError
-from schemas.recipe.sections import Launcher
+from schemas.recipe.launcher import Launcher
 
 SECRET = "hf_not_for_others"
 

@@ -24,7 +24,7 @@ from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.supervisor import LONGEST_PAUSE_SECONDS, Ready, ServiceFailed, Supervisor
 from areal_tasks.store.backend import Store, Unavailable, open_store
 from schemas.manifest import WeightsRef
-from schemas.recipe.sections import Launcher
+from schemas.recipe.launcher import Launcher
 
 MODULE = "small_service"
 WEIGHTS = WeightsRef(version=3, attempt="a", path="r/weights/w.json", sha256="00", digest="11")

@@ -16,8 +16,8 @@ from areal_tasks.engines.watchdog import Watchdog
 from areal_tasks.engines.workers import Workers
 from areal_tasks.launchers.supervisor import Ready, Supervisor
 from areal_tasks.store.backend import open_store
+from schemas.recipe.launcher import Launcher
 from schemas.recipe.load import parse_recipe
-from schemas.recipe.sections import Launcher
 
 
 class Manager:

@@ -31,7 +31,7 @@ from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.objects.files import commit_weights, upload
 from areal_tasks.store.paths import weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
-from schemas.recipe.sections import Launcher
+from schemas.recipe.launcher import Launcher
 from tests.inference.conftest import make_model
 from tests.sglang.contract import CASES
 from tests.sglang.contract_streaming import STREAMING_CASES

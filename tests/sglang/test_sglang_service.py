@@ -30,7 +30,7 @@ from areal_tasks.store.paths import weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
-from schemas.recipe.sections import Launcher
+from schemas.recipe.launcher import Launcher
 
 FAKE = Path(__file__).parent / "fake"
 NAME = "inference-0"

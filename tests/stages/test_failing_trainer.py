@@ -25,7 +25,7 @@ from areal_tasks.engines.watchdog import Watchdog
 from areal_tasks.launchers.supervisor import ServiceFailed
 from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
-from schemas.recipe.sections import Launcher
+from schemas.recipe.launcher import Launcher
 
 
 def test_a_trainer_that_failed_once_is_replaced_and_no_bit_is_lost(

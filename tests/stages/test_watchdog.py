@@ -21,7 +21,7 @@ from areal_tasks.engines.watchdog import THIS_PROCESS, Heartbeat, Watchdog
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
 from areal_tasks.store.under_way import Ledger
-from schemas.recipe.sections import Launcher
+from schemas.recipe.launcher import Launcher
 
 WATCHED = tiny(launcher=SETTINGS)
 

@@ -10,7 +10,7 @@ from areal_tasks.engines.access import Access
 from areal_tasks.engines.trainer.commands import Compared, Trained
 from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
 from areal_tasks.engines.watchdog import Watchdog
-from schemas.recipe.sections import Launcher
+from schemas.recipe.launcher import Launcher
 
 
 @pytest.mark.parametrize("value", [0.0, 0.25, math.inf, -math.inf, math.nan])

@@ -19,7 +19,7 @@ from areal_tasks.launchers.local import LocalHandle
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.store.shards import read_table
 from schemas.errors import UserError
-from schemas.recipe.sections import Launcher
+from schemas.recipe.launcher import Launcher
 
 LENGTHS = [9, 4, 13, 6, 11, 3, 8]
 
