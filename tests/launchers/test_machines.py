@@ -121,10 +121,10 @@ def test_nothing_leads_outside(bed: Machines) -> None:
 
 
 def test_a_program_has_its_own_signals_and_exit_code(bed: Machines) -> None:
-    script = "trap 'echo interrupted; exit 7' INT; echo ready; while :; do sleep 0.1; done"
+    script = "trap 'echo interrupted; exit 7' USR1; echo ready; while :; do sleep 0.1; done"
     with bed["head"].popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True) as process:
         first_line(process)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGUSR1)
         assert process.stdout.read() == "interrupted\n"
     assert process.returncode == 7
 

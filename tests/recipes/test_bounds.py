@@ -97,6 +97,7 @@ NOT_HERE = (
     "in an evaluate recipe",
     "only SGLang uses it",
     "without launcher.type ray",
+    "cannot be split evenly",
 )
 
 
