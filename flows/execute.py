@@ -33,6 +33,7 @@ from flows.home import add_import_folder, logs_folder
 from flows.observe import Observer
 from flows.patience import Patience, patiently
 from flows.pauses import Pauses
+from flows.service_logs import ServiceLogs
 from flows.startup import Startup, flow_begins, mark
 from flows.tasks import StageTasks
 from flows.waits import Waits
@@ -138,6 +139,7 @@ def _start(
     with (
         Observer(run, recipe) as observe,
         Waits(run, services.watchdog, observe.artifacts),
+        ServiceLogs(run, logs_folder(), log),
         Pauses(log, services.watchdog) as pauses,
         services as engines,
         logged(run, flow_run_id),

@@ -23,6 +23,7 @@ from areal_tasks.store.backend import Missing, Store, Unavailable
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.paths import service as service_path
+from areal_tasks.store.service_logs import KEPT_BYTES
 from schemas.errors import UserError
 from schemas.manifest import ServiceRecord, WeightsRef
 from schemas.recipe.launcher import Launcher as LauncherSettings
@@ -277,7 +278,14 @@ class Supervisor:
     def _tail(self, service: Service) -> str:
         """The log's last lines, followed by advice if the log shows the kind of failure."""
         path = service.job.log
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        lines = _end(path).splitlines() if path.exists() else []
         shown = [f"Last lines of {path}:", *(f"  {line}" for line in lines[-LOG_LINES:] or ["(nothing was written)"])]
         remedy = advice(service.spec.name, "\n".join(lines[-SEARCHED_LINES:]))
         return "\n".join([*shown, remedy] if remedy else shown)
+
+
+def _end(path: Path) -> str:
+    """The part of a log that `rotate` leaves on this machine."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - KEPT_BYTES))
+        return file.read().decode(errors="replace")

@@ -57,6 +57,16 @@ def node(run: str, owner: int, name: str, restart: int) -> str:
     return f"{run}/nodes/owner={owner}/{name}-{restart}.json"
 
 
+def logs(run: str) -> str:
+    """The folder of what the run's services have logged."""
+    return f"{run}/logs"
+
+
+def log_part(run: str, owner: int, name: str, restart: int, n: int) -> str:
+    """The n-th part, from 0, of the log of a service's start."""
+    return f"{logs(run)}/owner={owner}/{name}-{restart}/{n}.log"
+
+
 def waits(run: str, owner: int, n: int) -> str:
     """The n-th record, from 1, of what a start of the flow waited for."""
     return f"{run}/waits/owner={owner}/{n}.json"

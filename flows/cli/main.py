@@ -32,6 +32,7 @@ COMMANDS: Final = {
     "report": "report:report",
     "audit": "audit:audit",
     "log": "log:log",
+    "logs": "logs:logs",
     "gc": "gc:gc",
     "weights": "weights:weights",
     "doctor": "doctor:doctor",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import ssl
@@ -19,9 +20,10 @@ from waiting import LIMIT, alive, wait_until
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.tls import Identity, introducing
 from areal_tasks.launchers.node import messages
-from areal_tasks.launchers.node.agent import address_in
+from areal_tasks.launchers.node.agent import Agent, address_in
 from areal_tasks.launchers.remote import LOST, RemoteHandle
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
+from areal_tasks.store import service_logs
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.paths import node as node_path
@@ -179,3 +181,17 @@ def test_a_store_on_this_machine_is_refused(tmp_path: Path) -> None:
     store = open_store((tmp_path / "store").as_uri())
     with pytest.raises(UserError, match="is a folder of this machine"):
         Supervisor(store, Launcher(type="processes:Processes", network=NETWORK), tmp_path)
+
+
+def test_an_agent_frees_what_the_flow_has_read_of_a_long_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_logs, "ROTATE_BYTES", 4 << 20)
+    spec = ServiceSpec(name="ready", restart=0, store_url="", run="r", owner=1, recipe={})
+    job = messages.NodeJob(module=MODULE, spec=spec, threads=1, authority="", network=NETWORK, lease_seconds=LIMIT)
+    agent, log, read, at = Agent(job, Identity("agent"), "", tmp_path), tmp_path / "service.log", "", 0
+    for n in range(600):
+        with log.open("a") as file:
+            file.write(f"{n} {'x' * 20_000}\n")
+        state = asyncio.run(agent.look(messages.Look(seconds=0.0, log_from=at)))
+        read, at = read + state.log, state.log_from
+        assert log.stat().st_blocks * 512 <= 5 << 20
+    assert read == "".join(f"{n} {'x' * 20_000}\n" for n in range(600)) and at == log.stat().st_size

@@ -38,6 +38,7 @@ from areal_tasks.launchers.node.messages import JOB, Look, NodeJob, Start, State
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.store.backend import Exists, open_store
 from areal_tasks.store.paths import node as node_path
+from areal_tasks.store.service_logs import rotate
 from schemas.errors import UserError
 from schemas.manifest import NodeRecord
 
@@ -81,8 +82,9 @@ class Agent:
                 )
 
     async def look(self, order: Look) -> State:
-        """Renew the lease; wait for the service's end."""
+        """Renew the lease; wait for the service's end. The flow has the log before the position that it asks from."""
         self._renewed = time.monotonic()
+        rotate(self._log, order.log_from)
         until = self._renewed + order.seconds
         while self._exit_code() is None and time.monotonic() < until and self._log.stat().st_size <= order.log_from:
             await asyncio.sleep(POLL_SECONDS)

@@ -21,6 +21,7 @@ from areal_tasks.store.parallel import parallel
 from areal_tasks.store.reachable import INITIAL, Reached, files_of, named_weights, reachable
 from areal_tasks.store.retention.compacted import short_digest
 from areal_tasks.store.runs import load_run
+from areal_tasks.store.service_logs import stored_parts
 from schemas.compaction import Compaction
 from schemas.manifest import (
     InputRef,
@@ -239,7 +240,7 @@ def _removed(tombstone: Tombstone) -> Removed:
 
 
 def _records(found: Findings, name: str) -> None:
-    """Check owners, services, waits, tags, references and signatures, which only their seals protect."""
+    """Check owners, services, waits, tags, references and signatures, which only their seals protect, and logs."""
     found.sequence(f"{name}/owners", lambda n: paths.owner(name, n), OwnerRecord, 1)
     folders: list[tuple[str, type[StoredRecord]]] = [
         (f"{name}/references", Reference),
@@ -251,6 +252,15 @@ def _records(found: Findings, name: str) -> None:
     ]
     for folder, model in folders:
         found.folder(folder, model)
+    _logs(found, name)
+
+
+def _logs(found: Findings, name: str) -> None:
+    """Check that no part of a service's log is missing; nothing says what its bytes were."""
+    for log, parts in stored_parts(found.store.list(paths.logs(name))).items():
+        found.seen.update(parts.values())
+        for n in set(range(max(parts))) - parts.keys():
+            found.report(log.part(name, n), "missing", "reading the log of this service from there on")
 
 
 def _compactions(found: Findings, work: Work, name: str) -> None:

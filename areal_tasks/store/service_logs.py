@@ -1,0 +1,202 @@
+"""Logs of services in the store, so that they are read from any machine and outlive the machines that wrote them.
+
+A service appends to a file on the flow's machine. The flow copies what is new there into numbered parts, each created
+once. A position in the file is a position in the concatenated parts, also after the file's head has been freed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import socket
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Final
+
+from areal_tasks.store import paths
+from areal_tasks.store.backend import Exists, Missing, Store
+from areal_tasks.store.commit import read_record
+from areal_tasks.store.objects.inventory import entries
+from schemas.manifest import OwnerRecord
+
+PART_BYTES: Final = 4 << 20
+#: A local log that takes more of the disk loses what has been copied, except for its end.
+ROTATE_BYTES: Final = 64 << 20
+KEPT_BYTES: Final = 1 << 20
+_PUNCH_HOLE: Final = 0x3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_FILE: Final = re.compile(r"(.+)-(\d+)-(\d+)\.log")
+_PART: Final = re.compile(r".*/logs/owner=(\d+)/(.+)-(\d+)/(\d+)\.log")
+
+
+@dataclass(frozen=True, order=True)
+class LogName:
+    """One start of a service, within one start of the flow (`owner`). The newest one is the largest."""
+
+    service: str
+    owner: int
+    restart: int
+
+    @property
+    def file(self) -> str:
+        """The name of its log on the flow's machine."""
+        return f"{self.service}-{self.owner}-{self.restart}.log"
+
+    def part(self, run: str, n: int) -> str:
+        return paths.log_part(run, self.owner, self.service, self.restart, n)
+
+
+def local_logs(folder: Path) -> dict[LogName, Path]:
+    """The services' logs in a folder of this machine."""
+    matched = [(_FILE.fullmatch(file.name), file) for file in sorted(folder.glob("*.log"))]
+    return {LogName(m[1], int(m[2]), int(m[3])): file for m, file in matched if m}
+
+
+class LogCopy:
+    """Copies what is new in one log into the store. `stored`: bytes that are there."""
+
+    def __init__(self, store: Store, run: str, name: LogName, file: Path) -> None:
+        self.stored = 0
+        self._store, self._run, self._name, self._file = store, run, name, file
+        self._parts = 0
+        self._unanswered = b""  # a part that may be in the store: nothing else may be put under its number
+
+    def __call__(self) -> None:
+        """Copy all that is new, and free what the local file need not keep. Raises StoreError or OSError."""
+        while part := self._unanswered or self._new():
+            self._unanswered = part
+            with suppress(Exists):  # it was stored, and the answer was lost
+                self._store.create(self._name.part(self._run, self._parts), part)
+            self._unanswered = b""
+            self._parts += 1
+            self.stored += len(part)
+        rotate(self._file, self.stored)
+
+    def _new(self) -> bytes:
+        with self._file.open("rb") as file:
+            file.seek(self.stored)
+            return file.read(PART_BYTES)
+
+
+def rotate(file: Path, copied: int) -> None:
+    """Free the disk space of the head of a log of which `copied` bytes are elsewhere, if it takes too much.
+
+    The head becomes a hole: no position changes, and nothing that the service writes meanwhile is lost. On a file
+    system without holes the log stays whole.
+    """
+    stop = (copied - KEPT_BYTES) // KEPT_BYTES * KEPT_BYTES
+    if stop > 0 and sys.platform == "linux" and file.stat().st_blocks * 512 > ROTATE_BYTES:
+        with file.open("r+b") as opened:
+            c_library = ctypes.CDLL(None)
+            c_library.fallocate(opened.fileno(), _PUNCH_HOLE, ctypes.c_int64(0), ctypes.c_int64(stop))
+
+
+# ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive bytes of a log, from position `start` to before `stop`."""
+
+    start: int
+    stop: int
+    read: Callable[[], bytes]
+
+
+@dataclass(frozen=True)
+class ServiceLog:
+    """The log of one start of a service. `file`: on this machine, if this is the flow's."""
+
+    name: LogName
+    pieces: tuple[Piece, ...]
+    file: Path | None = None
+
+    @property
+    def size(self) -> int:
+        return self.pieces[-1].stop if self.pieces else 0
+
+    def read_from(self, position: int) -> Iterator[bytes]:
+        """What was written from `position` on."""
+        for piece in self.pieces:
+            if piece.stop > position:
+                yield piece.read()[max(0, position - piece.start) :]
+
+    def tail(self, lines: int) -> int:
+        """The position at which the last `lines` lines begin."""
+        missing = lines  # line ends, counted from the end of the log
+        for piece in reversed(self.pieces):
+            data = piece.read()
+            missing += piece.stop == self.size and data.endswith(b"\n")
+            if data.count(b"\n") >= missing:
+                return piece.start + len(data.rsplit(b"\n", missing)[0]) + 1
+            missing -= data.count(b"\n")
+        return 0
+
+
+def service_logs(store: Store, run: str, folder: Path) -> list[ServiceLog]:
+    """The logs of a run's services, by service, the oldest first.
+
+    The store has all but their last minute; the rest is read from `folder` where this machine is the flow's.
+    """
+    stored, here = _stored(store, run), _here(store, run, folder)
+    found = (_joined(name, stored.get(name, ()), here.get(name)) for name in stored.keys() | here.keys())
+    return sorted(found, key=lambda log: log.name)
+
+
+def stored_parts(parts: Iterable[str]) -> dict[LogName, dict[int, str]]:
+    """Paths of parts by log and number; other paths are left out."""
+    found: dict[LogName, dict[int, str]] = {}
+    for path in parts:
+        if match := _PART.fullmatch(path):
+            name = LogName(match[2], int(match[1]), int(match[3]))
+            found.setdefault(name, {})[int(match[4])] = path
+    return found
+
+
+def _stored(store: Store, run: str) -> dict[LogName, Sequence[Piece]]:
+    listed = {entry.path: entry.bytes for entry in entries(store, paths.logs(run))}
+    found: dict[LogName, Sequence[Piece]] = {}
+    for name, parts in stored_parts(listed).items():
+        pieces, start = [], 0
+        for n in takewhile(parts.__contains__, count()):
+            stop = start + listed[parts[n]]
+            pieces.append(Piece(start, stop, partial(store.read, parts[n])))
+            start = stop
+        found[name] = pieces
+    return found
+
+
+def _here(store: Store, run: str, folder: Path) -> dict[LogName, Path]:
+    """The logs of the run's services that lie on this machine."""
+    found = local_logs(folder / run)
+    mine = {owner for owner in {name.owner for name in found} if _host(store, run, owner) == socket.gethostname()}
+    return {name: file for name, file in found.items() if name.owner in mine}
+
+
+def _host(store: Store, run: str, owner: int) -> str:
+    with suppress(Missing):
+        return read_record(store, paths.owner(run, owner), OwnerRecord).host
+    return ""
+
+
+def _joined(name: LogName, stored: Sequence[Piece], file: Path | None) -> ServiceLog:
+    at = stored[-1].stop if stored else 0
+    size = file.stat().st_size if file else 0
+    if file is None or size < at:  # a shorter file is of another run of this name
+        return ServiceLog(name, tuple(stored))
+    starts = range(at, size, PART_BYTES)
+    pieces = [_local(file, start, min(size, start + PART_BYTES)) for start in starts]
+    return ServiceLog(name, (*stored, *pieces), file)
+
+
+def _local(file: Path, start: int, stop: int) -> Piece:
+    def read() -> bytes:
+        with file.open("rb") as opened:
+            opened.seek(start)
+            return opened.read(stop - start)
+
+    return Piece(start, stop, read)
