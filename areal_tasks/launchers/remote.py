@@ -101,7 +101,7 @@ class RemoteHandle:
         while True:
             answer = await self._insist("look", Look(seconds=LOOK_SECONDS, log_from=self._read))
             if answer is None:
-                self._note(f"{self._host} has not answered for {self._launcher.settings.lease_seconds:g} s")
+                self._note(f"the agent on {self._host} no longer answers; {self._task_says()}")
                 return LOST
             state = State.model_validate_json(answer)
             self._append(state.log)
@@ -133,6 +133,11 @@ class RemoteHandle:
         with suppress(Missing, Unavailable):
             return read_record(store, node_path(spec.run, spec.owner, spec.name, spec.restart), NodeRecord)
         return None
+
+    def _task_says(self) -> str:
+        code = self._submitted.exit_code()
+        limit = f"its lease of {self._launcher.settings.lease_seconds:g} s is over"
+        return limit if code is None else f"its task has ended with {code}"
 
     @property
     def _host(self) -> str:

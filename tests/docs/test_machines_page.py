@@ -14,7 +14,7 @@ from test_documentation import ROOT, blocks
 from waiting import wait_until
 
 from areal_tasks.launchers.cluster import Cluster, Resources, Task
-from schemas.recipe.sections import Launcher
+from schemas.recipe.launcher import Launcher
 
 #: Runs the command here, without the page's file of keys.
 SSH = '#!/bin/sh\nfor command; do :; done\nexec sh -c "${command#*; . /etc/arealflow.env; }"\n'

@@ -141,14 +141,20 @@ def test_a_service_ends_with_its_agent(begin: Begin, store: Store) -> None:
     wait_until(lambda: supervisor.services["ready"].handle.exit_code() == LOST)
 
 
-def test_a_service_ends_when_its_lease_is_not_renewed(begin: Begin, store: Store) -> None:
+def test_a_service_ends_when_its_lease_is_not_renewed(
+    begin: Begin, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "node").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "node"))
     supervisor = begin("ready", lease_seconds=5.0)
     [url] = supervisor.wait(["ready"])
     pid, agent = pid_at(supervisor, url), node(store, "ready").pid
     handle = supervisor.services["ready"].handle
     assert isinstance(handle, RemoteHandle)
+    assert list(tmp_path.glob("node/arealflow-node-ready-*/agent/key.pem"))
     handle._keeping.cancel()  # as when the flow is lost
     wait_until(lambda: not alive(pid) and not alive(agent))
+    assert not list(tmp_path.glob("node/*")), "keys and logs are removed"
 
 
 def test_a_service_whose_machine_is_silent_counts_as_ended(begin: Begin, store: Store) -> None:

@@ -57,8 +57,8 @@ class Agent:
         self.job = job
         self.address = address
         self.stopped = False  # the flow knows that the service has ended, or has had it ended
-        self._identity = identity
-        self._folder = folder
+        self.identity = identity
+        self.folder = folder
         self._log = folder / "service.log"
         self._log.touch()
         self._launcher = LocalLauncher()
@@ -75,8 +75,8 @@ class Agent:
         """Start the service, unless it has been started."""
         with self._lock:
             if self._handle is None:
-                self._identity.write(self._folder, order.certificate, self.job.authority)
-                spec = self.job.spec.model_copy(update={"address": self.address, "tls": str(self._folder)})
+                self.identity.write(self.folder, order.certificate, self.job.authority)
+                spec = self.job.spec.model_copy(update={"address": self.address, "tls": str(self.folder)})
                 self._handle = self._launcher.start(
                     Job(self.job.module, spec, order.token, self._log, self.job.threads)
                 )
@@ -157,10 +157,9 @@ def address_in(network: str) -> str:
     return found
 
 
-def serve(agent: Agent, record: NodeRecord, listener: socket.socket) -> uvicorn.Server:
+def serve(agent: Agent, certificate: str, listener: socket.socket) -> uvicorn.Server:
     """The agent's server, in a thread. It answers only those who show a certificate of the flow's authority."""
-    folder = Path(tempfile.mkdtemp(prefix="arealflow-agent-"))
-    agent._identity.write(folder, record.certificate, agent.job.authority)
+    agent.identity.write(folder := agent.folder / "agent", certificate, agent.job.authority)
     config = uvicorn.Config(
         agent.app(),
         log_config=None,
@@ -178,11 +177,16 @@ def serve(agent: Agent, record: NodeRecord, listener: socket.socket) -> uvicorn.
 
 def run(job: NodeJob) -> int:
     """Serve until the service has ended and the flow knows, or the flow is lost; returns an exit code."""
-    spec = job.spec
-    address, identity = address_in(job.network), None
+    with tempfile.TemporaryDirectory(prefix=f"arealflow-node-{job.spec.name}-", ignore_cleanup_errors=True) as folder:
+        (Path(folder) / "agent").mkdir()
+        return _run_in(Path(folder), job)
+
+
+def _run_in(folder: Path, job: NodeJob) -> int:
+    """As `run`; `folder`, which only this user can read, gets keys and the service's log."""
+    spec, address = job.spec, address_in(job.network)
     identity = Identity(f"{socket.gethostname()} {spec.name}", address)
-    agent = Agent(job, identity, address, Path(tempfile.mkdtemp(prefix=f"arealflow-node-{spec.name}-")))
-    listener = listen(address)
+    agent, listener = Agent(job, identity, address, folder), listen(address)
     record = NodeRecord(
         url=f"https://{address}:{listener.getsockname()[1]}",
         host=socket.gethostname(),
@@ -190,7 +194,7 @@ def run(job: NodeJob) -> int:
         certificate=identity.certificate,
         software=software(),
     )
-    server = serve(agent, record, listener)
+    server = serve(agent, identity.certificate, listener)
     try:
         open_store(spec.store_url).create(node_path(spec.run, spec.owner, spec.name, spec.restart), record.encode())
     except Exists:
