@@ -218,7 +218,7 @@ class Supervisor:
         with contextlib.suppress(Missing):
             service.url = read_record(self.store, path, ServiceRecord).url
             return
-        if service.handle.waiting():
+        if any(one.handle.waiting() for one in self._together(service)):  # it waits for those of its group
             service.started = time.monotonic()
         elif time.monotonic() > service.started + self.settings.startup_seconds:
             late = f"was not ready within launcher.startup_seconds = {self.settings.startup_seconds:g}."
@@ -227,16 +227,27 @@ class Supervisor:
             self._stop(service, late, grace_seconds=0.0)
 
     def _start_again(self, service: Service, weights: WeightsRef | None) -> None:
-        """Restart a service that has ended, once its pause is over."""
-        spec, now = service.spec, time.monotonic()
-        away = service.handle.exit_code() == STORE_AWAY
+        """Restart a service that has ended, once its pause is over, and those of its group are, too.
+
+        All of a group restart at once: they find each other by the number of their start, which stays the same.
+        """
         if service.due is None:
-            log.warning("service %s ended with %s; starting it again", spec.name, service.handle.exit_code())
-            service.handle.stop()
-            pause = LONGEST_PAUSE_SECONDS if away else 0.5 * 2**service.failures
-            service.due = now + min(LONGEST_PAUSE_SECONDS, pause)
-        if now < service.due:
-            return
+            self._pause(service)
+        together, now = self._together(service), time.monotonic()
+        if all(one.due is not None and one.due <= now for one in together):
+            for one in together:
+                self._restart(one, weights)
+
+    def _pause(self, service: Service) -> None:
+        """Note when to restart a service that has ended."""
+        code = service.handle.exit_code()
+        log.warning("service %s ended with %s; starting it again", service.spec.name, code)
+        service.handle.stop()
+        pause = LONGEST_PAUSE_SECONDS if code == STORE_AWAY else 0.5 * 2**service.failures
+        service.due = time.monotonic() + min(LONGEST_PAUSE_SECONDS, pause)
+
+    def _restart(self, service: Service, weights: WeightsRef | None) -> None:
+        spec, away = service.spec, service.handle.exit_code() == STORE_AWAY
         renewed = spec.model_copy(update={"restart": spec.restart + 1, "weights": weights or spec.weights})
         service.job = replace(service.job, spec=renewed, log=self._log(renewed))
         service.failures += not (away or service.excused)
@@ -248,9 +259,18 @@ class Supervisor:
             log.warning("service %s could not be started: %s", spec.name, error)
             service.handle, service.reason = NotStarted(), f"it could not be started: {error}\n"
 
+    def _together(self, service: Service) -> list[Service]:
+        """The services of its group, or the service alone."""
+        return [one for one in self.services.values() if one is service or (one.group and one.group == service.group)]
+
     def _given_up(self, service: Service) -> bool:
-        ended = service.handle.exit_code() not in (None, STORE_AWAY)
-        return ended and not service.excused and service.failures >= self.settings.restarts
+        """Whether it, or one of its group, has failed too often."""
+        return any(
+            one.handle.exit_code() not in (None, STORE_AWAY)
+            and not one.excused
+            and one.failures >= self.settings.restarts
+            for one in self._together(service)
+        )
 
     def _last_failure(self, service: Service) -> UserError:
         """Why the service is given up; logged once, since other services may continue without it."""

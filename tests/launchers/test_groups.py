@@ -1,0 +1,121 @@
+"""Services of a group, as a trainer on several machines is: they end together, and find each other after a restart."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from areal_tasks.engines.service import STORE_AWAY, ServiceSpec, register
+from areal_tasks.launchers.protocol import Job
+from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
+from areal_tasks.store.backend import Unavailable, open_store
+from schemas.recipe.launcher import Launcher
+
+NAMES = ("trainer", "trainer-1")
+
+
+class Scripted:
+    """A launcher and its handles: services listen at once, wait for a machine, or end with the status in `ends`."""
+
+    authority = ""
+
+    def __init__(self) -> None:
+        self.ends: int | None = None
+        self.waits: set[str] = set()
+        self.silent: set[str] = set()
+
+    def start(self, job: Job) -> Scripted.Handle:
+        if self.ends is None and job.spec.name not in self.waits | self.silent:
+            register(job.spec, f"http://{job.spec.name}/{job.spec.restart}")
+        return Scripted.Handle(job.spec.name, self.ends, self)
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+    class Handle:
+        def __init__(self, name: str, code: int | None, launcher: Scripted) -> None:
+            self.name, self.code, self.launcher = name, code, launcher
+
+        def exit_code(self) -> int | None:
+            return self.code
+
+        def waiting(self) -> str:
+            return "no machine is free" if self.name in self.launcher.waits else ""
+
+        def stop(self, grace_seconds: float = 5.0) -> None:
+            self.code = -15 if self.code is None else self.code
+
+
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Supervisor, Scripted]]:
+    """A supervisor without services; each look at the clock is a second after the one before."""
+    monkeypatch.setattr("areal_tasks.launchers.supervisor.time", SimpleNamespace(monotonic=itertools.count().__next__))
+    store = open_store((tmp_path / "store").as_uri())
+    with Supervisor(store, Launcher(restarts=3), tmp_path / "logs") as supervisor:
+        supervisor.launcher = launcher = Scripted()
+        yield supervisor, launcher
+
+
+def start(supervisor: Supervisor) -> None:
+    for name in NAMES:
+        url = supervisor.store.url
+        spec = ServiceSpec(name=name, restart=0, store_url=url, run="r", owner=1, recipe={})
+        supervisor.start("m", spec, group="trainer")
+        supervisor.services[name].started = 0.0
+
+
+def restarts(supervisor: Supervisor) -> set[int]:
+    return {supervisor.services[name].spec.restart for name in NAMES}
+
+
+@pytest.mark.parametrize("first", NAMES)
+def test_a_group_restarts_together_while_the_store_comes_and_goes(
+    group: tuple[Supervisor, Scripted], first: str
+) -> None:
+    """Its members meet under the number of their start, so that number has to be the same."""
+    supervisor, launcher = group
+    start(supervisor)
+    assert len(supervisor.wait(NAMES)) == 2
+    launcher.ends = STORE_AWAY
+    supervisor.services[first].handle.code = STORE_AWAY  # type: ignore[attr-defined]
+    for _ in range(60):
+        quietly(supervisor)
+    launcher.ends = None
+    for _ in range(60):
+        quietly(supervisor)
+    assert len(supervisor.look(NAMES)) == 2
+    assert len(restarts(supervisor)) == 1, [supervisor.services[name].spec.restart for name in NAMES]
+
+
+def quietly(supervisor: Supervisor) -> None:
+    with suppress(Unavailable):
+        supervisor.look(NAMES)
+
+
+def test_a_member_that_runs_may_await_one_without_a_machine(group: tuple[Supervisor, Scripted]) -> None:
+    supervisor, launcher = group
+    launcher.waits, launcher.silent = {"trainer"}, {"trainer-1"}
+    start(supervisor)
+    for _ in range(1000):  # longer than launcher.startup_seconds
+        assert supervisor.look(NAMES) == []
+    launcher.waits = set()
+    with pytest.raises(ServiceFailed, match="was not ready within"):
+        for _ in range(1000):
+            supervisor.look(NAMES)
+
+
+def test_a_member_that_fails_too_often_ends_the_run(group: tuple[Supervisor, Scripted]) -> None:
+    supervisor, launcher = group
+    start(supervisor)
+    supervisor.wait(NAMES)
+    supervisor.services["trainer-1"].failures = 3
+    launcher.ends = 1
+    supervisor.services["trainer-1"].handle.stop()
+    with pytest.raises(ServiceFailed):
+        for _ in range(50):
+            supervisor.look(NAMES)
