@@ -36,6 +36,7 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
+DefMemPerCPU=1000
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 SlurmdTimeout={patience}
 SlurmctldTimeout=5
