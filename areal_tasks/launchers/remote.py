@@ -76,8 +76,8 @@ class RemoteHandle:
             self._code = await self._start() or await self._renew()
         except Exception as error:
             log.exception("the service %s is no longer kept", self._job.spec.name)
+            self._code = os.EX_SOFTWARE  # first: the disk of the log may be full
             self._note(f"{type(error).__name__}: {error}")
-            self._code = os.EX_SOFTWARE
 
     async def _start(self) -> int | None:
         """Start the service as soon as its agent is there; an exit code if it never will be."""

@@ -201,3 +201,11 @@ def test_an_agent_frees_what_the_flow_has_read_of_a_long_log(tmp_path: Path, mon
         read, at = read + state.log, state.log_from
         assert log.stat().st_blocks * 512 <= 5 << 20
     assert read == "".join(f"{n} {'x' * 20_000}\n" for n in range(600)) and at == log.stat().st_size
+
+
+def test_a_log_that_cannot_be_written_ends_the_service(begin: Begin, tmp_path: Path) -> None:
+    supervisor = begin("ready")
+    [log] = (tmp_path / "logs" / "r").glob("ready-*-0.log")
+    log.unlink()
+    log.mkdir()
+    wait_until(lambda: supervisor.services["ready"].handle.exit_code() == os.EX_SOFTWARE)
