@@ -146,7 +146,13 @@ class Jobs:
         self.cancel(self._jobs)
 
     def _sbatch(self, task: Task, what: str) -> str:
-        options = [*_limits(self._settings), *_options(task, self._settings)]  # the user's, which are last, win
+        # without a stated memory the cluster's default holds: `--mem=0` is the whole node's
+        memory = [f"--mem={task.resources.memory_mb}M"] if task.resources.memory_mb else []
+        options = [
+            *_limits(self._settings),
+            *memory,
+            *_options(task, self._settings),
+        ]  # the user's, which are last, win
         script = f"#!/bin/sh\n{_redirection(task)}{_script(task, self._settings)}"
         try:
             return _run(["sbatch", what, *options], os.environ | dict(task.environment), script)
@@ -212,7 +218,9 @@ class Steps:
         if task.resources.cpus > most:
             raise _refused(task, f"no node of this allocation has more than {most} CPUs", "Lower launcher.resources.")
         environment = {name: value for name, value in os.environ.items() if name not in EXCLUSIVE}
-        options = ["--exact", "--input=none", "--kill-on-bad-exit=0", *_options(task, self._settings)]
+        own = ["--exact", "--input=none", "--kill-on-bad-exit=0"]
+        shared = f"--mem={task.resources.memory_mb}M"  # of a step, 0 is the job's memory, which steps share
+        options = [*own, shared, *_options(task, self._settings)]
         task.output.parent.mkdir(parents=True, exist_ok=True)
         with task.output.open("ab") as output:
             process = subprocess.Popen(
@@ -239,7 +247,7 @@ def _options(task: Task, settings: Slurm) -> list[str]:
     needs = task.resources
     return [
         f"--job-name={task.name}",
-        *("--nodes=1", "--ntasks=1", f"--cpus-per-task={needs.cpus}", f"--mem={needs.memory_mb}M"),
+        *("--nodes=1", "--ntasks=1", f"--cpus-per-task={needs.cpus}"),
         f"--gres={f'gpu:{needs.gpus}' if needs.gpus else 'none'}",
         f"--export={','.join(task.environment) or 'NIL'}",
         f"--chdir={NODE_FOLDER}",
