@@ -206,7 +206,9 @@ def test_in_an_allocation_tasks_are_steps(cluster: Slurm, begin: Begin) -> None:
     for name in ("one", "two", "three"):
         flow.submit(name, "sleep", "98770", cpus=8)
     wait_until(lambda: len(running(cluster, "98770")) == 2, "a task on each node")
-    late = [name for name in ("one", "two", "three") if flow.waiting(name)]
+    names = ("one", "two", "three")
+    wait_until(lambda: sum(bool(flow.waiting(name)) for name in names) == 1, "the word of both that they have begun")
+    late = [name for name in names if flow.waiting(name)]
     assert flow.waiting(*late) == "Resources"
     (first, *_) = {"one", "two", "three"} - set(late)
     flow.ask(f"tasks[{first!r}].cancel()")
