@@ -8,7 +8,9 @@ from typing import Final, Literal
 
 from areal_tasks.engines.trainer.commands import Publish, Written
 from areal_tasks.engines.trainer_client import TrainerClient
+from areal_tasks.launchers.choice import on_this_machine
 from areal_tasks.launchers.gpus import Placement
+from areal_tasks.launchers.needs import server_needs, trainer_needs
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.objects.files import commit_weights
 from areal_tasks.store.paths import weights_attempt
@@ -22,14 +24,15 @@ Transport = Literal["store", "tensor", "nccl"]
 
 
 def choose_transport(recipe: Recipe, placement: Placement, external: bool) -> Transport:
-    """The transport that the recipe names, or for `auto` the fastest that the placement allows.
+    """The transport that the recipe names, or for `auto` the fastest that the placement allows without a network.
 
     Raises:
         UserError: the placement does not allow the one it names.
     """
     if not isinstance(recipe, RlhfRecipe) or recipe.inference.engine != "sglang":
         return "store"
-    possible = _possible(placement, external)
+    here = on_this_machine(recipe.launcher)
+    possible = _possible(placement, external) if here else _between_machines(recipe, external)
     asked = recipe.inference.transport
     if asked == "auto":
         return possible[0]
@@ -57,6 +60,12 @@ def _possible(placement: Placement, external: bool) -> list[Transport]:
         elif first not in used and len(set(used)) == len(used):
             found.append("nccl")
     return [*found, "store"]
+
+
+def _between_machines(recipe: RlhfRecipe, external: bool) -> list[Transport]:
+    """The transports that a cluster allows; NCCL only if the recipe names it, since it does not encrypt."""
+    apart = not external and trainer_needs(recipe).gpus > 0 and server_needs(recipe).gpus > 0
+    return ["store", "nccl"] if apart else ["store"]
 
 
 def name_of(ref: WeightsRef) -> str:

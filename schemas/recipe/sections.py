@@ -372,7 +372,7 @@ class Inference(Section):
     transport: Literal["auto", "store", "tensor", "nccl"] = operational(
         "auto",
         description="How new weights reach the servers: through the store, as tensors on a shared GPU, between GPUs "
-        "by NCCL; `auto`: the fastest that the placement allows.",
+        "by NCCL; `auto`: the fastest that the placement allows, between machines the store (NCCL does not encrypt).",
     )
     release_memory: bool = operational(
         False, description="SGLang: release the GPU's memory while the trainer works (both on the same GPU)."

@@ -101,10 +101,11 @@ def test_the_group_that_ends_its_worker_is_found_by_halves_and_rejected(workers:
         nonlocal found
         found = rollouts(scene, some_store(), eta=eta, group_attempts=3)
         taken: list[int] = []
-        for scene.version in range(8):
+        while found.book.settled.prefix <= guilty or len(taken) < 8 * BATCH:  # it may begin again after others
+            scene.version = len(taken) // BATCH
             taken += await found.groups(workers)
             found.consume(taken[-BATCH:])
-        assert len(set(taken)) == 8 * BATCH and guilty not in taken and found.book.settled.prefix > guilty
+        assert len(set(taken)) == len(taken) and guilty not in taken
         assert found.rejections.counts == {"failed": 1} and not found.book.failures
         await found.close()
 

@@ -51,6 +51,16 @@ def test_a_transport_that_the_placement_forbids_is_refused_with_the_reason() -> 
         choose_transport(recipe, SHARED, False)
 
 
+def test_between_machines_weights_are_broadcast_only_if_the_recipe_says_so() -> None:
+    """A broadcast is not encrypted. It needs GPUs at both ends."""
+    elsewhere = ["launcher.type=ray", "launcher.network=10.0.0.0/24"]
+    assert choose_transport(load_recipe("gsm8k", elsewhere), Placement(), False) == "store"
+    named = load_recipe("gsm8k", [*elsewhere, "inference.transport=nccl"])
+    assert choose_transport(named, Placement(), False) == "nccl"
+    with pytest.raises(UserError, match="nccl is not possible here"):
+        choose_transport(named, Placement(), external=True)
+
+
 def test_the_embedded_engine_reads_the_store() -> None:
     assert choose_transport(load_recipe("quickstart"), SHARED, False) == "store"
 

@@ -15,6 +15,7 @@ import pytest
 from trainer_builders import World
 from waiting import LIMIT, wait_until
 
+from areal_tasks.engines.ports import HOST
 from areal_tasks.engines.trainer import ranks, transport
 from areal_tasks.engines.trainer.app import make_app
 from areal_tasks.engines.trainer.commands import Load, Message, Receiver, Send
@@ -40,7 +41,7 @@ def ended(answered: Event, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tup
 
     monkeypatch.setattr(os, "killpg", end)
     monkeypatch.setattr(ranks, "time", SimpleNamespace(sleep=lambda _seconds: answered.wait(LIMIT)))
-    monkeypatch.setattr(transport.Sender.__init__, "__defaults__", ("nccl", LIMIT, LIMIT, 0.1))
+    monkeypatch.setattr(transport.Sender.__init__, "__defaults__", ("nccl", LIMIT, LIMIT, 0.1, HOST))
     met = SimpleNamespace(broadcast=lambda *_, **__: SimpleNamespace(wait=lambda: over.wait(LIMIT)), abort=lambda: None)
     monkeypatch.setattr(transport, "lead", lambda *_: met)
     yield found

@@ -1,4 +1,4 @@
-"""A server that takes broadcast weights as SGLang does, over gloo: `python receiver.py TOKEN`; prints its port.
+"""A server that takes broadcast weights as SGLang does, over gloo: `receiver.py TOKEN [ADDRESS]`; prints its port.
 
 Told to by `/fail`, it dies at the next weights, or answers 500 without taking them.
 
@@ -81,6 +81,6 @@ class Handler(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    server = HTTPServer(("127.0.0.1", 0), Handler)
+    server = HTTPServer((sys.argv[2] if len(sys.argv) > 2 else "127.0.0.1", 0), Handler)
     print(server.server_address[1], flush=True)
     server.serve_forever()

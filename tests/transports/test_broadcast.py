@@ -200,7 +200,7 @@ def test_nccl_is_given_no_communicator_to_split(bound_default: None, monkeypatch
             return c10d.ProcessGroupGloo(store, rank, size, timedelta(seconds=5))
 
     monkeypatch.setattr(c10d, "ProcessGroupNCCL", Nccl, raising=False)
-    group = lead("weights", 0, 1, "nccl", timedelta(seconds=5))
+    group = lead("weights", ("127.0.0.1", 0), 1, "nccl", timedelta(seconds=5))
     assert [(o.split_from, o.group_name, o._timeout) for o in asked] == [(None, "weights", timedelta(seconds=5))]
     assert group.size() == 1
 

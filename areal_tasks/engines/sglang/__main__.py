@@ -105,7 +105,7 @@ def serve(
     """
     for attempt in range(ATTEMPTS):
         log.info("starting SGLang: %s", " ".join(command))
-        used, child = memory_used(spec.gpus), start(command, spec.store_url)
+        used, child = memory_used(spec.gpus), start(command, spec)
         ready = wait_until_ready(child, url, access, weights.check_so_far)
         weights.check()
         if ready:
@@ -119,12 +119,12 @@ def serve(
     return child
 
 
-def start(command: Sequence[str], store_url: str) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], spec: ServiceSpec) -> subprocess.Popen[bytes]:
     """SGLang, which ends with this process."""
-    own = {GUARD: str(os.getpid()), "AREALFLOW_STORE": store_url}
+    own = {GUARD: str(os.getpid()), "AREALFLOW_STORE": spec.store_url}
     return subprocess.Popen(
         [sys.executable, "-m", "areal_tasks.engines.sglang.child", *command],
-        env=environment(os.environ, Path(tempfile.mkdtemp(prefix="meeting-"))) | own,
+        env=environment(os.environ, Path(tempfile.mkdtemp(prefix="meeting-")), spec.address) | own,
         stdin=subprocess.DEVNULL,
     )
 

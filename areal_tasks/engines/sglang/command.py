@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from areal_tasks.engines.lifeline import LIFELINE
-from areal_tasks.engines.ports import group_interface
+from areal_tasks.engines.ports import HOST, group_interface
 from areal_tasks.engines.service import KEEP_ALIVE_SECONDS, SPEC, ServiceSpec
 from areal_tasks.engines.tls import CERTIFICATE, KEY
 from schemas.recipe.sections import Inference, Model
@@ -89,15 +89,15 @@ def flags(values: Mapping[str, Any]) -> Iterator[str]:
             yield str(value)
 
 
-def environment(inherited: Mapping[str, str], private: Path) -> dict[str, str]:
+def environment(inherited: Mapping[str, str], private: Path, address: str = HOST) -> dict[str, str]:
     """The child's environment: `inherited`, without DROPPED, and with SET.
 
     Its processes meet through a file in the folder `private`: torch's TCPStore, SGLang's own choice, listens on every
-    interface. Their collectives stay on the loopback interface unless the environment names another.
+    interface. Their collectives stay on the interface of `address` unless the environment names another.
     """
     kept = {name: value for name, value in inherited.items() if name not in DROPPED}
     meeting = {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{private}/rendezvous"}
-    return group_interface() | kept | SET | meeting
+    return group_interface(address) | kept | SET | meeting
 
 
 def server_index(name: str) -> int:

@@ -100,6 +100,7 @@ def join(spec: ServiceSpec, settings: Trainer) -> Group:
     Raises:
         UserError: there are fewer GPUs than ranks.
     """
+    use_interface(spec.address)
     place = find_place(settings, os.environ, spec.node)
     if place.world == 1:
         return Group()
@@ -109,7 +110,7 @@ def join(spec: ServiceSpec, settings: Trainer) -> Group:
     if not place.spawned:
         os.environ.update(environment(place, store.host, store.port))
         _start_others(place, store, cpu_threads(settings), group)
-    meet(place.rank, place.world, dist.PrefixStore("collectives", store), device, spec.address)
+    meet(place.rank, place.world, dist.PrefixStore("collectives", store), device)
     return group
 
 
@@ -205,9 +206,9 @@ def rank_device(local_rank: int, world: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def meet(rank: int, world: int, store: dist.Store, device: torch.device, address: str = HOST) -> None:
-    """Make this process rank `rank` of `world`, on the interface of `address`; returns when all have joined."""
-    use_interface(address)
+def meet(rank: int, world: int, store: dist.Store, device: torch.device) -> None:
+    """Make this process rank `rank` of `world`; returns when all have joined."""
+    use_interface()
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
@@ -264,8 +265,8 @@ def _gather_columns(mine: Tensor) -> Tensor:
     return torch.cat([part[:, : int(width)] for part, width in zip(padded, widths, strict=True)], 1)
 
 
-def lead(name: str, port: int, size: int, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Form the group `name` of `size` processes, as its rank 0, which serves the store where the others join.
+def lead(name: str, at: tuple[str, int], size: int, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Form the group `name` of `size` processes, as its rank 0, which serves the store where the others join, `at`.
 
     Weights are broadcast over it, from the trainer to every rank of its inference servers. Servers are other programs,
     which join as SGLang's `init_custom_process_group` does. torch has no public call that leads such a group:
@@ -276,8 +277,8 @@ def lead(name: str, port: int, size: int, backend: str, timeout: timedelta) -> d
     Over gloo this returns when all have joined; over NCCL they connect at the first broadcast.
     """
     device = DEVICES[backend]
-    use_interface()
-    store = serve_store(HOST, port, size, timeout)
+    use_interface(at[0])
+    store = serve_store(*at, size, timeout)
     inner = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))  # init_custom_process_group's and torch's
     made = _backend(backend, dist.PrefixStore(f"{device}/", inner), size, name, timeout)
     group = dist.ProcessGroup(inner, 0, size)

@@ -123,7 +123,7 @@ class Trainer:
         self.initial = spec.weights
         self.has_reference = False
         self.snapshot = Snapshot(DTYPES[self.settings.model.dtype])
-        self.sender = Sender(functools.partial(end_group, self.group))
+        self.sender = Sender(functools.partial(end_group, self.group), address=spec.address)
 
     def run(self, command: Command) -> Message:
         """Run the command, by the method of its name."""

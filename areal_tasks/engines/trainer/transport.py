@@ -55,7 +55,7 @@ class Sender:
     In a collective operation one failure fails all: the group is aborted, and servers that have not answered
     `grace_seconds` later count as failed too. NCCL waits for a member that failed before the group was connected, and
     cannot be interrupted: if the trainer's part has not ended `stuck_seconds` after a server failed, `stuck` is called
-    with the failure, and has to end this process.
+    with the failure, and has to end this process. The group meets at `address`, one of this machine's.
     """
 
     def __init__(
@@ -65,12 +65,14 @@ class Sender:
         timeout_seconds: float = TIMEOUT_SECONDS,
         grace_seconds: float = GRACE_SECONDS,
         stuck_seconds: float = STUCK_SECONDS,
+        address: str = HOST,
     ) -> None:
         self.stuck = stuck
         self.backend = backend
         self.timeout = timedelta(seconds=timeout_seconds)
         self.grace_seconds = grace_seconds
         self.stuck_seconds = stuck_seconds
+        self.address = address
         self.group: dist.ProcessGroup | None = None
         self.name = ""
         self.members: tuple[Receiver, ...] = ()
@@ -112,16 +114,16 @@ class Sender:
     def _meet(self, command: Send) -> Gone:
         """Make the process group of this process (rank 0) and every rank of every receiver."""
         self._leave(command)
-        port = probe_port()
+        port = probe_port(address=self.address)
         self.name = f"areal-weights-{token_hex(6)}"
         self.members = command.receivers
         sizes = [r.ranks for r in command.receivers]
-        common = {"master_address": HOST, "master_port": port, "world_size": 1 + sum(sizes)}
+        common = {"master_address": self.address, "master_port": port, "world_size": 1 + sum(sizes)}
         common |= {"group_name": self.name, "backend": self.backend}
         bodies = [{**common, "rank_offset": 1 + sum(sizes[:i])} for i in range(len(sizes))]
 
         def open_group() -> None:
-            self.group = lead(self.name, port, 1 + sum(sizes), self.backend, self.timeout)
+            self.group = lead(self.name, (self.address, port), 1 + sum(sizes), self.backend, self.timeout)
 
         return self.together(command, "/init_weights_update_group", bodies, open_group)
 
