@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
 import threading
+import unittest.mock
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any, Final
 import psutil
 import pytest
 from machines.bed import NETWORK, ROOT, Machine, Machines
+from machines.clusters import start_ray
 from waiting import LIMIT, wait_until
 
 from areal_tasks.launchers import ray
@@ -28,12 +31,6 @@ FOREVER: Final = "import os, socket, time; print(socket.gethostname(), os.getpid
 SECRET: Final = "b5f0-a-secret-of-the-flow-93c1"
 SHOWN: Final = "77ac-no-secret-of-the-task-1d0e"
 NUMBERS: Final = count()
-#: How the head finds lost nodes, in less than the minute that is Ray's default (docs/guides/ray.md).
-HEALTH: Final = {
-    "RAY_health_check_period_ms": "2000",
-    "RAY_health_check_timeout_ms": "5000",
-    "RAY_health_check_failure_threshold": "4",
-}
 installed = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install ray")
 
 
@@ -97,11 +94,6 @@ class Bed:
 
     def gone(self, host: str, process: int) -> bool:
         return not self.machines[host].path(f"/proc/{process}").exists()
-
-
-def start_ray(machine: Machine, *options: str, **environment: str) -> None:
-    own = [f"--node-ip-address={machine.address}", "--object-store-memory=80000000", "--disable-usage-stats"]
-    machine.run([sys.executable, "-m", "ray.scripts.scripts", "start", *options, *own], HEALTH | environment)
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +290,7 @@ def task(folder: Path) -> Task:
 
 def test_another_version_of_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver(tmp_path, monkeypatch, {"event": "failed", "why": "Version mismatch: Ray: 2.59.0"})
-    with pytest.raises(ray.ClusterAway, match=r"(?s)Ray: 2\.59\.0.*need the same version of Ray and of Python"):
+    with pytest.raises(UserError, match=r"(?s)Ray: 2\.59\.0.*need the same version of Ray and of Python"):
         ray.RayCluster(Launcher(type="ray")).submit(task(tmp_path))
 
 
@@ -307,6 +299,30 @@ def test_a_machine_that_is_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ray, "CONNECT_SECONDS", 0.5)
     with pytest.raises(ray.ClusterAway, match="This machine must be a node of the cluster"):
         ray.RayCluster(Launcher(type="ray")).submit(task(tmp_path))
+
+
+def test_tasks_are_lost_with_a_driver_that_cannot_be_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accepted = {"event": "accepted", "name": "a", "why": "it waits"}
+    driver(tmp_path, monkeypatch, {"event": "connected"}, accepted, {"no": "event"})
+    cluster = ray.RayCluster(Launcher(type="ray"))
+    submitted = cluster.submit(task(tmp_path))
+    wait_until(lambda: submitted.exit_code() == LOST, "its loss")
+    cluster.close()
+
+
+@installed
+def test_a_character_of_which_a_part_is_printed_is_shown_once_it_is_whole() -> None:
+    from areal_tasks.launchers.ray_driver import Runner
+
+    code = "import os, sys; os.write(1, b'caf\\xc3'); sys.stdin.readline(); os.write(1, b'\\xa9\\xff')"
+    reading, writing = os.pipe()
+    with unittest.mock.patch("subprocess.DEVNULL", reading):
+        runner = Runner([sys.executable, "-c", code], {})
+    wait_until(lambda: os.fstat(runner.printed.fileno()).st_size == 4, "the first part")
+    assert runner.look(0.0) == ("caf", None)
+    os.write(writing, b"\n")
+    runner.child.wait(LIMIT)
+    assert runner.look(0.0) == ("é\ufffd", 0)
 
 
 def test_a_driver_that_is_silent_counts_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,8 @@ class Slurm:
         """What a command prints on the first machine."""
         return self.head.run(command, self.environment, **options).stdout.strip()
 
-    def begin(self, machine: Machine, daemon: str) -> None:
-        """Start a daemon of Slurm, with munge's before it."""
+    def admit(self, machine: Machine) -> None:
+        """Let Slurm's commands work on a machine: its configuration, and munge's daemon."""
         machine.run(["mkdir", "-p", f"{FOLDER}/state", f"{FOLDER}/spool"])
         machine.path(f"{FOLDER}/slurm.conf").write_text(self.configuration)
         key = machine.path("/run/munge.key")
@@ -79,6 +79,10 @@ class Slurm:
                     "--socket=/run/munge.socket",
                 ]
             )
+
+    def begin(self, machine: Machine, daemon: str) -> None:
+        """Start a daemon of Slurm."""
+        self.admit(machine)
         self.daemons.append(
             machine.popen([daemon, "-D"], self.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         )

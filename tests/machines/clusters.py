@@ -1,0 +1,159 @@
+"""Cluster systems on which whole runs are tested: the tests' own starter, Slurm and Ray.
+
+`arealflow` runs on `head`, services run on the nodes, and the controller of Slurm or Ray is on `control`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from typing import Final
+
+import pytest
+from waiting import wait_until
+
+from machines.bed import NETWORK, ROOT, Machine, Machines, Process, first_line
+from machines.slurm import start_slurm
+from machines.starter import NODES as NAMES_OF_NODES
+
+STARTER: Final = str(ROOT / "tests" / "machines" / "starter.py")
+HEAD: Final = "head"
+CONTROL: Final = "control"
+NODES: Final = ("node1", "node2", "node3")
+#: Two services on each of three nodes; without one of them, six services find room on the others.
+CPUS: Final = 3
+KEYS: Final = "/root/keys"  # on a disk that survives
+#: How the head finds lost nodes, in less than the minute that is Ray's default (docs/guides/ray.md).
+HEALTH: Final = {
+    "RAY_health_check_period_ms": "2000",
+    "RAY_health_check_timeout_ms": "5000",
+    "RAY_health_check_failure_threshold": "4",
+}
+
+
+class Cluster:
+    """Nodes that start tasks, a store, and a head on which `arealflow` runs."""
+
+    names: tuple[str, ...] = (CONTROL, HEAD, *NODES)
+    place: tuple[str, ...]  # of the recipe
+
+    def __init__(self, bed: Machines) -> None:
+        self.bed = bed
+        self.environment: dict[str, str] = {}
+
+    @property
+    def nodes(self) -> list[Machine]:
+        return [self.bed[name] for name in NODES if self.bed[name].pid]
+
+    def admit_head(self) -> None:
+        """Make the head a machine of the cluster."""
+
+    def start(self, *arguments: str) -> Process:
+        command = [sys.executable, "-c", "from flows.cli.main import main; main()", *arguments]
+        own = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "AREALFLOW_HOME": "/tmp/home", "OMP_NUM_THREADS": "1"}
+        return self.bed[HEAD].popen(
+            command,
+            self.bed.s3 | own | self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def arealflow(self, *arguments: str) -> str:
+        process = self.start(*arguments)
+        output, _ = process.communicate()
+        assert process.returncode == 0, output
+        return str(output)
+
+    def run(self, recipe: str, *more: str) -> tuple[str, ...]:
+        """Arguments that run a recipe on the nodes."""
+        return ("run", recipe, f"launcher.network={NETWORK}.0/24", *self.place, *more)
+
+
+class OnStarters(Cluster):
+    """The tests' own cluster system, which has no controller."""
+
+    names = (HEAD, *NODES)
+    place = ("launcher.type=machines.starter:Starters",)
+
+    def __init__(self, bed: Machines) -> None:
+        super().__init__(bed)
+        self.environment = {NAMES_OF_NODES: ",".join(node.address for node in self.nodes)}
+        for node in self.nodes:
+            path = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            first_line(
+                node.popen([sys.executable, STARTER, node.address], bed.s3 | path, stdout=subprocess.PIPE, text=True)
+            )
+
+
+class OnSlurm(Cluster):
+    """The head is a login node. Slurm passes no keys on: they are on each node, as a user would keep them."""
+
+    place = ("launcher.type=slurm", f"launcher.slurm.setup=set -a; . {KEYS}")
+
+    def __init__(self, bed: Machines) -> None:
+        super().__init__(bed)
+        self.slurm = start_slurm(bed, NODES, cpus=CPUS)
+        self.environment = self.slurm.environment
+        self.admit_head()
+        for node in self.nodes:
+            node.path(KEYS).write_text("".join(f"{name}={value}\n" for name, value in bed.s3.items()))
+
+    def admit_head(self) -> None:
+        self.slurm.admit(self.bed[HEAD])
+
+    def restart_controller(self, seconds: float) -> None:
+        controller = self.slurm.daemons[0]
+        controller.terminate()
+        controller.wait()
+        pause(seconds)
+        self.slurm.begin(self.slurm.head, "slurmctld")
+        wait_until(self.slurm.answers, "the controller")
+
+    def jobs(self, service: str) -> list[str]:
+        """The numbers of the service's jobs that run."""
+        listed = self.slurm.run("squeue", "--noheader", "--states=RUNNING", "--Format=JobID:|,Name:200").splitlines()
+        return [line.partition("|")[0] for line in listed if f"-{service}-" in line]
+
+
+class OnRay(Cluster):
+    """The head is a node of the cluster that runs no task, for a flow's machine must be one."""
+
+    place = ("launcher.type=ray",)
+
+    def __init__(self, bed: Machines) -> None:
+        if importlib.util.find_spec("ray") is None:
+            pytest.skip("Ray is not installed: pip install ray")
+        super().__init__(bed)
+        self.address = f"{bed[CONTROL].address}:6379"
+        self.environment = {"RAY_ADDRESS": self.address}
+        self.begin()
+
+    def begin(self) -> None:
+        """Ray's head, and all machines that are on as its nodes."""
+        start_ray(self.bed[CONTROL], "--head", "--num-cpus=0", "--include-dashboard=false")
+        self.admit_head()
+        for node in self.nodes:
+            start_ray(node, f"--address={self.address}", f"--num-cpus={CPUS}", **self.bed.s3)
+
+    def admit_head(self) -> None:
+        start_ray(self.bed[HEAD], f"--address={self.address}", "--num-cpus=0")
+
+    def restart_controller(self, seconds: float) -> None:
+        """Ray's head vanishes and comes back empty; `ray start` is called again on each node."""
+        self.bed[CONTROL].kill()
+        pause(seconds)
+        self.bed[CONTROL].start()
+        for machine in (self.bed[HEAD], *self.nodes):
+            machine.run([sys.executable, "-m", "ray.scripts.scripts", "stop"], check=False)
+        self.begin()
+
+
+def pause(seconds: float) -> None:
+    subprocess.run(["sleep", str(seconds)], check=True)
+
+
+def start_ray(machine: Machine, *options: str, **environment: str) -> None:
+    own = [f"--node-ip-address={machine.address}", "--object-store-memory=80000000", "--disable-usage-stats"]
+    machine.run([sys.executable, "-m", "ray.scripts.scripts", "start", *options, *own], HEALTH | environment)
