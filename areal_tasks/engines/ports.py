@@ -24,7 +24,7 @@ def group_interface(address: str = HOST) -> dict[str, str]:
 
 def listen(address: str = HOST) -> socket.socket:
     """A listening socket on a free port of one interface, for a server that sends small answers."""
-    listener = socket.create_server((address, 0), family=_family(address), backlog=512)
+    listener = socket.create_server((address, 0), family=family(address), backlog=512)
     # asyncio sets this only on sockets that name their protocol; without it each answer waits 40 ms for an ACK
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
@@ -37,10 +37,16 @@ def probe_port(wanted: int = 0, address: str = HOST) -> int:
         OSError: the port is in use, or this process has no permission to listen on it.
         OverflowError: there is no such port.
     """
-    with socket.create_server((address, wanted), family=_family(address)) as probe:
+    with socket.create_server((address, wanted), family=family(address)) as probe:
         port: int = probe.getsockname()[1]
     return port
 
 
-def _family(address: str) -> socket.AddressFamily:
+def url_host(address: str) -> str:
+    """An address as URLs write it."""
+    return f"[{address}]" if ":" in address else address
+
+
+def family(address: str) -> socket.AddressFamily:
+    """The kind of sockets that listen at an address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET

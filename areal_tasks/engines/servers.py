@@ -39,7 +39,7 @@ from areal_tasks.store.runs import Run
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 from schemas.recipe.derived import interruption
-from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
+from schemas.recipe.recipe import Recipe, SftRecipe
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -223,8 +223,6 @@ class Servers:
             self._ready = running
             current = [one.url for one in running if one.weights is not None and client.wants(name_of(one.weights))]
             self._loop.run(client.sync({one.url: one.restart for one in running}, current))
-        if not isinstance(self.recipe, EvaluateRecipe):
-            self.trainer.tend()
 
     def _weights_to_start_on(self, ended: frozenset[tuple[str, int]]) -> WeightsRef | None:
         """The current weights, which the trainer first writes if only it has them.

@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from areal_tasks.engines.ports import HOST, listen
+from areal_tasks.engines.ports import HOST, listen, url_host
 from areal_tasks.engines.tls import CERTIFICATE, KEY
 from areal_tasks.store.backend import Unavailable, open_store
 from areal_tasks.store.paths import service as service_path
@@ -32,7 +32,7 @@ from schemas.recipe.recipe import Recipe
 SPEC: Final = "AREAL_SERVICE_SPEC"
 TOKEN: Final = "AREAL_SERVICE_TOKEN"
 KEEP_ALIVE_SECONDS: Final = 120  # how long a service keeps an idle connection: longer than clients do
-STORE_AWAY: Final = 75  # EX_TEMPFAIL: exit status of a service that cannot start because the store is unreachable
+AWAY: Final = 75  # EX_TEMPFAIL: exit status of a service that cannot start because the store or cluster is away
 
 
 class ModelFolder(BaseModel):
@@ -79,12 +79,12 @@ def read_spec() -> ServiceSpec:
 
 @contextmanager
 def store_may_be_away() -> Iterator[None]:
-    """Ends the process with STORE_AWAY if the store cannot be reached: a later restart may succeed."""
+    """Ends the process with AWAY if the store cannot be reached: a later restart may succeed."""
     try:
         yield
     except Unavailable as error:
         print(error, file=sys.stderr, flush=True)
-        sys.exit(STORE_AWAY)
+        sys.exit(AWAY)
 
 
 class BearerAuth:
@@ -134,8 +134,7 @@ def serve(app: Starlette, spec: ServiceSpec) -> None:
 
 def url_at(spec: ServiceSpec, port: int) -> str:
     """The address of the service, if it listens on `port`."""
-    host = f"[{spec.address}]" if ":" in spec.address else spec.address
-    return f"{'https' if spec.tls else 'http'}://{host}:{port}"
+    return f"{'https' if spec.tls else 'http'}://{url_host(spec.address)}:{port}"
 
 
 def register(spec: ServiceSpec, url: str) -> None:

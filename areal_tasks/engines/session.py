@@ -101,6 +101,7 @@ class Engines:
                 spec = spec_of(self.run, self.recipe, name, node=node, gpus=self.servers.placement.trainer)
                 settings, needs = self.recipe.trainer, trainer_needs(self.recipe)
                 self.supervisor.start(MODULES[TRAINER], spec, settings.threads, needs, group=TRAINER)
+            self.actor.tend()
         for name in self.servers.workers.names:
             self.supervisor.start(WORKER, spec_of(self.run, self.recipe, name), 1, worker_needs(self.recipe))
         if (folder := own_folder(self.run, self.recipe)) is not None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+from areal_tasks.store.backend import Unavailable
+
 
 @dataclass(frozen=True)
 class Resources:
@@ -25,6 +27,12 @@ class Resources:
 ANY: Final = Resources()
 #: Exit code of what was on a machine that is lost.
 LOST: Final = os.EX_UNAVAILABLE
+#: Exit code of a task that the cluster has ended for reasons of its own, such as one of a higher priority.
+TAKEN_BACK: Final = 79
+
+
+class ClusterAway(Unavailable):
+    """The cluster system does not answer: it may recover by itself. The message names the cause and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class Submitted(Protocol):
     """A task that the cluster has accepted. No method waits for the network."""
 
     def waiting(self) -> str:
-        """Why it does not run yet, in the cluster system's words; empty once it runs."""
+        """Why it does not run, in the cluster system's words; empty once it runs, until the cluster takes it back."""
         ...
 
     def exit_code(self) -> int | None:
@@ -65,6 +73,7 @@ class Cluster(Protocol):
         """Have the cluster run a task.
 
         Raises:
+            ClusterAway: the cluster does not answer now.
             UserError: no machine of the cluster can ever run it, or the cluster refuses it; with the reason.
         """
         ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import select
 import socket
@@ -19,9 +20,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from areal_tasks.launchers.cluster import LOST, Task
+from areal_tasks.launchers.cluster import LOST, ClusterAway, Task
 from schemas.errors import UserError
 from schemas.recipe.launcher import Launcher, RaySettings
+
+log = logging.getLogger(__name__)
 
 ADDRESS: Final = "RAY_ADDRESS"
 DRIVER: Final = "areal_tasks.launchers.ray_driver"
@@ -40,10 +43,6 @@ JOIN: Final = (
     "This machine must be a node of the cluster (ray start --address=HOST:PORT, with --num-cpus=0 if nothing is to run "
     "here), reach all ports of the others, and have the cluster's token if it has one (RAY_AUTH_MODE, RAY_AUTH_TOKEN)."
 )
-
-
-class ClusterAway(UserError, ConnectionError):
-    """The Ray cluster cannot be reached. The message names the cause and the remedy."""
 
 
 class RayTask:
@@ -123,11 +122,19 @@ class RayDriver:
         self.process.wait()
 
     def _follow(self, events: int) -> None:
-        for line in lines(events, SILENT_SECONDS):
-            with self._changed:
-                self._take(json.loads(line))
-                self._changed.notify_all()
-        self.process.kill()  # it is silent, or has ended
+        """Until the process is silent or has ended, or an event cannot be taken: then its tasks are lost."""
+        try:
+            for line in lines(events, SILENT_SECONDS):
+                with self._changed:
+                    self._take(json.loads(line))
+                    self._changed.notify_all()
+        except Exception:
+            log.exception("Ray's tasks are no longer followed, and end")
+        finally:
+            self._lose()
+
+    def _lose(self) -> None:
+        self.process.kill()
         with self._changed:
             self.over = True
             for task in self.tasks.values():
@@ -155,7 +162,7 @@ class RayCluster:
         self._lock = threading.Lock()
 
     def submit(self, task: Task) -> RayTask:
-        """Raises UserError if no node is large enough, and ClusterAway; in not much more than a minute."""
+        """Raises UserError and ClusterAway as every cluster does; in not much more than a minute."""
         with self._lock:
             if self._driver is None or self._driver.over:
                 self._driver = connected(task.output.with_name("ray.log"))
@@ -166,22 +173,34 @@ class RayCluster:
             self._driver.close()
 
 
-def connected(log: Path) -> RayDriver:
-    """A driver that has joined the cluster. Raises ClusterAway if that fails."""
+def connected(printed: Path) -> RayDriver:
+    """A driver that has joined the cluster.
+
+    Raises:
+        UserError: flow and cluster have not the same version.
+        ClusterAway: it fails otherwise.
+    """
     address = cluster_address()
-    log.parent.mkdir(parents=True, exist_ok=True)
-    driver = RayDriver(start_driver(log))
+    printed.parent.mkdir(parents=True, exist_ok=True)
+    driver = RayDriver(start_driver(printed))
     driver.wait(lambda: driver.connected or driver.failure != "", CONNECT_SECONDS)
     if driver.connected:
         return driver
     driver.close()
     cause = driver.failure or f"no answer in {CONNECT_SECONDS:g} s"
-    remedy = VERSIONS if "Version mismatch" in cause else f"{JOIN} Ray's messages: {log}"
-    raise ClusterAway(f"{ADDRESS}={address}: this process cannot join the Ray cluster: {cause.strip()}\n{remedy}")
+    found = f"{ADDRESS}={address}: this process cannot join the Ray cluster: {cause.strip()}\n"
+    if "Version mismatch" in cause:
+        raise UserError(found + VERSIONS)
+    raise ClusterAway(f"{found}{JOIN} Ray's messages: {printed}")
 
 
 def cluster_address() -> str:
-    """The cluster's address, at which something listens. Raises UserError: none is named, or Ray is not installed."""
+    """The cluster's address, at which something listens.
+
+    Raises:
+        UserError: none is named, or Ray is not installed.
+        ClusterAway: nothing listens.
+    """
     if importlib.util.find_spec("ray") is None:
         raise UserError("launcher.type: ray needs Ray, which is not installed: pip install 'arealflow[ray]'")
     address = os.environ.get(ADDRESS, "")
@@ -199,18 +218,18 @@ def cluster_address() -> str:
     return address
 
 
-def start_driver(log: Path) -> subprocess.Popen[bytes]:
+def start_driver(printed: Path) -> subprocess.Popen[bytes]:
     """Start the driver process, in a session of its own so that Ctrl-C does not reach it."""
     own = {name: value for name, value in os.environ.items() if name in PASSED or name.startswith("RAY_")}
     paths = os.pathsep.join(path for path in sys.path if path)
-    with log.open("ab") as printed:
+    with printed.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", DRIVER],
             cwd="/",  # Ray adds the working directory to the import path of its workers
             env={**own, "PYTHONPATH": paths, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=printed,
+            stderr=output,
             start_new_session=True,
         )
 

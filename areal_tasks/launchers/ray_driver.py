@@ -7,6 +7,7 @@ its process. Ray ends what a driver has started when the driver ends, and this o
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
@@ -73,8 +74,10 @@ class Runner:
             self.child.wait(seconds)
         code = self.child.poll()
         printed = os.pread(self.printed.fileno(), MOST_BYTES, self.delivered)
-        self.delivered += len(printed)
-        return printed.decode(errors="replace"), code if len(printed) < MOST_BYTES else None
+        ended = code is not None and len(printed) < MOST_BYTES
+        text, length = codecs.utf_8_decode(printed, "replace", ended)  # else a character that is cut off comes later
+        self.delivered += length
+        return text, code if ended else None
 
     def _end_unwatched(self) -> None:
         while time.monotonic() < self.looked + LEASE_SECONDS:

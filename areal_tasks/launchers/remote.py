@@ -24,7 +24,7 @@ from pydantic import BaseModel
 
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.tls import Identity, Trust, introducing
-from areal_tasks.launchers.cluster import LOST, Cluster, Submitted, Task
+from areal_tasks.launchers.cluster import LOST, TAKEN_BACK, Cluster, Submitted, Task
 from areal_tasks.launchers.node.messages import JOB, Look, NodeJob, Start, State, Stop, difference, software
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.store.backend import Missing, Store, Unavailable
@@ -51,6 +51,7 @@ class RemoteHandle:
         self._code: int | None = None
         self._node: NodeRecord | None = None
         self._trust: Trust = True
+        self._ran = False  # the cluster system has said so
         self._read = 0  # bytes of the service's log that are here
         self._keeping = launcher.submit(self._keep())
 
@@ -73,7 +74,8 @@ class RemoteHandle:
     async def _keep(self) -> None:
         """Start the service through its agent, and keep its lease until it ends."""
         try:
-            self._code = await self._start() or await self._renew()
+            code = await self._start()
+            self._code = await self._renew() if code is None else code
         except Exception as error:
             log.exception("the service %s is no longer kept", self._job.spec.name)
             self._code = os.EX_SOFTWARE  # first: the disk of the log may be full
@@ -93,16 +95,15 @@ class RemoteHandle:
         address = found.url.removeprefix("https://").rpartition(":")[0].strip("[]")
         order = Start(token=self._job.token, certificate=self._launcher.identity.sign(found.certificate, address))
         log.info("service %s starts on %s", self._job.spec.name, found.host)
-        await self._insist("start", order)
-        return None
+        return None if await self._insist("start", order) is not None else self._silent()
 
     async def _renew(self) -> int:
         """The service's exit code, once it has ended or its agent has been silent for too long."""
         while True:
             answer = await self._insist("look", Look(seconds=LOOK_SECONDS, log_from=self._read))
             if answer is None:
-                self._note(f"the agent on {self._host} no longer answers; {self._task_says()}")
-                return LOST
+                return self._silent()
+            self._ran = self._ran or not self._submitted.waiting()
             state = State.model_validate_json(answer)
             self._append(state.log)
             self._read = state.log_from
@@ -110,15 +111,25 @@ class RemoteHandle:
                 return state.exit_code
 
     async def _insist(self, what: str, order: BaseModel) -> bytes | None:
-        """The agent's answer; None: it gave none until the lease was over, or its task has ended."""
+        """The agent's answer; None: it gave none until the lease was over, or its task has ended or waits again."""
         until = time.monotonic() + self._launcher.settings.lease_seconds
         while time.monotonic() < until:
             with suppress(aiohttp.ClientError, TimeoutError, OSError):
                 return await self._ask(what, order, CONNECT_SECONDS + LOOK_SECONDS)
-            if self._submitted.exit_code() is not None:
+            if self._submitted.exit_code() is not None or self._waits_again():
                 return None
             await asyncio.sleep(RETRY_SECONDS)
         return None
+
+    def _waits_again(self) -> bool:
+        """Whether the cluster system has taken the task from its machine, to run it again later."""
+        self._ran = self._ran or not self._submitted.waiting()
+        return self._ran and bool(self._submitted.waiting())
+
+    def _silent(self) -> int:
+        """The exit code of a service whose agent no longer answers."""
+        self._note(f"the agent on {self._host} no longer answers; {self._task_says()}")
+        return TAKEN_BACK if self._waits_again() or self._submitted.exit_code() == TAKEN_BACK else LOST
 
     async def _ask(self, what: str, order: BaseModel, seconds: float) -> bytes:
         assert self._node is not None
@@ -136,6 +147,8 @@ class RemoteHandle:
 
     def _task_says(self) -> str:
         code = self._submitted.exit_code()
+        if code is None and self._waits_again():
+            return f"its task waits again: {self._submitted.waiting()}"
         limit = f"its lease of {self._launcher.settings.lease_seconds:g} s is over"
         return limit if code is None else f"its task has ended with {code}"
 

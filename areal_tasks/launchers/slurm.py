@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from areal_tasks.launchers.cluster import Cluster, Resources, Submitted, Task
+from areal_tasks.launchers.cluster import TAKEN_BACK, Cluster, ClusterAway, Resources, Submitted, Task
 from schemas.errors import UserError
 from schemas.recipe.launcher import Launcher as Settings
 from schemas.recipe.launcher import Slurm
@@ -60,10 +60,6 @@ REMEDIES: Final = (
 EXCLUSIVE: Final = ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE")
 
 
-class SlurmAway(UserError, ConnectionError):
-    """Slurm's controller does not answer. Asking again later may help."""
-
-
 def slurm(settings: Settings) -> Cluster:
     """Steps of the allocation that this process runs in; without one, jobs."""
     return Steps(settings.slurm) if "SLURM_JOB_ID" in os.environ else Jobs(settings.slurm)
@@ -95,6 +91,8 @@ class Job:
     def exit_code(self) -> int | None:
         if self.status.state not in ENDED:
             return None
+        if self.status.state == "PREEMPTED":
+            return TAKEN_BACK
         return self.status.code or (0 if self.status.state == "COMPLETED" else os.EX_UNAVAILABLE)
 
     def cancel(self) -> None:
@@ -130,14 +128,14 @@ class Jobs:
         return self._jobs[-1]
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """End these jobs. Logs those that Slurm cannot be reached about: they end when their lease does."""
+        """End these jobs. Logs those that Slurm does not end: they end when their lease does."""
         alive = [job for job in jobs if job.exit_code() is None]
         if not alive:
             return
         try:
             _run(["scancel", "--quiet", *(job.number for job in alive)])
-        except SlurmAway as error:
-            log.warning("jobs %s could not be cancelled: %s", " ".join(job.number for job in alive), error)
+        except (ClusterAway, subprocess.CalledProcessError) as error:
+            log.warning("jobs %s could not be cancelled: %s", " ".join(job.number for job in alive), _said(error))
         for job in alive:
             job.see(Status("CANCELLED", code=128 + signal.SIGTERM))
 
@@ -163,8 +161,8 @@ class Jobs:
         while not self._closed.wait(LOOK_SECONDS):
             try:
                 self._look()
-            except (SlurmAway, subprocess.CalledProcessError) as error:
-                log.warning("the states of Slurm's jobs are not known: %s", error)
+            except Exception as error:  # the next look may be better, and without looks jobs would live for ever
+                log.warning("the states of Slurm's jobs are not known: %s", _said(error))
 
     def _look(self) -> None:
         """Ask once for all jobs. Slurm forgets one some minutes after its end."""
@@ -321,7 +319,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, g
     """What a command of Slurm prints.
 
     Raises:
-        SlurmAway: Slurm did not answer.
+        ClusterAway: Slurm did not answer.
         subprocess.CalledProcessError: it refuses.
     """
     try:
@@ -329,12 +327,17 @@ def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, g
             command, env=environment, input=given, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=True
         )
     except subprocess.TimeoutExpired:
-        raise SlurmAway(f"{command[0]} has not answered for {COMMAND_SECONDS:g} s; is slurmctld up?") from None
+        raise ClusterAway(f"{command[0]} has not answered for {COMMAND_SECONDS:g} s; is slurmctld up?") from None
     except subprocess.CalledProcessError as error:
         if any(phrase in error.stderr for phrase in AWAY):
-            raise SlurmAway(f"{error.stderr.strip()}: is slurmctld up? `scontrol ping` says so.") from None
+            raise ClusterAway(f"{error.stderr.strip()}: is slurmctld up? `scontrol ping` says so.") from None
         raise
     return done.stdout
+
+
+def _said(error: Exception) -> str:
+    """What is known of a failure: of a command's, what it has written."""
+    return str(getattr(error, "stderr", "") or f"{type(error).__name__}: {error}").strip()
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:

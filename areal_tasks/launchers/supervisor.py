@@ -9,19 +9,21 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from areal_tasks.engines.access import Access
-from areal_tasks.engines.service import STORE_AWAY, ServiceSpec
+from areal_tasks.engines.service import AWAY, ServiceSpec
 from areal_tasks.launchers.advice import advice
 from areal_tasks.launchers.choice import make_launcher
-from areal_tasks.launchers.cluster import ANY, Resources
+from areal_tasks.launchers.cluster import ANY, TAKEN_BACK, Resources
 from areal_tasks.launchers.protocol import Handle, Job
 from areal_tasks.store.backend import Missing, Store, Unavailable
 from areal_tasks.store.commit import read_record
-from areal_tasks.store.parallel import parallel
+from areal_tasks.store.parallel import in_background, parallel
 from areal_tasks.store.paths import service as service_path
 from areal_tasks.store.service_logs import KEPT_BYTES
 from schemas.errors import UserError
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 Explained = Callable[[], Collection[tuple[str, int]]]
 POLL_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 30.0
+EXCUSED = (AWAY, TAKEN_BACK)  # exit codes that count as no failure
 LOG_LINES = 20
 SEARCHED_LINES = 2000
 
@@ -46,12 +49,14 @@ class Service:
     handle: Handle
     started: float = field(default_factory=time.monotonic)
     url: str = ""
-    failures: int = 0  # since the run last progressed; not those because the store was away
+    failures: int = 0  # since the run last progressed; without ends that are excused
     reason: str = ""  # why it was ended, or could not be started
     logged: bool = False  # the log says that it is given up
     due: float | None = None  # when it is restarted, after it has ended
     excused: bool = False  # its end counts as no failure
     group: str = ""  # services of a group end together
+    followed: bool = False  # it was ended because another of its group had ended
+    stopped: Future[None] | None = None  # done once nothing of it is left; None: it is not to be stopped
 
     @property
     def spec(self) -> ServiceSpec:
@@ -60,10 +65,13 @@ class Service:
 
 
 class NotStarted:
-    """The handle of a service that this machine could not start."""
+    """The handle of a service that could not be started."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
 
     def exit_code(self) -> int:
-        return os.EX_OSERR
+        return self.code
 
     def waiting(self) -> str:
         return ""
@@ -140,7 +148,7 @@ class Supervisor:
 
         Raises:
             ServiceFailed: one was not ready after its first start, or all of them are given up; with its log's end.
-            Unavailable: the store is away, so one could not start at first, or none of them can now.
+            Unavailable: store or cluster is away, so one could not start at first, or none of them can now.
         """
         with self._lock:
             self._end_groups()
@@ -172,10 +180,10 @@ class Supervisor:
                 service.failures = 0
 
     def end(self, urls: Collection[str], why: str = "does not answer", grace_seconds: float = 5.0) -> None:
-        """Stop the services that listen at `urls`, which run but do not work. `look` restarts them."""
+        """Stop the services that listen at `urls`, which run but do not work. `look` restarts them. Does not wait."""
         with self._lock:
             for service in self.services.values():
-                if service.url in urls:
+                if service.url in urls and service.stopped is None:
                     self._stop(service, why, grace_seconds)
 
     def end_hung(self, name: str, why: str) -> None:
@@ -191,25 +199,31 @@ class Supervisor:
         """End what is left of groups of which a service has ended since the last look: they restart together."""
         ended = {s.group: s for s in self.services.values() if s.due is None and s.handle.exit_code() is not None}
         for service in self.services.values():
-            if service.group and service.group in ended and service.handle.exit_code() is None:
+            runs = service.handle.exit_code() is None and service.stopped is None
+            if service.group and service.group in ended and runs:
+                service.followed = True
                 self._stop(service, f"{ended[service.group].spec.name} has ended", grace_seconds=0.0)
 
     def _look_at(self, service: Service, weights: WeightsRef | None, explained: Explained) -> Ready | UserError | None:
         """The service if it is ready, an error if it failed; None: it is starting."""
         try:
-            if service.handle.exit_code() is None and not service.url:
+            if service.handle.exit_code() is None and not service.url and service.stopped is None:
                 self._find(service)
         except Unavailable as away:
             return away
-        if service.handle.exit_code() is None:
+        runs = service.handle.exit_code() is None
+        if runs and service.stopped is None:
             return Ready(service.url, service.spec.restart, service.spec.weights) if service.url else None
-        if not service.url and not service.spec.restart:
-            raise self._failure(service, f"ended with {service.handle.exit_code()} while starting.")
         service.excused = service.excused or (service.url, service.spec.restart) in explained()
+        if runs:
+            return None
+        first = self._first_ended(service)
+        if not service.url and not service.spec.restart and first.handle.exit_code() != TAKEN_BACK:
+            raise self._failure(first, f"ended with {first.handle.exit_code()} while starting.")
         if self._given_up(service):
             return self._last_failure(service)
         self._start_again(service, weights)
-        return self._failure(service) if service.handle.exit_code() == STORE_AWAY else None
+        return self._failure(service) if service.handle.exit_code() == AWAY else None
 
     def _find(self, service: Service) -> None:
         """Set the address of a service that is ready. One that takes too long is ended; a first start then fails."""
@@ -234,30 +248,32 @@ class Supervisor:
         if service.due is None:
             self._pause(service)
         together, now = self._together(service), time.monotonic()
-        if all(one.due is not None and one.due <= now for one in together):
+        if all(one.due is not None and one.due <= now and _is_stopped(one) for one in together):
+            failed = not self._excused(service)
             for one in together:
+                one.failures += failed
                 self._restart(one, weights)
 
     def _pause(self, service: Service) -> None:
         """Note when to restart a service that has ended."""
         code = service.handle.exit_code()
         log.warning("service %s ended with %s; starting it again", service.spec.name, code)
-        service.handle.stop()
-        pause = LONGEST_PAUSE_SECONDS if code == STORE_AWAY else 0.5 * 2**service.failures
+        self._end(service)
+        pause = LONGEST_PAUSE_SECONDS if code == AWAY else 0.5 * 2**service.failures
         service.due = time.monotonic() + min(LONGEST_PAUSE_SECONDS, pause)
 
     def _restart(self, service: Service, weights: WeightsRef | None) -> None:
-        spec, away = service.spec, service.handle.exit_code() == STORE_AWAY
+        spec = service.spec
         renewed = spec.model_copy(update={"restart": spec.restart + 1, "weights": weights or spec.weights})
         service.job = replace(service.job, spec=renewed, log=self._log(renewed))
-        service.failures += not (away or service.excused)
         service.url, service.reason, service.due, service.excused = "", "", None, False
-        service.started = time.monotonic()
+        service.started, service.followed, service.stopped = time.monotonic(), False, None
         try:
             service.handle = self.launcher.start(service.job)
-        except OSError as error:  # no memory, process or disk left: counts as a failure of the service
+        except (UserError, OSError) as error:  # UserError: the cluster has no machine for it now, but had one before
             log.warning("service %s could not be started: %s", spec.name, error)
-            service.handle, service.reason = NotStarted(), f"it could not be started: {error}\n"
+            code = AWAY if isinstance(error, UserError) else os.EX_OSERR
+            service.handle, service.reason = NotStarted(code), f"it could not be started: {error}\n"
 
     def _together(self, service: Service) -> list[Service]:
         """The services of its group, or the service alone."""
@@ -266,31 +282,46 @@ class Supervisor:
     def _given_up(self, service: Service) -> bool:
         """Whether it, or one of its group, has failed too often."""
         return any(
-            one.handle.exit_code() not in (None, STORE_AWAY)
-            and not one.excused
-            and one.failures >= self.settings.restarts
+            one.handle.exit_code() is not None and one.failures >= self.settings.restarts and not self._excused(one)
             for one in self._together(service)
         )
 
+    def _excused(self, service: Service) -> bool:
+        """Whether the end of a service, or that of its group which began with another, counts as no failure."""
+        first = self._first_ended(service)
+        return first.excused or first.handle.exit_code() in EXCUSED
+
+    def _first_ended(self, service: Service) -> Service:
+        """The one of its group with whose end that of the others began; the service itself without a group."""
+        together = self._together(service)
+        return next((one for one in together if one.handle.exit_code() is not None and not one.followed), service)
+
     def _last_failure(self, service: Service) -> UserError:
         """Why the service is given up; logged once, since other services may continue without it."""
-        failure = self._failure(service, f"failed {service.failures + 1} times; launcher.restarts allows no more.")
-        if not service.logged:
+        first = self._first_ended(service)
+        failure = self._failure(first, f"failed {first.failures + 1} times; launcher.restarts allows no more.")
+        if not first.logged:
             log.error("giving up: %s", failure)
-            service.logged = True
+            first.logged = True
         return failure
 
     def _failure(self, service: Service, what: str = "") -> UserError:
         """The error that ends the run: what happened, why the service was ended if it was, and the end of its log."""
         name = service.spec.name
-        if service.handle.exit_code() == STORE_AWAY:
-            return Unavailable(f"service {name!r} could not start: the store was away.")
+        if service.handle.exit_code() == AWAY:
+            return Unavailable(f"service {name!r} could not start: {service.reason or 'the store was away.'}".strip())
         return ServiceFailed(f"service {name!r} {what}\n{service.reason}{self._tail(service)}")
 
     def _stop(self, service: Service, why: str, grace_seconds: float) -> None:
         log.warning("service %s at %s: %s; ending it", service.spec.name, service.url or "its start", why)
         service.reason = f"{why}\n"
-        service.handle.stop(grace_seconds)
+        self._end(service, grace_seconds)
+
+    def _end(self, service: Service, grace_seconds: float = 5.0) -> None:
+        """End what is left of it, in the background: a machine that is silent takes long, and others do not wait."""
+        if service.stopped is None:
+            stop = partial(service.handle.stop, grace_seconds)
+            service.stopped = in_background(stop, f"stop-{service.spec.name}")
 
     def _log(self, spec: ServiceSpec) -> Path:
         return self.logs / spec.run / f"{spec.name}-{spec.owner}-{spec.restart}.log"
@@ -298,13 +329,18 @@ class Supervisor:
     def _tail(self, service: Service) -> str:
         """The log's last lines, followed by advice if the log shows the kind of failure."""
         path = service.job.log
-        lines = _end(path).splitlines() if path.exists() else []
+        lines = _tail_of(path).splitlines() if path.exists() else []
         shown = [f"Last lines of {path}:", *(f"  {line}" for line in lines[-LOG_LINES:] or ["(nothing was written)"])]
         remedy = advice(service.spec.name, "\n".join(lines[-SEARCHED_LINES:]))
         return "\n".join([*shown, remedy] if remedy else shown)
 
 
-def _end(path: Path) -> str:
+def _is_stopped(service: Service) -> bool:
+    """Whether nothing of it is left. Raises what its end has raised."""
+    return service.stopped is not None and service.stopped.done() and service.stopped.result() is None
+
+
+def _tail_of(path: Path) -> str:
     """The part of a log that `rotate` leaves on this machine."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - KEPT_BYTES))

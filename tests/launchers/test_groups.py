@@ -9,8 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from waiting import wait_until
 
-from areal_tasks.engines.service import STORE_AWAY, ServiceSpec, register
+from areal_tasks.engines import trainers
+from areal_tasks.engines.service import AWAY, ServiceSpec, register
+from areal_tasks.launchers.cluster import TAKEN_BACK
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
 from areal_tasks.store.backend import Unavailable, open_store
@@ -81,8 +84,8 @@ def test_a_group_restarts_together_while_the_store_comes_and_goes(
     supervisor, launcher = group
     start(supervisor)
     assert len(supervisor.wait(NAMES)) == 2
-    launcher.ends = STORE_AWAY
-    supervisor.services[first].handle.code = STORE_AWAY  # type: ignore[attr-defined]
+    launcher.ends = AWAY
+    supervisor.services[first].handle.code = AWAY  # type: ignore[attr-defined]
     for _ in range(60):
         quietly(supervisor)
     launcher.ends = None
@@ -107,6 +110,48 @@ def test_a_member_that_runs_may_await_one_without_a_machine(group: tuple[Supervi
     with pytest.raises(ServiceFailed, match="was not ready within"):
         for _ in range(1000):
             supervisor.look(NAMES)
+
+
+@pytest.mark.parametrize("failures", [0, 3])
+def test_the_error_is_that_of_the_member_with_which_it_began(group: tuple[Supervisor, Scripted], failures: int) -> None:
+    supervisor, launcher = group
+    launcher.silent = set() if failures else set(NAMES)
+    start(supervisor)
+    supervisor.look(NAMES)
+    second = supervisor.services["trainer-1"]
+    second.job.log.parent.mkdir(parents=True)
+    second.job.log.write_text("no memory is left")
+    second.failures, second.handle.code = failures, 1  # type: ignore[attr-defined]
+    said = r"failed 4 times" if failures else "ended with 1 while starting"
+    with pytest.raises(ServiceFailed, match=rf"(?s)service 'trainer-1' {said}.*no memory is left"):
+        for _ in range(50):
+            supervisor.look(NAMES)
+
+
+def test_a_trainer_is_restarted_while_the_flow_waits_for_its_answer(
+    group: tuple[Supervisor, Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 cannot answer without the others, and a run without rollout workers waits for nothing else."""
+    monkeypatch.setattr(trainers, "TEND_SECONDS", 0.01)
+    supervisor, _ = group
+    start(supervisor)
+    trainer = trainers.ResidentTrainer(None, NAMES, supervisor, None, None, None)  # type: ignore[arg-type]
+    trainer.tend()
+    wait_until(lambda: all(supervisor.services[name].url for name in NAMES), "both parts")
+    supervisor.services["trainer-1"].handle.code = 69  # type: ignore[attr-defined]
+    wait_until(lambda: restarts(supervisor) == {1}, "the next start of both")
+    trainer.close()
+
+
+def test_what_the_cluster_takes_from_one_counts_for_none(group: tuple[Supervisor, Scripted]) -> None:
+    supervisor, launcher = group
+    launcher.silent = set(NAMES)
+    start(supervisor)
+    for restart in range(6):
+        supervisor.services["trainer-1"].handle.code = TAKEN_BACK  # type: ignore[attr-defined]
+        while restarts(supervisor) == {restart}:
+            supervisor.look(NAMES)
+    assert [supervisor.services[name].failures for name in NAMES] == [0, 0]
 
 
 def test_a_member_that_fails_too_often_ends_the_run(group: tuple[Supervisor, Scripted]) -> None:

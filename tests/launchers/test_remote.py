@@ -6,10 +6,13 @@ import asyncio
 import os
 import signal
 import ssl
+import subprocess
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import httpx
 import psutil
 import pytest
@@ -19,9 +22,10 @@ from waiting import LIMIT, alive, wait_until
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.tls import Identity, introducing
+from areal_tasks.launchers.cluster import LOST, TAKEN_BACK
 from areal_tasks.launchers.node import messages
 from areal_tasks.launchers.node.agent import Agent, address_in
-from areal_tasks.launchers.remote import LOST, RemoteHandle
+from areal_tasks.launchers.remote import RemoteHandle
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
 from areal_tasks.store import service_logs
 from areal_tasks.store.backend import Store, open_store
@@ -46,8 +50,8 @@ def begin(store: Store, tmp_path: Path) -> Iterator[Begin]:
     """Starts a supervisor with services of the given names."""
     begun: list[Supervisor] = []
 
-    def start(*names: str, lease_seconds: float = 35.0) -> Supervisor:
-        settings = Launcher(type="processes:Processes", network=NETWORK, lease_seconds=lease_seconds)
+    def start(*names: str, **settings_of_launcher: Any) -> Supervisor:
+        settings = Launcher(**{"type": "processes:Processes", "network": NETWORK} | settings_of_launcher)
         begun.append(Supervisor(store, settings, tmp_path / "logs"))
         for name in names:
             begun[-1].start(MODULE, ServiceSpec(name=name, restart=0, store_url=store.url, run="r", owner=1, recipe={}))
@@ -169,6 +173,56 @@ def test_a_service_whose_machine_is_silent_counts_as_ended(begin: Begin, store: 
     wait_until(lambda: not alive(agent))
 
 
+def test_a_service_that_its_agent_cannot_start_counts_as_ended(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = RemoteHandle._ask
+
+    async def refuse(self: RemoteHandle, what: str, *more: Any) -> bytes:
+        if what == "start":
+            raise aiohttp.ClientError
+        return await ask(self, what, *more)
+
+    monkeypatch.setattr(RemoteHandle, "_ask", refuse)
+    with pytest.raises(ServiceFailed, match=r"(?s)ended with 69 while starting.*the agent on .* no longer"):
+        begin("ready", lease_seconds=5.0).wait(["ready"])
+
+
+def test_what_the_cluster_system_takes_back_is_no_failure(begin: Begin, store: Store) -> None:
+    """It waits again, and its service is started elsewhere at once, not after a lease."""
+    supervisor = begin("ready", restarts=0)
+    supervisor.wait(["ready"])
+    service = supervisor.services["ready"]
+    assert isinstance(service.handle, RemoteHandle)
+    wait_until(lambda: service.handle._ran, "an answer of its agent")  # type: ignore[attr-defined]
+    service.handle._submitted.waiting = lambda: "Requeued"  # type: ignore[method-assign]
+    os.kill(node(store, "ready").pid, signal.SIGKILL)
+    supervisor.look(["ready"])
+    wait_until(lambda: supervisor.look(["ready"]) and service.spec.restart == 1, "the next start", limit=30.0)
+    assert service.failures == 0
+
+
+def test_a_start_that_the_cluster_system_repeats_ends(begin: Begin, store: Store, tmp_path: Path) -> None:
+    supervisor = begin("ready")
+    supervisor.wait(["ready"])
+    agent = psutil.Process(node(store, "ready").pid)
+    again = subprocess.run(agent.cmdline(), env=agent.environ(), check=False, timeout=LIMIT)
+    assert again.returncode == TAKEN_BACK
+
+
+def test_a_question_that_has_waited_for_too_long_renews_no_lease(tmp_path: Path) -> None:
+    agent = agent_in(tmp_path, lease_seconds=5.0)
+    agent._renewed -= 10.0
+    asyncio.run(agent.look(messages.Look(seconds=0.0, log_from=0)))
+    agent.start(messages.Start(token="", certificate=""))
+    assert agent.lost and agent._handle is None
+
+
+def test_services_speak_over_ipv6(begin: Begin, store: Store) -> None:
+    supervisor = begin("ready", network="::1/128")
+    [url] = supervisor.wait(["ready"])
+    assert url.startswith("https://[::1]:") and node(store, "ready").url.startswith("https://[::1]:")
+    assert about(supervisor, url)["name"] == "ready"
+
+
 def test_other_software_on_a_machine_is_named(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     own = messages.software() | {"torch": "1.0"}
     monkeypatch.setattr("areal_tasks.launchers.remote.software", lambda: own)
@@ -189,11 +243,29 @@ def test_a_store_on_this_machine_is_refused(tmp_path: Path) -> None:
         Supervisor(store, Launcher(type="processes:Processes", network=NETWORK), tmp_path)
 
 
+def agent_in(folder: Path, lease_seconds: float = LIMIT) -> Agent:
+    spec = ServiceSpec(name="ready", restart=0, store_url="", run="r", owner=1, recipe={})
+    known = {"authority": "", "network": NETWORK, "lease_seconds": lease_seconds}
+    return Agent(messages.NodeJob(module=MODULE, spec=spec, threads=1, **known), Identity("agent"), "", folder)
+
+
+def test_the_parts_of_a_log_end_between_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_tasks.launchers.node.agent.LOG_BYTES", 5)
+    agent, log, read, at = agent_in(tmp_path), tmp_path / "service.log", "", 0
+    written = "añéï€".encode()
+    for size in range(len(written) + 1):
+        log.write_bytes(written[:size])
+        state = asyncio.run(agent.look(messages.Look(seconds=0.0, log_from=at)))
+        read, at = read + state.log, state.log_from
+    log.write_bytes(written + b"\xff\xc3")
+    monkeypatch.setattr(agent, "_exit_code", lambda: 0)
+    last = asyncio.run(agent.look(messages.Look(seconds=0.0, log_from=at)))
+    assert (read, last.log, last.exit_code) == ("añéï€", "\ufffd\ufffd", 0)
+
+
 def test_an_agent_frees_what_the_flow_has_read_of_a_long_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_logs, "ROTATE_BYTES", 4 << 20)
-    spec = ServiceSpec(name="ready", restart=0, store_url="", run="r", owner=1, recipe={})
-    job = messages.NodeJob(module=MODULE, spec=spec, threads=1, authority="", network=NETWORK, lease_seconds=LIMIT)
-    agent, log, read, at = Agent(job, Identity("agent"), "", tmp_path), tmp_path / "service.log", "", 0
+    agent, log, read, at = agent_in(tmp_path), tmp_path / "service.log", "", 0
     for n in range(600):
         with log.open("a") as file:
             file.write(f"{n} {'x' * 20_000}\n")

@@ -15,6 +15,7 @@ from machines.slurm import Slurm, start_slurm
 from waiting import wait_until
 
 from areal_tasks.launchers import slurm
+from areal_tasks.launchers.cluster import TAKEN_BACK, Resources, Task
 from schemas.errors import UserError
 from schemas.recipe.launcher import Launcher
 
@@ -186,7 +187,7 @@ def test_while_the_controller_is_down_tasks_go_on(cluster: Slurm, begin: Begin) 
     wait_until(lambda: not flow.waiting("stays"), "its start")
     cluster.daemons[0].terminate()
     cluster.daemons[0].wait()
-    assert flow.ask("submit('more', 'true')").startswith("SlurmAway: ")
+    assert flow.ask("submit('more', 'true')").startswith("ClusterAway: ")
     assert flow.ask("tasks['stays'].exit_code()") is None
     cluster.begin(cluster.head, "slurmctld")
     wait_until(cluster.answers, "the controller")
@@ -216,6 +217,23 @@ def test_in_an_allocation_tasks_are_steps(cluster: Slurm, begin: Begin) -> None:
     wait_until(lambda: not flow.waiting(*late), "the one that waited")
     flow.ask("cluster.close()")
     wait_until(lambda: not running(cluster, "98770"), "the end of all")
+
+
+def test_jobs_are_looked_at_again_after_an_answer_that_nobody_understands(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(["7|RUNNING\n", "7|COMPLETED|None|0|node1|\n"])
+    monkeypatch.setattr(slurm, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(slurm, "_need", lambda *commands: None)
+    monkeypatch.setattr(slurm, "_run", lambda *command: next(answers))
+    jobs = slurm.Jobs(Launcher(type="slurm").slurm)
+    jobs._jobs.append(job := slurm.Job("7", Task("a", (), {}, Resources(), Path(__file__)), jobs))
+    wait_until(lambda: job.exit_code() == 0, "its end")
+    jobs.close()
+
+
+def test_a_job_for_which_another_had_to_make_room_was_taken_back(tmp_path: Path) -> None:
+    job = slurm.Job("7", Task("a", (), {}, Resources(), tmp_path / "a.out"), jobs=None)  # type: ignore[arg-type]
+    job.see(slurm.Status("PREEMPTED", code=143))
+    assert job.exit_code() == TAKEN_BACK
 
 
 def test_a_machine_without_slurm_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

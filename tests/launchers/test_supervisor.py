@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,14 +16,16 @@ import httpx
 import psutil
 import pytest
 from small_service import make_app
-from waiting import LIMIT, alive
+from waiting import LIMIT, alive, wait_until
 
-from areal_tasks.engines.service import STORE_AWAY, TOKEN, ServiceSpec, make_server, register
+from areal_tasks.engines.service import AWAY, TOKEN, ServiceSpec, make_server, register
+from areal_tasks.launchers.cluster import TAKEN_BACK, ClusterAway
 from areal_tasks.launchers.inline import InlineLauncher
 from areal_tasks.launchers.local import LocalHandle, LocalLauncher
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.supervisor import LONGEST_PAUSE_SECONDS, Ready, ServiceFailed, Supervisor
 from areal_tasks.store.backend import Store, Unavailable, open_store
+from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 from schemas.recipe.launcher import Launcher
 
@@ -156,7 +159,7 @@ def test_a_service_that_fails_too_often_stops_the_run(begin: Begin) -> None:
     supervisor = begin("ready", restarts=0)
     supervisor.end(supervisor.wait(["ready"]), "it has had enough")
     with pytest.raises(ServiceFailed, match=r"(?s)'ready' failed 1 times; launcher.restarts .*\nit has had enough\n"):
-        supervisor.look(["ready"])
+        supervisor.wait(["ready"])
 
 
 def test_an_end_that_is_explained_uses_up_no_restarts(begin: Begin) -> None:
@@ -167,7 +170,7 @@ def test_an_end_that_is_explained_uses_up_no_restarts(begin: Begin) -> None:
         assert supervisor.look(["ready"], explained=lambda: [(url, restart)]) == []  # noqa: B023
     supervisor.end(supervisor.wait(["ready"]))
     with pytest.raises(ServiceFailed, match=r"failed 1 times"):
-        supervisor.look(["ready"], explained=lambda: [(url, 1)])
+        wait_until(lambda: supervisor.look(["ready"], explained=lambda: [(url, 1)]))
 
 
 def test_one_of_several_that_fails_too_often_is_left_out(begin: Begin) -> None:
@@ -204,12 +207,12 @@ class Scripted:
     """A launcher whose services listen at once, or end at once with the status that is named in `ends`."""
 
     def __init__(self) -> None:
-        self.ends: int | OSError | None = None
+        self.ends: int | Exception | None = None
         self.started: list[str] = []
 
     def start(self, job: Job) -> Ended:
         self.started.append(job.spec.name)
-        if isinstance(self.ends, OSError):
+        if isinstance(self.ends, Exception):
             raise self.ends
         if self.ends is None:
             register(job.spec, f"http://{job.spec.name}/{job.spec.restart}")
@@ -253,7 +256,7 @@ def look_until(supervisor: Supervisor, holds: Callable[[], bool]) -> None:
 
 def test_a_store_that_is_away_uses_up_no_restarts(scripted: tuple[Supervisor, Scripted]) -> None:
     supervisor, launcher = scripted
-    launcher.ends = STORE_AWAY
+    launcher.ends = AWAY
     supervisor.services["two"].handle.stop()
     look_until(supervisor, lambda: launcher.started.count("two") == 6)
     assert supervisor.services["two"].failures == 1
@@ -264,9 +267,50 @@ def test_a_store_that_is_away_uses_up_no_restarts(scripted: tuple[Supervisor, Sc
     assert launcher.started.count("two") == 7 and supervisor.services["two"].failures == 1
 
 
+def test_a_cluster_that_is_away_uses_up_no_restarts(scripted: tuple[Supervisor, Scripted]) -> None:
+    """As little as one that has no machine for the service just now: it had one before."""
+    supervisor, launcher = scripted
+    launcher.ends = ClusterAway("Ray's head does not answer")
+    supervisor.services["two"].handle.stop()
+    look_until(supervisor, lambda: launcher.started.count("two") == 4)
+    launcher.ends = UserError("no node has so many GPUs")
+    look_until(supervisor, lambda: launcher.started.count("two") == 6)
+    assert supervisor.services["two"].failures == 1
+    with pytest.raises(Unavailable, match="'two' could not start: it could not be started: no node has so many GPUs"):
+        supervisor.look(["two"])
+    launcher.ends = None
+    look_until(supervisor, lambda: supervisor.services["two"].url != "")
+    assert supervisor.services["two"].failures == 1
+
+
+def test_what_the_cluster_takes_back_uses_up_no_restarts(scripted: tuple[Supervisor, Scripted]) -> None:
+    supervisor, launcher = scripted
+    launcher.ends = TAKEN_BACK
+    supervisor.services["two"].handle.code = TAKEN_BACK  # type: ignore[attr-defined]
+    look_until(supervisor, lambda: launcher.started.count("two") == 6)
+    assert supervisor.services["two"].failures == 0
+
+
+def test_nothing_waits_for_the_end_of_a_silent_service(
+    scripted: tuple[Supervisor, Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor, launcher = scripted
+    silent, ended = supervisor.services["two"], threading.Event()
+    stop = silent.handle.stop
+    monkeypatch.setattr(silent.handle, "stop", lambda *seconds: ended.wait(LIMIT) and stop())
+    supervisor.end([silent.url])
+    for _ in range(100):
+        assert supervisor.look(["one", "two"]) == [Ready("http://one/0")]
+    supervisor.end([silent.url])
+    assert launcher.started.count("two") == 1, "not before all of it has ended"
+    ended.set()
+    wait_until(silent.stopped.done)  # type: ignore[union-attr]
+    look_until(supervisor, lambda: launcher.started.count("two") == 2)
+
+
 def test_between_two_starts_without_a_store_is_the_longest_pause(scripted: tuple[Supervisor, Scripted]) -> None:
     supervisor, launcher = scripted
-    launcher.ends = STORE_AWAY
+    launcher.ends = AWAY
     supervisor.services["two"].handle.stop()
     began = []
     for starts in (3, 4, 5):

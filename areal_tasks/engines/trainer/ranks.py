@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from areal_tasks.engines.lifeline import LIFELINE
-from areal_tasks.engines.ports import HOST, group_interface
+from areal_tasks.engines.ports import HOST, family, group_interface, url_host
 from areal_tasks.engines.service import TOKEN, ServiceSpec, register
 from areal_tasks.engines.trainer.backend import TokenStats
 from areal_tasks.engines.trainer.group import Group, GroupBroken
@@ -121,7 +121,7 @@ def _open_store(place: Place, spec: ServiceSpec) -> dist.TCPStore:
     if master:
         store = serve_store(*at, place.world)
         if place.local_world < place.world:
-            register(meeting(spec), f"tcp://{store.host}:{store.port}")
+            register(meeting(spec), f"tcp://{url_host(store.host)}:{store.port}")
         return store
     host, port = at if place.spawned else _find_first(spec)
     return dist.TCPStore(host, port, place.world, False, wait_for_workers=False)
@@ -138,7 +138,7 @@ def _find_first(spec: ServiceSpec) -> tuple[str, int]:
     while True:
         with suppress(Missing):
             host, _, port = read_record(store, path, ServiceRecord).url.removeprefix("tcp://").rpartition(":")
-            return host, int(port)
+            return host.strip("[]"), int(port)
         time.sleep(FIND_SECONDS)
 
 
@@ -234,7 +234,7 @@ def serve_store(host: str, port: int, size: int, timeout: timedelta = TIMEOUT) -
 
     torch would listen on every interface, whatever host it is given, and the store has no authentication.
     """
-    listener = socket.create_server((host, port))
+    listener = socket.create_server((host, port), family=family(host))
     port = listener.getsockname()[1]
     return dist.TCPStore(host, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 

@@ -9,6 +9,7 @@ it ends with it.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import logging
 import os
 import signal
@@ -30,9 +31,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from areal_tasks.engines.ports import listen
+from areal_tasks.engines.ports import listen, url_host
 from areal_tasks.engines.service import store_may_be_away
 from areal_tasks.engines.tls import AUTHORITY, CERTIFICATE, KEY, Identity
+from areal_tasks.launchers.cluster import TAKEN_BACK
 from areal_tasks.launchers.local import LocalHandle, LocalLauncher
 from areal_tasks.launchers.node.messages import JOB, Look, NodeJob, Start, State, Stop, software
 from areal_tasks.launchers.protocol import Job
@@ -72,9 +74,9 @@ class Agent:
         return time.monotonic() > self._renewed + self.job.lease_seconds
 
     def start(self, order: Start) -> None:
-        """Start the service, unless it has been started."""
+        """Start the service, unless it has been started, or the lease is over."""
         with self._lock:
-            if self._handle is None:
+            if self._handle is None and not self.lost:
                 self.identity.write(self.folder, order.certificate, self.job.authority)
                 spec = self.job.spec.model_copy(update={"address": self.address, "tls": str(self.folder)})
                 self._handle = self._launcher.start(
@@ -83,18 +85,26 @@ class Agent:
 
     async def look(self, order: Look) -> State:
         """Renew the lease; wait for the service's end. The flow has the log before the position that it asks from."""
-        self._renewed = time.monotonic()
+        if not self.lost:  # a question may have waited while this process, or its machine, stood still
+            self._renewed = time.monotonic()
         rotate(self._log, order.log_from)
-        until = self._renewed + order.seconds
-        while self._exit_code() is None and time.monotonic() < until and self._log.stat().st_size <= order.log_from:
+        until = time.monotonic() + order.seconds
+        while (state := self._state(order.log_from)).exit_code is None and not state.log and time.monotonic() < until:
             await asyncio.sleep(POLL_SECONDS)
+        return state
+
+    def _state(self, log_from: int) -> State:
+        """The part of the log from this position on, as far as its characters are whole; the exit code after the last.
+
+        What is cut off or no UTF-8 is only shown as such once nothing more follows.
+        """
         code = self._exit_code()  # before the log is read, which is complete then
         with self._log.open("rb") as file:
-            file.seek(order.log_from)
-            part = file.read(LOG_BYTES)
-        at = order.log_from + len(part)
-        complete = at >= self._log.stat().st_size
-        return State(exit_code=code if complete else None, log=part.decode(errors="replace"), log_from=at)
+            file.seek(log_from)
+            part, more = file.read(LOG_BYTES), file.read(1)
+        ended = code is not None and not more
+        text, length = codecs.utf_8_decode(part, "replace", ended)
+        return State(exit_code=code if ended else None, log=text, log_from=log_from + length)
 
     def stop(self, order: Stop) -> None:
         """End the service. The agent ends then."""
@@ -188,7 +198,7 @@ def _run_in(folder: Path, job: NodeJob) -> int:
     identity = Identity(f"{socket.gethostname()} {spec.name}", address)
     agent, listener = Agent(job, identity, address, folder), listen(address)
     record = NodeRecord(
-        url=f"https://{address}:{listener.getsockname()[1]}",
+        url=f"https://{url_host(address)}:{listener.getsockname()[1]}",
         host=socket.gethostname(),
         pid=os.getpid(),
         certificate=identity.certificate,
@@ -199,7 +209,7 @@ def _run_in(folder: Path, job: NodeJob) -> int:
         open_store(spec.store_url).create(node_path(spec.run, spec.owner, spec.name, spec.restart), record.encode())
     except Exists:
         log.error("this start of %s has been here before: the cluster system has begun it again; ending", spec.name)
-        return os.EX_TEMPFAIL
+        return TAKEN_BACK
     signal.signal(signal.SIGTERM, _terminate)
     try:
         while not agent.stopped and not agent.lost:
