@@ -158,7 +158,7 @@ class Simulation:
 
     def __init__(self, load: Work, layout: Layout, times: Times) -> None:
         self.load, self.layout, self.times = load, layout, times
-        rule = Staleness(layout.eta, load.iterations - 1, lambda j: load.groups, layout.rule)
+        rule = Staleness(lambda k: layout.eta, load.iterations - 1, lambda j: load.groups, layout.rule)
         self.book = Book(rule, 0, pace=layout.pace)
         self.servers = [Server(times, layout.slots) for _ in range(layout.generating)]
         self.left: dict[int, int] = {}

@@ -300,7 +300,7 @@ class RejectedGroup(Record):
     """A group that will not be trained on."""
 
     index: int
-    reason: str = Field(description="`failed` or the filter's name, a colon, and details")
+    reason: str = Field(description="`failed`, `stale` or the filter's name, a colon, and details")
     reward: float | None = Field(default=None, description="mean over samples with a reward, if a filter computed it")
 
 

@@ -58,6 +58,17 @@ class Book:
                 kept.append(group)
         return kept
 
+    def follow(self, rule: Staleness) -> dict[int, Live]:
+        """Apply another rule. Returns the groups that are no longer live, because it has no room for them.
+
+        It keeps as many as it has room for: as many finished ones as possible, then as many others.
+        """
+        before, self.live, self.rule = self.live, {}, rule
+        for index, group in sorted(before.items(), key=lambda item: (not item[1].finished, item[1].version, item[0])):
+            if self._usable(group.version):
+                self.live[index] = group
+        return {index: group for index, group in before.items() if index not in self.live}
+
     def _usable(self, version: int) -> bool:
         """Whether the next iteration, or one after it, may take a group that began with `version`."""
         if self.rule.rule == "admission":

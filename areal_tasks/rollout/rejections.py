@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Final
 
 from areal_tasks.rollout.filters import kind_of
 from schemas.errors import UserError
 from schemas.manifest import RejectedGroup
 from schemas.recipe.sections import Rollout
 
+STALE: Final = "stale"  # the kind of groups for which changed settings have no room
 BATCHES = 10  # that filters may reject while none is filled, if the recipe sets no limit
 
 
@@ -34,6 +36,8 @@ class Rejections:
         if is_failed(group):
             self.failed += 1
             return self._too_many_failed(group) if self.failed > self.limits.max_failed_groups else None
+        if kind_of(group.reason) == STALE:
+            return None
         self._filtered.append(group)
         return self._too_many_filtered() if len(self._filtered) >= self.most_filtered else None
 
@@ -50,7 +54,10 @@ class Rejections:
         return self.limits.filters.max_rejected or BATCHES * self.limits.groups
 
     def by_filters(self) -> dict[int, RejectedGroup]:
-        """Groups that filters rejected and that are not recorded yet. Unlike failed groups, they never begin again."""
+        """Groups that filters, or changed settings, rejected and that are not recorded yet.
+
+        Unlike failed groups, they never begin again.
+        """
         return {index: group for index, group in self.unrecorded.items() if not is_failed(group)}
 
     def record(self, indices: Iterable[int]) -> None:

@@ -43,9 +43,10 @@ from areal_tasks.rollout.orders import (
     Spooled,
     Written,
 )  # fmt: skip
-from areal_tasks.rollout.rejections import Rejections
+from areal_tasks.rollout.rejections import STALE, Rejections
 from areal_tasks.rollout.settled import Settled
 from areal_tasks.rollout.spooling import Place, Spool, Writer
+from areal_tasks.rollout.staleness import Staleness
 from areal_tasks.rollout.suspects import Suspects
 from areal_tasks.store.backend import StoreError, Unavailable
 from schemas.errors import UserError
@@ -152,6 +153,20 @@ class Rollouts:
         """The next iteration has committed these groups."""
         self.rejections.committed()
         self._forget([*indices, *self.book.consume(indices)])
+        self.begin()
+
+    def follow(self, rule: Staleness, why: str) -> None:
+        """Apply another rule: of the groups that it has no room for, those under way begin again later.
+
+        Finished ones are rejected as stale; `why` is the reason that is recorded. No iteration may be taking groups.
+        """
+        removed = self.book.follow(rule)
+        self._forget(removed)
+        finished = [index for index, group in removed.items() if group.finished]
+        for index in finished:
+            self._reject(index, f"{STALE}: {why}")
+        if removed:
+            log.info("%d groups begin again and %d are rejected: %s", len(removed) - len(finished), len(finished), why)
         self.begin()
 
     def _lose(self, groups: Collection[int]) -> None:

@@ -1,8 +1,9 @@
 """The staleness rule: which groups may begin, and which of them an iteration takes.
 
 Weights version v is what iterations 0 … v-1 have made, and iteration k trains version k. A group whose oldest token was
-sampled by version u may be trained on by iterations u … u + η: u + η is its deadline. It is live from its
-beginning until it is consumed or rejected. With B_j groups taken by iteration j, the invariant is
+sampled by version u may be trained on by iterations u … u + η: u + η is its deadline; where η differs between
+iterations, the last one up to which each allows its lag. It is live from its beginning until it is consumed or
+rejected. With B_j groups taken by iteration j, the invariant is
 
     I(k):  no live deadline is below k, and for every j ≥ k
            at most B_k + … + B_j live groups have a deadline ≤ j,
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Rule = Literal["strict", "admission"]
@@ -32,19 +33,25 @@ class Finished:
 
 @dataclass(frozen=True)
 class Staleness:
-    """η, the iterations of the run and their batches, as one rule. `last` is the run's last iteration.
+    """The iterations of the run, with the η and the batch of each, as one rule. `last` is the run's last iteration.
 
     `admission` keeps only AReaL's bound on how many groups begin: a slow group may be older than η when it is used.
     """
 
-    eta: int
+    eta: Callable[[int], int]  # of an iteration
     last: int
     batch: Callable[[int], int]  # groups that an iteration takes
     rule: Rule = "strict"
+    _deadlines: dict[int, int] = field(default_factory=dict, compare=False)  # by version, once known
 
     def deadline(self, version: int) -> int:
         """The last iteration that may train on a group whose oldest token is of `version`."""
-        return min(version + self.eta, self.last)
+        if version not in self._deadlines:
+            last = version
+            while last < self.last and last + 1 - version <= self.eta(last + 1):
+                last += 1
+            self._deadlines[version] = min(last, self.last)
+        return self._deadlines[version]
 
     def capacity(self, k: int, j: int) -> int:
         """Groups that iterations k … j take together."""

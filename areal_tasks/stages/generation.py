@@ -104,7 +104,7 @@ class Generation:
             UserError: the servers hold other weights than the iteration begins with, too many samples could not be
                 verified, or see `Rollouts.take`.
         """
-        eta = self.book.rule.eta
+        eta = self.book.rule.eta(context.iteration)
         check_versions(context.engines.servers.inference(waits=eta == 0), context.weights.version, eta)
         rollouts = self._following(context, inputs)
         wanted, size = self.book.rule.batch(context.iteration), rollouts.limits.group_size

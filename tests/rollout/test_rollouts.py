@@ -90,7 +90,7 @@ def rollouts(
         make = lambda tell: Groups(scene, context, prompt_of, settings, writer(store), tell, judge)  # noqa: E731
         return Near(url, flow, make).link
 
-    book = Book(Staleness(eta, last, lambda k: BATCH), 0)
+    book = Book(Staleness(lambda k: eta, last, lambda k: BATCH), 0)
     return Here(book, client, cast(Any, None), near, settings, at(store), writer(store))
 
 
@@ -375,12 +375,12 @@ def test_no_more_groups_are_under_way_than_the_servers_can_be_at() -> None:
 
 def test_groups_of_weights_that_the_next_iteration_does_not_have_wait() -> None:
     """A start that goes back behind a publication has them in its spool."""
-    book = Book(Staleness(2, 9, lambda k: BATCH), 3)
+    book = Book(Staleness(lambda k: 2, 9, lambda k: BATCH), 3)
     assert [group.index for group in book.restore([Finished(20, 3), Finished(21, 4)])] == [20]
 
 
 def test_the_weaker_rule_keeps_what_is_late() -> None:
-    book = Book(Staleness(1, 9, lambda k: BATCH, "admission"), 3)
+    book = Book(Staleness(lambda k: 1, 9, lambda k: BATCH, "admission"), 3)
     assert [group.index for group in book.restore([Finished(20, 0), Finished(21, 4)])] == [20]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_tasks.rollout.book import Book
+from areal_tasks.rollout.book import Book, Live
 from areal_tasks.rollout.settled import Settled
 from areal_tasks.rollout.staleness import Finished, Staleness
 
@@ -16,7 +16,7 @@ BATCHES = st.lists(st.integers(1, 5), min_size=1, max_size=12)
 
 
 def staleness(eta: int, batches: list[int]) -> Staleness:
-    return Staleness(eta, len(batches) - 1, batches.__getitem__)
+    return Staleness(lambda k: eta, len(batches) - 1, batches.__getitem__)
 
 
 def schedulable(k: int, deadlines: list[int], batches: list[int]) -> bool:
@@ -52,7 +52,7 @@ def test_room_is_the_largest_number_that_keeps_the_invariant(
 @given(st.integers(0, 6), st.integers(1, 8), st.integers(0, 5), st.integers(0, 200))
 def test_with_constant_batches_begun_in_order_it_is_the_rule_of_areal(eta: int, b: int, k: int, live: int) -> None:
     """accepted + running < (η + version + 1) · B, where version is k and k · B groups have been consumed."""
-    rule_ = Staleness(eta, 10_000, lambda j: b)
+    rule_ = Staleness(lambda k: eta, 10_000, lambda j: b)
     oldest_first = [
         k + i // b - eta for i in range(live) if k + i // b - eta <= k
     ]  # begun in order, as early as allowed
@@ -60,16 +60,44 @@ def test_with_constant_batches_begun_in_order_it_is_the_rule_of_areal(eta: int, 
     assert room == max(0, (eta + k + 1) * b - k * b - len(oldest_first))
 
 
+CHANGING = st.lists(st.integers(1, 4), min_size=12, max_size=12)
+
+
+@given(CHANGING, st.integers(0, 11))
+def test_a_deadline_is_the_last_iteration_until_which_each_allows_the_lag(etas: list[int], version: int) -> None:
+    rule_ = Staleness(etas.__getitem__, 11, lambda k: 1)
+    last = rule_.deadline(version)
+    assert version <= last <= 11 and all(k - version <= etas[k] for k in range(version + 1, last + 1))
+    assert last == 11 or last + 1 - version > etas[last + 1]
+
+
+@given(CHANGING, BATCHES, st.lists(st.tuples(st.integers(0, 11), st.booleans()), max_size=20), st.integers(0, 11))
+def test_another_rule_keeps_as_many_finished_groups_as_have_a_schedule(
+    etas: list[int], batches: list[int], groups: list[tuple[int, bool]], k: int
+) -> None:
+    """Then as many others: whatever is given up, no more could be kept."""
+    batches = (batches * 12)[:12]
+    after = Staleness(etas.__getitem__, 11, batches.__getitem__)
+    book = Book(Staleness(lambda k: 20, 11, lambda k: 99), k)
+    book.live = {index: Live(min(version, k), finished) for index, (version, finished) in enumerate(groups)}
+    removed, left = book.follow(after), book.live
+    assert after.holds(k, [live.version for live in left.values()]) and removed.keys().isdisjoint(left)
+    kept = [live.version for live in left.values() if live.finished]
+    for live in removed.values():
+        rest = kept if live.finished else [one.version for one in left.values()]
+        assert not after.holds(k, [*rest, live.version])
+
+
 def test_synchronous_training_admits_one_batch_of_the_newest_version() -> None:
-    rule_ = Staleness(0, 9, lambda j: 4)
+    rule_ = Staleness(lambda k: 0, 9, lambda j: 4)
     assert [rule_.room(3, [], version) for version in (2, 3)] == [0, 4]
     assert rule_.room(3, [3] * 4, 3) == 0
 
 
 def test_the_weaker_rule_lets_an_iteration_leave_a_slow_group_behind() -> None:
     finished = [Finished(i, 0) for i in (1, 2, 3, 4)]
-    strict = Staleness(0, 9, lambda j: 4)
-    weak = Staleness(0, 9, lambda j: 4, "admission")
+    strict = Staleness(lambda k: 0, 9, lambda j: 4)
+    weak = Staleness(lambda k: 0, 9, lambda j: 4, "admission")
     assert strict.take(0, finished, [0]) is None  # the slow one may be trained on by iteration 0 alone
     assert weak.take(0, finished, [0]) == finished
 

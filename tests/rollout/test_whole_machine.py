@@ -150,9 +150,8 @@ class Run(RuleBasedStateMachine):
 
     async def start(self, eta: int) -> None:
         """A start of the flow, from what the store has, as `Generation` does it."""
-        self.eta, owner, last = eta, next(self.owners), len(self.batches) - 1
-        rule_ = Staleness(eta, last, lambda k: self.batches[min(k, last)])
-        book = Book(rule_, self.commit.next, self.commit.settled, self.pace)
+        self.etas, owner = [eta] * len(self.batches), next(self.owners)
+        book = Book(self.bound(), self.commit.next, self.commit.settled, self.pace)
         if self.commit.rollout is not None:
             book.consume(self.commit.rollout)
         spool = replace(at(self.store, owner), first=self.commit.places)
@@ -165,6 +164,25 @@ class Run(RuleBasedStateMachine):
         self.taking: asyncio.Task[list[Written]] | None = None
         self.servers.version = self.trained = self.commit.next
         await self.found.have(set(self.starts.items()))
+
+    def bound(self) -> Staleness:
+        last, etas, batches = len(self.batches) - 1, list(self.etas), list(self.batches)
+        return Staleness(lambda k: etas[min(k, last)], last, lambda k: batches[min(k, last)])
+
+    @precondition(lambda self: not self.over and self.taking is None)
+    @rule(eta=st.integers(1, 3), batch=st.integers(1, 3), later=st.integers(1, 3), turns=st.integers(0, 20))
+    def change(self, eta: int, batch: int, later: int, turns: int) -> None:
+        """Another η and batch from an iteration on that takes its groups later; η > 0 stays so, as does 0."""
+        first = self.found.book.next + later
+        for k in range(first, len(self.batches)):
+            self.etas[k], self.batches[k] = min(self.etas[k], 1) * eta, batch
+
+        async def work() -> None:
+            running = {index for index, live in self.found.book.live.items() if not live.finished}
+            self.found.follow(self.bound(), "the test says so")
+            assert not any(index in self.found.book.settled for index in running), "these begin again"
+
+        self.do(work(), turns)
 
     def connect(self, url: str, flow: Listener) -> Link:
         client = cast(InferenceClient, self.servers)
@@ -207,7 +225,7 @@ class Run(RuleBasedStateMachine):
 
     def may_take(self) -> bool:
         free = not self.over and self.commit.rollout is None and self.taking is None
-        return free and self.servers.version >= self.commit.next - self.eta
+        return free and self.servers.version >= self.commit.next - self.etas[self.commit.next]
 
     def took(self, parts: list[Written]) -> None:
         """The rollout's tables are written, and its stage is committed."""
@@ -218,7 +236,7 @@ class Run(RuleBasedStateMachine):
         for row in rows:
             attempt = self.servers.attempts[row["input_ids"][1]]
             assert row["group_id"] == attempt.group == row["input_ids"][2] and attempt.group not in self.consumed
-            assert row["version_min"] == self.returned[attempt.number] and 0 <= k - row["version_min"] <= self.eta
+            assert row["version_min"] == self.returned[attempt.number] and 0 <= k - row["version_min"] <= self.etas[k]
             self.consumed[attempt.group] = (k, attempt.number)
         self.commit.rollout, left = groups, self.found.book.live.keys() - set(groups)
         self.found.consume(groups)
@@ -334,7 +352,9 @@ class Run(RuleBasedStateMachine):
         self.runner.run(self.found.close())
         reasons = dict(rejections(self.store))
         assert all(
-            reason.startswith(("failed: KeyError", "failed: its rollout worker ended 2 times", "min_success"))
+            reason.startswith(
+                ("failed: KeyError", "failed: its rollout worker ended 2 times", "min_success", "stale: the")
+            )
             for reason in reasons.values()
         )
         settled = self.commit.settled

@@ -228,7 +228,7 @@ def test_a_rejection_is_recorded_before_a_commit_counts_it(local_store: Store) -
     limits = recipe("rollout.group_attempts=1").rollout  # type: ignore[union-attr]
     nothing: Any = None
     rollouts = Rollouts(
-        Book(Staleness(0, 9, lambda k: 2), 0), nothing, nothing, nothing, limits,
+        Book(Staleness(lambda k: 0, 9, lambda k: 2), 0), nothing, nothing, nothing, limits,
         Spool(run.store, run.name, run.owner, "made"), Writer(run.store, run.name, run.owner, "made"),
     )  # fmt: skip
     generation = Generation(run, None, 9, lambda k: recipe())
