@@ -126,6 +126,8 @@ def _start(
         log.info("run %s is %s", name, origin)
     if kept := checked.kept:
         log.info("run %s keeps its recorded values, whose defaults have changed since: %s", name, settings(kept))
+    if changed := checked.stored.changed:
+        log.info("run %s keeps what `arealflow set` has changed: %s", name, settings(changed))
     services = Engines(run, recipe, logs_folder(), generates=not run.record.counterfactual)
     patience.progressed()
 

@@ -221,6 +221,23 @@ class RunRecord(StoredRecord):
     provenance: Provenance
 
 
+class Change(Record):
+    """What `arealflow set` has asked for: recipe fields by dotted path; who asked, and when."""
+
+    n: int
+    values: dict[str, Any]
+    user: str
+    host: str
+    time: str
+
+
+class ChangeRecord(StoredRecord):
+    """`changes/<n>.json`: a change of a run that goes on. Its flow puts it into force by a segment, which names it."""
+
+    attempt: str
+    change: Change
+
+
 class Segment(StoredRecord):
     """`segments/<n>.json`: the recipe in force from iteration `from_iteration` on."""
 
@@ -228,6 +245,7 @@ class Segment(StoredRecord):
     from_iteration: int
     attempt: str
     recipe: dict[str, Any]
+    change: Change | None = Field(default=None, exclude_if=lambda change: change is None, description="that it makes")
     provenance: Provenance
 
 
@@ -343,7 +361,7 @@ ENDINGS: Final = ("finished", "failed", "cancelled", "suspended", "interrupted")
 ACTIONS: Final = (
     *("started", "resumed", "placed", "first iteration"),
     *ENDINGS,
-    *("extended", "forked", "replayed", "removed", "tagged", "protected", "exported", "signed"),
+    *("extended", "changed", "forked", "replayed", "removed", "tagged", "protected", "exported", "signed"),
 )
 
 
@@ -402,5 +420,5 @@ class Signature(StoredRecord):
 #: Records of which the first writer of a name wins: `attempt` identifies the writer.
 Claimed = (
     StageManifest | WeightsManifest | IterationCommit | RunRecord | Segment | OwnerRecord
-    | LogRecord | Reference | Tag | Tombstone | Signature | SpoolRecord
+    | LogRecord | Reference | Tag | Tombstone | Signature | SpoolRecord | ChangeRecord
 )  # fmt: skip

@@ -118,7 +118,8 @@ class ServerPool(ABC):
         servers = (
             SharedServer(url=one.url, start=one.start, version=one.version, able=one.able) for one in self.servers
         )
-        return Serving(servers=tuple(servers), versions_unknown=self._versions_unknown)
+        requests = self.settings.max_concurrent_requests
+        return Serving(servers=tuple(servers), versions_unknown=self._versions_unknown, requests=requests)
 
     async def follow(self, serving: Serving) -> None:
         """Take over the servers of the managing client, and send requests only to those that may generate."""
@@ -128,8 +129,17 @@ class ServerPool(ABC):
             if (server := known.get(one.url)) is None:
                 self.servers.append(server := self._server(one.url, one.start))
             server.current, server.version = one.able, one.version
+        if serving.requests is not None:
+            await self.bound_requests(serving.requests)
         if serving.versions_unknown:
             await self._drop_all()
+        self._dispatch()
+
+    async def bound_requests(self, most: int) -> None:
+        """Have at most so many requests in flight on each server from now on."""
+        self.settings = self.settings.model_copy(update={"max_concurrent_requests": most})
+        for server in self.servers:
+            server.slots = most
         self._dispatch()
 
     async def use_external(self, urls: Iterable[str]) -> None:

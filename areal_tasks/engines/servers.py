@@ -97,6 +97,12 @@ class Servers:
         self._loop.stop()
         self._fetched.close()
 
+    def adapt(self, recipe: Recipe) -> None:
+        """This recipe is in force from now on."""
+        self.recipe = recipe
+        if self._client is not None and not isinstance(recipe, SftRecipe):
+            self._loop.run(self._client.bound_requests(recipe.inference.max_concurrent_requests))
+
     @property
     def names(self) -> list[str]:
         """The names of the servers that this run starts; none if it uses external servers."""

@@ -68,6 +68,18 @@ class Engines:
             stack.callback(self.actor.close)
             self.servers.close()
 
+    def run_has_changed(self, run: Run) -> None:
+        """The run has other recipes for coming iterations."""
+        self.run = self.actor.run = self.servers.run = run
+
+    def adapt(self, recipe: Recipe) -> None:
+        """This recipe is in force from now on: as before, or with changes of live fields."""
+        if recipe == self.recipe:
+            return
+        self.recipe = recipe
+        self.supervisor.settings = self.watchdog.settings = recipe.launcher
+        self.servers.adapt(recipe)
+
     def begin(self) -> None:
         """Start what needs no weights in the store: trainer, verifiers, possibly servers. Does not wait for them."""
         servers = self.servers

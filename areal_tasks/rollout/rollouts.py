@@ -169,6 +169,12 @@ class Rollouts:
             log.info("%d groups begin again and %d are rejected: %s", len(removed) - len(finished), len(finished), why)
         self.begin()
 
+    def adapt(self, limits: Rollout, order: Callable[[], Begin]) -> None:
+        """Use these settings from now on."""
+        self.limits = self.rejections.limits = limits
+        self.book.pace, self.order = limits.pace, order
+        self.begin()
+
     def _lose(self, groups: Collection[int]) -> None:
         """These groups begin again, and no attempt counts as failed."""
         for group in groups:

@@ -39,6 +39,7 @@ from areal_tasks.store.shards import content_digest, read_table
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, StageManifest, TableRef
 from schemas.recipe.recipe import Recipe, RlhfRecipe
+from schemas.recipe.sections import Rollout as RolloutSettings
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class Generation:
         self._spooled = spooled_after(head) if head and head.run == run.name else NOTHING_SPOOLED  # a child has its own
         self._held = threading.Event()
         self._recipe: Recipe | None = None
+        self._made_with = ""  # the groups in progress
         self._rollouts: Rollouts | None = None
         self._engines: Engines | None = None
 
@@ -150,6 +152,14 @@ class Generation:
         except Exception as error:  # another error ended the run, and must not be hidden
             log.warning("finished groups were lost, and begin again: %s", str(error) or type(error).__name__)
 
+    def recipes_have_changed(self, first: int) -> None:
+        """The recipes of the iterations from `first` on are others now. No iteration may be taking groups."""
+        rule, why = self._rule(first), f"too old or too many for what is in force from iteration {first} on"
+        if self._rollouts is None or self._engines is None:
+            self.book.rule = rule
+        else:
+            self._engines.servers.call(_in_loop(partial(self._rollouts.follow, rule, why)))
+
     def state(self) -> dict[str, Any]:
         """The groups after an iteration, as its commit records them: settled ones, and places of others in spool."""
         settled, places = self.book.settled, self._spooled
@@ -160,12 +170,19 @@ class Generation:
         return {"next_group": settled.prefix} | beyond | spooled
 
     def _following(self, context: Context, inputs: Inputs) -> Rollouts:
-        """The groups in progress; starts over if the recipe differs from the last iteration's, as in a replay."""
-        if self._rollouts is None or self._recipe != context.recipe:
+        """The groups in progress; starts over if those of this iteration are made with other settings, in a replay."""
+        recipe = context.recipe
+        assert isinstance(recipe, RlhfRecipe)
+        kind = made_with(recipe, inputs.ref("prompts").digest)
+        if self._rollouts is None or self._made_with != kind:
             self.close()
-            self._recipe, self._engines = context.recipe, context.engines
+            self._made_with, self._engines = kind, context.engines
             self._rollouts = self._new(context, inputs)
             context.engines.servers.workers.serve(self._rollouts)
+        elif self._recipe != recipe:
+            order = order_of(context, recipe, inputs.ref("prompts"), kind)
+            context.engines.servers.call(_in_loop(partial(self._rollouts.adapt, recipe.rollout, order)))
+        self._recipe = recipe
         return self._rollouts
 
     def _new(self, context: Context, inputs: Inputs) -> Rollouts:
@@ -173,17 +190,16 @@ class Generation:
         assert isinstance(recipe, RlhfRecipe)
         self.book.live.clear()
         self.book.rule, self.book.pace = self._rule(context.iteration), recipe.rollout.pace
-        kind = made_with(recipe, inputs.ref("prompts").digest)
-        spool = Spool(run.store, run.name, run.owner, kind, self._spooled)
+        spool = Spool(run.store, run.name, run.owner, self._made_with, self._spooled)
         rejected = recover(self.book, spool)
         rollouts = Rollouts(
             book=self.book,
             client=context.engines.servers.inference(waits=False),
-            order=order_of(context, recipe, inputs.ref("prompts"), kind),
+            order=order_of(context, recipe, inputs.ref("prompts"), self._made_with),
             connect=lambda url, rollouts: Link(url, context.engines.supervisor.access, rollouts),
             limits=recipe.rollout,
             spool=spool,
-            writer=Writer(run.store, run.name, run.owner, kind),
+            writer=Writer(run.store, run.name, run.owner, self._made_with),
             held=self._held,
         )
         if context.iteration == self._first:  # else the metrics of a reused rollout may have counted them
@@ -191,11 +207,16 @@ class Generation:
         return rollouts
 
     def _rule(self, k: int) -> Staleness:
-        rollout = self._recipe_at(k).rollout  # type: ignore[union-attr]
-        return Staleness(rollout.max_head_offpolicyness, self._last, self._batch, rollout.bound)
+        return Staleness(self._eta, self._last, self._batch, self._settings(k).bound)
+
+    def _eta(self, k: int) -> int:
+        return self._settings(k).max_head_offpolicyness
 
     def _batch(self, k: int) -> int:
-        return self._recipe_at(k).rollout.groups  # type: ignore[union-attr]
+        return self._settings(k).groups
+
+    def _settings(self, k: int) -> RolloutSettings:
+        return self._recipe_at(k).rollout  # type: ignore[union-attr]
 
 
 async def _in_loop(action: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ flows run them as Prefect tasks; `run_directly` just calls them.
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,15 +25,21 @@ from areal_tasks.stages.graphs import evaluates_at_end, iteration_plan, iteratio
 from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.publish import unwritten
 from areal_tasks.stages.stage import Context, Stage
+from areal_tasks.store.changes import describe, waiting_changes
 from areal_tasks.store.commit import new_attempt
+from areal_tasks.store.history.journal import append
 from areal_tasks.store.objects.files import newest_written
 from areal_tasks.store.parallel import in_background
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.reachable import published_weights
 from areal_tasks.store.retention.compact import Compactor
 from areal_tasks.store.runs import Run
-from schemas.manifest import IterationCommit, StageRef, WeightsRef
+from schemas.errors import UserError
+from schemas.manifest import Change, IterationCommit, StageRef, WeightsRef
 from schemas.recipe.recipe import Recipe, RlhfRecipe
+from schemas.recipe.recorded import with_values
+
+log = logging.getLogger(__name__)
 
 UNTRACKED = ("scalars",)  # built with the commit: a task run would cost more than the stage
 #: More objects than the answers in flight consist of: each sample has lists with an element per token.
@@ -73,7 +80,11 @@ def run_directly(jobs: Sequence[Job]) -> list[Built]:
 
 @dataclass
 class Loop:
-    """A run's iterations from the first that is not committed to the last."""
+    """A run's iterations from the first that is not committed to the last.
+
+    `recipe` is the newest one of the run: changes that `arealflow set` asks for replace it. They are in force from the
+    iteration after the next, since generation for the next one may have begun.
+    """
 
     run: Run
     recipe: Recipe
@@ -86,6 +97,8 @@ class Loop:
         self.head = self.run.head()
         self._digest = ""  # of the head, once it is known
         self.last = iterations(self.recipe)  # the run's total number of iterations
+        self._recipes: dict[int, Recipe] = {}  # by number of their segment
+        self._refused = 0  # number of the last change that cannot be put into force
         self.restored: WeightsRef | None = None  # replaces the head's weights
         self.generation: Generation | None = None
         self._overlapping: Future[dict[str, Built]] | None = None
@@ -101,7 +114,11 @@ class Loop:
 
     def recipe_at(self, k: int) -> Recipe:
         """The recipe in force in iteration `k`."""
-        return self.recipe
+        segment = self.run.segment_at(max(k, self.run.first))
+        known = self._recipes
+        if segment.n not in known:
+            known[segment.n] = self.run.recipe_of(segment, self.recipe)
+        return known[segment.n]
 
     def evaluates_at_end(self, k: int) -> bool:
         """Whether the weights that iteration `k` publishes are evaluated before its commit."""
@@ -111,6 +128,8 @@ class Loop:
         """Build and commit all missing iterations. Starts the engines; the caller stops them."""
         if self.first >= self.last:
             return
+        self._apply_changes(self.first)
+        self.engines.adapt(self.recipe_at(self.first))
         once = self._begin()
         late = self._publish_late()
         self._overlap(self.first, once, lambda: late)
@@ -178,6 +197,7 @@ class Loop:
 
     def _iteration(self, k: int, once: Mapping[str, Built]) -> dict[str, Built]:
         started, built = now(), dict(once)
+        self.engines.adapt(self.recipe_at(k))
         plan, context, overlapped = self.plan(k), self._context(k), self._overlapped_stages(k)
         for level in plan.levels():
             if any(stage.name == "publish" for stage in level):  # the servers keep the evaluated weights until then
@@ -190,11 +210,42 @@ class Loop:
             built |= self._last_evaluation(context, built)
         if "publish" in overlapped:
             self.engines.actor.keep(built["train"].manifest)  # before another step changes it
+        self._apply_changes(k + 2)
         self._commit(context, built, started)
         if "publish" in overlapped:
             publication = self._job("publish", plan, context, built)
             self._overlap(k + 1, once, lambda: self._late(publication))
         return built
+
+    def _apply_changes(self, first: int) -> None:
+        """Put the changes that were asked for since the last look into force from iteration `first` on.
+
+        No iteration may be taking groups.
+        """
+        if first >= self.last:
+            return
+        before = len(self.run.segments)
+        for change in waiting_changes(self.run.store, self.run.name, self.run.segments):
+            if change.n > self._refused:
+                self._apply(change, first)
+        if len(self.run.segments) > before:
+            self.engines.run_has_changed(self.run)
+            if self.generation is not None:
+                self.generation.recipes_have_changed(first)
+
+    def _apply(self, change: Change, first: int) -> None:
+        try:
+            recipe = with_values(self.recipe, change.values)
+        except UserError as error:  # this start has another recipe than the one that the change was checked with
+            log.warning("%s cannot be put into force here: %s", describe(change), error)
+            self._refused = change.n
+            return
+        self.run, self.recipe = self.run.with_change(change, first, recipe), recipe
+        self._recipes = {}
+        first = self.run.segments[-1].from_iteration
+        log.info("from iteration %d on: %s", first, describe(change))
+        details = {"owner": self.run.owner, "change": change.n, "from_iteration": first} | change.values
+        append(self.run.store, self.run.name, "changed", details | {"by": f"{change.user}@{change.host}"})
 
     def _overlaps(self, k: int) -> bool:
         """Whether iteration `k` publishes its weights, and evaluates version `k`, concurrently with other stages."""

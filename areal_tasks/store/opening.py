@@ -1,6 +1,7 @@
 """What the store holds of a run when a start begins, read once, and whether a recipe may continue it.
 
-A run's recipe is a list of segments, each of which is the same recipe with more iterations.
+A run's recipe is a list of segments, each of which is the same recipe with more iterations, or with what `arealflow
+set` has changed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
+from areal_tasks.store.changes import changed_values
 from areal_tasks.store.commit import find_record, read_record
 from areal_tasks.store.fork import Origin, check_origin, origin_of
 from areal_tasks.store.keys import semantic_values
@@ -21,13 +23,13 @@ from areal_tasks.store.search import end_of, missing_before
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, RunRecord, Segment
 from schemas.recipe.recipe import BaseRecipe
-from schemas.recipe.recorded import keep_recorded, read_recorded
+from schemas.recipe.recorded import keep_recorded, read_recorded, with_values
 
 R = TypeVar("R", bound=BaseRecipe)
 Difference = dict[str, tuple[Any, Any]]  # field -> the run's value, the recipe's value
 
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]*")
-_LENGTH: Final = "schedule.iterations"
+LENGTH: Final = "schedule.iterations"
 _NOTHING: Final = "unset"
 
 
@@ -52,12 +54,18 @@ class Stored:
         """The origin of an existing fork."""
         return origin_of(self.record) if self.record and self.record.kind == "fork" else None
 
+    @property
+    def changed(self) -> dict[str, Any]:
+        """What `arealflow set` has changed in the run, by dotted path."""
+        return changed_values(self.segments)
+
     def continued(self, recipe: R) -> tuple[R, dict[str, Any]]:
-        """`recipe` for continuing the run, with the run's recorded values where only a default has changed since; and
-        those values, by dotted path. Unchanged for a new run.
+        """`recipe` for continuing the run: with what was `changed`, and with the run's recorded values where only a
+        default has changed since; and the latter, by dotted path. Unchanged for a new run.
         """
         if not self.segments or self.segments[-1].recipe.get("flow") != recipe.flow:
             return recipe, {}
+        recipe = with_values(recipe, self.changed) if self.changed else recipe
         return keep_recorded(recipe, self.segments[-1].recipe)
 
     def check(self, recipe: BaseRecipe, origin: Origin | None = None) -> None:
@@ -130,7 +138,7 @@ def compare(segment: Segment, recipe: BaseRecipe) -> Difference:
 
 def extends(difference: Difference) -> bool:
     """Whether the recipe differs only by more iterations."""
-    return difference.keys() == {_LENGTH} and difference[_LENGTH][1] > difference[_LENGTH][0]
+    return difference.keys() == {LENGTH} and difference[LENGTH][1] > difference[LENGTH][0]
 
 
 def _remedy(name: str) -> str:

@@ -21,6 +21,11 @@ def segment(run: str, n: int) -> str:
     return f"{run}/segments/{n}.json"
 
 
+def change(run: str, n: int) -> str:
+    """The n-th change, from 1, that `arealflow set` has asked for."""
+    return f"{run}/changes/{n}.json"
+
+
 def log(run: str, n: int) -> str:
     """The n-th line of the run's log, from 1."""
     return f"{run}/log/{n}.json"

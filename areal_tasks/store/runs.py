@@ -8,10 +8,11 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Store, StoreError
+from areal_tasks.store.changes import changed_fields
 from areal_tasks.store.commit import (
     bytes_digest,
     commit_once,
@@ -31,6 +32,7 @@ from areal_tasks.store.fork import (
     origin_of,
 )
 from areal_tasks.store.opening import (
+    LENGTH,
     NAME,
     Stored,
     check_name,
@@ -45,9 +47,20 @@ from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.retention.tombstones import check_run_kept
 from areal_tasks.store.search import last_present
 from schemas.errors import UserError
-from schemas.manifest import PROMPT_ORDER, IterationCommit, OwnerRecord, RunRecord, Segment, StageManifest, StageRef
+from schemas.manifest import (
+    PROMPT_ORDER,
+    Change,
+    IterationCommit,
+    OwnerRecord,
+    RunRecord,
+    Segment,
+    StageManifest,
+    StageRef,
+)
 from schemas.recipe.recipe import BaseRecipe
-from schemas.recipe.recorded import read_recorded
+from schemas.recipe.recorded import read_recorded, value_at, with_values
+
+R = TypeVar("R", bound=BaseRecipe)
 
 
 class Superseded(UserError):
@@ -159,6 +172,25 @@ class Run:
     def recipe_at(self, k: int) -> dict[str, Any]:
         """The recipe in force at iteration `k`, as JSON, with the fields that have been added since."""
         return read_recorded(self.segment_at(k).recipe)
+
+    def recipe_of(self, segment: Segment, newest: R) -> R:
+        """`newest`, the recipe of this start, as it is in force with a segment: before the changes that came later."""
+        if not (fields := changed_fields(self.segments)):
+            return newest
+        recorded = read_recorded(segment.recipe)
+        return with_values(newest, {path: value_at(recorded, path) for path in [*fields, LENGTH]})
+
+    def with_change(self, change: Change, first: int, recipe: BaseRecipe) -> Run:
+        """The run with a change in force from iteration `first` on, which makes `recipe`.
+
+        A start that is no longer the owner cannot add it unseen: the owner after it looks for changes once it has
+        claimed the run, and before it commits anything.
+
+        Raises:
+            Superseded: a later start of the flow owns the run.
+        """
+        self.check_owner()
+        return _with_segment(self, first, recipe, change)
 
     def find_stage(self, k: int, stage: str, key: str) -> Found | None:
         """The committed result of a stage under this key: in this run, or in the parent before the fork."""
@@ -365,13 +397,17 @@ def _extended(run: Run, recipe: BaseRecipe) -> Run:
     return run
 
 
-def _with_segment(run: Run, first: int, recipe: BaseRecipe) -> Run:
-    """The run with one more segment: `recipe` from iteration `first` on, or what another start has written there."""
+def _with_segment(run: Run, first: int, recipe: BaseRecipe, change: Change | None = None) -> Run:
+    """The run with one more segment: `recipe` from iteration `first` on, or what another start has written there.
+
+    It is in force no earlier than the segment before it.
+    """
     segment = Segment(
         n=len(run.segments),
-        from_iteration=first,
+        from_iteration=max([first, *(segment.from_iteration for segment in run.segments)]),
         attempt=new_attempt(),
         recipe=recipe.model_dump(mode="json"),
+        change=change,
         provenance=make_provenance(run.owner, now()),
     )
     there, _ = commit_once(run.store, paths.segment(run.name, segment.n), segment)

@@ -5,6 +5,7 @@ A start that was killed leaves no line in the log: it lasted at least until its 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -20,6 +21,7 @@ from areal_tasks.store.parallel import parallel
 from areal_tasks.store.record_tables import utc
 from areal_tasks.store.runs import Run
 from areal_tasks.store.search import last_present
+from areal_tasks.store.waits import is_running
 from schemas.manifest import ENDINGS, LogRecord, OwnerRecord
 from schemas.recipe.recorded import read_recorded
 from schemas.views import STARTS
@@ -29,6 +31,17 @@ def read_owners(run: Run) -> list[OwnerRecord]:
     """The records of all starts of the flow, in order."""
     count = last_present(lambda n: run.store.exists(paths.owner(run.name, n)), 1)
     return parallel(lambda n: read_record(run.store, paths.owner(run.name, n), OwnerRecord), range(1, count + 1))
+
+
+def goes_on(run: Run) -> bool:
+    """Whether the last start of the flow may still be running: neither log nor machine say no."""
+    owner = last_present(lambda n: run.store.exists(paths.owner(run.name, n)), 1)
+    if not owner or any(
+        line.action in ENDINGS and line.details.get("owner") == owner for line in read_log(run.store, run.name)
+    ):
+        return False
+    record = read_record(run.store, paths.owner(run.name, owner), OwnerRecord)
+    return record.host != socket.gethostname() or is_running(record.pid)
 
 
 def starts_table(catalog: Catalog) -> pa.Table:

@@ -49,10 +49,11 @@ def standing_waits(run: Run) -> WaitsRecord | None:
 def holds(record: WaitsRecord, time: datetime) -> bool:
     """Whether the process that wrote it may still wait. On another machine, only an overdue record shows its end."""
     due = datetime.fromisoformat(record.told) + timedelta(seconds=record.seconds + LATE_SECONDS)
-    return time <= due and (record.host != socket.gethostname() or _runs(record.pid))
+    return time <= due and (record.host != socket.gethostname() or is_running(record.pid))
 
 
-def _runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
+    """Whether a process of this machine runs."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

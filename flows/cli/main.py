@@ -22,6 +22,7 @@ COMMANDS: Final = {
     "alerts": "alerts:alerts",
     "s3-keys": "s3_keys:s3_keys",
     "run": "local:run",
+    "set": "change:change",
     "fork": "fork:fork",
     "replay": "replay:replay",
     "diff": "diff:diff",

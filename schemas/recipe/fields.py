@@ -33,6 +33,7 @@ def semantic(
     before: Any = ALWAYS_THERE,
     formerly: Sequence[Any] = (),
     renamed_from: str = "",
+    live: bool = False,
     **bounds: Any,
 ) -> Any:
     """A field that changes what is computed: it is part of the keys of the stages that read it.
@@ -48,16 +49,19 @@ def semantic(
             value already.
         renamed_from: The field's former name. Recipes may contain it, and keys always do, so that the keys of recorded
             stages stay valid.
+        live: see `is_live`.
     """
     history = {} if before is ALWAYS_THERE else {"before": before}
     history |= {"formerly": list(formerly)} if formerly else {}
     history |= {"renamed_from": renamed_from} if renamed_from else {}
-    return Field(default, description=description, json_schema_extra={"semantic": True, **history}, **bounds)
+    return Field(
+        default, description=description, json_schema_extra={"semantic": True, "live": live, **history}, **bounds
+    )
 
 
-def operational(default: Any = ..., *, description: str, **bounds: Any) -> Any:
+def operational(default: Any = ..., *, description: str, live: bool = False, **bounds: Any) -> Any:
     """A field that changes how, where or how fast something is computed, never what: it is part of no key."""
-    return Field(default, description=description, json_schema_extra={"semantic": False}, **bounds)
+    return Field(default, description=description, json_schema_extra={"semantic": False, "live": live}, **bounds)
 
 
 def section(model: type[Section], description: str) -> Any:
@@ -67,6 +71,11 @@ def section(model: type[Section], description: str) -> Any:
 
 def is_semantic(info: FieldInfo) -> bool:
     return bool(_extra(info).get("semantic"))
+
+
+def is_live(info: FieldInfo) -> bool:
+    """Whether `arealflow set` may change the field of a run that goes on."""
+    return bool(_extra(info).get("live"))
 
 
 def before(info: FieldInfo) -> Any:

@@ -87,21 +87,29 @@ class Launcher(Section):
     )
     resources: Placed = section(Placed, "What services need of their machine, for `slurm`, `ray` and your own.")
     slurm: Slurm = section(Slurm, "How Slurm runs services.")
-    startup_seconds: float = operational(180.0, gt=0, le=86400, description="Time limit for a service to become ready.")
+    startup_seconds: float = operational(
+        180.0, gt=0, le=86400, description="Time limit for a service to become ready.", live=True
+    )
     restarts: int = operational(
         3,
         ge=0,
         le=1000,
         description="Restarts of a failed service, without a commit in between, before the run stops; one of several "
         "inference servers is left out instead. Ends of rollout workers that have groups in flight do not count.",
+        live=True,
     )
     warn_seconds: float = operational(
         60.0,
         gt=0,
         le=86400,
         description="Seconds without progress after which the log names what is waited for, then at doubled intervals.",
+        live=True,
     )
     hang_seconds: float = operational(
-        600.0, gt=0, le=86400, description="Seconds without progress after which a service is ended and restarted."
+        600.0,
+        gt=0,
+        le=86400,
+        description="Seconds without progress after which a service is ended and restarted.",
+        live=True,
     )
     ray: RaySettings = section(RaySettings, "Services on a Ray cluster.")

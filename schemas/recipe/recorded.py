@@ -43,15 +43,22 @@ def keep_recorded(recipe: R, recorded: Mapping[str, Any]) -> tuple[R, dict[str, 
         UserError: with the values kept, `recipe` is inconsistent.
     """
     known = read_recorded(recorded)
-    kept = {path: former for path, value, info in leaves(recipe) if _is_kept(info, value, former := _at(known, path))}
+    kept = {
+        path: former for path, value, info in leaves(recipe) if _is_kept(info, value, former := value_at(known, path))
+    }
     if not kept:
         return recipe, {}
-    values = recipe.model_dump(mode="json")
-    for path, former in kept.items():
-        _put(values, path, former)
-    found = parse_recipe(values, recipe.name)
+    return with_values(recipe, kept), kept
+
+
+def with_values(recipe: R, values: Mapping[str, Any]) -> R:
+    """The recipe with these values, by dotted path. UserError if it is inconsistent with them."""
+    nested = recipe.model_dump(mode="json")
+    for path, value in values.items():
+        _put(nested, path, value)
+    found = parse_recipe(nested, recipe.name)
     assert isinstance(found, type(recipe)), "the flow is the same"
-    return found, kept
+    return found
 
 
 def _is_kept(info: FieldInfo, value: Any, known: Any) -> bool:
@@ -69,7 +76,8 @@ def _filled(values: Mapping[str, Any], model: type[Section]) -> dict[str, Any]:
     return result
 
 
-def _at(values: Mapping[str, Any], path: str) -> Any:
+def value_at(values: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path of nested values; None if there is none."""
     value: Any = values
     for name in path.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None

@@ -24,6 +24,7 @@ from areal_tasks.store.runs import load_run
 from areal_tasks.store.service_logs import stored_parts
 from schemas.compaction import Compaction
 from schemas.manifest import (
+    ChangeRecord,
     InputRef,
     IterationCommit,
     NodeRecord,
@@ -240,8 +241,9 @@ def _removed(tombstone: Tombstone) -> Removed:
 
 
 def _records(found: Findings, name: str) -> None:
-    """Check owners, services, waits, tags, references and signatures, which only their seals protect, and logs."""
+    """Check owners, changes, services, waits, tags, references, signatures, which only seals protect, and logs."""
     found.sequence(f"{name}/owners", lambda n: paths.owner(name, n), OwnerRecord, 1)
+    found.sequence(f"{name}/changes", lambda n: paths.change(name, n), ChangeRecord, 1)
     folders: list[tuple[str, type[StoredRecord]]] = [
         (f"{name}/references", Reference),
         (f"{name}/tags", Tag),

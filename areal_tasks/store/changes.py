@@ -1,0 +1,63 @@
+"""Changes of a run that goes on: `arealflow set` asks for them, and the run's flow puts them into force.
+
+A request is a record `changes/<n>.json`, numbered without gaps. Only the owner of the run appends segments: one for
+each change, in order, which contains the change and is in force from an iteration on that has begun nothing yet.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from areal_tasks.store import paths
+from areal_tasks.store.backend import Store
+from areal_tasks.store.commit import commit_once, find_record, new_attempt
+from areal_tasks.store.history.journal import user
+from areal_tasks.store.provenance import now
+from schemas.manifest import Change, ChangeRecord, Segment
+from schemas.recipe.recorded import read_recorded, value_at
+
+
+def last_change(segments: Sequence[Segment]) -> int:
+    """The number of the last change that segments have put into force; 0 if there was none."""
+    return max((segment.change.n for segment in segments if segment.change), default=0)
+
+
+def changed_fields(segments: Sequence[Segment]) -> list[str]:
+    """The fields that changes have set, by dotted path."""
+    return sorted({path for segment in segments if segment.change for path in segment.change.values})
+
+
+def changed_values(segments: Sequence[Segment]) -> dict[str, Any]:
+    """These fields with their values in the last segment."""
+    fields = changed_fields(segments)
+    recipe = read_recorded(segments[-1].recipe) if fields else {}
+    return {path: value_at(recipe, path) for path in fields}
+
+
+def find_change(store: Store, run: str, n: int) -> Change | None:
+    """The n-th change that was asked for; None if there are not so many."""
+    record = find_record(store, paths.change(run, n), ChangeRecord)
+    return record.change if record else None
+
+
+def waiting_changes(store: Store, run: str, segments: Sequence[Segment]) -> Iterator[Change]:
+    """The changes that no segment has put into force yet, in order."""
+    n = last_change(segments)
+    while (change := find_change(store, run, n := n + 1)) is not None:
+        yield change
+
+
+def ask(store: Store, run: str, n: int, values: Mapping[str, Any]) -> Change | None:
+    """Ask for a change as the n-th; None if another one was the n-th."""
+    change = Change(n=n, values=dict(values), user=user(), host=socket.gethostname(), time=now())
+    record = ChangeRecord(attempt=new_attempt(), change=change)
+    _, mine = commit_once(store, paths.change(run, n), record)
+    return change if mine else None
+
+
+def describe(change: Change) -> str:
+    """`rollout.pace=3 (ann@host, 2026-11-24 00:31:05)`."""
+    values = ", ".join(f"{path}={value}" for path, value in change.values.items())
+    return f"{values} ({change.user}@{change.host}, {change.time[:19].replace('T', ' ')})"

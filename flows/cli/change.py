@@ -1,0 +1,109 @@
+"""`arealflow set`: changes what a run may change while it goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.changes import ask, last_change, waiting_changes
+from areal_tasks.store.runs import Run, load_run
+from areal_tasks.store.starts import goes_on
+from flows.cli.audit import RunName
+from flows.cli.inspect import AsJson, StoreUrl, show
+from schemas.errors import UserError
+from schemas.manifest import Change
+from schemas.recipe.live import changes_of, live_values
+from schemas.recipe.load import parse_recipe
+from schemas.recipe.recipe import Recipe
+from schemas.recipe.recorded import read_recorded, with_values
+
+Fields = Annotated[list[str] | None, typer.Argument(help="section.field=value …; none: what may change, and changes.")]
+
+
+def change(run: RunName, fields: Fields = None, store: StoreUrl = "", as_json: AsJson = False) -> None:
+    """Change a run that goes on: servers, workers, pace, η, batch, …; in force from the iteration after next."""
+    there = load_run(open_store(store), run)
+    if not fields:
+        show_live(there, as_json)
+        return
+    check_changeable(there)
+    running = goes_on(there)
+    first = there.committed + (2 if running else 0)
+    if first >= planned(there):
+        raise UserError(f"run {run} has no iteration left in which a change would be in force; resume it with more")
+    asked = request(there, fields)
+    answer = {"run": run, "change": asked.n, "values": asked.values, "from_iteration": first, "running": running}
+    typer.echo(json.dumps(answer, indent=1) if as_json else outcome(run, asked, first, running))
+
+
+def check_changeable(run: Run) -> None:
+    """UserError for a run that changes with none of its recipes."""
+    if run.record.kind == "replay":
+        raise UserError(f"run {run.name} is a replay, which has the recipes of {run.record.parent}: fork it instead")
+    if not run.segments:
+        raise UserError(f"run {run.name} has not begun: give the values with its recipe")
+
+
+def planned(run: Run) -> int:
+    """The iterations of the run."""
+    return int(run.segments[-1].recipe.get("schedule", {}).get("iterations", 1))
+
+
+def newest(run: Run, waiting: Sequence[Change] = ()) -> Recipe:
+    """The recipe of the run, after all changes that were asked for."""
+    recipe = parse_recipe(read_recorded(run.segments[-1].recipe), run.name)
+    for one in waiting:
+        recipe = with_values(recipe, one.values)
+    return recipe
+
+
+def request(run: Run, fields: Sequence[str]) -> Change:
+    """Ask the run's flow for a change, after those that were asked for before.
+
+    Raises:
+        UserError: see `changes_of`.
+    """
+    asked = None
+    while asked is None:  # else another change has just been asked for, with which this one may not agree
+        waiting = list(waiting_changes(run.store, run.name, run.segments))
+        values = changes_of(newest(run, waiting), fields)
+        asked = ask(run.store, run.name, last_change(run.segments) + len(waiting) + 1, values)
+    return asked
+
+
+def outcome(run: str, change: Change, first: int, running: bool) -> str:
+    """What follows from a change, as a sentence."""
+    values = ", ".join(f"{path}={json.dumps(value)}" for path, value in change.values.items())
+    if not running:
+        return f"run {run} is not running: {values} from its next start on"
+    return f"run {run}: {values} from iteration {first} on, or a later one if iteration {first - 2} ends at this moment"
+
+
+def show_live(run: Run, as_json: bool) -> None:
+    """Print what may change with its values, and the changes so far with the first iteration of each."""
+    check_changeable(run)
+    waiting = list(waiting_changes(run.store, run.name, run.segments))
+    values = live_values(newest(run, waiting))
+    made = [(s.change, s.from_iteration) for s in run.segments if s.change]
+    changes = [change_row(*one) for one in [*made, *((one, None) for one in waiting)]]
+    if as_json:
+        typer.echo(json.dumps({"run": run.name, "live": values, "changes": changes}, indent=1))
+        return
+    show([{"field": path, "value": json.dumps(value)} for path, value in values.items()], False, "may change")
+    if changes:
+        show(changes, False, "changes so far")
+
+
+def change_row(change: Change, first: int | None) -> dict[str, Any]:
+    """A change as a table row; `first`: from which iteration on it is in force, None while it waits for the flow."""
+    return {
+        "n": change.n,
+        "who": f"{change.user}@{change.host}",
+        "when": change.time[:19],
+        "what": ", ".join(f"{path}={json.dumps(value)}" for path, value in change.values.items()),
+        "from iteration": "waits" if first is None else first,
+    }

@@ -1,0 +1,198 @@
+"""Runs that `arealflow set` changes while they go on: what is in force when, and what the store has of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage_driver import (
+    GROUPS,
+    _die_at_write,
+    drive,
+    left_over,
+    start_marked,
+    store_in,
+    tiny,
+)
+from waiting import wait_until
+
+from areal_tasks.rollout.settled import settled_after
+from areal_tasks.stages.build import Built
+from areal_tasks.stages.generation import Generation, groups_of
+from areal_tasks.stages.loop import Execute, Job, run_directly
+from areal_tasks.stages.replay import replay_segments
+from areal_tasks.store import paths
+from areal_tasks.store.backend import Store
+from areal_tasks.store.fork import Origin
+from areal_tasks.store.history.audit import audit
+from areal_tasks.store.history.journal import read_log
+from areal_tasks.store.runs import Run, load_run, open_run
+from areal_tasks.store.shards import read_table
+from areal_tasks.store.spool import read_spool
+from flows.cli.change import change, request
+from schemas.errors import UserError
+from schemas.recipe.recipe import Recipe, RlhfRecipe
+
+OTHERS = pytest.mark.slow("another instant of the same kill: two whole runs")
+
+
+def ahead(**changes: Any) -> Recipe:
+    sections: dict[str, Any] = {
+        "rollout": {"max_head_offpolicyness": 2},
+        "schedule": {"iterations": 9},
+        "algorithm": {"max_logprob_gap": 9.0},
+    }
+    return tiny(**{**sections, **{name: sections.get(name, {}) | value for name, value in changes.items()}})
+
+
+def asking(name: str, at: dict[str, Sequence[str]], store: Callable[[], Store]) -> Execute:
+    """Runs jobs; before those of these labels it asks for changes, once everything is generated that may be."""
+
+    def execute(jobs: Sequence[Job]) -> list[Built]:
+        for job in [job for job in jobs if job.label in at]:
+            generation = job.context.generation
+            if generation is not None and generation.book.rule.eta(0):
+                wait_until(partial(all_ready, generation), "all that may begin")
+            request(load_run(store(), name), at.pop(job.label))
+        return run_directly(jobs)
+
+    return execute
+
+
+def all_ready(generation: Generation) -> bool:
+    return generation.book.ready() > 0 and generation.book.ready() == len(generation.book.live)
+
+
+def recipes(run: Run, iterations: int) -> list[RlhfRecipe]:
+    return [RlhfRecipe.model_validate(run.recipe_at(k)) for k in range(iterations)]
+
+
+def rollout_of(run: Run, k: int) -> Any:
+    return run.read_stage(next(ref for ref in run.commit(k).stages if ref.stage == "rollout"))
+
+
+def check(run: Run) -> None:
+    """Every group was consumed once, by an iteration whose η allows it, or rejected with a reason that is recorded."""
+    run = load_run(run.store, run.name)
+    family = [run.name, *([run.parent.name] if run.parent else [])]
+    records = [record for name in family for record in read_spool(run.store, name)]
+    rejected = {group.index: group.reason for record in records for group in record.rejected}
+    assert all(reason.startswith("stale: ") for reason in rejected.values())
+    consumed: list[int] = []
+    for k, recipe in enumerate(recipes(run, run.committed)):
+        manifest = rollout_of(run, k)
+        groups, rows = groups_of(run.store, manifest), read_table(run.store, manifest.tables["rollout"])
+        assert len(groups) == recipe.rollout.groups and run.commit(k).segment == run.segment_at(k).n
+        assert all(0 <= k - v <= recipe.rollout.max_head_offpolicyness for v in rows["version_min"].to_pylist())
+        consumed += groups
+    assert len(set(consumed)) == len(consumed)
+    settled = settled_after(run.head())
+    assert all(group in settled for group in consumed)
+    assert all(group in consumed or group in rejected for group in range(settled.prefix))
+    assert audit(run.store, run.name).sound
+
+
+def test_eta_and_batch_change_while_the_run_goes_on(tmp_path: Path) -> None:
+    at = {
+        "train 0": ["rollout.max_head_offpolicyness=4", "rollout.pace=10"],
+        "train 3": ["rollout.max_head_offpolicyness=1", "rollout.groups=2", "evaluation.every=3"],
+    }
+    run = drive(tmp_path, "r", ahead(), asking("r", dict(at), lambda: store_in(tmp_path)))
+    run = load_run(run.store, "r")
+    assert [(s.from_iteration, s.change and s.change.n) for s in run.segments] == [(0, None), (2, 1), (5, 2)]
+    assert [r.rollout.max_head_offpolicyness for r in recipes(run, 9)] == [2, 2, 4, 4, 4, 1, 1, 1, 1]
+    assert [len(groups_of(run.store, rollout_of(run, k))) for k in range(9)] == [GROUPS] * 5 + [2] * 4
+    evaluated = [
+        k
+        for k in range(9)
+        if any(r.stage == "evaluate" and r.path.startswith(f"r/iteration={k:06d}") for r in run.commit(k).stages)
+    ]
+    assert evaluated == [0, 2, 4, 6, 8]
+    check(run)
+    stale = [k for k in range(9) if rollout_of(run, k).metrics.get("rejected_stale")]
+    assert stale == [4], "what had been generated ahead no longer fits"
+    changed = [line for line in read_log(run.store, "r") if line.action == "changed"]
+    assert [line.details["from_iteration"] for line in changed] == [2, 5] and changed[0].details["rollout.pace"] == 10
+
+
+def test_a_synchronous_run_changes_its_batch_and_stays_reproducible(tmp_path: Path) -> None:
+    recipe = tiny(schedule={"iterations": 4})
+    run = drive(tmp_path, "r", recipe, asking("r", {"train 0": ["rollout.groups=6"]}, lambda: store_in(tmp_path)))
+    assert [len(groups_of(run.store, rollout_of(run, k))) for k in range(4)] == [GROUPS, GROUPS, 6, 6]
+    check(run)
+
+
+def test_a_change_of_a_run_that_is_not_running_is_in_force_from_its_next_start_on(tmp_path: Path) -> None:
+    drive(tmp_path, "r", ahead(schedule={"iterations": 2}))
+    with pytest.raises(UserError, match="no iteration left"):
+        change("r", ["rollout.pace=3"], (tmp_path / "store").as_uri())
+    request(load_run(store_in(tmp_path), "r"), ["rollout.pace=3", "rollout.groups=2"])
+    run = load_run(drive(tmp_path, "r", ahead(schedule={"iterations": 5})).store, "r")
+    assert [s.from_iteration for s in run.segments] == [0, 2, 2]
+    assert [len(groups_of(run.store, rollout_of(run, k))) for k in range(5)] == [4, 4, 2, 2, 2]
+    again = load_run(drive(tmp_path, "r", ahead(schedule={"iterations": 6}, rollout={"pace": 7})).store, "r")
+    assert again.recipe_at(5)["rollout"]["pace"] == 3, "what was set stays so, whatever the recipe says"
+    check(again)
+
+
+def die(folder: Path, recipe: Recipe, fields: Sequence[str], number: int) -> None:
+    """`drive`, killed at so many writes to the store after the change was asked for."""
+
+    def execute(jobs: Sequence[Job]) -> list[Built]:
+        if any(job.label == "train 1" for job in jobs):
+            request(load_run(store_in(folder), "r"), fields)
+            _die_at_write(number)
+        return run_directly(jobs)
+
+    drive(folder, "r", recipe, execute)
+
+
+@pytest.mark.parametrize("number", [4, *(pytest.param(n, marks=OTHERS) for n in (1, 2, 3, 5, 6, 7, 8, 9, 12, 20, 33))])
+def test_a_killed_flow_goes_on_with_the_change(tmp_path: Path, number: int) -> None:
+    recipe = ahead(rollout={"flush_seconds": 0.0})
+    fields = ["rollout.max_head_offpolicyness=1", "rollout.groups=2"]
+    start_marked(tmp_path, die, tmp_path, recipe, fields, number).wait()
+    wait_until(lambda: not left_over(tmp_path))
+    run = load_run(drive(tmp_path, "r", recipe).store, "r")
+    assert [s.change.n for s in run.segments if s.change] == [1]
+    assert 1 <= run.segments[-1].from_iteration <= 3 and run.committed == 9
+    check(run)
+
+
+def test_children_of_a_changed_run(tmp_path: Path) -> None:
+    """A fork begins with what is in force there, and a replay has each recipe in turn."""
+    ask = asking("r", {"train 0": ["rollout.groups=2"]}, lambda: store_in(tmp_path))
+    parent = drive(tmp_path, "r", ahead(schedule={"iterations": 5}), ask)
+    fork = ahead(schedule={"iterations": 6}, rollout={"groups": 2})
+    check(drive(tmp_path, "fork", fork, origin=Origin("r", 4)))
+    origin = Origin("r", 0, "replay", True, "advantage")
+    asked = replay_segments(load_run(parent.store, "r"), origin, "again", ["algorithm.clip_ratio=0.1"])
+    drive(tmp_path, "again", asked[-1][1], run_directly, origin, asked)
+    again = load_run(parent.store, "again")
+    assert [len(groups_of(again.store, rollout_of(again, k))) for k in range(5)] == [4, 4, 2, 2, 2]
+    assert [s.from_iteration for s in again.segments] == [0, 2]
+    assert audit(parent.store, "again").sound
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        (["rollout.temperature=0.5"], "rollout.temperature: decides what a group contains"),
+        (["trainer.lr=1e-5"], "trainer.lr: changes what is computed from the same groups"),
+        (["rollout.flush_seconds=1"], "rollout.flush_seconds: is read when a run starts"),
+        (["rollout.max_head_offpolicyness=0"], "cannot change between 0 and more"),
+        (["schedule.iterations=9"], "resume the run with more"),
+        (["rollout.groups=3"], "algorithm.minibatches"),
+        (["rollout.grups=3"], "did you mean 'groups'"),
+        (["rollout.groups=4"], "nothing changes"),
+    ],
+)
+def test_what_cannot_change_is_refused_with_the_reason(tmp_path: Path, fields: list[str], why: str) -> None:
+    recipe = ahead(schedule={"iterations": 3}, algorithm={"minibatches": 8})
+    run = open_run(store_in(tmp_path), "r", recipe)
+    with pytest.raises(UserError, match=why):
+        request(run, fields)
+    assert not run.store.exists(paths.change("r", 1))
