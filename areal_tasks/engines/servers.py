@@ -97,11 +97,23 @@ class Servers:
         self._loop.stop()
         self._fetched.close()
 
-    def adapt(self, recipe: Recipe) -> None:
-        """This recipe is in force from now on."""
-        self.recipe = recipe
-        if self._client is not None and not isinstance(recipe, SftRecipe):
-            self._loop.run(self._client.bound_requests(recipe.inference.max_concurrent_requests))
+    def adapt(self, recipe: Recipe, placement: Placement, join: Callable[[], None]) -> None:
+        """This recipe is in force from now on. `join` starts the servers that it adds, and others leave."""
+        with self._lock:
+            before, self.recipe, self.placement = self.names, recipe, placement
+            join()
+            if self._client is not None and not isinstance(recipe, SftRecipe):
+                self._loop.run(self._client.bound_requests(recipe.inference.max_concurrent_requests))
+            self._retire([name for name in before if name not in self.names])
+
+    def _retire(self, names: Sequence[str]) -> None:
+        """Stop servers once no client uses them. Their requests are made again elsewhere."""
+        if names and self._client is not None:
+            self._tend()
+            self.call(self._client.followers.acknowledged())
+        for name in names:
+            log.info("%s leaves the run", name)
+            self.supervisor.retire(name)
 
     @property
     def names(self) -> list[str]:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
@@ -14,18 +15,20 @@ from areal_tasks.engines.ends import Detokenizer, Ends, end_tokens
 from areal_tasks.engines.handover import choose_transport
 from areal_tasks.engines.models import describing_files, load_tokenizer
 from areal_tasks.engines.servers import Servers
-from areal_tasks.engines.service import ModelFolder, spec_of
+from areal_tasks.engines.service import ModelFolder, ServiceSpec, spec_of
 from areal_tasks.engines.starting import MODULES, TRAINER, WORKER, may_load_early, own_folder, trainer_names
 from areal_tasks.engines.trainers import ResidentTrainer
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.launchers.choice import on_this_machine
-from areal_tasks.launchers.gpus import assigned, describe, place_recipe, visible_gpus
+from areal_tasks.launchers.cluster import Resources
+from areal_tasks.launchers.gpus import Placement, assigned, check_joins, describe, place_recipe, visible_gpus
 from areal_tasks.launchers.needs import server_needs, trainer_needs, worker_needs
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.store.history.journal import append
 from areal_tasks.store.parallel import in_background
 from areal_tasks.store.runs import Run
+from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 
@@ -78,18 +81,38 @@ class Engines:
             return
         self.recipe = recipe
         self.supervisor.settings = self.watchdog.settings = recipe.launcher
-        self.servers.adapt(recipe)
+        if not self.supervisor.services:  # nothing has started
+            self.servers.recipe = self.servers.workers.recipe = recipe
+            return
+        placement = self._placement(recipe)
+        if placement != self.servers.placement:
+            self._log_placement(placement)
+        self.servers.adapt(recipe, placement, self._join_servers)
+        self.servers.workers.adapt(recipe, self._join_worker)
+
+    def check(self, recipe: Recipe) -> None:
+        """UserError unless the services that run can change as this recipe wants them to."""
+        if not self.supervisor.services or isinstance(recipe, SftRecipe):
+            return
+        servers, placement = self.servers, self._placement(recipe)
+        if servers.external and recipe.inference.servers != self.recipe.inference.servers:  # type: ignore[union-attr]
+            raise UserError("inference.servers: the run uses external servers")
+        check_joins(servers.placement, placement)
+        if servers.generates and choose_transport(recipe, placement, bool(servers.external)) != servers.transport:
+            raise UserError("inference.servers: new weights would have to reach them in another way")
+
+    def _placement(self, recipe: Recipe) -> Placement:
+        """The GPUs of this machine that the recipe's services use."""
+        serverless = bool(self.servers.external) or not self.servers.generates
+        return place_recipe(recipe, visible_gpus() if on_this_machine(recipe.launcher) else (), serverless)
 
     def begin(self) -> None:
         """Start what needs no weights in the store: trainer, verifiers, possibly servers. Does not wait for them."""
         servers = self.servers
         serverless = bool(servers.external) or not servers.generates  # this run assigns no GPU to servers
-        gpus = visible_gpus() if on_this_machine(self.recipe.launcher) else ()
-        placement = servers.placement = place_recipe(self.recipe, gpus, serverless)
-        if described := describe(placement):
-            log.info("%s", described)
-        if (placed := assigned(placement)) or serverless:  # else the recipe says that there are none
-            append(self.run.store, self.run.name, "placed", {"owner": self.run.owner, **placed})
+        placement = servers.placement = self._placement(self.recipe)
+        if assigned(placement) or serverless:  # else the recipe says that there are none
+            self._log_placement(placement)
         if servers.generates:
             servers.transport = choose_transport(self.recipe, placement, serverless)
         if servers.store_only and isinstance(self.recipe, RlhfRecipe) and self.recipe.trainer.weights_every > 1:
@@ -97,6 +120,11 @@ class Engines:
         self._start_early()
         if not isinstance(self.recipe, SftRecipe):
             in_background(self.verifiers.__enter__, "verifiers")  # their first use raises an error
+
+    def _log_placement(self, placement: Placement) -> None:
+        if described := describe(placement):
+            log.info("%s", described)
+        append(self.run.store, self.run.name, "placed", {"owner": self.run.owner, **assigned(placement)})
 
     def start(self, initial: WeightsRef, current: WeightsRef, written: WeightsRef) -> None:
         """Start the servers that `begin` has not started, on `written`. Does not wait for them.
@@ -115,23 +143,42 @@ class Engines:
                 self.supervisor.start(MODULES[TRAINER], spec, settings.threads, needs, group=TRAINER)
             self.actor.tend()
         for name in self.servers.workers.names:
-            self.supervisor.start(WORKER, spec_of(self.run, self.recipe, name), 1, worker_needs(self.recipe))
+            self.supervisor.start(*self._worker(name))
         if (folder := own_folder(self.run, self.recipe)) is not None:
             self._start_servers(folder)
 
     def _start_servers(self, weights: WeightsRef | ModelFolder) -> None:
         """Start the servers on `weights`. For those that started on the model's folder, record `weights` as theirs."""
-        placement = self.servers.placement
         ref, folder = (None, weights) if isinstance(weights, ModelFolder) else (weights, None)
         for i, name in enumerate(self.servers.names):
             if name in self.supervisor.services:
                 self.supervisor.began_on(name, ref)
-                continue
-            inference, gpus = self.recipe.inference, placement.servers[i : i + 1]  # type: ignore[union-attr]
-            placed = {"gpus": gpus[0] if gpus else (), "gpu_users": placement.users(i)}
-            spec = spec_of(self.run, self.recipe, name, weights=ref, folder=folder, **placed)
-            needs = server_needs(self.recipe)  # type: ignore[arg-type]
-            self.supervisor.start(MODULES[inference.engine], spec, inference.threads, needs)
+            else:
+                self.supervisor.start(*self._server(i, name, weights=ref, folder=folder))
+
+    def _server(self, i: int, name: str, **starts_on: Any) -> tuple[str, ServiceSpec, int, Resources]:
+        """What the supervisor starts as the i-th server."""
+        recipe, placement = self.recipe, self.servers.placement
+        assert not isinstance(recipe, SftRecipe)
+        gpus = placement.servers[i : i + 1]
+        placed = {"gpus": gpus[0] if gpus else (), "gpu_users": placement.users(i)}
+        spec = spec_of(self.run, recipe, name, **starts_on, **placed)
+        return MODULES[recipe.inference.engine], spec, recipe.inference.threads, server_needs(recipe)
+
+    def _join_servers(self) -> None:
+        """Start the servers that the recipe has added, on the newest weights in the store."""
+        for i, name in enumerate(self.servers.names):
+            if name not in self.supervisor.services:
+                log.info("%s joins the run", name)
+                self.supervisor.join(*self._server(i, name, weights=self.servers.written))
+
+    def _worker(self, name: str) -> tuple[str, ServiceSpec, int, Resources]:
+        """What the supervisor starts as a rollout worker."""
+        return WORKER, spec_of(self.run, self.recipe, name), 1, worker_needs(self.recipe)
+
+    def _join_worker(self, name: str) -> None:
+        log.info("%s joins the run", name)
+        self.supervisor.join(*self._worker(name))
 
     def load_early(self, version: int) -> None:
         """Have the trainer load `version` while servers start, if that is possible. Does not wait for it."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Final, Protocol
@@ -15,6 +16,8 @@ from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.launchers.supervisor import Ready, Supervisor
 from schemas.errors import UserError
 from schemas.recipe.recipe import Recipe, RlhfRecipe
+
+log = logging.getLogger(__name__)
 
 TEND_SECONDS: Final = 1.0  # between two looks at the workers while the flow does not wait for them
 
@@ -34,15 +37,24 @@ class LeaseManager(Protocol):
         """Starts of workers whose end is no failure: they had groups in flight, which are blamed, or were to end."""
         ...
 
+    async def leave(self, starts: Collection[tuple[str, int]]) -> Collection[tuple[str, int]]:
+        """Give these workers no more groups. Returns those that hold none any more."""
+        ...
+
 
 class Workers:
-    """The workers that `recipe` asks for if the run `generates`, else none. `Engines` starts them."""
+    """The workers that `recipe` asks for if the run `generates`, else none. `Engines` starts them.
+
+    A worker that is too many leaves: it is stopped when it holds no group any more.
+    """
 
     def __init__(
         self, recipe: Recipe, generates: bool, supervisor: Supervisor, watchdog: Watchdog, loop: LoopThread
     ) -> None:
-        count = recipe.rollout.workers if generates and isinstance(recipe, RlhfRecipe) else 0
-        self.names = [f"rollout-{i}" for i in range(count)]
+        self.recipe = recipe
+        self._generates = generates
+        self._leaving: list[str] = []
+        self._join: Callable[[str], None] = lambda name: None
         self._supervisor = supervisor
         self._watchdog = watchdog
         self._loop = loop
@@ -50,6 +62,36 @@ class Workers:
         self._lock = threading.RLock()  # one thread tends at a time
         self._tending: Future[None] | None = None
         self._ready: list[Ready] | None = None  # as the manager knows them
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the workers that the recipe asks for."""
+        count = self.recipe.rollout.workers if self._generates and isinstance(self.recipe, RlhfRecipe) else 0
+        return [f"rollout-{i}" for i in range(count)]
+
+    def adapt(self, recipe: Recipe, join: Callable[[str], None]) -> None:
+        """This recipe is in force from now on. `join` starts a worker that it adds, and others leave."""
+        with self._lock:
+            before, self.recipe, self._join = self.names, recipe, join
+            self._leaving += [name for name in before if name not in self.names]
+            self._join_and_leave()
+
+    def _join_and_leave(self) -> None:
+        """Stop those that leave and hold no group any more, and start those that are missing."""
+        running = {name: start for name in self._leaving if (start := self._running(name)) is not None}
+        manager = self._manager
+        empty = self._loop.run(manager.leave(running.values())) if manager and running else running.values()
+        for name in [name for name in self._leaving if running.get(name) in (None, *empty)]:
+            log.info("%s leaves the run", name)
+            self._leaving.remove(name)
+            self._supervisor.retire(name)
+        for name in self.names:
+            if name not in self._supervisor.services:
+                self._join(name)
+
+    def _running(self, name: str) -> tuple[str, int] | None:
+        found = self._supervisor.running(name)
+        return None if found is None else (found.url, found.restart)
 
     def serve(self, manager: LeaseManager | None) -> None:
         """Give this manager alone the workers, once they have started; None: no component uses them.
@@ -81,7 +123,11 @@ class Workers:
         with self._lock:
             if (manager := self._manager) is None:
                 return
-            found = self._supervisor.look(self.names, explained=lambda: self._loop.run(manager.explained_ends()))
+            if self._leaving:
+                self._join_and_leave()
+            staying = [name for name in self.names if name not in self._leaving]
+            found = self._supervisor.look(staying, explained=lambda: self._loop.run(manager.explained_ends()))
+            found += [one for name in self._leaving if (one := self._supervisor.running(name)) is not None]
             if found != self._ready:
                 self._ready = found
                 self._loop.run(manager.have({(one.url, one.restart) for one in found}))

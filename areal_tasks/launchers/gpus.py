@@ -11,6 +11,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from schemas.errors import UserError
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
@@ -104,6 +105,18 @@ def place(
     pool = _named(visible, inference_gpus, "inference.gpus") or _pool(visible, trainer, servers * tensor_parallel)
     starts = range(0, servers * tensor_parallel, tensor_parallel)
     return Placement(trainer, tuple(pool[at : at + tensor_parallel] for at in starts))
+
+
+def check_joins(before: Placement, after: Placement) -> None:
+    """UserError unless services keep their GPUs, and servers that join have GPUs of their own."""
+    used = {gpu for gpus in (before.trainer, *before.servers) for gpu in gpus}
+    joining = after.servers[len(before.servers) :]
+    staying = after.servers[: len(before.servers)]
+    if (after.trainer, staying) != (before.trainer, before.servers[: len(staying)]) or used & set(chain(*joining)):
+        raise UserError(
+            "inference.servers: no GPU of this machine is free for another server, and services keep theirs while a "
+            f"run goes on ({describe(before)}); give it to the next start of the run"
+        )
 
 
 def assigned(placement: Placement) -> dict[str, str]:

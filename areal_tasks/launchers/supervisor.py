@@ -57,6 +57,12 @@ class Service:
     group: str = ""  # services of a group end together
     followed: bool = False  # it was ended because another of its group had ended
     stopped: Future[None] | None = None  # done once nothing of it is left; None: it is not to be stopped
+    joins: bool = False  # others run already: its first start counts as any later one
+
+    @property
+    def needed(self) -> bool:
+        """Whether this is its first start, without which the run cannot begin."""
+        return not (self.spec.restart or self.joins)
 
     @property
     def spec(self) -> ServiceSpec:
@@ -103,6 +109,7 @@ class Supervisor:
         self.token = secrets.token_urlsafe(32)
         self.launcher = make_launcher(settings, store)
         self.services: dict[str, Service] = {}
+        self._retired: dict[str, int] = {}  # number of the last start of services that were stopped for good
         self._lock = threading.Lock()  # stages that run concurrently supervise the same services
 
     def __enter__(self) -> Supervisor:
@@ -124,6 +131,28 @@ class Supervisor:
         """Start a service, without waiting until it is ready: see `wait`. If one of a `group` ends, all of it end."""
         job = Job(module, spec, self.token, self._log(spec), threads, resources)
         self.services[spec.name] = Service(job, self.launcher.start(job), group=group)
+
+    def join(self, module: str, spec: ServiceSpec, threads: int = 0, resources: Resources = ANY) -> None:
+        """Start a service in addition to those that run: if it cannot start, the run goes on without it."""
+        spec = spec.model_copy(update={"restart": self._retired.get(spec.name, -1) + 1})
+        service = Service(Job(module, spec, self.token, self._log(spec), threads, resources), NotStarted(), joins=True)
+        self._launch(service)
+        with self._lock:
+            self.services[spec.name] = service
+
+    def retire(self, name: str) -> None:
+        """Stop a service for good. Another of its name may join later."""
+        with self._lock:
+            service = self.services.pop(name)
+            self._retired[name] = service.spec.restart
+        service.handle.stop()
+
+    def running(self, name: str) -> Ready | None:
+        """The service, if it is ready now. It is not restarted."""
+        service = self.services[name]
+        if service.handle.exit_code() is not None or service.stopped is not None or not service.url:
+            return None
+        return Ready(service.url, service.spec.restart, service.spec.weights)
 
     def began_on(self, name: str, weights: WeightsRef | None) -> None:
         """Record the weights, now in the store, that a service was started on before they were there."""
@@ -171,11 +200,11 @@ class Supervisor:
 
     def name_at(self, url: str) -> str:
         """The name of the service that listens at `url`; the address itself if there is none."""
-        return next((name for name, service in self.services.items() if service.url == url), url)
+        return next((name for name, service in list(self.services.items()) if service.url == url), url)
 
     def progressed(self) -> None:
         """Reset the failure counts of running services, because the run has progressed."""
-        for service in self.services.values():
+        for service in list(self.services.values()):
             if service.handle.exit_code() is None:
                 service.failures = 0
 
@@ -218,7 +247,7 @@ class Supervisor:
         if runs:
             return None
         first = self._first_ended(service)
-        if not service.url and not service.spec.restart and first.handle.exit_code() != TAKEN_BACK:
+        if not service.url and service.needed and first.handle.exit_code() != TAKEN_BACK:
             raise self._failure(first, f"ended with {first.handle.exit_code()} while starting.")
         if self._given_up(service):
             return self._last_failure(service)
@@ -236,7 +265,7 @@ class Supervisor:
             service.started = time.monotonic()
         elif time.monotonic() > service.started + self.settings.startup_seconds:
             late = f"was not ready within launcher.startup_seconds = {self.settings.startup_seconds:g}."
-            if not spec.restart:
+            if service.needed:
                 raise self._failure(service, late)
             self._stop(service, late, grace_seconds=0.0)
 
@@ -268,10 +297,14 @@ class Supervisor:
         service.job = replace(service.job, spec=renewed, log=self._log(renewed))
         service.url, service.reason, service.due, service.excused = "", "", None, False
         service.started, service.followed, service.stopped = time.monotonic(), False, None
+        self._launch(service)
+
+    def _launch(self, service: Service) -> None:
+        """Start its process. What the cluster has no machine for now is tried again; other failures count."""
         try:
             service.handle = self.launcher.start(service.job)
-        except (UserError, OSError) as error:  # UserError: the cluster has no machine for it now, but had one before
-            log.warning("service %s could not be started: %s", spec.name, error)
+        except (UserError, OSError) as error:
+            log.warning("service %s could not be started: %s", service.spec.name, error)
             code = AWAY if isinstance(error, UserError) else os.EX_OSERR
             service.handle, service.reason = NotStarted(code), f"it could not be started: {error}\n"
 

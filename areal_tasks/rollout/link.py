@@ -60,6 +60,7 @@ class Link:
         self.tried = False  # it has been ready, or has failed to become ready
         self.busy: dict[str, int] = {}  # its requests in flight, by server address, at the last heartbeat
         self.leaving = False  # it gets no more groups, and ends when it has none
+        self.retired = False  # the same, and it is stopped for good
         self.explained = False  # its end is no failure: it left, or had groups in flight
         self.start: int | None = None  # its start of the spool, once it has recorded something
         self._listener = listener
@@ -122,6 +123,11 @@ class Link:
         """Have the worker write its finished groups to the store."""
         with suppress(WorkerLost, LeaseOver):
             await self._ask("flush")
+
+    async def leave(self) -> None:
+        """Have the worker write each finished group to the store at once."""
+        with suppress(WorkerLost, LeaseOver):
+            await self._ask("leave")
 
     async def close(self) -> None:
         """Have the worker abandon running groups and write finished ones to the store; then disconnect."""

@@ -29,8 +29,9 @@ class Links(Followers):
         return [link for link in self.by_start.values() if link.ready and not link.leaving]
 
     def left(self, assigned: Assignments) -> list[Link]:
-        """Links to workers that are leaving, and have no group any more."""
-        return [link for link in self.by_start.values() if link.ready and link.leaving and not assigned.of(link)]
+        """Links to workers that are leaving, to be started again, and have no group any more."""
+        leaving = (link for link in self.by_start.values() if link.ready and link.leaving and not link.retired)
+        return [link for link in leaving if not assigned.of(link)]
 
     @property
     def starting(self) -> bool:

@@ -244,9 +244,18 @@ class Rollouts:
         at_work = self._assigned.among(self._unfinished(), list(links.values()))
         return frozenset(start for start, link in links.items() if link.explained or at_work[link])
 
+    async def leave(self, starts: Collection[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Give these workers no more groups. Returns those that hold none any more."""
+        links = {start: link for start in starts if (link := self.links.by_start.get(start)) is not None}
+        for link in links.values():
+            if not link.retired:
+                link.leaving = link.retired = True
+                self._background.do(link.leave())
+        return [start for start in starts if start not in links or not self._assigned.of(links[start])]
+
     def begun(self, link: Link) -> None:
         """The worker can be given groups from now on."""
-        link.leaving = link.explained = False
+        link.explained, link.leaving = False, link.retired
         self._news.set()
         self._background.do(self.links.acknowledged())
         self.begin()

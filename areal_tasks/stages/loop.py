@@ -236,6 +236,7 @@ class Loop:
     def _apply(self, change: Change, first: int) -> None:
         try:
             recipe = with_values(self.recipe, change.values)
+            self.engines.check(recipe)
         except UserError as error:  # this start has another recipe than the one that the change was checked with
             log.warning("%s cannot be put into force here: %s", describe(change), error)
             self._refused = change.n

@@ -96,6 +96,7 @@ class Rollout(Section):
         le=256,
         description="Rollout workers: processes that run the groups' workflow. One keeps many servers busy; more help "
         "workflows that themselves need much CPU.",
+        live=True,
     )
     groups_in_memory: int = operational(
         1024,
@@ -363,7 +364,7 @@ class Inference(Section):
 
     engine: Literal["embedded", "sglang"] = semantic("embedded", description="Inference engine.")
     deterministic: bool = semantic(True, description="Embedded: results do not depend, bitwise, on the batch.")
-    servers: int = operational(1, ge=1, le=1024, description="Number of servers.")
+    servers: int = operational(1, ge=1, le=1024, description="Number of servers.", live=True)
     slots: int = semantic(64, ge=4, le=4096, description="Embedded: sequences decoded together.")
     groups_per_request: int = operational(1, ge=1, le=1024, description="Groups sent in one HTTP request.")
     max_concurrent_requests: int = operational(

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_tasks.launchers import gpus
-from areal_tasks.launchers.gpus import Placement, describe, memory_used, place, place_recipe, visible_gpus
+from areal_tasks.launchers.gpus import Placement, check_joins, describe, memory_used, place, place_recipe, visible_gpus
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
 
@@ -129,3 +129,12 @@ def test_memory_in_use(
     assert memory_used(named) == expected
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert memory_used(named) == 0
+
+
+def test_servers_join_only_on_gpus_that_no_service_uses() -> None:
+    before = Placement(("0",), (("1",),))
+    check_joins(before, Placement(("0",), (("1",), ("2",))))
+    check_joins(Placement(("0",), (("1",), ("2",))), before)
+    for after in (Placement(("0",), (("1",), ("0",))), Placement(("0",), (("2",), ("1",)))):
+        with pytest.raises(UserError, match=r"no GPU of this machine is free.*trainer on GPU 0, inference-0 on GPU 1"):
+            check_joins(before, after)

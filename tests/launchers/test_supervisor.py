@@ -384,3 +384,37 @@ def test_a_service_whose_supervisor_is_gone_ends(begin: Begin) -> None:
     os.close(supervisor.launcher.write_end)  # type: ignore[attr-defined]
     supervisor.launcher.write_end = os.open(os.devnull, os.O_RDONLY)  # type: ignore[attr-defined]
     assert [process.wait(LIMIT) for process in processes] == [-9, -9]
+
+
+def test_a_service_that_joins_and_cannot_start_does_not_end_the_others(begin: Begin, store: Store) -> None:
+    supervisor = begin("ready", restarts=0)
+    [url] = supervisor.wait(["ready"])
+    supervisor.join(MODULE, spec(store, "dies"))
+    assert supervisor.wait(["ready", "dies"]) == [url], "the other is given up"
+
+
+def test_a_service_that_joins_where_no_machine_is_left_is_started_again_later(
+    begin: Begin, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = begin("ready")
+    [url] = supervisor.wait(["ready"])
+    with monkeypatch.context() as patch:
+        patch.setattr(supervisor.launcher, "start", refuse)
+        supervisor.join(MODULE, spec(store, "other"))
+        assert [one.url for one in supervisor.look(["ready", "other"])] == [url]
+    assert len(supervisor.wait(["ready", "other"])) == 2
+
+
+def refuse(job: Job) -> LocalHandle:
+    raise UserError("no node of the cluster has so many GPUs")
+
+
+def test_a_service_that_was_retired_may_join_again_under_its_name(begin: Begin, store: Store) -> None:
+    supervisor = begin("ready", "other")
+    supervisor.wait(["ready", "other"])
+    process = handle(supervisor, "other").process
+    supervisor.retire("other")
+    assert process.poll() is not None and [one.restart for one in supervisor.look(["ready"])] == [0]
+    supervisor.join(MODULE, spec(store, "other"))
+    supervisor.wait(["ready", "other"])
+    assert supervisor.look(["other"])[0].restart == 1, "its record is not taken for that of the one before"

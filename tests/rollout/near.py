@@ -36,6 +36,7 @@ class Near:
         self._listener, self._loop = listener, asyncio.get_running_loop()
         self.groups = make(lambda event: self._soon(self._tell, event))
         self.gone, self.ready, self.tried, self.explained, self.leaving = False, False, False, False, False
+        self.retired = False
         self._soon(self._begin)
 
     @property
@@ -69,6 +70,9 @@ class Near:
 
     async def flush(self) -> None:
         await self.groups.flush()
+
+    async def leave(self) -> None:
+        self.groups.leave()
 
     async def close(self) -> None:
         await self.groups.close()

@@ -143,6 +143,8 @@ class Run(RuleBasedStateMachine):
     async def pass_time(self, turns: int) -> None:
         for _ in range(turns):
             await asyncio.sleep(0)  # a turn of the event loop
+        if self.leaving:
+            await self.tend()
         if self.taking is not None and self.taking.done():
             self.took(self.taking.result())
 
@@ -150,7 +152,7 @@ class Run(RuleBasedStateMachine):
 
     async def start(self, eta: int) -> None:
         """A start of the flow, from what the store has, as `Generation` does it."""
-        self.etas, owner = [eta] * len(self.batches), next(self.owners)
+        self.etas, owner, self.leaving = [eta] * len(self.batches), next(self.owners), set[str]()
         book = Book(self.bound(), self.commit.next, self.commit.settled, self.pace)
         if self.commit.rollout is not None:
             book.consume(self.commit.rollout)
@@ -294,9 +296,35 @@ class Run(RuleBasedStateMachine):
         async def work() -> None:
             lost = self.leave_alone(url)
             lost.lose()
+            if url in self.leaving:  # it is not started again
+                self.leaving.remove(url)
+                del self.starts[url]
             await self.found.have(set(self.starts.items()))
 
         self.do(work(), turns)
+
+    @rule(turns=st.integers(0, 20))
+    def join(self, turns: int) -> None:
+        """Another worker, while the others go on."""
+        if len(self.starts) < 4:
+            self.starts[str(max(map(int, self.starts)) + 1)] = 0
+            self.do(self.found.have(set(self.starts.items())), turns)
+
+    @rule(pick=st.integers(0), turns=st.integers(0, 20))
+    def leave(self, pick: int, turns: int) -> None:
+        """A worker gets no more groups, and is stopped once it holds none."""
+        if len(self.starts) > len(self.leaving) + 1:
+            staying = [url for url in self.starts if url not in self.leaving]
+            self.leaving.add(staying[pick % len(staying)])
+            self.do(self.tend(), turns)
+
+    async def tend(self) -> None:
+        """As `Workers` does it."""
+        for url, start in await self.found.leave([(url, self.starts[url]) for url in self.leaving]):
+            assert not self.found.near(url).groups.finished, "it holds nothing"
+            self.leaving.remove(url)
+            del self.starts[url], start
+            await self.found.have(set(self.starts.items()))
 
     @precondition(lambda self: self.zombies)
     @rule(pick=st.integers(0), turns=st.integers(0, 20))
@@ -318,7 +346,7 @@ class Run(RuleBasedStateMachine):
         return near
 
     def url(self, pick: int) -> str:
-        return str(pick % len(self.starts))
+        return list(self.starts)[pick % len(self.starts)]
 
     # ── what holds ──────────────────────────────────────────────────────────────────────────────────────────────────
 

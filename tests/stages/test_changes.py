@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from stage_driver import (
@@ -19,6 +19,8 @@ from stage_driver import (
 )
 from waiting import wait_until
 
+from areal_tasks.engines.session import Engines
+from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import settled_after
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.generation import Generation, groups_of
@@ -29,6 +31,7 @@ from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.history.journal import read_log
+from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, load_run, open_run
 from areal_tasks.store.shards import read_table
 from areal_tasks.store.spool import read_spool
@@ -136,6 +139,42 @@ def test_a_change_of_a_run_that_is_not_running_is_in_force_from_its_next_start_o
     again = load_run(drive(tmp_path, "r", ahead(schedule={"iterations": 6}, rollout={"pace": 7})).store, "r")
     assert again.recipe_at(5)["rollout"]["pace"] == 3, "what was set stays so, whatever the recipe says"
     check(again)
+
+
+def test_servers_and_workers_join_and_leave_a_run_that_goes_on(tmp_path: Path) -> None:
+    """Each change is in force an iteration later than it is seen; the services are counted once they are ready."""
+    seen: dict[str, tuple[int, int]] = {}
+    at = {
+        "train 0": ["inference.servers=2", "rollout.workers=2", "inference.max_concurrent_requests=2"],
+        "train 4": ["inference.servers=1", "rollout.workers=1"],
+        "train 8": ["inference.servers=3", "rollout.workers=3"],
+    }
+    ask = asking("r", at, lambda: store_in(tmp_path))
+
+    def execute(jobs: Sequence[Job]) -> list[Built]:
+        label, engines = jobs[0].label, jobs[0].context.engines
+        if label in ("train 3", "train 7", "train 11"):
+            wanted = {"train 3": 2, "train 7": 1, "train 11": 3}[label]
+            wait_until(lambda: services(engines) == (wanted, wanted), "all have joined or left")
+            seen[label] = services(engines)
+        return ask(jobs)
+
+    run = drive(tmp_path, "r", ahead(schedule={"iterations": 14}), execute)
+    assert seen == {"train 3": (2, 2), "train 7": (1, 1), "train 11": (3, 3)}
+    check(run)
+    servers = run_sql(run.store, "r", "SELECT iteration, server FROM samples WHERE iteration >= 12").to_pydict()[
+        "server"
+    ]
+    assert len(set(servers)) > 1, "those that joined generate"
+
+
+def services(engines: Engines) -> tuple[int, int]:
+    """Servers that may generate, and workers that get groups."""
+    client, manager = engines.servers.inference(waits=False), engines.servers.workers._manager
+    links = cast(Rollouts, manager).links
+    return sum(server.able for server in client.servers), len(links.ready()) if len(links.by_start) == len(
+        links.ready()
+    ) else -1
 
 
 def die(folder: Path, recipe: Recipe, fields: Sequence[str], number: int) -> None:

@@ -1,7 +1,7 @@
 """The process of a rollout worker and its HTTP API.
 
-/begin, /orders, /serving, /busy, /news, /write, /flush, /close, and /end, which ends the process. Errors are JSON,
-{"error": "..."}; the status tells their kind (`areal_tasks.rollout.orders.STATUSES`).
+/begin, /orders, /serving, /busy, /news, /write, /flush, /leave, /close, and /end, which ends the process. Errors are
+JSON, {"error": "..."}; the status tells their kind (`areal_tasks.rollout.orders.STATUSES`).
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ def make_app(spec: ServiceSpec) -> Starlette:
     async def flush(request: Request) -> None:
         await worker.flush()
 
+    async def leave(request: Request) -> None:
+        worker.leave()
+
     async def close(request: Request) -> None:
         await worker.close()
 
@@ -76,7 +79,7 @@ def make_app(spec: ServiceSpec) -> Starlette:
             DUTIES.remove(duty)
             await worker.close()
 
-    handlers: tuple[Handler, ...] = (begin, orders, serving, busy, news, write, flush, close, end)
+    handlers: tuple[Handler, ...] = (begin, orders, serving, busy, news, write, flush, leave, close, end)
     routes = [Route(f"/{handler.__name__}", _endpoint(handler), methods=["POST"]) for handler in handlers]
     return Starlette(routes=routes, lifespan=lifespan)
 

@@ -154,6 +154,10 @@ class WorkerService:
         """Write finished groups to the store."""
         await self._begun().flush()
 
+    def leave(self) -> None:
+        """Write finished groups to the store at once from now on."""
+        self._begun().leave()
+
     async def close(self) -> None:
         """Abandon running groups, write finished ones to the store, and disconnect from the servers."""
         self._news.set()  # answers a pending long poll, without which the process cannot end
