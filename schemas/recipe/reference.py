@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from schemas.recipe.checks import REFUSED_KEYS
-from schemas.recipe.fields import Section, former_name, former_values, is_semantic, nested_section
+from schemas.recipe.fields import Section, former_name, former_values, is_live, is_semantic, nested_section
 from schemas.recipe.idle import IDLE
 from schemas.recipe.load import RECIPES
 from schemas.recipe.recipe import BaseRecipe
@@ -37,7 +37,7 @@ as in YAML: `rollout.groups=8`, `rollout.stop=["\\n"]`, `model.scratch.layers=4`
 
 Unknown keys, contradictory settings and settings without effect are refused before anything starts. *Semantic* fields
 decide what is computed: changing one gives a different result with a different key. *Operational* ones decide where,
-how fast and how visibly; changing one recomputes nothing.
+how fast and how visibly; changing one recomputes nothing. `arealflow set` may change *live* ones while a run goes on.
 
 A resumed run keeps the values that it was started with. If a default has changed since, or a field was added, the
 recorded value stays in force, and the log says so ("In older runs" gives it below); a field that the recipe sets to
@@ -111,7 +111,8 @@ def _table(model: type[Section]) -> str:
 
 def _row(name: str, info: FieldInfo) -> str:
     kind = "semantic" if is_semantic(info) else "operational"
-    cells = [f"`{name}`", _type(info.annotation), _default(info), _bounds(info), kind, _description(info)]
+    live = ", live" if is_live(info) else ""
+    cells = [f"`{name}`", _type(info.annotation), _default(info), _bounds(info), f"{kind}{live}", _description(info)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from schemas.recipe import reference
-from schemas.recipe.fields import is_semantic, nested_section
+from schemas.recipe.fields import is_live, is_semantic, nested_section
 from schemas.recipe.load import RECIPES
 
 
@@ -37,7 +37,8 @@ def test_the_page_has_every_field_with_its_description() -> None:
                 line = next(
                     line for line in page.splitlines() if line.startswith(f"| `{name}` |") and field.description in line
                 )
-                assert f"| {'semantic' if is_semantic(field) else 'operational'} |" in line
+                live = ", live" if is_live(field) else ""
+                assert f"| {'semantic' if is_semantic(field) else 'operational'}{live} |" in line
 
 
 def test_the_sections_that_are_changed_first_come_first() -> None:
