@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -79,16 +80,27 @@ class Engines:
         """This recipe is in force from now on: as before, or with changes of live fields."""
         if recipe == self.recipe:
             return
-        self.recipe = recipe
+        resizes, self.recipe = self.resizes(recipe), recipe
         self.supervisor.settings = self.watchdog.settings = recipe.launcher
         if not self.supervisor.services:  # nothing has started
             self.servers.recipe = self.servers.workers.recipe = recipe
+            self.actor.names = trainer_names(recipe)
             return
         placement = self._placement(recipe)
         if placement != self.servers.placement:
             self._log_placement(placement)
         self.servers.adapt(recipe, placement, self._join_servers)
         self.servers.workers.adapt(recipe, self._join_worker)
+        if resizes:
+            log.info("the trainer is started again as %d ranks", recipe.trainer.ranks)  # type: ignore[union-attr]
+            self.actor.replace(trainer_names(recipe), partial(self._start_trainer, self.supervisor.join))
+
+    def resizes(self, recipe: Recipe) -> bool:
+        """Whether the trainer has another number of ranks or machines with this recipe."""
+        if isinstance(recipe, EvaluateRecipe) or isinstance(self.recipe, EvaluateRecipe):
+            return False
+        before, after = self.recipe.trainer, recipe.trainer
+        return (before.ranks, before.nodes) != (after.ranks, after.nodes)
 
     def check(self, recipe: Recipe) -> None:
         """UserError unless the services that run can change as this recipe wants them to."""
@@ -137,15 +149,20 @@ class Engines:
     def _start_early(self) -> None:
         """Start what needs no weights in the store: trainer, rollout workers, servers that can read a model folder."""
         if not isinstance(self.recipe, EvaluateRecipe):
-            for node, name in enumerate(self.actor.names):
-                spec = spec_of(self.run, self.recipe, name, node=node, gpus=self.servers.placement.trainer)
-                settings, needs = self.recipe.trainer, trainer_needs(self.recipe)
-                self.supervisor.start(MODULES[TRAINER], spec, settings.threads, needs, group=TRAINER)
+            self._start_trainer(self.supervisor.start)
             self.actor.tend()
         for name in self.servers.workers.names:
             self.supervisor.start(*self._worker(name))
         if (folder := own_folder(self.run, self.recipe)) is not None:
             self._start_servers(folder)
+
+    def _start_trainer(self, start: Callable[..., None]) -> None:
+        """Start the trainer by this method of the supervisor."""
+        assert not isinstance(self.recipe, EvaluateRecipe)
+        for node, name in enumerate(self.actor.names):
+            spec = spec_of(self.run, self.recipe, name, node=node, gpus=self.servers.placement.trainer)
+            settings, needs = self.recipe.trainer, trainer_needs(self.recipe)
+            start(MODULES[TRAINER], spec, settings.threads, needs, group=TRAINER)
 
     def _start_servers(self, weights: WeightsRef | ModelFolder) -> None:
         """Start the servers on `weights`. For those that started on the model's folder, record `weights` as theirs."""

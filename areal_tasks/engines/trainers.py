@@ -73,6 +73,14 @@ class ResidentTrainer:
         if self.client is not None:
             self.client.close()
 
+    def replace(self, names: Sequence[str], start: Callable[[], None]) -> None:
+        """Stop the services, which nothing uses now, and `start` others. They are restored when they are next used."""
+        with self._lock:
+            for name in self.names:
+                self.supervisor.retire(name)
+            self.names = names
+            start()
+
     def at(self, version: int) -> TrainerClient:
         """The trainer, holding the policy of `version`; restored if necessary."""
         with self._locked() as client:

@@ -114,8 +114,8 @@ def check_joins(before: Placement, after: Placement) -> None:
     staying = after.servers[: len(before.servers)]
     if (after.trainer, staying) != (before.trainer, before.servers[: len(staying)]) or used & set(chain(*joining)):
         raise UserError(
-            "inference.servers: no GPU of this machine is free for another server, and services keep theirs while a "
-            f"run goes on ({describe(before)}); give it to the next start of the run"
+            "no GPU of this machine is free for more servers or ranks, and services keep theirs while a run goes on "
+            f"({describe(before)}); give it to the next start of the run"
         )
 
 

@@ -109,7 +109,7 @@ class Supervisor:
         self.token = secrets.token_urlsafe(32)
         self.launcher = make_launcher(settings, store)
         self.services: dict[str, Service] = {}
-        self._retired: dict[str, int] = {}  # number of the last start of services that were stopped for good
+        self._unused = 0  # the first number of a start that no service has had which was stopped for good
         self._lock = threading.Lock()  # stages that run concurrently supervise the same services
 
     def __enter__(self) -> Supervisor:
@@ -132,10 +132,13 @@ class Supervisor:
         job = Job(module, spec, self.token, self._log(spec), threads, resources)
         self.services[spec.name] = Service(job, self.launcher.start(job), group=group)
 
-    def join(self, module: str, spec: ServiceSpec, threads: int = 0, resources: Resources = ANY) -> None:
-        """Start a service in addition to those that run: if it cannot start, the run goes on without it."""
-        spec = spec.model_copy(update={"restart": self._retired.get(spec.name, -1) + 1})
-        service = Service(Job(module, spec, self.token, self._log(spec), threads, resources), NotStarted(), joins=True)
+    def join(
+        self, module: str, spec: ServiceSpec, threads: int = 0, resources: Resources = ANY, group: str = ""
+    ) -> None:
+        """As `start`, while others run: a failure of its first start counts as one of any later start."""
+        spec = spec.model_copy(update={"restart": self._unused})
+        job = Job(module, spec, self.token, self._log(spec), threads, resources)
+        service = Service(job, NotStarted(AWAY), group=group, joins=True)
         self._launch(service)
         with self._lock:
             self.services[spec.name] = service
@@ -144,7 +147,7 @@ class Supervisor:
         """Stop a service for good. Another of its name may join later."""
         with self._lock:
             service = self.services.pop(name)
-            self._retired[name] = service.spec.restart
+            self._unused = max(self._unused, service.spec.restart + 1)
         service.handle.stop()
 
     def running(self, name: str) -> Ready | None:

@@ -27,14 +27,16 @@ from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
 log = logging.getLogger(__name__)
 
 
-def next_checkpoint(context: Context, built: Mapping[str, Built]) -> tuple[WeightsRef | None, float]:
-    """The newest checkpoint after this iteration, written now if it is due; and the seconds of training since."""
+def next_checkpoint(
+    context: Context, built: Mapping[str, Built], needed: bool = False
+) -> tuple[WeightsRef | None, float]:
+    """The newest checkpoint after this iteration, written now if it is due or `needed`; seconds of training since."""
     held, since = (context.previous.checkpoint, since_checkpoint(context.previous)) if context.previous else (None, 0.0)
     recipe = context.recipe
     if isinstance(recipe, EvaluateRecipe):
         return held, since
     since += built["train"].manifest.metrics["train_seconds"]
-    if since < recipe.trainer.recover_within_seconds:
+    if since < recipe.trainer.recover_within_seconds and not needed:
         return held, since
     try:
         return write_checkpoint(context, built["train"].manifest), 0.0

@@ -10,7 +10,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import asdict, dataclass, field, replace
@@ -197,6 +197,8 @@ class Loop:
 
     def _iteration(self, k: int, once: Mapping[str, Built]) -> dict[str, Built]:
         started, built = now(), dict(once)
+        if self._overlapping is not None and self.engines.resizes(self.recipe_at(k)):
+            wait([self._overlapping])  # a publication uses the trainer
         self.engines.adapt(self.recipe_at(k))
         plan, context, overlapped = self.plan(k), self._context(k), self._overlapped_stages(k)
         for level in plan.levels():
@@ -355,7 +357,7 @@ class Loop:
 
     def _checkpoint(self, context: Context, built: Mapping[str, Built]) -> tuple[WeightsRef | None, float]:
         """The newest checkpoint after an iteration, and the seconds of training since."""
-        return next_checkpoint(context, built)
+        return next_checkpoint(context, built, self.engines.resizes(self.recipe_at(context.iteration + 1)))
 
     def _published_late(self, context: Context, built: Mapping[str, Built]) -> WeightsRef | None:
         """The weights that the previous iteration's publication has written."""

@@ -335,8 +335,12 @@ class Trainer(Section):
         live=True,
     )
     threads: int = operational(0, ge=0, le=1024, description="CPU threads of a rank; 0 is all cores.")
-    ranks: int = operational(1, ge=1, le=4096, description="Trainer processes, one GPU each if there are GPUs.")
-    nodes: int = operational(1, ge=1, le=512, description="Machines of the ranks, each with the same number of them.")
+    ranks: int = operational(
+        1, ge=1, le=4096, description="Trainer processes, one GPU each if there are GPUs.", live=True
+    )
+    nodes: int = operational(
+        1, ge=1, le=512, description="Machines of the ranks, each with the same number of them.", live=True
+    )
     gpus: list[int] = operational([], description="GPUs of the ranks, by number; empty: the first ones.")
     zero_stage: Literal[0, 1, 2, 3] = operational(
         2, description="DeepSpeed: what is sharded over the ranks: 1 optimizer, 2 gradients too, 3 weights too."

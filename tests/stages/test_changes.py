@@ -177,6 +177,19 @@ def services(engines: Engines) -> tuple[int, int]:
     ) else -1
 
 
+def test_the_trainer_is_resized_at_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is retrained: the other number of ranks loads what the one before has written last."""
+    trainer = {"backend": "fsdp2", "recover_within_seconds": 3600.0}
+    recipe = ahead(trainer=trainer, schedule={"iterations": 6}, launcher={"type": "local"})
+    at = {"train 0": ["trainer.ranks=2"], "train 3": ["trainer.ranks=1"]}
+    ask = asking("r", at, lambda: store_in(tmp_path))
+    with caplog.at_level("INFO", "areal_tasks"):
+        run = drive(tmp_path, "r", recipe, ask)
+    check(run)
+    assert [run.commit(k).checkpoint and run.commit(k).checkpoint.version for k in range(6)] == [None, 2, 2, 2, 5, 5]
+    assert not [line for line in caplog.messages if line.startswith("re-trained")]
+
+
 def die(folder: Path, recipe: Recipe, fields: Sequence[str], number: int) -> None:
     """`drive`, killed at so many writes to the store after the change was asked for."""
 
