@@ -44,9 +44,15 @@ def changes_of(recipe: R, overrides: Sequence[str]) -> dict[str, Any]:
     return {path: value for path, value, _ in fields}
 
 
+def _has_one_rank(recipe: Mapping[str, Any]) -> bool:
+    return bool(recipe["trainer.backend"] == "local" or recipe["launcher.type"] == "inline")
+
+
 def _refusal(path: str, before: Mapping[str, Any], value: Any, info: FieldInfo) -> str | None:
     if path in _STAYS_POSITIVE and bool(before.get(path)) != bool(value):
         return f"{path}: cannot change between 0 and more: {_STAYS_POSITIVE[path]}; fork the run instead"
+    if path in ("trainer.ranks", "trainer.nodes") and _has_one_rank(before):
+        return f"{path}: needs a trainer of several processes: backend fsdp2 or deepspeed, no threads (inline)"
     if is_live(info):
         return None
     if path == "schedule.iterations":
