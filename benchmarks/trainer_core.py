@@ -139,14 +139,12 @@ def measure(shape: str, name: str, arguments: argparse.Namespace) -> Result:
     learn(backend, make_settings(shape, name, arguments, 1), make_batch(SHAPES[shape], arguments.rows, arguments))
     warm = time.perf_counter() - started
     batch = make_batch(SHAPES[shape], arguments.rows * arguments.steps, arguments)
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
     begun = time.perf_counter()
     rows = learn(backend, settings, batch)
     seconds = time.perf_counter() - begun
     tokens = sum(row["total_tokens"] for row in rows)
     length = round(tokens / len(batch.ids))
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    peak = max(max(row["peak_bytes"]) for row in rows) / 2**30 if torch.cuda.is_available() else 0.0
     return Result(
         shape=shape,
         backend=name,

@@ -88,7 +88,7 @@ ADVANTAGE: Final = _schema(
     ("dropped_reason", pa.string()),  # "" when kept
 )
 
-TRAIN_STEPS: Final = _schema(  # one row per optimizer step
+_STEPS: Final = _schema(  # one row per optimizer step
     ("version", pa.int32()),  # the version that this step contributes to
     ("step", pa.int32()),  # optimizer steps since version 0, this one included
     ("minibatch", pa.int32()),
@@ -117,6 +117,10 @@ TRAIN_STEPS: Final = _schema(  # one row per optimizer step
     ("skipped", pa.bool_()),  # loss or gradient was not finite: no step was made
     ("step_seconds", pa.float32()),
 )
+
+#: `peak_bytes`: of each rank, the most GPU memory that tensors took during the step; on the CPU, the most memory that
+#: its process has ever had. Null in tables of earlier versions.
+TRAIN_STEPS: Final = pa.schema([*_STEPS, pa.field("peak_bytes", pa.list_(pa.int64()))])
 
 TRAIN_SAMPLES: Final = _schema(
     ("sample_id", pa.string()),
@@ -159,8 +163,8 @@ SFT_BATCH: Final = _schema(  # the demonstrations that one SFT iteration trains 
 
 TEXTS: Final = frozenset({"prompt", "completion", "answer", "parsed", "detail"})
 
-#: List columns that tables of earlier versions lack: read as all False, as long as the named column.
-LATER: Final = {"stale_kv": "versions"}
+#: List columns that tables of earlier versions lack: read as all False, as long as the named column, or as null.
+LATER: Final = {"stale_kv": "versions", "peak_bytes": None}
 
 #: Short texts with few distinct values.
 REPEATED: Final = frozenset(
@@ -199,5 +203,8 @@ TABLES: Final[dict[str, pa.Schema]] = {
 
 #: Columns that differ between two runs of the same computation: excluded from content digests.
 VOLATILE: Final = frozenset(
-    {"server", "seconds", "verify_seconds", "step_seconds", "write_seconds", "load_seconds", "weights_attempt", "uri"}
+    {
+        *("server", "seconds", "verify_seconds", "step_seconds", "write_seconds", "load_seconds", "weights_attempt"),
+        *("uri", "peak_bytes"),
+    }
 )

@@ -161,10 +161,10 @@ def read_shard(store: Store, shard: ShardRef, columns: Sequence[str] | None = No
     file = pq.ParquetFile(pa.BufferReader(verified(store, shard.path, shard.sha256)))
     names = file.schema_arrow.names if columns is None else list(columns)
     lacking = [name for name in names if name in LATER and name not in file.schema_arrow.names]
-    sources = [LATER[name] for name in lacking]
-    table = file.read(columns=[*names, *sources], use_threads=False)
-    for name, source in zip(lacking, sources, strict=True):
-        table = table.append_column(name, all_false(table[source]))
+    sources = {name: LATER[name] for name in lacking}
+    table = file.read(columns=[*names, *filter(None, sources.values())], use_threads=False)
+    for name, source in sources.items():
+        table = table.append_column(name, all_false(table[source]) if source else pa.nulls(table.num_rows))
     return table.select([name for name in names if name in table.column_names])
 
 

@@ -13,6 +13,7 @@ from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.query import Session, run_sql
 from areal_tasks.store.runs import Run, open_run
+from areal_tasks.store.shards import read_table
 from schemas.errors import UserError
 from schemas.tables import TABLES
 
@@ -59,16 +60,22 @@ def test_tables_from_before_a_column_are_read_beside_those_that_have_it(
 ) -> None:
     added = {"train_steps": "logprob_gap_mean", "train_samples": "sample_logprob_gap", "scalars": "sample_logprob_gap"}
     added["rollout"] = "stale_kv"
+    removed = {*added.values(), "peak_bytes"}
     run = open_run(store, "run", recipe())
     with monkeypatch.context() as patch:
-        for name, column in added.items():
-            patch.setitem(TABLES, name, pa.schema([f for f in TABLES[name] if f.name != column]))
+        for name in added:
+            patch.setitem(TABLES, name, pa.schema([f for f in TABLES[name] if f.name not in removed]))
         build(run, [0])
     build(run, [1])
     gaps = table("train_steps", iteration=1)["logprob_gap_mean"].to_pylist()
     found = ask(store, "SELECT iteration, count(*), count(logprob_gap_mean) FROM train_steps GROUP BY 1 ORDER BY 1")
     assert found == [(0, ROWS, 0), (1, ROWS, ROWS)]
     assert ask(store, "SELECT max(logprob_gap_mean) FROM train_steps") == [(max(gaps),)]
+    peaks = ask(store, "SELECT iteration, count(peak_bytes) FROM train_steps GROUP BY 1 ORDER BY 1")
+    assert peaks == [(0, 0), (1, ROWS)]
+    train = next(ref for ref in run.commit(0).stages if ref.stage == "train")
+    old = read_table(store, run.read_manifest(train.path).tables["train_steps"], ("step", "peak_bytes"))
+    assert old.schema.field("peak_bytes").type == pa.list_(pa.int64()) and old["peak_bytes"].null_count == ROWS
     query = "SELECT iteration, count(*), count(sample_logprob_gap) FROM samples GROUP BY 1 ORDER BY 1"
     assert ask(store, query) == [(0, ROWS, 0), (1, ROWS, ROWS)]
     assert ask(store, "SELECT count(*) FROM tokens WHERE stale_kv IS NULL") == [(0,)]

@@ -26,6 +26,7 @@ from areal_tasks.data.batching import (
 from areal_tasks.engines.trainer.backend import Backend, Progress, TokenLoss, TokenStats
 from areal_tasks.engines.trainer.fencing import Declined
 from areal_tasks.engines.trainer.forward import Ahead, background_thread, fetch, move, pinned, staged
+from areal_tasks.engines.trainer.memory import peak_bytes, watch_peak
 from areal_tasks.engines.trainer.metrics import SampleMeans, over_ranks, step_statistics, steps_table, summary, totals
 from areal_tasks.engines.trainer.objective import (
     Objective,
@@ -183,18 +184,23 @@ class Learner:
         steps: list[dict[str, Any]] = []
         samples = SampleMeans(len(self.counts))
         done: list[tuple[TokenStats, bool]] = []
+        peaks: list[int] = []
         for minibatch in minibatches:
             started = time.perf_counter()
+            watch_peak(self.backend.device)
             computed = self._accumulate(minibatch, passes)
             self._collect(done, samples)
             passes.prepare()
             row = self._step(minibatch, computed, progress.step)
             row["step_seconds"] = time.perf_counter() - started
+            peaks.append(peak_bytes(self.backend.device))
             done.append((computed.stats, self._measures(minibatch.number)))
             progress = Progress(progress.step + 1, progress.skipped_in_row + 1 if row["skipped"] else 0)
             steps.append({"version": version + 1, "step": progress.step, "minibatch": minibatch.number, **row})
             self._check_skipped(progress, row)
         self._collect(done, samples)
+        for row, of_ranks in zip(steps, self._of_ranks(peaks), strict=True):
+            row["peak_bytes"] = of_ranks
         return Learned(steps_table(steps), self._samples_table(samples), summary(steps) | self._ages(), progress)
 
     def _minibatch(self, number: int) -> Minibatch:
@@ -238,6 +244,12 @@ class Learner:
         own = TokenStats(computed.totals.cpu().view(-1, 1), torch.zeros(1, dtype=torch.int64))
         overall = over_ranks(self.backend.gather(own).values)
         return step_statistics(overall, int(self.counts[minibatch.rows].sum()), self._measures(minibatch.number))
+
+    def _of_ranks(self, mine: list[int]) -> list[list[int]]:
+        """For each of this rank's numbers, those of all ranks."""
+        own = TokenStats(torch.tensor(mine)[:, None], torch.zeros(1, dtype=torch.int64))
+        found: list[list[int]] = self.backend.gather(own).values.tolist()
+        return found
 
     def _measures(self, number: int) -> bool:
         """Whether a minibatch measures the engines' agreement; without `proximal` later ones show policy drift."""

@@ -1,9 +1,10 @@
-"""When memory runs out: which settings to change."""
+"""The memory that a step takes; and when memory runs out, which settings to change."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -30,3 +31,17 @@ def names_memory_knobs() -> Iterator[None]:
 def ran_out(error: BaseException) -> bool:
     """Whether `error` says that memory ran out."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in _HOST)
+
+
+def watch_peak(device: torch.device) -> None:
+    """Begin to measure `peak_bytes`, where that is possible: on a GPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory of tensors on the GPU since `watch_peak`; on the CPU, of this process since its start."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024  # not getrusage: a process inherits that peak from the one that started it
