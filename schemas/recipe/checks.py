@@ -162,6 +162,20 @@ def ranks_on_nodes(r: RlhfRecipe | SftRecipe) -> Message:
     return None
 
 
+def replicas_of_ranks(r: RlhfRecipe | SftRecipe) -> Message:
+    trainer = r.trainer
+    if trainer.replicas == 1 or trainer.backend != "fsdp2":
+        return None
+    if trainer.ranks % trainer.replicas:
+        return f"trainer.replicas: {trainer.ranks} ranks cannot be split evenly over {trainer.replicas} copies"
+    if trainer.replicas % trainer.nodes:
+        return (
+            f"trainer.replicas: {trainer.replicas} copies would be split across {trainer.nodes} machines; make it a "
+            "multiple of trainer.nodes, so that each copy is inside one machine"
+        )
+    return None
+
+
 def schedule_decays(r: RlhfRecipe | SftRecipe) -> Message:
     if r.trainer.lr_schedule != "constant" and r.trainer.lr_final == 1:
         return f"trainer.lr_schedule: {r.trainer.lr_schedule} has no effect with lr_final 1; set lr_final below 1"
@@ -189,6 +203,7 @@ def weights_every_written(r: RlhfRecipe | SftRecipe) -> Message:
 TRAINING_CHECKS: Final[tuple[Callable[[Any], Message], ...]] = (
     micro_batch_holds_sample,
     ranks_on_nodes,
+    replicas_of_ranks,
     schedule_decays,
     warmup_ends,
     weights_every_written,

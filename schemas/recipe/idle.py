@@ -143,6 +143,7 @@ IDLE: Final = (
         lambda r: r.trainer.backend == "deepspeed",
         "unless trainer.backend is deepspeed",
     ),
+    Idle("trainer.replicas", lambda r: r.trainer.backend == "fsdp2", "unless trainer.backend is fsdp2"),
     Idle(
         "trainer.cpu_offload",
         lambda r: r.trainer.backend == "fsdp2" or (r.trainer.backend == "deepspeed" and r.trainer.zero_stage > 0),

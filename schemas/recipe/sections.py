@@ -341,6 +341,13 @@ class Trainer(Section):
     nodes: int = operational(
         1, ge=1, le=512, description="Machines of the ranks, each with the same number of them.", live=True
     )
+    replicas: int = operational(
+        1,
+        ge=1,
+        le=4096,
+        description="FSDP2: copies of weights and optimizer, each split over an equal part of the ranks (HSDP). With "
+        "as many as `nodes`, each machine has a whole copy, and only gradients travel between machines.",
+    )
     gpus: list[int] = operational([], description="GPUs of the ranks, by number; empty: the first ones.")
     zero_stage: Literal[0, 1, 2, 3] = operational(
         2, description="DeepSpeed: what is sharded over the ranks: 1 optimizer, 2 gradients too, 3 weights too."

@@ -74,6 +74,7 @@ COMPANIONS: dict[str, tuple[str, ...]] = {
     "trainer.lr_final": ("trainer.lr_schedule=cosine", "trainer.lr_schedule=constant"),
     "trainer.warmup_steps": ("schedule.iterations=2000000",),
     "trainer.zero_stage": ("trainer.backend=deepspeed",),
+    "trainer.replicas": ("trainer.backend=fsdp2; trainer.ranks=4096",),
     "trainer.cpu_offload": ("trainer.backend=fsdp2",),
     "trainer.micro_batch_tokens": ("model.max_length=16; rollout.max_new_tokens=4; evaluation.max_new_tokens=4",),
     "trainer.head_chunk_tokens": ("trainer.micro_batch_tokens=2000000",),

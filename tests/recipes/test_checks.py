@@ -28,6 +28,13 @@ REFUSED = [
     ("split_placeholder", "quickstart", "data.source='owner/{split}'", "is for files"),
     ("network_named", "quickstart", "launcher.type=slurm", "needs the network in which services listen, such as"),
     ("network_named", "quickstart", "launcher.network=10.0.0.0/24", "has no effect with launcher.type local"),
+    ("replicas_of_ranks", "gsm8k", "trainer={backend: fsdp2, ranks: 4, replicas: 3}", "4 ranks cannot be split evenly"),
+    (
+        *("replicas_of_ranks", "quickstart"),
+        "trainer={backend: fsdp2, ranks: 12, nodes: 4, replicas: 6} & launcher={type: slurm, network: 10.0.0.0/24}",
+        "6 copies would be split across 4 machines",
+    ),
+    ("trainer.replicas", "quickstart", "trainer.replicas=2", "unless trainer.backend is fsdp2"),
     ("ranks_on_nodes", "quickstart", "trainer.nodes=2", "1 ranks cannot be split evenly over 2 machines"),
     ("micro_batch_holds_sample", "gsm8k", "trainer.micro_batch_tokens=512", "holds no sample of model.max_length 1024"),
     ("schedule_decays", "gsm8k", "trainer.lr_schedule=cosine", "has no effect with lr_final 1; set lr_final below 1"),

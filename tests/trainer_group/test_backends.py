@@ -1,4 +1,4 @@
-"""Every backend on two ranks does what `local` does alone: losses, weights, checkpoints, retries, skipped steps."""
+"""Every backend on several ranks does what `local` does alone: losses, weights, checkpoints, retries, skipped steps."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def _made(backend: str, dtype: str = "float32", **options: Any) -> dict[str, Any
 #: What each changes in the recipe.
 BACKENDS: dict[str, dict[str, Any]] = {
     "fsdp2": _made("fsdp2"),
+    "hsdp": _made("fsdp2", ranks=4, replicas=2),
     "fsdp2-offload": _made("fsdp2", cpu_offload=True),
     **{f"zero-{stage}": _made("deepspeed", zero_stage=stage) for stage in range(4)},
     "zero-3-offload": _made("deepspeed", zero_stage=3, cpu_offload=True),
@@ -46,7 +47,7 @@ LOCAL = {"float32": "local", "bfloat16": "local-bf16"}
 #: Those that are given a mixture of experts as well.
 EXPERTS = ["fsdp2", "zero-2", "zero-3"]
 #: Between them: either backend, models and gradients sharded or whole, either precision, state on either side.
-QUICK = ("fsdp2", "zero-3", "zero-2-bf16-offload")
+QUICK = ("fsdp2", "hsdp", "zero-3", "zero-2-bf16-offload")
 ALL_OTHERS = pytest.mark.slow("other combinations of what the three quick ones show")
 
 
@@ -55,6 +56,10 @@ def _marked(names: Iterable[str]) -> list[Any]:
 
 
 NAMES = _marked(BACKENDS)
+
+
+#: Something for each of some backends.
+Named = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -74,10 +79,11 @@ ZERO_3 = Close(weights=2e-5)
 #: 1e-3 lead apart. Above stage 0 the fp32 weights begin as the rounded ones, too.
 ROUNDED = Close(loss=5e-4, norm=5e-3, weights=5e-3, logprobs=5e-3, resumed=5e-4)
 CLOSE = {"zero-3": ZERO_3, "zero-3-offload": ZERO_3, **{name: ROUNDED for name in BACKENDS if "bf16" in name}}
-#: What each of two ranks takes, at most, while it loads a model, or a checkpoint over it: 1 is the whole model in fp32.
+#: What each rank takes, at most, while it loads a model, or a checkpoint over it: 1 is the whole model in fp32.
 #: The checkpoint holds 3, of which a rank reads half; most of what that takes are the plans that the ranks exchange.
 SHARES = {
     "fsdp2": {"load": 0.5, "reference": 0.5, "restore": 0.75},
+    "hsdp": {"load": 0.5, "reference": 0.5},
     "fsdp2-bf16": {"load": 0.5, "reference": 0.25},
     "zero-3": {"reference": 0.5},
     "zero-3-bf16": {"reference": 0.25},
@@ -156,32 +162,45 @@ def answers(
     alone: dict[str, Any],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
-    """What two ranks make of it with each backend that is asked for, in two processes as torchrun would start them."""
-    folder = tmp_path_factory.mktemp("ranks")
+    """What the ranks make of it with each backend that is asked for: first four of them, then two."""
     here = [item for item in request.session.items if item.path == request.path]
     slow = any(item.get_closest_marker("slow") for item in here)
     quick = any(not item.get_closest_marker("slow") for item in here)
     made = {name: made for name, made in BACKENDS.items() if (quick if name in QUICK else slow)}
-    ranked = {name: {**one, "trainer": {**one["trainer"], "ranks": 2}} for name, one in made.items()}
     checkpoints = {name: alone[_dtype(name)]["checkpoint"] for name in made}
+    found: dict[str, Any] = {}
+    for count in (4, 2):
+        several = {name: one for name, one in made.items() if one["trainer"].get("ranks", 2) == count}
+        given = {name: checkpoints[name] for name in several}
+        others = {name: found["hsdp"]["checkpoint"] for name in several if name == "fsdp2"}
+        if several:
+            found |= _played(tmp_path_factory.mktemp("ranks"), script, several, count, given, others)
+    return found
+
+
+def _played(
+    folder: Path, script: dict[str, Any], made: dict[str, Any], count: int, given: Named, others: Named
+) -> dict[str, Any]:
+    """What `count` ranks make of the script, in as many processes as torchrun would start them."""
+    ranked = {name: {**one, "trainer": {**one["trainer"], "ranks": count}} for name, one in made.items()}
     experts = script["experts"] | {"backends": [name for name in EXPERTS if name in made]}
     peaks = {name: list(steps) for name, steps in SHARES.items() if name in made}
-    asked = {"backends": ranked, "local_checkpoints": checkpoints, "experts": experts, "peaks": peaks}
-    text = json.dumps({**script, **asked})
-    (folder / "script.json").write_text(text)
+    asked = {"backends": ranked, "local_checkpoints": given, "other_checkpoints": others}
+    (folder / "script.json").write_text(json.dumps({**script, **asked, "experts": experts, "peaks": peaks}))
+    numbers = range(count)
     with socket.socket() as held:  # the first rank can listen there, and nobody else is given the port
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
-        ranks = [_start(folder, rank, held.getsockname()[1]) for rank in (0, 1)]
+        ranks = [_start(folder, rank, count, held.getsockname()[1]) for rank in numbers]
         ends = [process.wait() for process in ranks]
-    assert ends == [0, 0], "\n".join((folder / f"{rank}.log").read_text()[-3000:] for rank in (0, 1))
+    assert not any(ends), "\n".join((folder / f"{rank}.log").read_text()[-3000:] for rank in numbers)
     found: dict[str, Any] = json.loads((folder / "answers.json").read_text())
     return found
 
 
-def _start(folder: Path, rank: int, port: int) -> Popen:
+def _start(folder: Path, rank: int, count: int, port: int) -> Popen:
     path = os.pathsep.join([*(p for p in sys.path if p), str(Path(__file__).parent)])
-    told = environment(Place(rank, rank, 2, 2, True), HOST, port)
+    told = environment(Place(rank, rank, count, count, True), HOST, port)
     told |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, str(Path(__file__).with_name("two_ranks.py")), str(folder)]
     with (folder / f"{rank}.log").open("wb") as log:
@@ -220,7 +239,7 @@ def _distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> f
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_ranks_have_the_losses_and_weights_of_one(
+def test_several_ranks_have_the_losses_and_weights_of_one(
     name: str, world: World, local: dict[str, Any], answers: dict[str, Any]
 ) -> None:
     found, close = answers[name], CLOSE.get(name, Close())
@@ -265,7 +284,7 @@ def test_logprobs_are_those_of_one(name: str, world: World, local: dict[str, Any
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_checkpoint_of_two_ranks_goes_on_alone(
+def test_a_checkpoint_of_several_ranks_goes_on_alone(
     name: str, world: World, script: dict[str, Any], answers: dict[str, Any]
 ) -> None:
     """Model, optimizer and progress: the sixth step has the sixth step's loss, and leads to the same weights."""
@@ -281,13 +300,21 @@ def test_a_checkpoint_of_two_ranks_goes_on_alone(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_checkpoint_of_one_goes_on_on_two_ranks(
+def test_a_checkpoint_of_one_goes_on_on_several_ranks(
     name: str, world: World, local: dict[str, Any], answers: dict[str, Any]
 ) -> None:
     found, close = answers[name]["from_local"], CLOSE.get(name, Close())
     assert found["step"] == STEPS + 1
     assert found["sixth"]["loss"] == pytest.approx(local["sixth"]["loss"], abs=close.loss)
     assert _distance(_weights(world, found["six"]), _weights(world, local["six"])) <= close.resumed
+
+
+def test_a_checkpoint_of_four_ranks_goes_on_on_two(world: World, answers: dict[str, Any]) -> None:
+    """Of two copies, each split over two ranks; what two ranks load of it they share as one copy."""
+    found, close = answers["fsdp2"]["from_other"], Close()
+    assert found["step"] == STEPS + 1
+    assert found["sixth"]["loss"] == pytest.approx(answers["hsdp"]["sixth"]["loss"], abs=close.loss)
+    assert _distance(_weights(world, found["six"]), _weights(world, answers["hsdp"]["six"])) <= close.resumed
 
 
 @pytest.mark.parametrize("name", [*NAMES, *LOCAL])

@@ -1,4 +1,4 @@
-"""What a trainer is put through, alone or on two ranks. As a program: one of two ranks, with every backend in turn.
+"""What a trainer is put through, alone or on several ranks. As a program: one of them, with every backend in turn.
 
 `python two_ranks.py FOLDER` plays FOLDER/script.json; rank 0 writes what came of it to FOLDER/answers.json.
 """
@@ -142,6 +142,8 @@ def main(folder: Path) -> None:
         player = Player(script, name, changes, group)
         answers[name] = play(player)
         answers[name]["from_local"] = go_on(player, script["local_checkpoints"][name], "from-local")
+        if name in script["other_checkpoints"]:
+            answers[name]["from_other"] = go_on(player, script["other_checkpoints"][name], "from-other")
     experts = script["experts"]
     for name in experts["backends"]:
         answers[name]["experts"] = publish_twice(Player(experts, f"experts-{name}", script["backends"][name], group))

@@ -1,4 +1,7 @@
-"""The `fsdp2` backend: weights, gradients and optimizer state split over the ranks (torch's fully_shard)."""
+"""The `fsdp2` backend: weights, gradients and optimizer state split over the ranks (torch's fully_shard).
+
+With `trainer.replicas` > 1 (HSDP) they are split over the ranks of each replica, and gradients are summed over all.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ from typing import Any, Final
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from areal_tasks.data.batching import Layout
 from areal_tasks.engines.trainer.backend import Scores, TokenLoss, TokenStats, Which
 from areal_tasks.engines.trainer.local import LocalBackend
-from areal_tasks.engines.trainer.optimizer import local_share, make_optimizer
+from areal_tasks.engines.trainer.optimizer import local_share, make_optimizer, split_over
 from areal_tasks.engines.trainer.policy import Policy, decoder_layers, empty_policy, fill_policy, prepare
 from areal_tasks.engines.trainer.ranks import gather_stats, ranks_here
 from areal_tasks.engines.trainer.shares import replace_parameters, with_memory
@@ -34,7 +37,7 @@ class Fsdp2Backend(LocalBackend):
     def __init__(self, settings: Trainer, model: Model) -> None:
         super().__init__(settings, model)
         self.rank, self.world, self.device = ranks_here()
-        self.mesh = init_device_mesh(self.device.type, (self.world,))
+        self.mesh = make_mesh(self.device.type, self.world, settings.replicas)
         self.roomy = False
         self.parts: list[FSDPModule] = []  # the policy's modules that are each gathered and reduced at once
 
@@ -119,11 +122,18 @@ class Fsdp2Backend(LocalBackend):
         return held < share * torch.cuda.get_device_properties(self.device).total_memory
 
 
+def make_mesh(device: str, world: int, replicas: int) -> DeviceMesh:
+    """The ranks that hold a copy of the weights, one after another; with several copies, these are the rows."""
+    if replicas == 1:
+        return init_device_mesh(device, (world,))
+    return init_device_mesh(device, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+
+
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor behind this rank's share; every rank takes part. A single rank's share is it, and not copied."""
+    """The full tensor behind this rank's share; every rank takes part. A share that is all of it is not copied."""
     if not isinstance(tensor, DTensor):
         return tensor
-    return local_share(tensor) if tensor.device_mesh.size() == 1 else tensor.full_tensor()
+    return local_share(tensor) if split_over(tensor.device_mesh) == 1 else tensor.full_tensor()
 
 
 def _parts(policy: Policy) -> list[FSDPModule]:

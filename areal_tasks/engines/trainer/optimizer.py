@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
@@ -98,18 +99,22 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> float:
     """
     gradients = [local_share(p.grad) for p in parameters if p.grad is not None]
     norm = get_total_norm(gradients)
-    if any(isinstance(p, DTensor) for p in parameters) and dist.get_world_size() > 1:
-        norm = _over_ranks(norm)
+    mesh = next((p.device_mesh for p in parameters if isinstance(p, DTensor)), None)
+    if mesh is not None and mesh.size() > 1:
+        norm = _over_ranks(norm, mesh.size() // split_over(mesh))
     if gradients:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return float(norm)
 
 
-def _over_ranks(norm: Tensor) -> Tensor:
-    """The norm of all ranks' shares, from that of this rank's; in float64, whose squares do not overflow."""
+def _over_ranks(norm: Tensor, copies: int) -> Tensor:
+    """The norm of all ranks' shares, from that of this rank's, when `copies` ranks hold each share.
+
+    In float64, whose squares do not overflow.
+    """
     square = norm.double().square()
     dist.all_reduce(square)
-    return square.sqrt().to(norm.dtype)
+    return (square / copies).sqrt().to(norm.dtype)
 
 
 @torch.no_grad()
@@ -139,6 +144,11 @@ def step_at(optimizer: torch.optim.AdamW, lr: float) -> None:
             eps=group["eps"],
             maximize=False,
         )
+
+
+def split_over(mesh: DeviceMesh) -> int:
+    """Over how many ranks tensors on `mesh` are split: its last dimension; those along the other hold the same."""
+    return int(mesh.size(mesh.ndim - 1))
 
 
 def local_share(tensor: Tensor) -> Tensor:

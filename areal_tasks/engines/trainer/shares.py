@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_tasks.engines.names import Group, Names
 from areal_tasks.engines.trainer.attention import NAME
-from areal_tasks.engines.trainer.optimizer import local_share
+from areal_tasks.engines.trainer.optimizer import local_share, split_over
 from schemas.errors import UserError, shown
 
 #: Stored elements that are read at once (or one row if that is larger).
@@ -48,7 +48,7 @@ def share_of(tensor: Tensor) -> Share:
     if not isinstance(tensor, DTensor):
         return Share(tensor.detach(), tensor.shape)
     mesh = tensor.device_mesh
-    first = first_row(tensor.shape[0], mesh.size(), mesh.get_local_rank())
+    first = first_row(tensor.shape[0], split_over(mesh), mesh.get_local_rank(mesh.ndim - 1))
     return Share(local_share(tensor.detach()), tensor.shape, first * prod(tensor.shape[1:]))
 
 
