@@ -35,14 +35,19 @@ def make_launcher(settings: Settings, store: Store) -> Launcher:
         )
     from areal_tasks.launchers.remote import RemoteLauncher  # imports what no launcher on this machine needs
 
-    return RemoteLauncher(_cluster(settings), settings, store)
+    return RemoteLauncher(make_cluster(settings), settings, store)
+
+
+def make_cluster(settings: Settings) -> Cluster:
+    """The cluster system of `launcher.type`.
+
+    Raises:
+        UserError: it is not installed or cannot be reached.
+    """
+    name = _CLUSTERS.get(settings.type, settings.type)
+    made: Cluster = find_object(name, "launcher.type")(settings)
+    return made
 
 
 _HERE: Final[dict[str, Callable[[], Launcher]]] = {"local": LocalLauncher, "inline": InlineLauncher}
 _CLUSTERS: Final = {"ray": "areal_tasks.launchers.ray:RayCluster", "slurm": "areal_tasks.launchers.slurm:slurm"}
-
-
-def _cluster(settings: Settings) -> Cluster:
-    name = _CLUSTERS.get(settings.type, settings.type)
-    made: Cluster = find_object(name, "launcher.type")(settings)
-    return made

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from areal_tasks.store.backend import Unavailable
 
@@ -33,6 +33,16 @@ TAKEN_BACK: Final = 79
 
 class ClusterAway(Unavailable):
     """The cluster system does not answer: it may recover by itself. The message names the cause and the remedy."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine of a cluster: what it has, and what of that is free. `state`: why it can take no task now, if so."""
+
+    name: str
+    total: Resources
+    free: Resources
+    state: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,4 +90,17 @@ class Cluster(Protocol):
 
     def close(self) -> None:
         """End all tasks that were submitted here."""
+        ...
+
+
+@runtime_checkable
+class Listing(Protocol):
+    """A cluster that can also list its machines, for `arealflow plan --placement`."""
+
+    def machines(self) -> list[Machine]:
+        """The machines that may run tasks of these settings.
+
+        Raises:
+            UserError: the cluster cannot be asked.
+        """
         ...

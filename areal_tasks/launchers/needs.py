@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from areal_tasks.engines.starting import trainer_names
 from areal_tasks.launchers.cluster import Resources
 from schemas.recipe.launcher import Needs
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
+
+
+def service_needs(recipe: Recipe, external: bool) -> dict[str, Resources]:
+    """What each service of a recipe needs, in the order in which they start. `external` servers run already."""
+    found: dict[str, Resources] = {}
+    if not isinstance(recipe, EvaluateRecipe):
+        found |= dict.fromkeys(trainer_names(recipe), trainer_needs(recipe))
+    if isinstance(recipe, RlhfRecipe):
+        found |= {f"rollout-{i}": worker_needs(recipe) for i in range(recipe.rollout.workers)}
+    if not isinstance(recipe, SftRecipe) and not external:
+        found |= {f"inference-{i}": server_needs(recipe) for i in range(recipe.inference.servers)}
+    return found
 
 
 def trainer_needs(recipe: RlhfRecipe | SftRecipe) -> Resources:

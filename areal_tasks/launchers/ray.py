@@ -15,12 +15,13 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from areal_tasks.launchers.cluster import LOST, ClusterAway, Task
+from areal_tasks.launchers.cluster import LOST, ClusterAway, Machine, Resources, Task
 from schemas.errors import UserError
 from schemas.recipe.launcher import Launcher, RaySettings
 
@@ -86,6 +87,7 @@ class RayDriver:
         self.tasks: dict[str, RayTask] = {}
         self.connected = self.over = False
         self.failure = ""
+        self.nodes: list[dict[str, Any]] | None = None  # as it last listed them
         self._changed = threading.Condition()
         threading.Thread(target=self._follow, args=[process.stdout.fileno()], name="ray-events", daemon=True).start()
 
@@ -101,6 +103,15 @@ class RayDriver:
                 "as much."
             )
         return found
+
+    def list_nodes(self) -> list[dict[str, Any]]:
+        """Name, resources and free resources of each node. Raises ClusterAway if Ray does not answer."""
+        self.nodes = None
+        self.order("nodes")
+        self.wait(lambda: self.nodes is not None, SUBMIT_SECONDS)
+        if self.nodes is None:
+            raise ClusterAway(f"Ray has not listed its nodes within {SUBMIT_SECONDS:g} s")
+        return self.nodes
 
     def order(self, order: str, **more: object) -> None:
         """Without effect once the process has ended."""
@@ -145,6 +156,8 @@ class RayDriver:
         self.connected = self.connected or event["event"] == "connected"
         if event["event"] == "failed":
             self.failure = event["why"]
+        if event["event"] == "nodes":
+            self.nodes = event["nodes"]
         if task := self.tasks.get(event.get("name", "")):
             task.take(event)
             if task.code is not None:
@@ -163,10 +176,21 @@ class RayCluster:
 
     def submit(self, task: Task) -> RayTask:
         """Raises UserError and ClusterAway as every cluster does; in not much more than a minute."""
+        return self._connected(task.output.with_name("ray.log")).submit(task, self.settings)
+
+    def machines(self) -> list[Machine]:
+        """Those that have what `launcher.ray.resources` names."""
+        log = Path(tempfile.mkstemp(prefix="arealflow-ray-", suffix=".log")[1])
+        nodes = self._connected(log).list_nodes()
+        log.unlink()  # an error names it
+        own = self.settings.resources
+        return [machine(node, own) for node in nodes if not lacking(own, node["total"])]
+
+    def _connected(self, log: Path) -> RayDriver:
         with self._lock:
             if self._driver is None or self._driver.over:
-                self._driver = connected(task.output.with_name("ray.log"))
-        return self._driver.submit(task, self.settings)
+                self._driver = connected(log)
+            return self._driver
 
     def close(self) -> None:
         if self._driver is not None:
@@ -239,6 +263,23 @@ def bundle(task: Task, settings: RaySettings) -> dict[str, float]:
     asked = task.resources
     amounts = {"CPU": asked.cpus, "GPU": asked.gpus, "memory": asked.memory_mb << 20, **settings.resources}
     return {name: amount for name, amount in amounts.items() if amount}
+
+
+def machine(node: Mapping[str, Any], own: Mapping[str, float]) -> Machine:
+    """A node as Ray's driver lists it; `own`: further resources that each service occupies."""
+    used = lacking(own, node["free"])
+    return Machine(
+        node["name"], _resources(node["total"]), _resources(node["free"]), f"without free {used[0]}" if used else ""
+    )
+
+
+def lacking(asked: Mapping[str, float], has: Mapping[str, float]) -> list[str]:
+    """The names of resources of which there is too little."""
+    return [name for name, amount in asked.items() if has.get(name, 0) < amount]
+
+
+def _resources(has: Mapping[str, float]) -> Resources:
+    return Resources(int(has.get("CPU", 0)), int(has.get("GPU", 0)), int(has.get("memory", 0)) >> 20)
 
 
 def lines(descriptor: int, seconds: float) -> Iterator[bytes]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TextIO
 
 import ray
+from ray._private.state import available_resources_per_node  # no public function of plain Ray says this
 from ray.exceptions import RayError
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -136,9 +137,18 @@ class Driver:
         """Carry out the orders that have come; False: to end."""
         with contextlib.suppress(queue.Empty):
             while (order := self.orders.get(timeout=0 if self.tasks else POLL_SECONDS))["order"] != "end":
-                self._submit(order) if order["order"] == "submit" else self._cancel(order["name"])
+                self._carry_out(order)
             return False
         return True
+
+    def _carry_out(self, order: dict[str, Any]) -> None:
+        match order["order"]:
+            case "submit":
+                self._submit(order)
+            case "cancel":
+                self._cancel(order["name"])
+            case "nodes":
+                self.say("nodes", nodes=listed())
 
     def _submit(self, order: dict[str, Any]) -> None:
         name, bundle = order["name"], order["bundle"]
@@ -224,6 +234,16 @@ def lacking(task: Started) -> str:
         return "its resources are reserved; Ray is starting a worker there"
     free, whole = (shown(found, task.bundle) for found in (ray.available_resources(), ray.cluster_resources()))
     return f"waits for {shown(task.bundle)} of one node; free in the whole cluster: {free}, of {whole}"
+
+
+def listed() -> list[dict[str, Any]]:
+    """Name, resources and free resources of each node that is there."""
+    free = available_resources_per_node()
+    return [
+        {"name": node["NodeManagerHostname"], "total": node["Resources"], "free": free.get(node["NodeID"], {})}
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 def fits(bundle: Mapping[str, float]) -> Any:

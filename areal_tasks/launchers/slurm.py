@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from areal_tasks.launchers.cluster import TAKEN_BACK, Cluster, ClusterAway, Resources, Submitted, Task
+from areal_tasks.launchers.cluster import TAKEN_BACK, Cluster, ClusterAway, Machine, Resources, Submitted, Task
+from areal_tasks.launchers.slurm_nodes import allocated_nodes, partition_nodes
 from schemas.errors import UserError
 from schemas.recipe.launcher import Launcher as Settings
 from schemas.recipe.launcher import Slurm
@@ -127,6 +128,9 @@ class Jobs:
         self._jobs.append(Job(number, task, self))
         return self._jobs[-1]
 
+    def machines(self) -> list[Machine]:
+        return partition_nodes(_asked, self._settings.partition)
+
     def cancel(self, jobs: Sequence[Job]) -> None:
         """End these jobs. Logs those that Slurm does not end: they end when their lease does."""
         alive = [job for job in jobs if job.exit_code() is None]
@@ -231,6 +235,9 @@ class Steps:
             )
         self._steps.append(Step(process, task.output))
         return self._steps[-1]
+
+    def machines(self) -> list[Machine]:
+        return allocated_nodes(_asked, os.environ["SLURM_JOB_ID"])
 
     def close(self) -> None:
         for step in self._steps:
@@ -338,6 +345,14 @@ def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, g
 def _said(error: Exception) -> str:
     """What is known of a failure: of a command's, what it has written."""
     return str(getattr(error, "stderr", "") or f"{type(error).__name__}: {error}").strip()
+
+
+def _asked(command: Sequence[str]) -> str:
+    """As `_run`, for what Slurm cannot refuse a user."""
+    try:
+        return _run(command)
+    except subprocess.CalledProcessError as error:
+        raise UserError(f"{' '.join(command)}: {error.stderr.strip()}") from None
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from areal_tasks.stages.build import Built
     from areal_tasks.stages.planner import Plan
     from areal_tasks.stages.stage import Stage
+    from schemas.recipe.recipe import Recipe
 
 StoreUrl = Annotated[
     str, typer.Option("--store", help="Folder or URL of the store; else AREALFLOW_STORE, else the default folder.")
@@ -42,14 +43,23 @@ def plan(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="section.field=value …; run=NAME shows a run's state.")
     ] = None,
+    placement: Annotated[
+        bool, typer.Option("--placement", help="Show on which machines and GPUs services run, instead.")
+    ] = False,
     store: StoreUrl = "",
     as_json: AsJson = False,
 ) -> None:
     """The graph of stages that a recipe asks for; for an existing run, what is committed and what would be built."""
     name, changes = run_and_changes(overrides)
     loaded = load_recipe(recipe, changes)
-    if name:
-        plan_run(load_run(open_store(store or loaded.store.url), name), changes, as_json)
+    run = load_run(open_store(store or loaded.store.url), name) if name else None
+    if placement:
+        from flows.cli.placement import plan_placement, run_placement  # here: it imports what starts services
+
+        run_placement(run, changes, as_json) if run else plan_placement(loaded, as_json)
+        return
+    if run:
+        plan_run(run, changes, as_json)
         return
 
     from areal_tasks.stages.graphs import iteration_plan  # here: it imports torch, which takes seconds
@@ -63,13 +73,18 @@ def plan_run(run: Run, changes: Sequence[str], as_json: bool) -> None:
     from areal_tasks.engines.session import Engines
     from areal_tasks.stages.replay import loop_of
 
-    recipe = parse_recipe(run.recipe_at(run.committed), run.name, changes)
+    recipe = next_recipe(run, changes)
     with Engines(run, recipe, logs_folder()) as engines:  # none of them starts
         loop = loop_of(run)(run, recipe, engines)
         head, complete = loop.head, loop.first >= loop.last
         graph, found = (loop.plan(loop.last - 1), {}) if complete else loop.standing()
     rows = [stage_row(stage, graph) | run_columns(stage, head, found, complete) for stage in graph.stages]
     show(rows, as_json, f"{recipe.flow} · run {run.label}: {progress(head, loop.last)}")
+
+
+def next_recipe(run: Run, changes: Sequence[str]) -> Recipe:
+    """The recipe of a run's next iteration, with changes."""
+    return parse_recipe(run.recipe_at(run.committed), run.name, changes)
 
 
 def progress(head: IterationCommit | None, last: int) -> str:

@@ -35,6 +35,11 @@ def cancel(name: str) -> None:
     tasks[name].cancel()
 
 
+def machines() -> list[tuple[str, int, int]]:
+    """Name, CPUs and free CPUs of each."""
+    return sorted((one.name, one.total.cpus, one.free.cpus) for one in cluster.machines())
+
+
 def close() -> None:
     cluster.close()
 

@@ -141,6 +141,15 @@ def test_a_task_says_what_it_waits_for(flow: Flow) -> None:
 
 
 @installed
+def test_the_machines_and_what_of_them_is_free(flow: Flow) -> None:
+    empty = [["head", 0, 0], ["node1", 2, 2], ["node2", 2, 2]]
+    wait_until(lambda: flow.ask("machines") == empty, "the end of what ran before")
+    where, _ = flow.forever("a", cpus=2)
+    taken = [[name, has, 0 if name == where else free] for name, has, free in empty]
+    wait_until(lambda: flow.ask("machines") == taken, "its share")
+
+
+@installed
 def test_what_fits_no_node_is_refused(flow: Flow) -> None:
     with pytest.raises(UserError, match=r"needs 3 CPU, 1 GPU of one node; the nodes have: 0 CPU, 0 GPU; 2 CPU, 0 GPU"):
         flow.ask("submit", name="a", code=FOREVER, cpus=3, gpus=1)

@@ -116,6 +116,23 @@ def test_a_task_waits_for_resources_and_says_why(begin: Begin) -> None:
     wait_until(lambda: not flow.waiting("three"), "the third")
 
 
+def free(flow: Flow) -> list[list[Any]]:
+    """Name, free CPUs and free memory of each machine."""
+    found: list[list[Any]] = flow.ask("[[m.name, m.free.cpus, m.free.memory_mb] for m in cluster.machines()]")
+    return sorted(found)
+
+
+def test_the_machines_and_what_of_them_is_free(cluster: Slurm, begin: Begin) -> None:
+    flow = begin(options=["--nodelist=node2"])
+    assert free(flow) == [["node1", 8, 8192], ["node2", 8, 8192]]
+    flow.submit("one", "sleep", "1000", cpus=3, memory_mb=500)
+    wait_until(lambda: free(flow) == [["node1", 8, 8192], ["node2", 5, 7692]], "its share")
+    assert free(begin(partition="short"))[1] == ["node2", 5, 7692]
+    cluster.run("scontrol", "update", "nodename=node1", "state=drain", "reason=test")
+    assert flow.ask("[m.state for m in cluster.machines()]") == ["in state drain", ""]
+    cluster.run("scontrol", "update", "nodename=node1", "state=resume")
+
+
 def test_what_is_cancelled_ends_with_its_processes(cluster: Slurm, begin: Begin) -> None:
     flow = begin()
     flow.submit("gone", "/bin/sh", "-c", "sleep 98767 & trap '' TERM; wait; sleep 98767")
@@ -210,6 +227,7 @@ def test_in_an_allocation_tasks_are_steps(cluster: Slurm, begin: Begin) -> None:
     names = ("one", "two", "three")
     wait_until(lambda: sum(bool(flow.waiting(name)) for name in names) == 1, "the word of both that they have begun")
     late = [name for name in names if flow.waiting(name)]
+    assert free(flow) == [["node1", 0, 7744], ["node2", 0, 7744]]
     assert flow.waiting(*late) == "Resources"
     (first, *_) = {"one", "two", "three"} - set(late)
     flow.ask(f"tasks[{first!r}].cancel()")

@@ -1,0 +1,149 @@
+"""Where the services of a recipe would fit on the machines of a cluster: a proposal, first fit, in the order of starts.
+
+The cluster system decides in the end. The proposal names what waits, what for, and what can never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from areal_tasks.launchers.cluster import Machine, Resources
+
+#: Fields of Resources, the scarcest first, and how a message names them.
+KINDS: Final = {"gpus": "GPUs", "cpus": "CPUs", "memory_mb": "MB of memory"}
+#: What helps where a service needs more GPUs than a machine has.
+FEWER_GPUS: Final = {
+    "trainer": "lower trainer.ranks, raise trainer.nodes, or set launcher.resources.trainer.gpus",
+    "inference": "lower inference.tensor_parallel, or set launcher.resources.inference.gpus",
+}
+CROWDED: Final = "no room even if nothing else ran"
+FEWER: Final = "lower inference.servers, rollout.workers, trainer.ranks or launcher.resources"
+
+State = Literal["fits", "waits", "refused"]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Where a service fits now, or why it fits nowhere."""
+
+    service: str
+    needs: Resources
+    state: State
+    machine: str = ""
+    why: str = ""
+
+
+def propose(asked: Mapping[str, Resources], machines: Sequence[Machine], grows: bool = False) -> list[Proposal]:
+    """A proposal for each service of `asked`. `grows`: the cluster adds machines as they are needed."""
+    able = {machine.name: machine.free for machine in machines if not machine.state}
+    crowded = not grows and not _fit_together(asked.values(), machines)
+    found = []
+    for service, needs in asked.items():
+        if (name := _first(needs, able)) is not None:
+            able[name] = _less(able[name], needs)
+            found.append(Proposal(service, needs, "fits", name))
+        else:
+            left = {machine.name: able.get(machine.name, machine.free) for machine in machines}
+            found.append(_unplaced(service, needs, machines, left, grows, crowded))
+    return found
+
+
+def _unplaced(
+    service: str,
+    needs: Resources,
+    machines: Sequence[Machine],
+    left: Mapping[str, Resources],
+    grows: bool,
+    crowded: bool,
+) -> Proposal:
+    """Why no machine has room. `left`: what the services before this one leave free."""
+    large = [machine for machine in machines if _fits(needs, machine.total)]
+    if large:
+        best = min(large, key=lambda machine: (bool(machine.state), len(_lacking(needs, left[machine.name]))))
+        why = _shortage(needs, best, left[best.name])
+        if crowded:
+            return Proposal(service, needs, "refused", why=f"{CROWDED}: {why}; {FEWER}")
+        return Proposal(service, needs, "waits", why=why)
+    why = _too_large(needs, machines)
+    if grows:
+        return Proposal(service, needs, "waits", why=f"{why}: the autoscaler has to add a larger one")
+    return Proposal(service, needs, "refused", why=f"{why}: {_remedy(service, needs, machines)}")
+
+
+def _shortage(needs: Resources, machine: Machine, left: Resources) -> str:
+    """`needs 8 GPUs on one node; n3 has 8, 5 of them in use (3 by this run)`."""
+    if machine.state:
+        return f"needs {_amounts(needs, KINDS)} on one node; {machine.name} has as much, but is {machine.state}"
+    lacking = _lacking(needs, left)
+    return f"needs {_amounts(needs, lacking)} on one node; {machine.name} has {_uses(machine, left, lacking)}"
+
+
+def _uses(machine: Machine, left: Resources, kinds: Iterable[str]) -> str:
+    parts = []
+    for kind in kinds:
+        total, own = getattr(machine.total, kind), getattr(machine.free, kind) - getattr(left, kind)
+        by = f" ({own} by this run)" if own else ""
+        parts.append(f"{_amount(total, kind)}, {total - getattr(left, kind)} of them in use{by}")
+    return " and ".join(parts)
+
+
+def _too_large(needs: Resources, machines: Sequence[Machine]) -> str:
+    """`no node has 8 GPUs; the largest has 4`."""
+    if not machines:
+        return "the cluster has no node that may run it"
+    most = _most(machines)
+    if lacking := _lacking(needs, most):
+        return f"no node has {_amounts(needs, lacking)}; the largest has {_amounts(most, lacking)}"
+    return f"no node has {_amounts(needs, KINDS)} together"
+
+
+def _remedy(service: str, needs: Resources, machines: Sequence[Machine]) -> str:
+    part = service.partition("-")[0]
+    lacking = _lacking(needs, _most(machines)) or [kind for kind in KINDS if getattr(needs, kind)]
+    fields = {kind: f"lower launcher.resources.{part}.{kind}" for kind in KINDS}
+    return "; ".join((fields | ({"gpus": FEWER_GPUS[part]} if part in FEWER_GPUS else {}))[kind] for kind in lacking)
+
+
+def _fit_together(asked: Iterable[Resources], machines: Sequence[Machine]) -> bool:
+    """Whether what fits a machine by itself fits when all of it is placed on empty machines, the largest first."""
+    empty = {machine.name: machine.total for machine in machines}
+    alone = [needs for needs in asked if _first(needs, empty) is not None]
+    for needs in sorted(alone, key=lambda needs: [getattr(needs, kind) for kind in KINDS], reverse=True):
+        if (name := _first(needs, empty)) is None:
+            return False
+        empty[name] = _less(empty[name], needs)
+    return True
+
+
+def _first(needs: Resources, free: Mapping[str, Resources]) -> str | None:
+    return next((name for name, left in free.items() if _fits(needs, left)), None)
+
+
+def _fits(needs: Resources, left: Resources) -> bool:
+    return not _lacking(needs, left)
+
+
+def _lacking(needs: Resources, left: Resources) -> list[str]:
+    """The kinds of which there is too little. 0 needs nothing, also where less than nothing is left."""
+    return [kind for kind in KINDS if getattr(needs, kind) > max(0, getattr(left, kind))]
+
+
+def _less(free: Resources, taken: Resources) -> Resources:
+    return Resources(free.cpus - taken.cpus, free.gpus - taken.gpus, free.memory_mb - taken.memory_mb)
+
+
+def _most(machines: Sequence[Machine]) -> Resources:
+    """The most of each kind that any machine has."""
+    return Resources(**{kind: max((getattr(m.total, kind) for m in machines), default=0) for kind in KINDS})
+
+
+def _amounts(resources: Resources, kinds: Iterable[str]) -> str:
+    """`8 GPUs, 4 CPUs`: of these kinds, without those of which there is nothing."""
+    some = [_amount(getattr(resources, kind), kind) for kind in kinds if getattr(resources, kind)]
+    return ", ".join(some) or "none"
+
+
+def _amount(number: int, kind: str) -> str:
+    return f"{number} {KINDS[kind].removesuffix('s') if number == 1 else KINDS[kind]}"

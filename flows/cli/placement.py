@@ -1,0 +1,139 @@
+"""`arealflow plan --placement`: which service runs on which machine and GPUs, and what waits for resources and why."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from areal_tasks.engines.external import external_servers
+from areal_tasks.launchers.choice import make_cluster, on_this_machine
+from areal_tasks.launchers.cluster import Listing, Machine
+from areal_tasks.launchers.gpus import place_recipe, visible_gpus
+from areal_tasks.launchers.needs import service_needs
+from areal_tasks.launchers.placement import Proposal, propose
+from areal_tasks.store import paths
+from areal_tasks.store.commit import find_record
+from areal_tasks.store.history.journal import read_log
+from areal_tasks.store.parallel import parallel
+from areal_tasks.store.runs import Run
+from areal_tasks.store.starts import read_owners
+from areal_tasks.store.waits import standing_waits
+from flows.cli.inspect import next_recipe, show
+from schemas.errors import UserError
+from schemas.manifest import ENDINGS, NodeRecord, OwnerRecord, ServiceRecord
+from schemas.recipe.recipe import Recipe
+
+#: A record of a service's start: its name, and the number of the start.
+_RECORD: Final = re.compile(r"(trainer|(?:trainer|inference|rollout)-\d+)-(\d+)\.json")
+
+
+def plan_placement(recipe: Recipe, as_json: bool) -> None:
+    """Print where the services of a recipe would run now. Raises UserError, after that, if some can run nowhere."""
+    title = f"{recipe.flow} · {recipe.name} · launcher {recipe.launcher.type}"
+    if on_this_machine(recipe.launcher):
+        gpus = visible_gpus()
+        show(local_rows(recipe, gpus), as_json, f"{title} · visible GPUs: {', '.join(gpus) or 'none'}")
+        return
+    found = propose(
+        service_needs(recipe, bool(external_servers())), machines_of(recipe), recipe.launcher.ray.autoscaling
+    )
+    show([proposal_row(one) for one in found], as_json, f"{title}: a proposal; the cluster system decides in the end")
+    if refused := [one for one in found if one.state == "refused"]:
+        more = f" (and {len(refused) - 1} more)" if refused[1:] else ""
+        raise UserError(f"this recipe does not fit the cluster: {refused[0].service}{more}: {refused[0].why}")
+
+
+def local_rows(recipe: Recipe, visible: Sequence[str]) -> list[dict[str, Any]]:
+    """The services of a recipe on this machine, with their GPUs. Raises UserError as `place_recipe`."""
+    external = external_servers()
+    placement = place_recipe(recipe, visible, bool(external))
+    gpus = {"trainer": placement.trainer} | {f"inference-{i}": some for i, some in enumerate(placement.servers)}
+    rows = [local_row(name, gpus.get(name, ())) for name in service_needs(recipe, bool(external))]
+    return rows + [{"service": url, "node": "runs already", "gpus": ""} for url in external]
+
+
+def local_row(service: str, gpus: Sequence[str]) -> dict[str, Any]:
+    return {"service": service, "node": socket.gethostname(), "gpus": ", ".join(gpus)}
+
+
+def machines_of(recipe: Recipe) -> list[Machine]:
+    """The machines of the recipe's cluster. Raises UserError if it cannot list them."""
+    cluster = make_cluster(recipe.launcher)
+    try:
+        if isinstance(cluster, Listing):
+            return cluster.machines()
+    finally:
+        cluster.close()
+    raise UserError(
+        f"launcher.type: {recipe.launcher.type} has no method machines(), so where services would run is not known "
+        "before they do (docs/guides/machines.md)"
+    )
+
+
+def proposal_row(one: Proposal) -> dict[str, Any]:
+    return {"service": one.service, "state": one.state, "node": one.machine, **asdict(one.needs), "why": one.why}
+
+
+# ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run_placement(run: Run, changes: Sequence[str], as_json: bool) -> None:
+    """Print where the services of a run are; if its flow has ended, where they would run if it began again."""
+    recipe = next_recipe(run, changes)
+    if (owner := standing_owner(run)) is None:
+        plan_placement(recipe, as_json)
+        return
+    title = f"run {run.name}, start {owner.n} of its flow, on {owner.host} since {owner.started[:19]} UTC"
+    show(running_rows(run, recipe, owner.n), as_json, title)
+
+
+def standing_owner(run: Run) -> OwnerRecord | None:
+    """The newest start of the run's flow, unless the run's log says that it has ended."""
+    owners = read_owners(run)
+    ended = {line.details.get("owner") for line in read_log(run.store, run.name) if line.action in ENDINGS}
+    return owners[-1] if owners and owners[-1].n not in ended else None
+
+
+def running_rows(run: Run, recipe: Recipe, owner: int) -> list[dict[str, Any]]:
+    """The services of a start of the flow: on which machine each runs, starts, or what it waits for."""
+    waits = record.waits if (record := standing_waits(run)) else ()
+    why, gpus = {wait.at: wait.says for wait in waits}, placed_gpus(run, owner)
+    asked = dict.fromkeys(service_needs(recipe, bool(external_servers())), 0)
+    starts = sorted((asked | newest_starts(run, owner)).items())
+    return parallel(lambda start: running_row(run, owner, start, gpus, why), starts)
+
+
+def newest_starts(run: Run, owner: int) -> dict[str, int]:
+    """The number of the newest recorded start of each service."""
+    folders = {
+        paths.node(run.name, owner, "", 0).rpartition("/")[0],
+        paths.service(run.name, owner, "", 0).rpartition("/")[0],
+    }
+    found = [match for folder in folders for name in run.store.children(folder) if (match := _RECORD.fullmatch(name))]
+    return {match[1]: int(match[2]) for match in sorted(found, key=lambda match: int(match[2]))}
+
+
+def placed_gpus(run: Run, owner: int) -> dict[str, str]:
+    """The GPUs of services on one machine, which the run's log names; a cluster system gives services theirs."""
+    lines = [line for line in read_log(run.store, run.name) if line.action == "placed"]
+    return {name: str(gpus) for line in lines if line.details["owner"] == owner for name, gpus in line.details.items()}
+
+
+def running_row(
+    run: Run, owner: int, start: tuple[str, int], gpus: Mapping[str, str], why: Mapping[str, str]
+) -> dict[str, Any]:
+    name, restart = start
+    service = find_record(run.store, paths.service(run.name, owner, name, restart), ServiceRecord)
+    node = find_record(run.store, paths.node(run.name, owner, name, restart), NodeRecord)
+    where = service or node
+    return {
+        "service": name,
+        "state": "runs" if service else "starts" if node else "waits",
+        "node": where.host if where else "",
+        "gpus": gpus.get(name, ""),
+        "restarts": restart,
+        "why": "" if service else why.get(name, ""),
+    }
