@@ -35,6 +35,7 @@ from flows.patience import Patience, patiently
 from flows.pauses import Pauses
 from flows.service_logs import ServiceLogs
 from flows.startup import Startup, flow_begins, mark
+from flows.system import System
 from flows.tasks import StageTasks
 from flows.waits import Waits
 from schemas.errors import UserError
@@ -144,6 +145,7 @@ def _start(
         ServiceLogs(run, logs_folder(), log),
         Pauses(log, services.watchdog) as pauses,
         services as engines,
+        System(engines, log),
         logged(run, flow_run_id),
     ):
         loop = loop_of(run)(run, recipe, engines, StageTasks(pauses.hold), closed, PrefectIds(flow_run_id))

@@ -305,6 +305,22 @@ class WaitsRecord(StoredRecord):
     waits: tuple[Wait, ...]
 
 
+class SystemRecord(StoredRecord):
+    """`system/owner=<owner>/<n>.json`: samples of a run's services, which a start of its flow has taken."""
+
+    owner: int
+    n: int
+    shard: ShardRef
+    provenance: Provenance
+
+
+class WatchRecord(StoredRecord):
+    """`watches/owner=<owner>/<n>.json`: someone watches the services, so that samples are to be stored at once."""
+
+    user: str
+    provenance: Provenance
+
+
 class SpooledGroup(Record):
     """A finished group in the spool. `version`: of the weights that sampled its oldest token."""
 

@@ -118,6 +118,31 @@ SPOOL: Final = pa.schema(  # one row per group in the spool, by its last record
     ]
 )
 
+SYSTEM: Final = pa.schema(  # one row per service and sample; null: not known
+    [
+        ("time", pa.timestamp("us")),  # UTC, by the flow's clock: the end of the time that the row is about
+        ("owner", pa.int32()),
+        ("service", pa.string()),
+        ("restart", pa.int32()),
+        ("host", pa.string()),  # empty while no machine runs it
+        ("seconds", pa.float64()),  # that the row is about
+        ("busy", pa.float64()),  # share of them in which it worked
+        ("works", pa.map_(pa.string(), pa.float64())),  # share of them by what it worked on
+        ("waits", pa.map_(pa.string(), pa.float64())),  # share of them by what it waited for
+        ("doing", pa.string()),  # at `time`; empty while it waits
+        ("waits_for", pa.string()),  # at `time`; empty while it works
+        ("state_seconds", pa.float64()),  # how long, at `time`, it had done or waited for the same
+        ("cpu", pa.float64()),  # cores that it used: CPU seconds per second
+        ("cores", pa.int32()),  # of its machine
+        ("memory", pa.int64()),  # resident bytes of its processes
+        ("gpu", pa.float64()),  # share of the time in which its GPUs computed
+        ("gpu_memory", pa.int64()),  # bytes in use on its GPUs, by all processes
+        ("running", pa.int32()),  # queue, see docs/reference/views.md: what is being worked on
+        ("waiting", pa.int32()),  # what waits
+        ("at_once", pa.int32()),  # what can be worked on at once
+    ]
+)
+
 SEGMENTS: Final = pa.schema(  # one row per recipe of the run and of its parents; commits name them by run and segment
     [
         ("run", pa.string()),

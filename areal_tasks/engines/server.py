@@ -34,6 +34,7 @@ CONNECT_SECONDS: Final = 10.0
 #: server closes the connection fails, which is no reason to evict the server.
 IDLE_SECONDS: Final = 2.0
 LOOK_SECONDS: Final = 25.0  # timeout of a health check: SGLang itself answers 503 after 20 s without a token
+QUEUE_SECONDS: Final = 5.0  # timeout of a question for its queue
 CACHE: Final = {"tags": ["kv_cache"]}
 INTERRUPTED: Final = 499  # SGLang's status for a request that was aborted before its model saw it
 
@@ -117,6 +118,13 @@ class Server:
     def able(self) -> bool:
         """Whether it may generate."""
         return self.healthy and self.current
+
+    @property
+    def lacks(self) -> str:
+        """What it waits for if it may not generate now: `answers` of its own, or `weights`; else empty."""
+        if not self.healthy:
+            return "answers"
+        return "weights" if self.paused or not self.current else ""
 
     async def close(self) -> None:
         """Close all connections for good: requests in flight, and later ones, raise ServerDown."""
@@ -269,6 +277,16 @@ class Server:
             check.add_done_callback(self._tokens.discard)
             await check
         return object()
+
+    async def queue(self, reports: bool) -> tuple[int, int | None]:
+        """How many samples it decodes, and how many wait in it.
+
+        Unless it `reports` them, which SGLang does not: requests in flight, as far as known, and None.
+        """
+        if not reports:
+            return self.requests + self.elsewhere, None
+        info = await self.ask("GET", "/server_info", seconds=QUEUE_SECONDS)
+        return info["running"], info["queued"]
 
     async def heartbeat(self, token: bool) -> Heartbeat:
         """`probe` as a `Heartbeat`, with a description of the server's work; an error becomes part of it."""

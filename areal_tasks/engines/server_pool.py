@@ -188,6 +188,21 @@ class ServerPool(ABC):
     def _no_server(self) -> ServerDown:
         return ServerDown(f"no inference server answers; the last error: {self._last_error}")
 
+    def states(self) -> dict[str, str]:
+        """What each server waits for if it may not generate now, by address: `answers`, `weights`; for any thread."""
+        return {server.url: server.lacks for server in list(self.servers)}
+
+    async def queues(self) -> dict[str, tuple[int, int | None]]:
+        """What each server generates, and what waits in it, by address; those that do not answer are left out."""
+        others, servers = self.followers.under_way(), list(self.servers)
+        for server in servers:
+            server.elsewhere = others.get(server.url, 0)
+        found = await asyncio.gather(*(self._queue(server) for server in servers), return_exceptions=True)
+        return {server.url: one for server, one in zip(servers, found, strict=True) if isinstance(one, tuple)}
+
+    async def _queue(self, server: Server) -> tuple[int, int | None]:
+        return await server.queue(reports=self.settings.engine == "embedded")
+
     def lost(self) -> list[str]:
         """Addresses of servers that have failed for so long that they need a restart, without a command in progress."""
         now = self.clock()

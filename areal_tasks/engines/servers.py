@@ -269,6 +269,17 @@ class Servers:
         limit = "inference.request_timeout_seconds for each request" if self.external else ""
         return {self.supervisor.name_at(url): replace(heartbeat, limit=limit) for url, heartbeat in found.items()}
 
+    def states(self) -> dict[str, str]:
+        """As `ServerPool.states`; none while there is no client of the servers."""
+        return self._client.states() if self._client is not None else {}
+
+    def queues(self) -> dict[str, tuple[int, int | None]]:
+        """As `ServerPool.queues`, by the workers' last heartbeats. For any thread; TimeoutError after a while."""
+        if self._client is None:
+            return {}
+        self.workers.heartbeats()
+        return self._loop.run(self._client.queues(), HEARTBEAT_LIMIT_SECONDS)
+
     def serve(self, ref: WeightsRef, trainer: TrainerClient | None = None, handed: bool = False) -> list[float]:
         """Make every server generate with `ref`; returns the seconds per server, none if nothing had to be done.
 

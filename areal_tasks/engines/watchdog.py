@@ -122,6 +122,10 @@ class Watchdog:
         finally:
             del self._waits[id(wait)]
 
+    def registered(self) -> list[str]:
+        """What the run waits for now, however briefly, the longest wait first. May be called from any thread."""
+        return [wait.what for wait in list(self._waits.values())]
+
     def waits(self, seconds: float) -> list[Waited]:
         """The waits of at least `seconds`, the longest first. May be called from any thread.
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from areal_tasks.engines.loop_thread import LoopThread
@@ -22,6 +23,20 @@ log = logging.getLogger(__name__)
 TEND_SECONDS: Final = 1.0  # between two looks at the workers while the flow does not wait for them
 
 
+@dataclass(frozen=True)
+class Backlog:
+    """The groups that are under way: being generated, being verified; finished ones, in a worker's memory or spooled.
+
+    `generating`, `verifying` and `held` are by worker, by its address. `room`: how many can be generated at once.
+    """
+
+    generating: Mapping[str, int]
+    verifying: Mapping[str, int]
+    held: Mapping[str, int]
+    spooled: int
+    room: int
+
+
 class LeaseManager(Protocol):
     """The component that leases groups to the workers. Its methods run in the event loop of the inference client."""
 
@@ -31,6 +46,10 @@ class LeaseManager(Protocol):
 
     async def heartbeats(self) -> Mapping[str, Heartbeat]:
         """A heartbeat per worker, by its address."""
+        ...
+
+    def backlog(self) -> Backlog:
+        """The groups that are under way now. May be called from any thread."""
         ...
 
     async def explained_ends(self) -> Collection[tuple[str, int]]:
@@ -131,6 +150,11 @@ class Workers:
             if found != self._ready:
                 self._ready = found
                 self._loop.run(manager.have({(one.url, one.restart) for one in found}))
+
+    def backlog(self) -> Backlog | None:
+        """The groups that are under way now; None while no component uses the workers. For any thread."""
+        manager = self._manager
+        return manager.backlog() if manager is not None else None
 
     def heartbeats(self) -> dict[str, Heartbeat]:
         """A heartbeat per worker, by its name."""

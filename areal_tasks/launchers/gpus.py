@@ -51,14 +51,27 @@ def visible_gpus() -> tuple[str, ...]:
 
 def memory_used(gpus: Sequence[str]) -> int:
     """Bytes that all processes use on these GPUs; 0 if `nvidia-smi` is missing or fails."""
+    found = gpu_usage(gpus)
+    return found[1] if found else 0
+
+
+def gpu_usage(gpus: Sequence[str]) -> tuple[float | None, int] | None:
+    """Of these GPUs: the mean share of the last moments in which they computed, and the bytes that all processes use.
+
+    A part of a GPU (MIG) does not report the first. None without GPUs, or if `nvidia-smi` is missing or fails.
+    """
     if not gpus:
-        return 0
-    query = ["nvidia-smi", "-i", ",".join(gpus), "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        return None
+    query = ["nvidia-smi", "-i", ",".join(gpus), "--query-gpu=utilization.gpu,memory.used"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
-        return sum(int(line) << 20 for line in found.stdout.split())
+        found = subprocess.run(
+            [*query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=SMI_SECONDS, check=True
+        )
+        rows = [line.split(",") for line in found.stdout.splitlines()]
+        computed = [int(share) / 100 for share, _ in rows if share.strip().isdecimal()]
+        return sum(computed) / len(computed) if computed else None, sum(int(used) << 20 for _, used in rows)
     except (OSError, subprocess.SubprocessError, ValueError):
-        return 0
+        return None
 
 
 def place_recipe(recipe: Recipe, visible: Sequence[str], external: bool = False) -> Placement:

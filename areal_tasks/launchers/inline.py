@@ -9,6 +9,7 @@ import uvicorn
 
 from areal_tasks.engines.service import make_server
 from areal_tasks.launchers.protocol import Job
+from areal_tasks.launchers.usage import Usage, machine
 
 
 class InlineHandle:
@@ -23,6 +24,9 @@ class InlineHandle:
 
     def waiting(self) -> str:
         return ""
+
+    def usage(self) -> Usage | None:
+        return machine()
 
     def stop(self, grace_seconds: float = 5.0) -> None:
         self.server.should_exit = True

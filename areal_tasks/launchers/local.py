@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from areal_tasks.engines.lifeline import LIFELINE, SCRATCH
 from areal_tasks.engines.service import SPEC, TOKEN
 from areal_tasks.launchers.protocol import Job
+from areal_tasks.launchers.usage import Usage, measure
 
 #: Where torch keeps compiled code. By default that is below TMPDIR, which is removed with the service.
 INDUCTOR_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
@@ -23,15 +25,19 @@ INDUCTOR_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
 class LocalHandle:
     """A service process and its group."""
 
-    def __init__(self, process: subprocess.Popen[bytes], scratch: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], scratch: Path, gpus: Sequence[str] = ()) -> None:
         self.process = process
         self.scratch = scratch
+        self.gpus = gpus
 
     def exit_code(self) -> int | None:
         return self.process.poll()
 
     def waiting(self) -> str:
         return ""
+
+    def usage(self) -> Usage | None:
+        return measure(self.process.pid, self.gpus) if self.exit_code() is None else None
 
     def stop(self, grace_seconds: float = 5.0) -> None:
         self._signal(signal.SIGTERM)
@@ -68,7 +74,7 @@ class LocalLauncher:
                 pass_fds=[self.read_end],
                 start_new_session=True,
             )
-        return LocalHandle(process, scratch)
+        return LocalHandle(process, scratch, job.spec.gpus)
 
     def close(self) -> None:
         os.close(self.write_end)

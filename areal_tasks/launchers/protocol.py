@@ -8,6 +8,7 @@ from typing import Protocol
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.launchers.cluster import ANY, Resources
+from areal_tasks.launchers.usage import Usage
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Handle(Protocol):
 
     def waiting(self) -> str:
         """Why no machine runs it yet; empty once one does."""
+        ...
+
+    def usage(self) -> Usage | None:
+        """What the service takes of its machine, measured now or a few seconds ago; None if no machine runs it."""
         ...
 
     def stop(self, grace_seconds: float = 5.0) -> None:

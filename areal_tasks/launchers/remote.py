@@ -27,6 +27,7 @@ from areal_tasks.engines.tls import Identity, Trust, introducing
 from areal_tasks.launchers.cluster import LOST, TAKEN_BACK, Cluster, Submitted, Task
 from areal_tasks.launchers.node.messages import JOB, Look, NodeJob, Start, State, Stop, difference, software
 from areal_tasks.launchers.protocol import Job
+from areal_tasks.launchers.usage import Usage
 from areal_tasks.store.backend import Missing, Store, Unavailable
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.paths import node as node_path
@@ -53,6 +54,7 @@ class RemoteHandle:
         self._trust: Trust = True
         self._ran = False  # the cluster system has said so
         self._read = 0  # bytes of the service's log that are here
+        self._usage: Usage | None = None  # as the agent last reported it
         self._keeping = launcher.submit(self._keep())
 
     def exit_code(self) -> int | None:
@@ -60,6 +62,9 @@ class RemoteHandle:
 
     def waiting(self) -> str:
         return "" if self._node is not None else self._submitted.waiting()
+
+    def usage(self) -> Usage | None:
+        return self._usage if self._code is None else None
 
     def stop(self, grace_seconds: float = 5.0) -> None:
         self._keeping.cancel()
@@ -106,7 +111,7 @@ class RemoteHandle:
             self._ran = self._ran or not self._submitted.waiting()
             state = State.model_validate_json(answer)
             self._append(state.log)
-            self._read = state.log_from
+            self._read, self._usage = state.log_from, state.usage
             if state.exit_code is not None:
                 return state.exit_code
 

@@ -82,6 +82,9 @@ class NotStarted:
     def waiting(self) -> str:
         return ""
 
+    def usage(self) -> None:
+        """It takes nothing."""
+
     def stop(self, grace_seconds: float = 5.0) -> None:
         """There is nothing to end."""
 

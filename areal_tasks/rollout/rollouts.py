@@ -19,6 +19,7 @@ from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.sharing import Followers
 from areal_tasks.engines.watchdog import Heartbeat
+from areal_tasks.engines.workers import Backlog
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rollout.assignments import Assignment, Assignments
 from areal_tasks.rollout.background import Background
@@ -237,6 +238,15 @@ class Rollouts:
     async def heartbeats(self) -> dict[str, Heartbeat]:
         """The workers' heartbeats, by address."""
         return await self.links.heartbeats(Counter(one.link for one in self._assigned.by_group.values()))
+
+    def backlog(self) -> Backlog:
+        """The groups that are under way now. May be called from any thread."""
+        held: Counter[str] = Counter()
+        generating, verifying, live = Counter(held), Counter(held), dict(self.book.live)
+        for group, one in list(self._assigned.by_group.items()):
+            finished = group not in live or live[group].finished
+            (held if finished else verifying if group in self._verifying else generating)[one.link.url] += 1
+        return Backlog(generating, verifying, held, self.book.ready() - held.total(), self.client.capacity)
 
     async def explained_ends(self) -> frozenset[tuple[str, int]]:
         """Starts of workers that have groups in flight, had some when they were lost, or were asked to end."""

@@ -77,6 +77,16 @@ def waits(run: str, owner: int, n: int) -> str:
     return f"{run}/waits/owner={owner}/{n}.json"
 
 
+def system(run: str, owner: int, n: int, kind: str = "json") -> str:
+    """The n-th record, from 1, of samples of a run's services; `parquet`: the samples themselves."""
+    return f"{run}/system/owner={owner}/{n}.{kind}"
+
+
+def watch(run: str, owner: int, n: int) -> str:
+    """The n-th record, from 1, that someone watches the services of a start of the flow."""
+    return f"{run}/watches/owner={owner}/{n}.json"
+
+
 def spool(run: str) -> str:
     """The folder of records of finished groups that wait for their iteration, and of rejected groups."""
     return f"{run}/spool"

@@ -28,8 +28,8 @@ class Session:
     """One or several runs, open for queries, as they were committed when the session was made. A context manager.
 
     Views: one per table (with the iteration), those of `schemas.views.VIEWS`, `stages`, `commits`, `shards`, `log`,
-    `starts`, `segments`, `spool`. Each has the rows of all runs, and the column `run`. `several` gives one run the
-    columns of several.
+    `starts`, `segments`, `spool`, `system`. Each has the rows of all runs, and the column `run`. `several` gives one
+    run the columns of several.
     The queries of a session share what they have read: the catalog, and small files.
     """
 

@@ -15,8 +15,9 @@ from areal_tasks.store.objects.verified_files import check_whole
 from areal_tasks.store.record_tables import log_table, segments_table, spool_table
 from areal_tasks.store.scan import Lazy, derived_dataset, table_dataset
 from areal_tasks.store.starts import starts_table
+from areal_tasks.store.system import system_table
 from schemas.manifest import FileRef
-from schemas.views import LOG, SEGMENTS, SHARED, SPOOL, STARTS, VIEWS, View
+from schemas.views import LOG, SEGMENTS, SHARED, SPOOL, STARTS, SYSTEM, VIEWS, View
 
 #: Views with a column `run` of their own: the run that made what the row describes, which may be a parent.
 _MADE_BY: Final = frozenset({"stages", "commits", "segments"})
@@ -91,6 +92,7 @@ def _datasets(catalog: Catalog, shown: Mapping[str, str]) -> dict[str, Lazy]:
     made["log"] = derived_dataset(LOG, lambda: log_table(catalog.run))
     made["starts"] = derived_dataset(STARTS, lambda: starts_table(catalog))
     made["segments"] = derived_dataset(SEGMENTS, lambda: segments_table(catalog.run))
+    made["system"] = derived_dataset(SYSTEM, lambda: system_table(catalog.run))
     made["spool"] = derived_dataset(SPOOL, lambda: spool_table(catalog.run))
     return made
 

@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_tasks.launchers import gpus
-from areal_tasks.launchers.gpus import Placement, check_joins, describe, memory_used, place, place_recipe, visible_gpus
+from areal_tasks.launchers.gpus import (
+    Placement,
+    check_joins,
+    describe,
+    gpu_usage,
+    memory_used,
+    place,
+    place_recipe,
+    visible_gpus,
+)
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
 
@@ -114,19 +123,24 @@ def test_otherwise_nvidia_smi_says_it(monkeypatch: pytest.MonkeyPatch, tmp_path:
 @pytest.mark.parametrize(
     ("named", "tool", "expected"),
     [
-        (("0", "GPU-5"), 'echo "$2: $3" >&2; printf "1000\\n24\\n"', 1024 << 20),
-        (("0",), "exit 9", 0),
-        (("0",), "echo no devices", 0),
-        ((), "exit 9", 0),
+        (("0", "GPU-5"), 'echo "$2: $3" >&2; printf "30, 1000\\n70, 24\\n"', (0.5, 1024 << 20)),
+        (("0",), 'echo "[N/A], 24"', (None, 24 << 20)),
+        (("0",), "exit 9", None),
+        (("0",), "echo no devices", None),
+        ((), "exit 9", None),
     ],
 )
-def test_memory_in_use(
-    named: tuple[str, ...], tool: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_use_of_gpus(
+    named: tuple[str, ...],
+    tool: str,
+    expected: tuple[float | None, int] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{tool}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert memory_used(named) == expected
+    assert gpu_usage(named) == expected and memory_used(named) == (expected[1] if expected else 0)
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert memory_used(named) == 0
 

@@ -50,6 +50,9 @@ class Scripted:
         def waiting(self) -> str:
             return "no machine is free" if self.name in self.launcher.waits else ""
 
+        def usage(self) -> None:
+            """It takes nothing."""
+
         def stop(self, grace_seconds: float = 5.0) -> None:
             self.code = -15 if self.code is None else self.code
 

@@ -149,7 +149,7 @@ def test_the_page_names_every_view_and_no_column_that_is_not_there(session: Sess
     views = {str(row["name"]) for row in session.sql("SHOW TABLES").to_pylist()}
     one_per_table = section.split("| one per table |")[1].splitlines()[0]
     assert named.keys() <= views <= named.keys() | {*re.findall(r"`(\w+)`", one_per_table)}
-    for view in ("log", "starts", "segments", "spool", "commits", "stages", "shards"):
+    for view in ("log", "starts", "segments", "spool", "system", "commits", "stages", "shards"):
         there = {str(row["column_name"]) for row in session.sql(f"DESCRIBE {view}").to_pylist()}
         said = re.sub(r"\([^)]*\)", "", named[view])  # what stands in brackets explains
         assert set(re.findall(r"`(\w+)`", said)) <= there, view

@@ -35,9 +35,11 @@ from areal_tasks.engines.ports import listen, url_host
 from areal_tasks.engines.service import store_may_be_away
 from areal_tasks.engines.tls import AUTHORITY, CERTIFICATE, KEY, Identity
 from areal_tasks.launchers.cluster import TAKEN_BACK
+from areal_tasks.launchers.gpus import visible_gpus
 from areal_tasks.launchers.local import LocalHandle, LocalLauncher
 from areal_tasks.launchers.node.messages import JOB, Look, NodeJob, Start, State, Stop, software
 from areal_tasks.launchers.protocol import Job
+from areal_tasks.launchers.usage import Usage
 from areal_tasks.store.backend import Exists, open_store
 from areal_tasks.store.paths import node as node_path
 from areal_tasks.store.service_logs import rotate
@@ -67,6 +69,8 @@ class Agent:
         self._handle: LocalHandle | None = None
         self._lock = threading.Lock()
         self._renewed = time.monotonic()
+        self._usage: Usage | None = None
+        self._measuring: asyncio.Task[None] | None = None
 
     @property
     def lost(self) -> bool:
@@ -82,12 +86,14 @@ class Agent:
                 self._handle = self._launcher.start(
                     Job(self.job.module, spec, order.token, self._log, self.job.threads)
                 )
+                self._handle.gpus = _given_gpus()
 
     async def look(self, order: Look) -> State:
         """Renew the lease; wait for the service's end. The flow has the log before the position that it asks from."""
         if not self.lost:  # a question may have waited while this process, or its machine, stood still
             self._renewed = time.monotonic()
         rotate(self._log, order.log_from)
+        self._measure()
         until = time.monotonic() + order.seconds
         while (state := self._state(order.log_from)).exit_code is None and not state.log and time.monotonic() < until:
             await asyncio.sleep(POLL_SECONDS)
@@ -104,7 +110,15 @@ class Agent:
             part, more = file.read(LOG_BYTES), file.read(1)
         ended = code is not None and not more
         text, length = codecs.utf_8_decode(part, "replace", ended)
-        return State(exit_code=code if ended else None, log=text, log_from=log_from + length)
+        return State(exit_code=code if ended else None, log=text, log_from=log_from + length, usage=self._usage)
+
+    def _measure(self) -> None:
+        """Measure the service in the background: the lease must not wait for an `nvidia-smi` that hangs."""
+        if self._handle is not None and (self._measuring is None or self._measuring.done()):
+            self._measuring = asyncio.ensure_future(self._measured(self._handle))
+
+    async def _measured(self, handle: LocalHandle) -> None:
+        self._usage = await asyncio.to_thread(handle.usage)
 
     def stop(self, order: Stop) -> None:
         """End the service. The agent ends then."""
@@ -136,6 +150,11 @@ class Agent:
             return await _in_thread(self.stop, Stop.model_validate_json(await request.body()))
 
         return Starlette(routes=[Route(f"/{f.__name__}", f, methods=["POST"]) for f in (start, look, stop)])
+
+
+def _given_gpus() -> tuple[str, ...]:
+    """The GPUs that the cluster system has given to this process, and so to its service."""
+    return visible_gpus() if "CUDA_VISIBLE_DEVICES" in os.environ else ()
 
 
 async def _in_thread(work: Any, order: BaseModel) -> Response:

@@ -12,6 +12,7 @@ from typing import Final
 from pydantic import BaseModel, ConfigDict, Field
 
 from areal_tasks.engines.service import ServiceSpec
+from areal_tasks.launchers.usage import Usage
 
 JOB: Final = "AREAL_NODE_JOB"
 #: Packages whose versions change what a service computes, or whether its messages are understood.
@@ -53,6 +54,7 @@ class State(Message):
     exit_code: int | None
     log: str
     log_from: int
+    usage: Usage | None = Field(description="what the service takes of this machine, while it runs")
 
 
 class Stop(Message):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError
@@ -35,9 +36,11 @@ from schemas.manifest import (
     StageManifest,
     StageRef,
     StoredRecord,
+    SystemRecord,
     Tag,
     Tombstone,
     WaitsRecord,
+    WatchRecord,
     WeightsManifest,
     WeightsRef,
 )
@@ -98,6 +101,7 @@ def audit(store: Store, name: str, progress: Progress = lambda done, total: None
         _weights(found, work, ref, tombstones)
     _check_unwritten(found, commits, manifests)
     _records(found, name)
+    _samples(found, work, name)
     spools = audit_spool(found, work, name, links)
     _compactions(found, work, name)
     work()
@@ -241,7 +245,7 @@ def _removed(tombstone: Tombstone) -> Removed:
 
 
 def _records(found: Findings, name: str) -> None:
-    """Check owners, changes, services, waits, tags, references, signatures, which only seals protect, and logs."""
+    """Check owners, changes, services, waits, tags, references, signatures …, which only their seals protect; logs."""
     found.sequence(f"{name}/owners", lambda n: paths.owner(name, n), OwnerRecord, 1)
     found.sequence(f"{name}/changes", lambda n: paths.change(name, n), ChangeRecord, 1)
     folders: list[tuple[str, type[StoredRecord]]] = [
@@ -250,11 +254,21 @@ def _records(found: Findings, name: str) -> None:
         (f"{name}/signatures", Signature),
         *((f"{name}/services/{owner}", ServiceRecord) for owner in found.store.children(f"{name}/services")),
         *((f"{name}/nodes/{owner}", NodeRecord) for owner in found.store.children(f"{name}/nodes")),
+        *((f"{name}/watches/{owner}", WatchRecord) for owner in found.store.children(f"{name}/watches")),
         *((f"{name}/waits/{owner}", WaitsRecord) for owner in found.store.children(f"{name}/waits")),
     ]
     for folder, model in folders:
         found.folder(folder, model)
     _logs(found, name)
+
+
+def _samples(found: Findings, work: Work, name: str) -> None:
+    """Check the samples of services, and that no record of them is missing."""
+    for folder in found.store.children(f"{name}/system"):
+        owner = int(folder.removeprefix("owner="))
+        records = found.sequence(f"{name}/system/{folder}", partial(paths.system, name, owner), SystemRecord, 1)
+        for n, record in records.items():
+            work.add_file(record.shard, paths.system(name, owner, n), "the view system")
 
 
 def _logs(found: Findings, name: str) -> None:

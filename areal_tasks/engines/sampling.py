@@ -1,0 +1,256 @@
+"""Samples of a run's services: what each works on or waits for, its queues, and what it takes of its machine.
+
+`look` is cheap and asks no service: it notes what the flow knows. `sample` gives a row per service for the time since
+the last sample, and asks servers and workers for their queues.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple
+
+from areal_tasks.engines.session import Engines
+from areal_tasks.engines.workers import Backlog
+from areal_tasks.launchers.supervisor import Service
+from areal_tasks.launchers.usage import Usage, measure
+from areal_tasks.store.under_way import LEDGER
+from schemas.recipe.recipe import SftRecipe
+
+Row = dict[str, Any]
+Queue = tuple[int, int | None]  # what is being worked on, and what waits
+
+FLOW: Final = "flow"
+#: An operation of the store that lasts longer is waited for.
+STORE_SECONDS: Final = 0.5
+#: Commands of the trainer that go on while it trains or waits for groups.
+KEPT: Final = frozenset({"publish", "send"})
+#: What a wait of the run is for, by the first word of its name; names with other first words are stages or commands.
+CAUSES: Final = {
+    "to": "a person",
+    "its": "start",
+    "generation": "groups",
+    "verdicts": "verdicts",
+    "weights": "servers",
+    "a": "servers",
+}
+
+
+class State(NamedTuple):
+    """What a service does, or what it waits for: one of the two is empty."""
+
+    doing: str = ""
+    waits_for: str = ""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What the flow knows at one time. `works`: see `Watchdog.registered`; `lacks`: see `ServerPool.states`.
+
+    `store`: whether an operation of the store lasts.
+    """
+
+    works: Sequence[str]
+    store: bool = False
+    backlog: Backlog | None = None
+    lacks: Mapping[str, str] = field(default_factory=dict)
+
+
+def first_word(work: str) -> str:
+    """`train` of `train 3`; `/train` of `/train of version 3`."""
+    return work.partition(" ")[0]
+
+
+def stages(flow: Flow) -> list[str]:
+    """The stages that are being built, the one that began first before the others."""
+    return [word for word in map(first_word, flow.works) if word not in CAUSES and not word.startswith("/")]
+
+
+def causes(flow: Flow) -> list[str]:
+    """What the flow waits for, besides commands of the trainer; a slow store first, unless groups are awaited."""
+    found = [CAUSES[word] for word in map(first_word, flow.works) if word in CAUSES]
+    if "rollout" not in stages(flow):
+        found = ["evaluation" if cause == "groups" else cause for cause in found]
+    return ["store", *found] if flow.store and "groups" not in found else found
+
+
+def flow_state(flow: Flow) -> State:
+    """The stages that it builds, unless these wait for something else than the trainer."""
+    if waits := causes(flow):
+        return State(waits_for=waits[0])
+    return State(", ".join(stages(flow)) or "between stages")
+
+
+def trainer_state(flow: Flow) -> State:
+    """The command that it runs, else what the flow is busy with instead."""
+    commands = [word[1:] for word in map(first_word, flow.works) if word.startswith("/") and word != "/health"]
+    waits = causes(flow)
+    now = [name for name in commands if name not in KEPT] or ([] if "groups" in waits else commands)
+    return State(now[0]) if now else State(waits_for=[*waits, *stages(flow), FLOW][0])
+
+
+def server_state(flow: Flow, url: str) -> State:
+    """It works while groups are generated, wherever; else it waits for weights, verdicts, or groups to begin."""
+    if lacks := flow.lacks.get(url, "answers"):
+        return State(waits_for=lacks)
+    if "evaluate" in stages(flow):
+        return State("evaluate")
+    return _of_groups(flow, None)
+
+
+def worker_state(flow: Flow, url: str) -> State:
+    """As `server_state`, by the groups of this worker."""
+    return _of_groups(flow, url)
+
+
+def _of_groups(flow: Flow, worker: str | None) -> State:
+    if flow.backlog is None:
+        return State(waits_for="requests")
+    generating, verifying = (
+        sum(groups.values()) if worker is None else groups.get(worker, 0)
+        for groups in (flow.backlog.generating, flow.backlog.verifying)
+    )
+    if generating:
+        return State("generate")
+    return State("verify") if verifying and worker else State(waits_for="verdicts" if verifying else "rule")
+
+
+@dataclass
+class Seen:
+    """What the looks since the last sample have seen of one service; `state` and `since` are the last one's."""
+
+    state: State = field(default_factory=State)
+    since: float = 0.0
+    counts: Counter[State] = field(default_factory=Counter)
+
+    def look(self, state: State, now: float) -> None:
+        """Note the state at a time in seconds."""
+        if state != self.state:
+            self.state, self.since = state, now
+        self.counts[state] += 1
+
+    def row(self, now: float) -> Row:
+        """The columns of states, of the looks since the last row."""
+        shares = {state: count / self.counts.total() for state, count in self.counts.items()}
+        self.counts.clear()
+        works = {state.doing: share for state, share in shares.items() if state.doing}
+        waits = {state.waits_for: share for state, share in shares.items() if state.waits_for}
+        return {
+            "busy": sum(works.values()) if shares else None,
+            "works": list(works.items()),
+            "waits": list(waits.items()),
+            "doing": self.state.doing,
+            "waits_for": self.state.waits_for,
+            "state_seconds": now - self.since,
+        }
+
+
+class Sampler:
+    """Samples the services of one start of a run's flow. Use within one thread. `clock` gives seconds."""
+
+    def __init__(self, engines: Engines, clock: Callable[[], float] = time.monotonic) -> None:
+        self.engines = engines
+        self.clock = clock
+        self._seen: dict[str, Seen] = {}
+        self._usages: dict[str, tuple[int, Usage]] = {}  # by service: of which start
+        self._sampled = clock()
+
+    @property
+    def services(self) -> dict[str, Service | None]:
+        """The services by name; None for the flow and for servers that the run has not started."""
+        return {
+            FLOW: None,
+            **dict.fromkeys(self.engines.servers.external),
+            **dict(list(self.engines.supervisor.services.items())),
+        }
+
+    def look(self) -> None:
+        """Note what each service does or waits for now."""
+        flow, now = self._flow(), self.clock()
+        for name, service in self.services.items():
+            self._seen.setdefault(name, Seen()).look(self._state(flow, name, service), now)
+
+    def _flow(self) -> Flow:
+        servers, now = self.engines.servers, LEDGER.clock()
+        store = any(now - one.since > STORE_SECONDS for one in LEDGER.under_way())
+        return Flow(self.engines.watchdog.registered(), store, servers.workers.backlog(), servers.states())
+
+    def _state(self, flow: Flow, name: str, service: Service | None) -> State:
+        if name == FLOW:
+            return flow_state(flow)
+        if service is not None and not service.url:
+            return State(waits_for="a machine" if service.handle.waiting() else "start")
+        if name in self.engines.actor.names:
+            return trainer_state(flow)
+        url = service.url if service else name
+        return (worker_state if name in self.engines.servers.workers.names else server_state)(flow, url)
+
+    def sample(self) -> list[Row]:
+        """A row per service, for the time since the last sample."""
+        queues, now, time_of_day = self._queues(), self.clock(), datetime.now(UTC).replace(tzinfo=None)
+        shared = {"time": time_of_day, "owner": self.engines.run.owner, "seconds": now - self._sampled}
+        self._sampled = now
+        return [
+            {
+                **shared,
+                "service": name,
+                "restart": service.spec.restart if service else 0,
+                **self._seen.setdefault(name, Seen()).row(now),
+                **self._used(name, service),
+                **queues.get(service.url if service else name, {}),
+            }
+            for name, service in self.services.items()
+        ]
+
+    def _queues(self) -> dict[str, Row]:
+        """The columns of queues, by the service's address; of the flow, by its name."""
+        servers, backlog = self.engines.servers, self.engines.servers.workers.backlog()
+        at_once = self._at_once()
+        found = {url: _queue(*queue, at_once) for url, queue in servers.queues().items()}
+        if backlog is not None:
+            for url in {*backlog.generating, *backlog.verifying, *backlog.held}:
+                under_way = backlog.generating.get(url, 0) + backlog.verifying.get(url, 0)
+                found[url] = _queue(under_way, backlog.held.get(url, 0), None)
+            found[FLOW] = _queue(sum(backlog.generating.values()), backlog.spooled, backlog.room)
+        return found
+
+    def _at_once(self) -> int | None:
+        """What a server works on at once: samples of the embedded engine, requests of SGLang."""
+        recipe = self.engines.recipe
+        if isinstance(recipe, SftRecipe):
+            return None
+        settings = recipe.inference
+        return settings.slots if settings.engine == "embedded" else settings.max_concurrent_requests
+
+    def _used(self, name: str, service: Service | None) -> Row:
+        """The columns of what it takes of its machine; CPU time as the mean number of cores since the last sample."""
+        usage = _usage(name, service)
+        if usage is None:
+            self._usages.pop(name, None)
+            return {"host": ""}
+        start = service.spec.restart if service else 0
+        known, before = self._usages.get(name, (start, None))
+        self._usages[name] = (start, usage)
+        columns = usage.model_dump(include={"host", "cores", "memory", "gpu", "gpu_memory"})
+        return columns | {"cpu": cores_used(before, usage) if known == start else None}
+
+
+def _queue(running: int, waiting: int | None, at_once: int | None) -> Row:
+    return {"running": running, "waiting": waiting, "at_once": at_once}
+
+
+def _usage(name: str, service: Service | None) -> Usage | None:
+    if service is not None:
+        return service.handle.usage()
+    return measure(os.getpid(), descendants=False) if name == FLOW else None
+
+
+def cores_used(before: Usage | None, after: Usage) -> float | None:
+    """CPU seconds per second between two measurements of the same processes; None if that is not known."""
+    if before is None or before.cpu_seconds is None or after.cpu_seconds is None or after.at <= before.at:
+        return None
+    return max(0.0, after.cpu_seconds - before.cpu_seconds) / (after.at - before.at)

@@ -1,0 +1,57 @@
+"""What a service takes of its machine: CPU and memory of its processes, and its GPUs. Measured from outside, so that
+nothing depends on what the service is, or whether it answers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+import psutil
+from pydantic import BaseModel, ConfigDict, Field
+
+from areal_tasks.launchers.gpus import gpu_usage
+
+
+class Usage(BaseModel):
+    """A measurement. None: not known here, such as the CPU time of a service that is a thread."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str
+    cores: int = Field(description="of the machine")
+    at: float = Field(description="when, in seconds of a clock of the machine, for differences")
+    cpu_seconds: float | None = Field(None, description="since they started, of the processes that run")
+    memory: int | None = Field(None, description="resident bytes; pages that processes share count for each")
+    gpu: float | None = Field(None, description="share of the time in which its GPUs computed: their mean")
+    gpu_memory: int | None = Field(None, description="bytes in use on its GPUs, by all processes")
+
+
+def machine() -> Usage:
+    """This machine, without any process."""
+    return Usage(host=socket.gethostname(), cores=os.cpu_count() or 1, at=time.monotonic())
+
+
+def measure(pid: int, gpus: Sequence[str] = (), descendants: bool = True) -> Usage:
+    """What a process takes, alone or with its `descendants`, and the state of its GPUs."""
+    taken = [found for process in _family(pid, descendants) if (found := _taken(process)) is not None]
+    gpu, gpu_memory = gpu_usage(gpus) or (None, None)
+    counted = {"cpu_seconds": sum(one[0] for one in taken), "memory": sum(one[1] for one in taken)} if taken else {}
+    return machine().model_copy(update={**counted, "gpu": gpu, "gpu_memory": gpu_memory})
+
+
+def _family(pid: int, descendants: bool) -> Iterator[psutil.Process]:
+    with suppress(psutil.Error):
+        yield (process := psutil.Process(pid))
+        if descendants:
+            yield from process.children(recursive=True)
+
+
+def _taken(process: psutil.Process) -> tuple[float, int] | None:
+    """CPU seconds and resident bytes; None if it has ended."""
+    with suppress(psutil.Error), process.oneshot():
+        times = process.cpu_times()
+        return times.user + times.system, process.memory_info().rss
+    return None

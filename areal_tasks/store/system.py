@@ -1,0 +1,114 @@
+"""Samples of a run's services in the store: the flow appends them, SQL, the report and `arealflow top` read them.
+
+Each start of the flow writes numbered files of rows, each with a record, both created once. It writes more often while
+someone watches, who says so by numbered records too.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from areal_tasks.store import paths
+from areal_tasks.store.backend import Exists, Store
+from areal_tasks.store.commit import read_record, verified
+from areal_tasks.store.parallel import parallel
+from areal_tasks.store.provenance import make_provenance, now
+from areal_tasks.store.runs import Run
+from areal_tasks.store.search import last_present
+from areal_tasks.store.shards import encode
+from schemas.manifest import ShardRef, SystemRecord, WatchRecord
+from schemas.views import SYSTEM
+
+Row = dict[str, Any]
+#: Rows in memory while the store is away; the oldest are lost beyond.
+MOST_ROWS: Final = 50_000
+
+
+class SystemLog:
+    """What a start of the flow writes. Use within one thread."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._rows: list[Row] = []
+        self._unanswered: tuple[bytes, bytes] | None = None  # may be in the store: no others may have their number
+        self._written = 0
+        self._watches = 0
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Append rows, which `write` stores."""
+        self._rows = [*self._rows, *rows][-MOST_ROWS:]
+
+    def write(self) -> None:
+        """Store all rows. Raises StoreError; they are stored with a later call then."""
+        while self._unanswered or self._rows:
+            n = self._written + 1
+            self._unanswered = self._unanswered or self._encoded(n)
+            for kind, data in zip(("parquet", "json"), self._unanswered, strict=True):
+                with suppress(Exists):  # it was stored, and the answer was lost
+                    self.run.store.create(paths.system(self.run.name, self.run.owner, n, kind), data)
+            self._unanswered, self._written = None, n
+
+    def _encoded(self, n: int) -> tuple[bytes, bytes]:
+        """The rows as a shard, and its record."""
+        began, owner, table = now(), self.run.owner, pa.Table.from_pylist(self._rows, schema=SYSTEM)
+        data, self._rows = encode(table), []
+        shard = ShardRef(
+            path=paths.system(self.run.name, owner, n, "parquet"),
+            sha256=hashlib.sha256(data).hexdigest(),
+            bytes=len(data),
+            rows=table.num_rows,
+            tokens=0,
+        )
+        return data, SystemRecord(owner=owner, n=n, shard=shard, provenance=make_provenance(owner, began)).encode()
+
+    def newly_watched(self) -> bool:
+        """Whether someone has said so since the last call. Raises StoreError."""
+        before = self._watches
+        while self.run.store.exists(paths.watch(self.run.name, self.run.owner, self._watches + 1)):
+            self._watches += 1
+        return self._watches > before
+
+
+# ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def newest_owner(run: Run) -> int:
+    """The number of the last start of the run's flow; 0: there was none."""
+    return last_present(lambda n: run.store.exists(paths.owner(run.name, n)), 1)
+
+
+def newest_record(run: Run, owner: int, known: int = 0) -> int:
+    """The number of the last record of a start, of which `known` are known to be there; 0: there is none."""
+    return last_present(lambda n: run.store.exists(paths.system(run.name, owner, n)), known + 1)
+
+
+def read_samples(run: Run, owner: int, n: int) -> pa.Table:
+    """The rows of a record. Raises UserError if they are damaged."""
+    record = read_record(run.store, paths.system(run.name, owner, n), SystemRecord)
+    return pq.read_table(pa.BufferReader(verified(run.store, record.shard.path, record.shard.sha256))).cast(SYSTEM)
+
+
+def system_table(run: Run) -> pa.Table:
+    """The rows of the view `system`: of this run, not of its parents."""
+    owners = range(1, newest_owner(run) + 1)
+    lasts = parallel(lambda owner: newest_record(run, owner), owners)
+    places = [(owner, n) for owner, last in zip(owners, lasts, strict=True) for n in range(1, last + 1)]
+    return pa.concat_tables([SYSTEM.empty_table(), *parallel(lambda place: read_samples(run, *place), places)])
+
+
+def watch(store: Store, run: str, owner: int) -> None:
+    """Have this start of the flow store its samples at once, for a while."""
+    record = WatchRecord(user=getpass.getuser(), provenance=make_provenance(owner, now())).encode()
+    n = last_present(lambda n: store.exists(paths.watch(run, owner, n)), 1)
+    while True:
+        n += 1
+        with suppress(Exists):
+            store.create(paths.watch(run, owner, n), record)
+            return

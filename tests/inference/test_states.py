@@ -1,0 +1,119 @@
+"""What a run's services do or wait for, of what the flow knows; and their samples in a run with services as threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from stage_driver import store_in, tiny
+
+from areal_tasks.engines.sampling import (
+    FLOW,
+    Flow,
+    Sampler,
+    Seen,
+    State,
+    cores_used,
+    flow_state,
+    server_state,
+    trainer_state,
+    worker_state,
+)
+from areal_tasks.engines.session import Engines
+from areal_tasks.engines.workers import Backlog
+from areal_tasks.launchers.usage import machine
+from areal_tasks.store.runs import open_run
+from schemas.views import SYSTEM
+
+IDLE = State()
+
+
+def works(what: str) -> State:
+    return State(doing=what)
+
+
+def waits(what: str) -> State:
+    return State(waits_for=what)
+
+
+@pytest.mark.parametrize(
+    ("registered", "store", "flow", "trainer"),
+    [
+        ([], False, works("between stages"), waits("flow")),
+        ([], True, waits("store"), waits("store")),
+        (["train 3", "/train of version 3"], False, works("train"), works("train")),
+        (["train 3", "/train of version 3", "rollout 4", "generation"], False, waits("groups"), works("train")),
+        (["rollout 3", "generation"], False, waits("groups"), waits("groups")),
+        (["rollout 3", "generation"], True, waits("groups"), waits("groups")),
+        (["evaluate version 3", "generation"], False, waits("evaluation"), waits("evaluation")),
+        (["rollout 3", "generation", "publish 2", "/publish of version 3"], False, waits("groups"), waits("groups")),
+        (["publish 2", "/publish of version 3"], False, works("publish"), works("publish")),
+        (["publish 2", "a command to the servers"], False, waits("servers"), waits("servers")),
+        (["publish 2", "weights from the trainer", "/send of version 3"], False, waits("servers"), works("send")),
+        (["verify 3", "verdicts"], False, waits("verdicts"), waits("verdicts")),
+        (["advantage 3", "/health"], False, works("advantage"), waits("advantage")),
+        (["rollout 0", "its start"], False, waits("start"), waits("start")),
+        (["to be resumed"], False, waits("a person"), waits("a person")),
+    ],
+)
+def test_flow_and_trainer(registered: Sequence[str], store: bool, flow: State, trainer: State) -> None:
+    known = Flow(registered, store)
+    assert (flow_state(known), trainer_state(known)) == (flow, trainer)
+
+
+def backlog(generating: int = 0, verifying: int = 0) -> Backlog:
+    return Backlog({"one": generating}, {"one": verifying}, {"one": 5}, 0, 8)
+
+
+@pytest.mark.parametrize(
+    ("found", "lacks", "registered", "server", "worker"),
+    [
+        (None, "", [], waits("requests"), waits("requests")),
+        (backlog(2), "", [], works("generate"), works("generate")),
+        (backlog(0, 2), "", [], waits("verdicts"), works("verify")),
+        (backlog(), "", [], waits("rule"), waits("rule")),
+        (backlog(2), "weights", [], waits("weights"), works("generate")),
+        (backlog(2), "answers", [], waits("answers"), works("generate")),
+        (backlog(2), None, [], waits("answers"), works("generate")),
+        (None, "", ["evaluate version 3"], works("evaluate"), waits("requests")),
+    ],
+)
+def test_servers_and_workers(
+    found: Backlog | None, lacks: str | None, registered: Sequence[str], server: State, worker: State
+) -> None:
+    flow = Flow(registered, backlog=found, lacks={} if lacks is None else {"server": lacks})
+    assert (server_state(flow, "server"), worker_state(flow, "one")) == (server, worker)
+    assert worker_state(flow, "another") == (waits("requests") if found is None else waits("rule"))
+
+
+def test_shares_of_a_sample_are_those_of_its_looks() -> None:
+    seen = Seen()
+    for now, state in enumerate([works("train"), works("train"), waits("groups"), waits("groups")]):
+        seen.look(state, now)
+    row = seen.row(5.0)
+    assert (row["busy"], row["works"], row["waits"]) == (0.5, [("train", 0.5)], [("groups", 0.5)])
+    assert (row["doing"], row["waits_for"], row["state_seconds"]) == ("", "groups", 3.0)
+    assert seen.row(6.0)["busy"] is None
+
+
+def test_cpu_is_the_difference_of_measurements() -> None:
+    first = machine().model_copy(update={"at": 10.0, "cpu_seconds": 4.0})
+    later = first.model_copy(update={"at": 14.0, "cpu_seconds": 10.0})
+    ended = first.model_copy(update={"at": 14.0, "cpu_seconds": 3.0})  # a descendant is gone
+    assert (cores_used(first, later), cores_used(first, ended)) == (1.5, 0.0)
+    assert cores_used(None, later) is cores_used(first, first) is cores_used(machine(), later) is None
+
+
+def test_each_service_has_a_row(tmp_path: Path) -> None:
+    recipe = tiny(launcher={"type": "inline"})
+    run = open_run(store_in(tmp_path), "r", recipe)
+    with Engines(run, recipe, tmp_path / "logs") as engines:
+        sampler = Sampler(engines)
+        engines.begin()
+        sampler.look()
+        sampler.sample()
+        rows = {row["service"]: row for row in sampler.sample()}
+    assert rows.keys() >= {FLOW, "trainer", "rollout-0"}
+    assert all(row.keys() <= set(SYSTEM.names) for row in rows.values())
+    assert rows[FLOW]["cpu"] is not None and rows["trainer"]["cpu"] is None and rows["trainer"]["host"]
