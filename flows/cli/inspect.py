@@ -228,11 +228,7 @@ def show(rows: Sequence[Mapping[str, Any]], as_json: bool, title: str = "", vert
     if as_json:
         typer.echo(json.dumps(list(rows), default=str, indent=1))
         return
-    table = Table(title=title or None, title_justify="left")
-    for name in rows[0] if rows else ["(no rows)"]:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
+    table = table_of(rows, title)
     console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
     if vertical and console.measure(table, options=console.options.update(max_width=10**6)).maximum > console.width:
         for number, row in enumerate(rows, 1):
@@ -240,6 +236,16 @@ def show(rows: Sequence[Mapping[str, Any]], as_json: bool, title: str = "", vert
             typer.echo("\n".join([f"── row {number} ──", *lines]))
     else:
         console.print(table)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], title: str = "") -> Table:
+    """Rows as a table for a terminal."""
+    table = Table(title=title or None, title_justify="left")
+    for name in rows[0] if rows else ["(no rows)"]:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    return table
 
 
 def _text(value: Any) -> str:

@@ -34,6 +34,7 @@ COMMANDS: Final = {
     "audit": "audit:audit",
     "log": "log:log",
     "logs": "logs:logs",
+    "top": "top:top",
     "gc": "gc:gc",
     "weights": "weights:weights",
     "doctor": "doctor:doctor",

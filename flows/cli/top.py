@@ -1,0 +1,155 @@
+"""`arealflow top`: what the services of a run do now, from any machine that reads and writes its store."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from areal_tasks.store.backend import StoreError, open_store
+from areal_tasks.store.history.journal import read_log
+from areal_tasks.store.runs import Run, load_run
+from areal_tasks.store.system import newest_owner, newest_record, read_samples, watch
+from flows.cli.audit import RunName
+from flows.cli.inspect import AsJson, StoreUrl, show, table_of
+from schemas.errors import UserError
+from schemas.manifest import ENDINGS
+
+Row = dict[str, Any]
+
+POLL_SECONDS: Final = 2.0
+#: Between two records that say that the samples are watched: the flow heeds each for longer.
+WATCH_SECONDS: Final = 45.0
+#: How long a single table waits for a sample that is newer than the stored ones.
+FRESH_SECONDS: Final = 15.0
+
+
+class Watcher:
+    """Reads the newest samples of a run, and has its flow store them at once."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.owner = 0
+        self._record = 0
+        self._asked = 0.0
+        self.rows: list[Row] = []
+
+    def ended(self) -> str:
+        """How and when the last start of the flow ended, as far as the run's log says; else empty."""
+        lines = [line for line in read_log(self.run.store, self.run.name) if line.details.get("owner") == self.owner]
+        end = next((line for line in lines if line.action in ENDINGS), None)
+        return f"{end.action} at {end.time[:19]} UTC" if end else ""
+
+    def look(self) -> bool:
+        """Read the newest sample; whether there is a new one."""
+        if (owner := newest_owner(self.run)) != self.owner:
+            self.owner, self._record, self._asked = owner, 0, 0.0
+        newest = newest_record(self.run, self.owner, self._record) if self.owner else 0
+        if newest == self._record:
+            return False
+        self._record, samples = newest, read_samples(self.run, self.owner, newest).to_pylist(maps_as_pydicts="strict")
+        last = max(row["time"] for row in samples)
+        self.rows = [row for row in samples if row["time"] == last]
+        return True
+
+    def ask(self) -> None:
+        """Have the flow store its samples at once, if it has not been told so lately."""
+        now = time.monotonic()
+        if self.owner and now - self._asked > WATCH_SECONDS:
+            with suppress(StoreError):  # no permission to write: the samples come less often
+                watch(self.run.store, self.run.name, self.owner)
+            self._asked = now
+
+
+def top(
+    run: RunName,
+    once: Annotated[bool, typer.Option("--once", help="Print one table, as where the output is no terminal.")] = False,
+    store: StoreUrl = "",
+    as_json: AsJson = False,
+) -> None:
+    """What each service of a run does or waits for, its queue, and what it takes of its machine; until Ctrl-C."""
+    watcher = Watcher(load_run(open_store(store), run))
+    watcher.look()
+    ended = watcher.ended()
+    if not ended:
+        watcher.ask()
+    if ended or once or as_json or not sys.stdout.isatty():
+        _print(watcher, ended, as_json)
+    else:
+        with suppress(KeyboardInterrupt):
+            _live(watcher)
+
+
+def _print(watcher: Watcher, ended: str, as_json: bool) -> None:
+    """Print the newest sample; of a run that goes on, one that is taken now if it comes soon."""
+    until = time.monotonic() + FRESH_SECONDS
+    while not ended and time.monotonic() < until and not watcher.look():
+        time.sleep(POLL_SECONDS / 4)
+    if not watcher.rows:
+        raise UserError(f"there are no samples of the services of run {watcher.run.name!r} yet")
+    if as_json:
+        typer.echo(json.dumps(watcher.rows, default=str, indent=1))
+    else:
+        show([row_of(row) for row in watcher.rows], False, title_of(watcher.run.name, watcher.rows[0], ended))
+
+
+def _live(watcher: Watcher) -> None:
+    """Show the newest sample until the flow's end."""
+    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+        for note in _notes(watcher):
+            title = title_of(watcher.run.name, watcher.rows[0] if watcher.rows else {}, note)
+            live.update(table_of([row_of(row) for row in watcher.rows], title), refresh=True)
+
+
+def _notes(watcher: Watcher) -> Iterator[str]:
+    """What is to be noted above the table, again and again, until the flow has ended."""
+    since = time.monotonic()
+    while not (ended := watcher.ended()):
+        watcher.ask()
+        if watcher.look():
+            since = time.monotonic()
+        silent = time.monotonic() - since
+        yield f"no new sample for {silent:.0f} s" if silent > FRESH_SECONDS else ""
+        time.sleep(POLL_SECONDS)
+    watcher.look()
+    yield ended
+
+
+def title_of(run: str, row: Mapping[str, Any], note: str) -> str:
+    """`run r · start 1 · sampled 10:04:31 UTC · finished at …`."""
+    sampled = f"start {row['owner']} · sampled {row['time']:%H:%M:%S} UTC" if row else "waiting for the first sample"
+    return " · ".join(part for part in (f"run {run}", sampled, note) if part)
+
+
+def row_of(row: Mapping[str, Any]) -> dict[str, str]:
+    """A sample as a row of the table."""
+    at_once = f" of {row['at_once']}" if row["at_once"] is not None else ""
+    return {
+        "service": row["service"],
+        "machine": row["host"] or "",
+        "busy": _percent(row["busy"]),
+        "now": row["doing"] or f"waits for {row['waits_for']}",
+        "for": f"{row['state_seconds']:.0f} s",
+        "CPU": _percent(row["cpu"]),
+        "memory": _bytes(row["memory"]),
+        "GPU": " ".join(filter(None, (_percent(row["gpu"]), _bytes(row["gpu_memory"])))),
+        "running": "" if row["running"] is None else f"{row['running']}{at_once}",
+        "waiting": "" if row["waiting"] is None else str(row["waiting"]),
+    }
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}".replace("%", " %")
+
+
+def _bytes(number: int | None) -> str:
+    if number is None:
+        return ""
+    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
