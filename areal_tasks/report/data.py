@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from areal_tasks.report.bottleneck import spent_of, time_payload
 from areal_tasks.report.cost import cost_of, cost_payload
 from areal_tasks.report.curves import CHARTS, curves
 from areal_tasks.report.facts import Makers, differences, dropped_prompts, makers_of, moment, run_facts
@@ -59,12 +60,21 @@ def make_report(store: Store, names: Sequence[str], samples: int, max_bytes: int
 
 
 def _run(store: Store, catalog: Catalog, points: int, samples: int) -> Payload:
-    nothing: Payload = {"cost": None, "curves": {}, "samples": [], "vocabulary": {}, "available": 0, "problems": []}
+    nothing: Payload = {
+        "cost": None,
+        "time": None,
+        "curves": {},
+        "samples": [],
+        "vocabulary": {},
+        "available": 0,
+        "problems": [],
+    }
     head = catalog.run.head()
     if head is None:
         return run_facts(catalog.run, None, Makers()) | nothing
     with Session(store, catalog.run.name) as session:
         makers, dropped, cost = session.ask(lambda c: (makers_of(c), dropped_prompts(c), cost_of(c, catalog.run.name)))
+        spent = session.ask(spent_of)
         lines, picked, count = session.ask(lambda c: (curves(c, points), pick(c, samples), available(c)))
     facts = run_facts(catalog.run, head, makers)
     facts["facts"] += dropped
@@ -74,6 +84,7 @@ def _run(store: Store, catalog: Catalog, points: int, samples: int) -> Payload:
     samples_found = {"available": count, "problems": [*problems, *([problem] if problem else [])]}
     return facts | {
         "cost": cost_payload(cost),
+        "time": time_payload(spent, int(facts["recipe"].get("rollout.max_head_offpolicyness", 0))),
         "curves": lines,
         "samples": encoded,
         "vocabulary": texts,

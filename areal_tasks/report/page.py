@@ -24,6 +24,7 @@ MODULES: Final = (
     "curves.js",
     "facts.js",
     "cost.js",
+    "time.js",
     "tokens.js",
     "detail.js",
     "filters.js",

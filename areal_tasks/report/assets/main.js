@@ -4,6 +4,7 @@ import { load } from "./data.js";
 import { redrawAll, view } from "./chart.js";
 import { colourOf, curvesSection } from "./curves.js";
 import { costSection } from "./cost.js";
+import { timeSection } from "./time.js";
 import { factsSection } from "./facts.js";
 import { rolloutsSection } from "./rollouts.js";
 
@@ -24,14 +25,15 @@ function build() {
   const rollouts = rolloutsSection(data);
   const curves = curvesSection(data);
   const cost = costSection(data);
+  const time = timeSection(data);
   view.choose = (x) => (x === null ? undefined : rollouts?.only(Math.floor(x)));
   const changed = () => {
     redrawAll();
     rollouts?.update();
   };
-  const links = [curves ? ["#curves", "Curves"] : null, rollouts ? ["#rollouts", rollouts.title] : null, cost ? ["#cost", "Cost"] : null, ["#facts", data.runs.length > 1 ? "Runs" : "Run"]].filter((link) => link);
+  const links = [curves ? ["#curves", "Curves"] : null, rollouts ? ["#rollouts", rollouts.title] : null, time ? ["#time", "Time"] : null, cost ? ["#cost", "Cost"] : null, ["#facts", data.runs.length > 1 ? "Runs" : "Run"]].filter((link) => link);
   const top = el("header", { class: "top" }, el("h1", {}, data.runs.map((run) => run.name).join(" · ")), el("nav", {}, links.map(([href, text]) => el("a", { href }, text))), data.runs.map((run) => runChip(data, run, changed)));
-  const sections = [top, curves, rollouts?.node, cost, factsSection(data), el("footer", { class: "quiet" }, `Made ${data.made} by arealflow report.`)];
+  const sections = [top, curves, rollouts?.node, time, cost, factsSection(data), el("footer", { class: "quiet" }, `Made ${data.made} by arealflow report.`)];
   document.getElementById("page").append(...sections.filter((section) => section));
 }
 
