@@ -12,6 +12,7 @@ from typing import Any
 from areal_tasks.data.datasets import check_data
 from areal_tasks.engines.external import external_servers
 from areal_tasks.engines.models import check_model
+from areal_tasks.launchers.choice import on_this_machine
 from areal_tasks.launchers.gpus import place_recipe, visible_gpus
 from areal_tasks.rewards.load import BUILT_IN, check_module
 from areal_tasks.rewards.pool import VerifierPool
@@ -34,7 +35,7 @@ def check_engines(recipe: Recipe) -> None:
         require_package("sglang", "inference.engine")
     if not isinstance(recipe, EvaluateRecipe) and recipe.trainer.backend == "deepspeed":
         require_package("deepspeed", "trainer.backend")
-    place_recipe(recipe, visible_gpus(), external)
+    place_recipe(recipe, visible_gpus() if on_this_machine(recipe.launcher) else (), external)
 
 
 def require_package(package: str, field: str) -> None:

@@ -43,6 +43,15 @@ def test_fsdp2_needs_nothing_more() -> None:
     check_engines(load_recipe("sft-gsm8k"))
 
 
+def test_gpus_of_the_flow_s_machine_are_counted_only_if_services_run_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "require_package", lambda *_: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(UserError, match=r"= 2 GPUs, and 1 is visible"):
+        check_engines(load_recipe("gsm8k", ["inference.servers=2"]))
+    elsewhere = ["launcher.type=slurm", "launcher.network=10.0.0.0/24", "trainer.ranks=8"]
+    check_engines(load_recipe("gsm8k", ["inference.servers=2", *elsewhere]))
+
+
 def test_the_engines_of_the_quickstart_are_there() -> None:
     check_engines(load_recipe("quickstart"))
     check_engines(load_recipe("quickstart-sft"))
