@@ -93,7 +93,9 @@ class RayDriver:
 
     def submit(self, task: Task, settings: RaySettings) -> RayTask:
         """Returns once Ray has accepted it, which is before it has found a node, or when Ray does not answer."""
-        found = self.tasks[task.name] = RayTask(task, self)
+        with self._changed:
+            found = self.tasks[task.name] = RayTask(task, self)
+            found.code = LOST if self.over else None
         asked = {"bundle": bundle(task, settings), "autoscaling": settings.autoscaling}
         self.order("submit", name=task.name, command=task.command, environment=dict(task.environment), **asked)
         self.wait(lambda: found.why != SUBMITTED, SUBMIT_SECONDS)

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import threading
-import unittest.mock
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -320,16 +319,18 @@ def test_tasks_are_lost_with_a_driver_that_cannot_be_followed(tmp_path: Path, mo
 
 
 @installed
-def test_a_character_of_which_a_part_is_printed_is_shown_once_it_is_whole() -> None:
+def test_a_character_of_which_a_part_is_printed_is_shown_once_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from areal_tasks.launchers.ray_driver import Runner
 
-    code = "import os, sys; os.write(1, b'caf\\xc3'); sys.stdin.readline(); os.write(1, b'\\xa9\\xff')"
-    reading, writing = os.pipe()
-    with unittest.mock.patch("subprocess.DEVNULL", reading):
-        runner = Runner([sys.executable, "-c", code], {})
+    monkeypatch.setattr(Runner, "_end_unwatched", lambda self: None)  # it would end this process
+    os.mkfifo(go_on := tmp_path / "go-on")
+    code = "import os, sys; os.write(1, b'caf\\xc3'); open(sys.argv[1]).read(); os.write(1, b'\\xa9\\xff')"
+    runner = Runner([sys.executable, "-c", code, str(go_on)], {})
     wait_until(lambda: os.fstat(runner.printed.fileno()).st_size == 4, "the first part")
     assert runner.look(0.0) == ("caf", None)
-    os.write(writing, b"\n")
+    go_on.write_text("")
     runner.child.wait(LIMIT)
     assert runner.look(0.0) == ("é\ufffd", 0)
 
