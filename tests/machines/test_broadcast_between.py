@@ -48,7 +48,7 @@ def _send(address: str, urls: list[str]) -> None:
     command = Send(owner=1, version=3, transport="nccl", receivers=receivers, token=TOKEN)
     gone = sender.send({"a": torch.full((2,), 0.5)}, command)
     listening = {one.laddr.ip for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN}
-    held = [httpx.get(url).json() for url in urls]
+    held = [httpx.get(url, timeout=LIMIT_SECONDS).json() for url in urls]
     print(json.dumps({"gone": gone, "listens at": sorted(listening), "held": held}))
 
 

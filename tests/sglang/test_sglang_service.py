@@ -263,7 +263,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int],
 
     def make(first: int, later: int) -> None:
         tool, asked = tmp_path / "nvidia-smi", tmp_path / "asked"
-        tool.write_text(f"#!/bin/sh\n[ -e {asked} ] && echo {later} || echo {first}\ntouch {asked}\n")
+        tool.write_text(f"#!/bin/sh\n[ -e {asked} ] && echo 0, {later} || echo 0, {first}\ntouch {asked}\n")
         tool.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 

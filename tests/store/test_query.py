@@ -201,7 +201,7 @@ def test_sql_with_an_error_is_explained(local_store: Store, query: str, cause: s
         ask(local_store, query)
     if "single SELECT" not in cause and "syntax" not in cause:
         views = "advantage, commits, groups, log, rollout, samples, scalars, segments, servers, shards, spool, stages"
-        assert f"Views of run 'run': {views}, starts, tokens" in str(error.value)
+        assert f"Views of run 'run': {views}, starts, system, tokens" in str(error.value)
 
 
 @pytest.mark.parametrize(
