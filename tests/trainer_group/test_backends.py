@@ -80,9 +80,9 @@ ZERO_3 = Close(weights=2e-5)
 ROUNDED = Close(loss=5e-4, norm=5e-3, weights=5e-3, logprobs=5e-3, resumed=5e-4)
 CLOSE = {"zero-3": ZERO_3, "zero-3-offload": ZERO_3, **{name: ROUNDED for name in BACKENDS if "bf16" in name}}
 #: What each rank takes, at most, while it loads a model, or a checkpoint over it: 1 is the whole model in fp32.
-#: The checkpoint holds 3, of which a rank reads half; most of what that takes are the plans that the ranks exchange.
+#: A checkpoint is read into what is there, in pieces; with those, the plans that the ranks exchange are all it takes.
 SHARES = {
-    "fsdp2": {"load": 0.5, "reference": 0.5, "restore": 0.75},
+    "fsdp2": {"load": 0.5, "reference": 0.5, "restore": 0.1},
     "hsdp": {"load": 0.5, "reference": 0.5},
     "fsdp2-bf16": {"load": 0.5, "reference": 0.25},
     "zero-3": {"reference": 0.5},
@@ -109,8 +109,9 @@ def experts(world: World, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of many layers, so that none of its tensors is a large part of it; in bfloat16."""
-    folder = make_scratch(TINY.model_copy(update={"layers": 8}), 7, 64, tmp_path_factory.mktemp("deep"))
+    """A model of which neither one tensor nor the plans for a checkpoint are a large part; in bfloat16."""
+    size = TINY.model_copy(update={"layers": 8, "hidden": 128, "intermediate": 192})
+    folder = make_scratch(size, 7, 64, tmp_path_factory.mktemp("deep"))
     file = folder / "model.safetensors"
     save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     return folder
@@ -219,12 +220,15 @@ def test_every_rank_loads_what_the_checkpoint_holds(name: str, world: World, ans
 
 @pytest.mark.parametrize("name", _marked(SHARES))
 def test_no_rank_holds_more_than_its_share(name: str, deep: Path, answers: dict[str, Any]) -> None:
-    """Beyond it there may be one whole tensor, rotary frequencies, and a part of a file."""
+    """Beyond it there may be one whole tensor, rotary frequencies, and a part of a file.
+
+    DeepSpeed broadcasts each tensor, and either thread of gloo may still hold one whose broadcast has ended.
+    """
     tensors = load_file(deep / "model.safetensors").values()
-    model, slack = sum(4 * t.numel() for t in tensors), 4 * max(t.numel() for t in tensors) + 4096
+    model, slack = sum(4 * t.numel() for t in tensors), 3 * 4 * max(t.numel() for t in tensors) + 4096
     for step, share in SHARES[name].items():
         for peak in answers[name]["peaks"][step]:
-            assert 0.1 * model < peak <= share * model + slack, (step, peak / model)
+            assert 0.1 * share * model < peak <= share * model + slack, (step, peak / model)
 
 
 def _weights(world: World, prefix: str) -> dict[str, torch.Tensor]:
