@@ -1,6 +1,6 @@
 """The trainer's optimizer steps by themselves: GRPO over packed random samples, no pipeline, store or process around.
 
-    python -m benchmarks.trainer_core [135m 0.5b 1.5b] [--backend local fsdp2] [--json FILE]
+    python -m benchmarks.trainer_core [135m 0.5b 1.5b 7b] [--backend local fsdp2] [--json FILE]
     python -m benchmarks.trainer_core --check        (kernels of this device against plain fp32, on a tiny model)
 
 Every step is what /train does with a minibatch: layouts, passes in bf16 through the backend, statistics, clipping,
@@ -37,8 +37,14 @@ from benchmarks.gpu.results import machine
 from benchmarks.gpu.shapes import SHAPES, Shape, mfu, random_model
 from schemas.recipe.sections import Model, Trainer
 
-#: Tokens of a pass and of a chunk of logits that fit an H200 (139 GiB) with room to spare, without recompute.
-SIZES: Final = {"135m": (66560, 16384), "0.5b": (66560, 8192), "1.5b": (33280, 8192), "tiny": (512, 128)}
+#: Tokens of a pass and of a chunk of logits that fit an H200 (139 GiB), without recompute; with it at 7B.
+SIZES: Final = {
+    "135m": (66560, 16384),
+    "0.5b": (66560, 8192),
+    "1.5b": (33280, 8192),
+    "7b": (8192, 4096),
+    "tiny": (512, 128),
+}
 #: How far bf16 passes may be from fp32 ones, as a share of the gradient's norm.
 CLOSE: Final = 0.03
 
@@ -259,7 +265,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shapes", nargs="*", help=f"of {', '.join(SHAPES)}; default: the real ones on a GPU, else tiny")
+    parser.add_argument("shapes", nargs="*", help=f"of {', '.join(SHAPES)}; default: 135m, 0.5b and 1.5b on a GPU, else tiny")
     parser.add_argument("--backend", nargs="+", choices=("local", "fsdp2"), default=["local"])
     add_options(parser)
     parser.add_argument("--check", action="store_true", help="compare gradients instead of timing them")

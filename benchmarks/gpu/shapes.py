@@ -1,6 +1,6 @@
-"""Random-weights models of three known shapes, with a tokenizer that works: nothing is downloaded.
+"""Random-weights models of known shapes, with a tokenizer that works: nothing is downloaded.
 
-    python -m benchmarks.gpu.shapes FOLDER [135m 0.5b 1.5b]        (each goes to FOLDER/<shape>)
+    python -m benchmarks.gpu.shapes FOLDER [135m 0.5b 1.5b 7b]     (each goes to FOLDER/<shape>)
 
 Every id decodes to text, so that whatever such a model samples makes the round trip through the pipeline.
 """
@@ -45,7 +45,7 @@ class Shape:
     words: int = 48_000  # of the tokenizer that are learnt, at most; the rest are made up
 
     def config(self, **changes: Any) -> PreTrainedConfig:
-        """The Hugging Face configuration; embeddings are tied, as in all three models."""
+        """The Hugging Face configuration; embeddings are tied, as in the three smaller models."""
         make = LlamaConfig if self.family == "llama" else Qwen2Config
         return make(
             hidden_size=self.hidden,
@@ -84,6 +84,7 @@ SHAPES: Final = {
     "135m": Shape("llama", 576, 30, 9, 3, 1536, 49_152, 1e5),
     "0.5b": Shape("qwen2", 896, 24, 14, 2, 4864, 151_936, 1e6),
     "1.5b": Shape("qwen2", 1536, 28, 12, 2, 8960, 151_936, 1e6),
+    "7b": Shape("qwen2", 3584, 28, 28, 4, 18_944, 152_064, 1e6),  # tied, unlike Qwen2.5-7B's: 7.07 G parameters
     "tiny": Shape("qwen2", 64, 2, 4, 2, 96, 512, 1e4, words=480),  # for tests on a CPU
 }
 
