@@ -265,7 +265,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shapes", nargs="*", help=f"of {', '.join(SHAPES)}; default: 135m, 0.5b and 1.5b on a GPU, else tiny")
+    parser.add_argument(
+        "shapes", nargs="*", help=f"of {', '.join(SHAPES)}; default: 135m, 0.5b and 1.5b on a GPU, else tiny"
+    )
     parser.add_argument("--backend", nargs="+", choices=("local", "fsdp2"), default=["local"])
     add_options(parser)
     parser.add_argument("--check", action="store_true", help="compare gradients instead of timing them")

@@ -20,12 +20,11 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.runtime import flow_run
 
+from flows.background import CLOSE_SECONDS
+
 #: Iterations whose artifacts may be queued; those of further iterations are dropped.
 WAITING: Final = 8
 REQUEST_SECONDS: Final = 30.0
-#: How long the end of a run waits for its last artifacts.
-CLOSE_SECONDS: Final = 60.0
-HURRIED_SECONDS: Final = 2.0  # the same when the run is cancelled
 
 Make = Callable[["Artifacts"], None]
 

@@ -141,7 +141,7 @@ def _start(
     # `logged` is entered last so that it exits first: the worker kills a flow run 7 s after asking it to end.
     with (
         Observer(run, recipe) as observe,
-        Waits(run, services.watchdog, observe.artifacts),
+        Waits(run, services.watchdog, observe.artifacts, log),
         ServiceLogs(run, logs_folder(), log),
         Pauses(log, services.watchdog) as pauses,
         services as engines,

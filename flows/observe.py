@@ -23,7 +23,8 @@ from areal_tasks.store.backend import Store
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import read_table
 from flows.alerts import Watch
-from flows.artifacts import CLOSE_SECONDS, HURRIED_SECONDS, Artifacts
+from flows.artifacts import Artifacts
+from flows.background import CLOSE_SECONDS, HURRIED_SECONDS
 from flows.events import Events, metrics_of
 from flows.pages import StageRow, iteration_page, manifest_page, rollout_page, rollout_rows
 from flows.tasks import metrics_text

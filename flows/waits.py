@@ -2,60 +2,55 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
-from types import TracebackType
-from typing import Final
+from typing import Any, ClassVar, Final
 from uuid import UUID
 
 from areal_tasks.engines.watchdog import Waited, Watchdog
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.runs import Run
 from areal_tasks.store.waits import tell_waits, waits_record
-from flows.artifacts import HURRIED_SECONDS, Artifacts
+from flows.artifacts import Artifacts
+from flows.background import HURRIED_SECONDS, Background
 from flows.observe import artifact_key
 from flows.pages import waits_page
 from schemas.manifest import Wait, WaitsRecord
 
 #: Shorter waits are not shown: most stages of a small run are done by then, and records in the store are permanent.
 SHOWN_SECONDS: Final = 20.0
-LOOK_SECONDS: Final = 5.0
 #: Interval between reports of an unchanged wait: at first and at most; it doubles each time.
 FIRST_SECONDS: Final = 30.0
 LONGEST_SECONDS: Final = 300.0
 
 
-class Waits:
+class Waits(Background):
     """Use as a context around the loop. `clock` returns seconds, like the watchdog's."""
 
+    seconds: ClassVar = 5.0
+    what: ClassVar = "waits on their page and in the store"
+    close_seconds: ClassVar = HURRIED_SECONDS
+
     def __init__(
-        self, run: Run, watchdog: Watchdog, artifacts: Artifacts, clock: Callable[[], float] = time.monotonic
+        self, run: Run, watchdog: Watchdog, artifacts: Artifacts, log: Any, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        super().__init__(log)
         self.run, self.watchdog, self.artifacts, self.clock = run, watchdog, artifacts, clock
         self._shown: list[tuple[str, str]] | None = []  # None: the last record could not be stored
         self._pause, self._due = FIRST_SECONDS, 0.0
         self._records = 0
         self._page: UUID | None = None
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="waits", daemon=True)
 
     def __enter__(self) -> Waits:
         if self.run.owner > 1:  # an earlier start may have been killed while it waited
             self._show(waits_record((), 0.0))
-        self._thread.start()
-        return self
+        return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._over.set()
-        self._thread.join(HURRIED_SECONDS)
+    def repeat(self) -> None:
+        self.report(self.watchdog.waits(SHOWN_SECONDS))
 
-    def _work(self) -> None:
-        while not self._over.wait(LOOK_SECONDS):
-            self.report(self.watchdog.waits(SHOWN_SECONDS))
+    def end(self) -> None:
         self.report(())
 
     def report(self, waits: Sequence[Waited]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable
@@ -40,7 +41,7 @@ def recipe(folder: Path) -> RlhfRecipe:
 
 def flow_process(folder: Path, name: str) -> None:
     """The flow in a process of its own, which shows at once what it waits for."""
-    shown.SHOWN_SECONDS, shown.LOOK_SECONDS = 0.5, 0.1  # type: ignore[misc]
+    shown.SHOWN_SECONDS, shown.Waits.seconds = 0.5, 0.1  # type: ignore[misc]
     rlhf(recipe(folder), run=name)
 
 
@@ -110,23 +111,24 @@ class Pages(list[Callable[[Any], None]]):
         return made[-1]
 
 
+LOG = logging.getLogger("run")
 WAITED = Waited("trainer", "/train of version 3", 25.0, "none", "3 of 4")
 
 
 def test_what_lasts_is_told_of_again_ever_more_rarely_but_in_time(tmp_path: Path) -> None:
     run, pages, now = open_run(store_in(tmp_path), "r", recipe(tmp_path)), Pages(), 0.0
-    waits = shown.Waits(run, cast(Watchdog, None), cast(Artifacts, pages), lambda: now)
+    waits = shown.Waits(run, cast(Watchdog, None), cast(Artifacts, pages), LOG, lambda: now)
     due = math.inf
     for _ in range(720):
         before = len(pages)
         waits.report([WAITED])
         if len(pages) > before:
-            assert now <= due + shown.LOOK_SECONDS
+            assert now <= due + shown.Waits.seconds
             record = standing_waits(run)
             assert record is not None and record.waits[0].what == WAITED.what
             due = now + record.seconds
-        now += shown.LOOK_SECONDS
-    assert len(pages) < 20 and now < due + shown.LOOK_SECONDS
+        now += shown.Waits.seconds
+    assert len(pages) < 20 and now < due + shown.Waits.seconds
     waits.report([])
     waits.report([])
     assert standing_waits(run) is None and "Nothing" in pages.last()
@@ -134,7 +136,7 @@ def test_what_lasts_is_told_of_again_ever_more_rarely_but_in_time(tmp_path: Path
 
 def test_the_page_tells_of_a_store_that_takes_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, pages = open_run(store_in(tmp_path), "r", recipe(tmp_path)), Pages()
-    waits = shown.Waits(run, cast(Watchdog, None), cast(Artifacts, pages))
+    waits = shown.Waits(run, cast(Watchdog, None), cast(Artifacts, pages), LOG)
     with monkeypatch.context() as patch:
         patch.setattr(LocalBackend, "create", away)
         waits.report([WAITED])

@@ -24,7 +24,6 @@ from areal_tasks.store.history.audit import audit
 from areal_tasks.store.objects.inventory import remove
 from areal_tasks.store.runs import Run, open_run
 from areal_tasks.store.service_logs import LogCopy, LogName, ServiceLog, rotate
-from flows import service_logs as copying
 from flows.cli import logs as command
 from flows.service_logs import ServiceLogs
 from schemas.errors import UserError
@@ -137,7 +136,7 @@ def test_logs_reach_the_store_with_one_put_each_and_audit_knows_them(run: Run, t
     with ServiceLogs(run, tmp_path, LOG) as copies:
         append(tmp_path, TRAINER, b"one\ntwo\n")
         append(tmp_path, LogName("inference-0", 1, 2), b"")
-        copies.copy()
+        copies.repeat()
         append(tmp_path, LogName("rollout-1", 1, 3), b"three\n")
         append(tmp_path, LogName("rollout-1", 2, 0), b"of another start\n")
     assert run.store.list(paths.logs("run")) == [
@@ -155,7 +154,7 @@ def test_logs_reach_the_store_with_one_put_each_and_audit_knows_them(run: Run, t
 def test_a_store_that_is_away_disturbs_nothing(
     local_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(copying, "COPY_SECONDS", 0.01)
+    monkeypatch.setattr(ServiceLogs, "seconds", 0.01)
     faults = itertools.chain(["lost", "unanswered"], itertools.repeat("stored"))
     failing = replace(local_store, backend=Failing(local_store.backend, faults))  # type: ignore[arg-type]
     run = replace(open_run(local_store, "run", recipe()), store=failing)
