@@ -377,7 +377,7 @@ ENDINGS: Final = ("finished", "failed", "cancelled", "suspended", "interrupted")
 ACTIONS: Final = (
     *("started", "resumed", "placed", "first iteration"),
     *ENDINGS,
-    *("extended", "changed", "forked", "replayed", "removed", "tagged", "protected", "exported", "signed"),
+    *("extended", "changed", "refused", "forked", "replayed", "removed", "tagged", "protected", "exported", "signed"),
 )
 
 

@@ -27,7 +27,7 @@ from areal_tasks.stages.publish import unwritten
 from areal_tasks.stages.stage import Context, Stage
 from areal_tasks.store.changes import describe, waiting_changes
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.history.journal import append
+from areal_tasks.store.history.journal import Details, append
 from areal_tasks.store.objects.files import newest_written
 from areal_tasks.store.parallel import in_background
 from areal_tasks.store.provenance import make_provenance, now
@@ -241,14 +241,23 @@ class Loop:
             self.engines.check(recipe)
         except UserError as error:  # this start has another recipe than the one that the change was checked with
             log.warning("%s cannot be put into force here: %s", describe(change), error)
+            self._note("refused", change, {"why": str(error)})
             self._refused = change.n
             return
         self.run, self.recipe = self.run.with_change(change, first, recipe), recipe
         self._recipes = {}
         first = self.run.segments[-1].from_iteration
         log.info("from iteration %d on: %s", first, describe(change))
-        details = {"owner": self.run.owner, "change": change.n, "from_iteration": first} | change.values
-        append(self.run.store, self.run.name, "changed", details | {"by": f"{change.user}@{change.host}"})
+        self._note("changed", change, {"from_iteration": first})
+
+    def _note(self, action: str, change: Change, details: Details) -> None:
+        """Write to the run's log what became of a change."""
+        asked: dict[str, Any] = {
+            "owner": self.run.owner,
+            "change": change.n,
+            "by": f"{change.user}@{change.host}",
+        } | change.values
+        append(self.run.store, self.run.name, action, {**asked, **details})
 
     def _overlaps(self, k: int) -> bool:
         """Whether iteration `k` publishes its weights, and evaluates version `k`, concurrently with other stages."""

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.changes import ask, last_change, waiting_changes
+from areal_tasks.store.changes import ask, find_change, last_change, waiting_changes
+from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.starts import goes_on
 from flows.cli.audit import RunName
@@ -88,8 +89,11 @@ def show_live(run: Run, as_json: bool) -> None:
     check_changeable(run)
     waiting = list(waiting_changes(run.store, run.name, run.segments))
     values = live_values(newest(run, waiting))
-    made = [(s.change, s.from_iteration) for s in run.segments if s.change]
-    changes = [change_row(*one) for one in [*made, *((one, None) for one in waiting)]]
+    made = {s.change.n: (s.change, str(s.from_iteration)) for s in run.segments if s.change}
+    refused = refusals(run)
+    others = [*refused.keys() - made.keys(), *(one.n for one in waiting)]
+    left = {n: (one, refused.get(n, "waits")) for n in others if (one := find_change(run.store, run.name, n))}
+    changes = [change_row(*one) for _, one in sorted((made | left).items())]
     if as_json:
         typer.echo(json.dumps({"run": run.name, "live": values, "changes": changes}, indent=1))
         return
@@ -98,12 +102,18 @@ def show_live(run: Run, as_json: bool) -> None:
         show(changes, False, "changes so far")
 
 
-def change_row(change: Change, first: int | None) -> dict[str, Any]:
-    """A change as a table row; `first`: from which iteration on it is in force, None while it waits for the flow."""
+def refusals(run: Run) -> dict[int, str]:
+    """By number of the change, why the last start of the flow that looked at it has not put it into force."""
+    lines = [line.details for line in read_log(run.store, run.name) if line.action == "refused"]
+    return {int(details["change"]): f"refused: {details['why']}" for details in lines}
+
+
+def change_row(change: Change, state: str) -> dict[str, Any]:
+    """A change as a table row; `state`: from which iteration on it is in force, or why it is not."""
     return {
         "n": change.n,
         "who": f"{change.user}@{change.host}",
         "when": change.time[:19],
         "what": ", ".join(f"{path}={json.dumps(value)}" for path, value in change.values.items()),
-        "from iteration": "waits" if first is None else first,
+        "from iteration": state,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -119,6 +120,22 @@ def test_eta_and_batch_change_while_the_run_goes_on(tmp_path: Path) -> None:
     assert stale == [4], "what had been generated ahead no longer fits"
     changed = [line for line in read_log(run.store, "r") if line.action == "changed"]
     assert [line.details["from_iteration"] for line in changed] == [2, 5] and changed[0].details["rollout.pace"] == 10
+
+
+def test_a_change_that_the_flow_refuses_is_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(engines: Engines, recipe: Recipe) -> None:
+        if cast(RlhfRecipe, recipe).inference.servers > 1:
+            raise UserError("no GPU is free for another server")
+
+    monkeypatch.setattr(Engines, "check", full)
+    at = {"train 0": ["inference.servers=2"], "train 1": ["rollout.pace=3"]}
+    run = drive(tmp_path, "r", ahead(schedule={"iterations": 4}), asking("r", at, lambda: store_in(tmp_path)))
+    assert [s.change and s.change.n for s in load_run(run.store, "r").segments] == [None, 2]
+    change("r", store=run.store.url, as_json=True)
+    changes = json.loads(capsys.readouterr().out)["changes"]
+    assert [row["from iteration"] for row in changes] == ["refused: no GPU is free for another server", "3"]
 
 
 def test_a_synchronous_run_changes_its_batch_and_stays_reproducible(tmp_path: Path) -> None:
