@@ -39,23 +39,22 @@ class Alert:
 class Watch:
     """Called with each iteration's metrics, returns the warnings that the previous iteration did not raise.
 
-    `eta` is `rollout.max_head_offpolicyness`. The best reward covers this start of the flow only, not earlier starts.
+    `eta` is `rollout.max_head_offpolicyness` in that iteration. The best reward covers this start of the flow only, not earlier starts.
     """
 
-    def __init__(self, settings: Alerts, eta: int = 0) -> None:
+    def __init__(self, settings: Alerts) -> None:
         self.settings = settings
-        self.eta = eta
         self.last: deque[float] = deque()
         self.earlier = Earlier(settings.window)
         self.active: set[str] = set()
 
-    def __call__(self, metrics: Metrics) -> list[Alert]:
-        found = {alert.cause: alert for alert in self._found(metrics)}
+    def __call__(self, metrics: Metrics, eta: int = 0) -> list[Alert]:
+        found = {alert.cause: alert for alert in self._found(metrics, eta)}
         fresh = [alert for cause, alert in found.items() if cause not in self.active]
         self.active = set(found)
         return fresh
 
-    def _found(self, metrics: Metrics) -> Iterator[Alert]:
+    def _found(self, metrics: Metrics, eta: int) -> Iterator[Alert]:
         verify, train = metrics.get("verify", {}), metrics.get("train", {})
         if math.isfinite(verify.get("reward", math.nan)) and not all_unjudged(verify):
             self._remember(verify["reward"])
@@ -66,7 +65,7 @@ class Watch:
             engines_disagree(train, self.settings.max_logprob_gap),
             few_effective_samples(train, self.settings.min_effective_sample_size),
             behaviour_clipped(train, self.settings.max_behaviour_clipped),
-            old_samples(train, self.settings.max_lag_beyond, self.eta),
+            old_samples(train, self.settings.max_lag_beyond, eta),
         )
         yield from (alert for alert in checks if alert is not None)
 

@@ -55,7 +55,7 @@ class Observer:
         self.events = Events(run)
         self.watch: Watch | None = None
         if isinstance(recipe, RlhfRecipe) and not run.record.counterfactual:
-            self.watch = Watch(recipe.alerts, recipe.rollout.max_head_offpolicyness)
+            self.watch = Watch(recipe.alerts)
         self.artifacts = Artifacts(self.log)
         self.handler = _Relay(self.log)
         self.level = LIBRARY.level
@@ -87,7 +87,7 @@ class Observer:
             self.artifacts.offer(what, lambda artifacts: self._show(artifacts, result, whole))
 
     def _warn(self, result: IterationResult) -> None:
-        for alert in self.watch(metrics_of(result)) if self.watch else ():
+        for alert in self.watch(metrics_of(result), result.eta) if self.watch else ():
             self.log.warning("%s: %s", alert.cause, alert.message)
             self.events.alert(result, alert)
 

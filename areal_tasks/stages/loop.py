@@ -68,6 +68,7 @@ class IterationResult:
     of: int
     built: Mapping[str, Built]
     seconds: float
+    eta: int = 0  # rollout.max_head_offpolicyness in force in it
 
 
 Execute = Callable[[Sequence[Job]], list[Built]]
@@ -138,7 +139,7 @@ class Loop:
                 started = time.monotonic()
                 built = self._iteration(k, once)
                 compactor.committed()
-                self.observe(IterationResult(k, self.last, built, time.monotonic() - started))
+                self.observe(IterationResult(k, self.last, built, time.monotonic() - started, self._eta(k)))
 
     def standing(self) -> tuple[Plan, dict[str, Built]]:
         """The graph of the next iteration, and its stages that are built already. Starts and builds nothing."""
@@ -261,8 +262,11 @@ class Loop:
 
     def _overlaps(self, k: int) -> bool:
         """Whether iteration `k` publishes its weights, and evaluates version `k`, concurrently with other stages."""
+        return self._eta(k) > 0
+
+    def _eta(self, k: int) -> int:
         recipe = self.recipe_at(k)
-        return isinstance(recipe, RlhfRecipe) and recipe.rollout.max_head_offpolicyness > 0
+        return recipe.rollout.max_head_offpolicyness if isinstance(recipe, RlhfRecipe) else 0
 
     def _overlapped_stages(self, k: int) -> frozenset[str]:
         """The stages of iteration `k` that its others do not wait for. The last iteration waits for publication."""

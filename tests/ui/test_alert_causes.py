@@ -117,6 +117,11 @@ def test_samples_far_older_than_the_bound(lag: float, wrong: bool) -> None:
     assert alert is None or "(alerts.max_lag_beyond 4)" in alert.message
 
 
+def test_the_bound_is_that_of_the_iteration() -> None:
+    watch, old = Watch(Alerts(max_lag_beyond=2)), {"train": {"lag_max": 5.0}}
+    assert not watch(old, eta=4) and [alert.cause for alert in watch(old, eta=1)] == ["old-samples"]
+
+
 OLD = {"lag_max": 9.0, "effective_sample_size": 0.1, "behaviour_clipped": 0.9}
 
 
