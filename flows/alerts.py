@@ -39,7 +39,8 @@ class Alert:
 class Watch:
     """Called with each iteration's metrics, returns the warnings that the previous iteration did not raise.
 
-    `eta` is `rollout.max_head_offpolicyness` in that iteration. The best reward covers this start of the flow only, not earlier starts.
+    `eta` is `rollout.max_head_offpolicyness` in that iteration. The best reward covers this start of the flow only, not
+    earlier starts.
     """
 
     def __init__(self, settings: Alerts) -> None:

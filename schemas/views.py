@@ -149,6 +149,7 @@ SEGMENTS: Final = pa.schema(  # one row per recipe of the run and of its parents
         ("segment", pa.int32()),
         ("from_iteration", pa.int32()),
         ("recipe", pa.string()),  # JSON
+        ("change", pa.string()),  # what `arealflow set` asked for, who, and when
         ("host", pa.string()),
         ("owner", pa.int32()),
         ("code_version", pa.string()),

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from areal_tasks.rollout.settled import settled_after
+from areal_tasks.store.changes import describe
 from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.provenance import now
 from areal_tasks.store.runs import Run
@@ -69,6 +70,7 @@ def _segment_row(run: str, segment: Segment) -> dict[str, Any]:
         "segment": segment.n,
         "from_iteration": segment.from_iteration,
         "recipe": json.dumps(read_recorded(segment.recipe)),
+        "change": describe(segment.change) if segment.change else None,
         "host": made.host,
         "owner": made.owner,
         "code_version": made.code_version,
