@@ -35,6 +35,7 @@ StoreUrl = Annotated[
     str, typer.Option("--store", help="Folder or URL of the store; else AREALFLOW_STORE, else the default folder.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+#: Characters of a cell of `arealflow sql`, whose rows may hold whole texts.
 CELL = 100
 
 
@@ -224,11 +225,13 @@ def readable_runs(store: Store) -> list[str]:
 
 
 def show(rows: Sequence[Mapping[str, Any]], as_json: bool, title: str = "", vertical: bool = False) -> None:
-    """Print rows as JSON or as a table; with `vertical`, a table wider than the terminal is printed as lines."""
+    """Print rows as JSON or as a table. With `vertical`, long cells are cut, or a wide table is printed as lines."""
     if as_json:
         typer.echo(json.dumps(list(rows), default=str, indent=1))
         return
-    table = table_of(rows, title)
+    if title:
+        typer.echo(title)
+    table = table_of(rows, CELL if vertical else 0)
     console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
     if vertical and console.measure(table, options=console.options.update(max_width=10**6)).maximum > console.width:
         for number, row in enumerate(rows, 1):
@@ -238,13 +241,13 @@ def show(rows: Sequence[Mapping[str, Any]], as_json: bool, title: str = "", vert
         console.print(table)
 
 
-def table_of(rows: Sequence[Mapping[str, Any]], title: str = "") -> Table:
-    """Rows as a table for a terminal."""
-    table = Table(title=title or None, title_justify="left")
+def table_of(rows: Sequence[Mapping[str, Any]], longest: int = 0) -> Table:
+    """Rows as a table for a terminal, with cells of at most `longest` characters (0: of any length)."""
+    table = Table()
     for name in rows[0] if rows else ["(no rows)"]:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
+        table.add_row(*(_cell(value, longest) for value in row.values()))
     return table
 
 
@@ -252,6 +255,6 @@ def _text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any, longest: int) -> str:
     text = _text(value)
-    return text if len(text) <= CELL else f"{text[: CELL - 1]}…"
+    return text if not longest or len(text) <= longest else f"{text[: longest - 1]}…"

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Annotated, Any, Final
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 
 from areal_tasks.store.backend import StoreError, open_store
@@ -105,7 +105,7 @@ def _live(watcher: Watcher) -> None:
     with Live(console=Console(highlight=False), auto_refresh=False) as live:
         for note in _notes(watcher):
             title = title_of(watcher.run.name, watcher.rows[0] if watcher.rows else {}, note)
-            live.update(table_of([row_of(row) for row in watcher.rows], title), refresh=True)
+            live.update(Group(title, table_of([row_of(row) for row in watcher.rows])), refresh=True)
 
 
 def _notes(watcher: Watcher) -> Iterator[str]:

@@ -34,8 +34,11 @@ def changes_of(recipe: R, overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         UserError: a field is not live, which is explained; the recipe is invalid with them; or nothing differs.
     """
-    after = parse_recipe(recipe.model_dump(mode="json"), recipe.name, overrides)
     before = {path: value for path, value, _ in leaves(recipe)}
+    for path, _, value in (override.partition("=") for override in overrides):
+        if value.strip() == "0" and before.get(path) and path in _STAYS_POSITIVE:
+            raise UserError(_between_0_and_more(path))  # as a recipe it may be invalid, for a reason of no use here
+    after = parse_recipe(recipe.model_dump(mode="json"), recipe.name, overrides)
     fields = [(path, value, info) for path, value, info in leaves(after) if before.get(path) != value]
     if refused := [f"  - {why}" for path, value, info in fields if (why := _refusal(path, before, value, info))]:
         raise UserError("\n".join(["a run that goes on cannot change this:", *refused]))
@@ -48,9 +51,13 @@ def _has_one_rank(recipe: Mapping[str, Any]) -> bool:
     return bool(recipe["trainer.backend"] == "local" or recipe["launcher.type"] == "inline")
 
 
+def _between_0_and_more(path: str) -> str:
+    return f"{path}: cannot change between 0 and more: {_STAYS_POSITIVE[path]}; fork the run instead"
+
+
 def _refusal(path: str, before: Mapping[str, Any], value: Any, info: FieldInfo) -> str | None:
     if path in _STAYS_POSITIVE and bool(before.get(path)) != bool(value):
-        return f"{path}: cannot change between 0 and more: {_STAYS_POSITIVE[path]}; fork the run instead"
+        return _between_0_and_more(path)
     if path in ("trainer.ranks", "trainer.nodes") and _has_one_rank(before):
         return f"{path}: needs a trainer of several processes: backend fsdp2 or deepspeed, no threads (inline)"
     if is_live(info):

@@ -256,6 +256,7 @@ def test_children_of_a_changed_run(tmp_path: Path) -> None:
         (["rollout.flush_seconds=1"], "rollout.flush_seconds: is read when a run starts"),
         (["trainer.ranks=2"], "trainer.ranks: needs a trainer of several processes"),
         (["rollout.max_head_offpolicyness=0"], "cannot change between 0 and more"),
+        (["evaluation.every=0"], "evaluation.every: cannot change between 0 and more"),
         (["schedule.iterations=9"], "resume the run with more"),
         (["rollout.groups=3"], "algorithm.minibatches"),
         (["rollout.grups=3"], "did you mean 'groups'"),
