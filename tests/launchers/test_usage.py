@@ -19,10 +19,11 @@ def test_the_work_of_descendants_counts(tmp_path: object) -> None:
     process = subprocess.Popen([sys.executable, "-c", BURN], start_new_session=True)
     handle = LocalHandle(process, None)  # type: ignore[arg-type]
     try:
-        wait_until(lambda: (handle.usage() or machine()).cpu_seconds or 0 > 1, "CPU time of the child")
+        wait_until(lambda: ((handle.usage() or machine()).cpu_seconds or 0) > 1, "CPU time of the child")
         alone, whole = measure(process.pid, descendants=False), handle.usage()
         assert whole is not None and whole.host == socket.gethostname() and whole.gpu is None
-        assert whole.cpu_seconds and whole.memory and alone.memory and whole.memory > alone.memory
+        assert alone.cpu_seconds is not None and (whole.cpu_seconds or 0) > 1 > alone.cpu_seconds
+        assert whole.memory and alone.memory and whole.memory > alone.memory
     finally:
         os.killpg(process.pid, 9)
         process.wait()
