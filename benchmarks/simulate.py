@@ -222,7 +222,7 @@ class Simulation:
             for group in server.ended():
                 self.left[group] -= 1
                 if not self.left[group]:
-                    self.book.finish(group, self.book.live[group].version)
+                    self.book.finish(group, self.book.running.of[group])
         if now >= self.training_ends:
             self.trained, self.training_ends = self.trained + 1, math.inf
             self.ends.append(now)

@@ -6,8 +6,8 @@ Assumed: the batch grows with the GPUs (32 groups of 8 samples each), half of th
 that an iteration takes as long as on two GPUs (`simulate`); trainers lose nothing to each other. `units.json` is what
 `unit_costs` has written. Each figure is the share of its capacity that is used; above 100 % it is what limits the run:
 
-flow: one process does the work of all groups (requests, answers, tables), on one core.
-spool: the same process writes every group into the spool, a record each (the worst case: none is consumed in time).
+worker: one rollout worker does the work of all groups (requests, answers, tables), on one core.
+spool: the same worker writes every group into the spool, a record each (the worst case: none is consumed in time).
 requests: of the flow to the store, one after the other, and each training rank's four reads, 64 at a time.
 Prefect: the iteration's task runs, one after the other.
 transfer: all servers load new weights through the store within an iteration; it gives `--store-gb` GB a second in all.
@@ -33,7 +33,7 @@ def shares(gpus: int, seconds: float, units: Mapping[str, Any], weights_gb: floa
     """By what could limit the run, the share of its capacity that is used in iterations of `seconds`."""
     groups, half, latency = GROUPS_PER_GPU * gpus, gpus / 2, units["request"]["seconds"]
     return {
-        "flow": groups * units["group"]["cpu"] / seconds,
+        "worker": groups * units["group"]["cpu"] / seconds,
         "spool": groups * units["spool_record"]["cpu"] / seconds,
         "requests": (units["requests"] + half * READS_PER_RANK / READS_AT_ONCE) * latency / seconds,
         "Prefect": units["tasks"] * units["task"]["seconds"] / seconds,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count, groupby
+from typing import Literal
 
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.orders import Lease, Part
@@ -14,19 +16,30 @@ from schemas.manifest import SpoolRecord
 Records = Callable[[Sequence[int]], Sequence[SpoolRecord]]
 
 
+#: Where an assigned group is: a finished one is held until it is written.
+State = Literal["generating", "verifying", "held"]
+
+
 @dataclass(frozen=True)
 class Assignment:
     """The worker that generates or holds a group, and the number of its lease."""
 
     link: Link
     number: int
+    state: State = "generating"
 
 
 @dataclass
 class Assignments:
-    """The assignment of each running group, and of each finished one whose rows are not in the store."""
+    """The assignment of each running group, and of each finished one whose rows are not in the store.
+
+    Each method takes the time of the groups that it is given, or returns.
+    """
 
     by_group: dict[int, Assignment] = field(default_factory=dict)
+    _by_link: defaultdict[Link, dict[int, None]] = field(default_factory=lambda: defaultdict(dict))
+    _counts: Counter[tuple[Link, State]] = field(default_factory=Counter)
+    states: Counter[State] = field(default_factory=Counter)  # groups, of all workers
     _numbers: Iterator[int] = field(default_factory=count)
 
     def __contains__(self, group: int) -> bool:
@@ -41,27 +54,78 @@ class Assignments:
             Lease(number=next(self._numbers), index=group, floor=floor, suspect=suspect)
             for group, floor in floors.items()
         ]
-        self.by_group |= {lease.index: Assignment(link, lease.number) for lease in leases}
+        for lease in leases:
+            self._add(lease.index, Assignment(link, lease.number))
         if leases:
             link.give(leases)
 
+    def enter(self, group: int, state: State) -> None:
+        """An assigned group is in another state now."""
+        self._add(group, replace(self.remove(group), state=state))
+
     def end(self, group: int) -> None:
         """The group's lease is over, if it has one."""
-        if (assignment := self.by_group.pop(group, None)) is not None:
+        if group in self:
+            assignment = self.remove(group)
             assignment.link.take_back([assignment.number])
+
+    def remove(self, group: int) -> Assignment:
+        """The worker has an assigned group no more, and knows it."""
+        assignment = self.by_group.pop(group)
+        del self._by_link[link := assignment.link][group]
+        if not self._by_link[link]:
+            del self._by_link[link]
+        self.states[assignment.state] -= 1
+        self._counts[link, assignment.state] -= 1
+        if not self._counts[link, assignment.state]:
+            del self._counts[link, assignment.state]
+        return assignment
+
+    def leased(self, group: int, link: Link, number: int) -> bool:
+        """Whether the worker has the group, by the lease of this number."""
+        assignment = self.by_group.get(group)
+        return assignment is not None and assignment.link is link and assignment.number == number
 
     def of(self, link: Link, numbers: Collection[int] | None = None) -> list[int]:
         """The groups of a worker; only those of the leases `numbers`, if given."""
-        mine = [(group, one.number) for group, one in self.by_group.items() if one.link is link]
-        return [group for group, number in mine if numbers is None or number in numbers]
+        mine = list(self._by_link.get(link, ()))
+        return mine if numbers is None else [group for group in mine if self.by_group[group].number in set(numbers)]
 
-    def among(self, groups: Collection[int], links: Sequence[Link]) -> dict[Link, list[int]]:
-        """Those of `groups` that each of these workers has."""
-        found: dict[Link, list[int]] = {link: [] for link in links}
-        for group in groups:
-            if (one := self.by_group.get(group)) is not None and one.link in found:
-                found[one.link].append(group)
+    def running(self, link: Link) -> int:
+        """How many groups a worker generates or verifies."""
+        return self._counts[link, "generating"] + self._counts[link, "verifying"]
+
+    def in_blocks(self, groups: Iterable[int], links: Sequence[Link], size: int) -> dict[Link, list[int]]:
+        """Which of these workers is to begin which groups, so that an iteration's groups are in few parts.
+
+        Groups go to the worker of the group before them, up to `size` consecutive ones, else to the one with the
+        fewest.
+        """
+        shares: dict[Link, list[int]] = {}
+        holders: dict[int, Link] = {}
+        running = {link: self.running(link) for link in links}
+        for group in sorted(groups) if links else ():
+            before = holders.get(group - 1) or (self.by_group[group - 1].link if group - 1 in self else None)
+            if before is None or before not in running or group % size == 0:
+                before = min(links, key=running.__getitem__)
+            holders[group] = link = before
+            shares.setdefault(link, []).append(group)
+            running[link] += 1
+        return shares
+
+    def by_url(self, state: State) -> Counter[str]:
+        """How many groups are in a state, by address of the worker. May be called from any thread."""
+        found = Counter[str]()
+        for (link, of), number in list(self._counts.items()):
+            if of == state:
+                found[link.url] += number
         return found
+
+    def _add(self, group: int, assignment: Assignment) -> None:
+        self.by_group[group] = assignment
+        self._by_link[assignment.link][group] = None
+        self._counts[assignment.link, assignment.state] += 1
+        self.states[assignment.state] += 1
 
     def parts(
         self,

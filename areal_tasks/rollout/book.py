@@ -1,73 +1,110 @@
 """The flow's record of live groups: which weights each began with, and whether it has finished.
 
 The book admits groups by the staleness rule and selects those that an iteration takes. It uses no clock, network or
-store.
+store. Its methods that are called for every group take the same time however many groups are live.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count
 
 from areal_tasks.rollout.settled import Settled
-from areal_tasks.rollout.staleness import Finished, Staleness
-
-
-@dataclass(frozen=True)
-class Live:
-    """A group that has begun and is not settled. `version`: of its oldest token, or its floor until it has finished."""
-
-    version: int
-    finished: bool = False
+from areal_tasks.rollout.staleness import Finished, Staleness, Versions
 
 
 @dataclass
 class Book:
-    """The groups of one start of the flow. `next` is the next iteration to take groups."""
+    """The groups of one start of the flow. `next` is the next iteration to take groups.
+
+    Live groups: those `running`, which have begun and not finished, with their floor; and those `finished`, which no
+    iteration has taken, with the version of their oldest token.
+    """
 
     rule: Staleness
     next: int
     settled: Settled = field(default_factory=Settled)
     pace: int | None = None  # groups that may be live beyond what the next iteration takes; None: as the rule admits
-    live: dict[int, Live] = field(default_factory=dict)
+    running: Versions = field(default_factory=Versions)
+    finished: Versions = field(default_factory=Versions)
     failures: Counter[int] = field(default_factory=Counter)  # failed attempts per group
+    _lowest: int = 0  # every group below is live or settled
+
+    def live(self) -> int:
+        """The number of live groups. May be called from another thread."""
+        return len(self.running.of) + len(self.finished.of)
+
+    def __contains__(self, group: int) -> bool:
+        """Whether the group is live."""
+        return group in self.running.of or group in self.finished.of
 
     def lease(self, version: int, most: float = math.inf) -> list[int]:
         """Admit up to `most` groups, lowest first, to begin on servers that hold at least `version`. Returns them."""
-        room = min(self.rule.room(self.next, self._versions(), version), most)
         if self.pace is not None:
-            room = min(room, self.short() + self.pace)
-        missing = (index for index in self.settled.missing() if index not in self.live)
-        begun = list(islice(missing, max(int(room), 0)))
-        self.live |= dict.fromkeys(begun, Live(version))
+            most = min(most, self.short() + self.pace)
+        if most <= 0:
+            return []
+        begun = self._missing(int(min(self.rule.room(self.next, self._versions(), version), most)))
+        for group in begun:
+            self.running.add(group, version)
         return begun
+
+    def _missing(self, number: int) -> list[int]:
+        """The lowest groups that are neither live nor settled."""
+        found: list[int] = []
+        for group in count(max(self._lowest, self.settled.prefix)):
+            self._lowest = group
+            if len(found) >= number:
+                break
+            if group not in self and group not in self.settled:
+                found.append(group)
+        return found
 
     def short(self) -> int:
         """How many groups the next iteration takes, less those that are live."""
-        return self.rule.batch(self.next) - len(self.live)
+        return self.rule.batch(self.next) - self.live()
 
     def restore(self, waiting: Iterable[Finished]) -> list[Finished]:
-        """Enter groups that an earlier start finished. Returns those that can be used; the others begin again."""
+        """Make `waiting`, groups that an earlier start finished, the only live groups.
+
+        Returns those that can be used; the others begin again.
+        """
+        self._forget_live()
         kept = []
         for group in sorted(waiting, key=lambda group: (group.version, group.index)):
             if group.index not in self.settled and self._usable(group.version):
-                self.live[group.index] = Live(group.version, finished=True)
+                self.finished.add(group.index, group.version)
                 kept.append(group)
         return kept
 
-    def follow(self, rule: Staleness) -> dict[int, Live]:
-        """Apply another rule. Returns the groups that are no longer live, because it has no room for them.
+    def follow(self, rule: Staleness) -> tuple[list[int], list[int]]:
+        """Apply another rule. Returns groups that are no longer live, for want of room: running and finished ones.
 
         It keeps as many as it has room for: as many finished ones as possible, then as many others.
         """
-        before, self.live, self.rule = self.live, {}, rule
-        for index, group in sorted(before.items(), key=lambda item: (not item[1].finished, item[1].version, item[0])):
-            if self._usable(group.version):
-                self.live[index] = group
-        return {index: group for index, group in before.items() if index not in self.live}
+        running, finished = self._forget_live()
+        self.rule = rule
+        without = self._keep(self.finished, finished)
+        return self._keep(self.running, running), without
+
+    def _forget_live(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """Make no group live. Returns the versions of those that were running, and finished."""
+        before = self.running.of, self.finished.of
+        self.running, self.finished, self._lowest = Versions(), Versions(), 0
+        return before
+
+    def _keep(self, kept: Versions, groups: Mapping[int, int]) -> list[int]:
+        """Add to `kept` the groups that can be used, oldest first. Returns the others."""
+        left = []
+        for group, version in sorted(groups.items(), key=lambda item: (item[1], item[0])):
+            if self._usable(version):
+                kept.add(group, version)
+            else:
+                left.append(group)
+        return left
 
     def _usable(self, version: int) -> bool:
         """Whether the next iteration, or one after it, may take a group that began with `version`."""
@@ -77,11 +114,13 @@ class Book:
 
     def finish(self, index: int, version: int) -> None:
         """A running group has finished; `version` is that of its oldest token."""
-        self.live[index] = Live(version, finished=True)
+        self.running.remove(index)
+        self.finished.add(index, version)
 
     def withdraw(self, index: int) -> None:
         """Abandon a group without counting a failed attempt. Unless it is settled, it begins again."""
-        self.live.pop(index, None)
+        self._remove(index)
+        self._lowest = min(self._lowest, index)
 
     def fail(self, index: int) -> int:
         """An attempt at a group failed, and the group begins again. Returns its number of failed attempts."""
@@ -91,18 +130,16 @@ class Book:
 
     def reject(self, index: int) -> None:
         """A group will not be trained on, and does not begin again."""
-        self.live.pop(index, None)
+        self._remove(index)
         self.settled = self.settled.add([index])
 
     def ready(self) -> int:
         """Finished groups that no iteration has taken. May be called from another thread."""
-        return sum(live.finished for live in list(self.live.values()))
+        return len(self.finished.of)
 
     def take(self) -> list[Finished] | None:
         """The groups of the next iteration, in order of their numbers; None while it must wait for groups."""
-        finished = [Finished(index, live.version) for index, live in self.live.items() if live.finished]
-        running = [live.version for live in self.live.values() if not live.finished]
-        return self.rule.take(self.next, finished, running)
+        return self.rule.take(self.next, self.finished, self.running.counts)
 
     def consume(self, indices: Iterable[int]) -> list[int]:
         """The next iteration has committed these groups. Returns live groups that are dropped and begin again.
@@ -111,14 +148,20 @@ class Book:
         """
         taken = list(indices)
         for index in taken:
-            self.live.pop(index, None)
+            self._remove(index)
         self.settled = self.settled.add(taken)
         self.next += 1
         dropped = []
-        while self.rule.rule == "strict" and self.live and not self.rule.holds(self.next, self._versions()):
-            dropped.append(min(self.live, key=lambda index: (self.live[index].version, -index)))
-            del self.live[dropped[-1]]
+        while self.rule.rule == "strict" and self.live() and not self.rule.holds(self.next, self._versions()):
+            live = self.running.of | self.finished.of
+            dropped.append(min(live, key=lambda index: (live[index], -index)))
+            self.withdraw(dropped[-1])
         return dropped
 
-    def _versions(self) -> list[int]:
-        return [live.version for live in self.live.values()]
+    def _remove(self, index: int) -> None:
+        self.running.remove(index)
+        self.finished.remove(index)
+
+    def _versions(self) -> Counter[int]:
+        """How many live groups have which version."""
+        return self.running.counts + self.finished.counts

@@ -38,12 +38,12 @@ class Links(Followers):
         """Whether some worker has not begun yet, and has not failed to."""
         return any(not link.tried for link in self.by_start.values())
 
-    async def heartbeats(self, groups: Mapping[Link, int]) -> dict[str, Heartbeat]:
-        """The workers' heartbeats by address: whether they answer, whatever the progress of their `groups`."""
+    async def heartbeats(self, assigned: Assignments) -> dict[str, Heartbeat]:
+        """The workers' heartbeats by address: whether they answer, whatever the progress of their groups."""
         links = list(self.by_start.values())
         found = await asyncio.gather(*(link.heartbeat() for link in links))
         return {
-            link.url: Heartbeat(heartbeat, f"{groups.get(link, 0)} groups")
+            link.url: Heartbeat(heartbeat, f"{len(assigned.of(link))} groups")
             for link, heartbeat in zip(links, found, strict=True)
         }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -21,7 +20,7 @@ from areal_tasks.engines.sharing import Followers
 from areal_tasks.engines.watchdog import Heartbeat
 from areal_tasks.engines.workers import Backlog
 from areal_tasks.rewards.pool import VerifyResult
-from areal_tasks.rollout.assignments import Assignment, Assignments
+from areal_tasks.rollout.assignments import Assignments
 from areal_tasks.rollout.background import Background
 from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.filters import mean_reward
@@ -81,7 +80,7 @@ class Rollouts:
     held: threading.Event = field(default_factory=threading.Event)
     _taking: bool = False
     _assigned: Assignments = field(default_factory=Assignments)
-    _verifying: set[int] = field(default_factory=set)  # generated groups that verifiers are judging
+    _waiting: list[int] = field(default_factory=list)  # groups that have begun for the book, and have no worker yet
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _failure: BaseException | None = None  # ends or repeats the stage that takes groups
     _recording: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -161,13 +160,12 @@ class Rollouts:
 
         Finished ones are rejected as stale; `why` is the reason that is recorded. No iteration may be taking groups.
         """
-        removed = self.book.follow(rule)
-        self._forget(removed)
-        finished = [index for index, group in removed.items() if group.finished]
+        running, finished = self.book.follow(rule)
+        self._forget([*running, *finished])
         for index in finished:
             self._reject(index, f"{STALE}: {why}")
-        if removed:
-            log.info("%d groups begin again and %d are rejected: %s", len(removed) - len(finished), len(finished), why)
+        if running or finished:
+            log.info("%d groups begin again and %d are rejected: %s", len(running), len(finished), why)
         self.begin()
 
     def adapt(self, limits: Rollout, order: Callable[[], Begin]) -> None:
@@ -186,12 +184,7 @@ class Rollouts:
     def _forget(self, groups: Collection[int]) -> None:
         self.spool.forget(groups)
         for group in groups:
-            self._unassign(group)
-
-    def _unassign(self, group: int) -> None:
-        """No worker generates or holds the group any more."""
-        self._verifying.discard(group)
-        self._assigned.end(group)
+            self._assigned.end(group)
 
     async def settled(self) -> tuple[Settled, list[Place]]:
         """Which groups are settled, and where in the spool others are.
@@ -237,22 +230,18 @@ class Rollouts:
 
     async def heartbeats(self) -> dict[str, Heartbeat]:
         """The workers' heartbeats, by address."""
-        return await self.links.heartbeats(Counter(one.link for one in self._assigned.by_group.values()))
+        return await self.links.heartbeats(self._assigned)
 
     def backlog(self) -> Backlog:
         """The groups that are under way now. May be called from any thread."""
-        held: Counter[str] = Counter()
-        generating, verifying, live = Counter(held), Counter(held), dict(self.book.live)
-        for group, one in list(self._assigned.by_group.items()):
-            finished = group not in live or live[group].finished
-            (held if finished else verifying if group in self._verifying else generating)[one.link.url] += 1
+        generating, verifying = self._assigned.by_url("generating"), self._assigned.by_url("verifying")
+        held = self._assigned.by_url("held")
         return Backlog(generating, verifying, held, self.book.ready() - held.total(), self.client.capacity)
 
     async def explained_ends(self) -> frozenset[tuple[str, int]]:
         """Starts of workers that have groups in flight, had some when they were lost, or were asked to end."""
-        links = self.links.by_start
-        at_work = self._assigned.among(self._unfinished(), list(links.values()))
-        return frozenset(start for start, link in links.items() if link.explained or at_work[link])
+        links = self.links.by_start.items()
+        return frozenset(start for start, link in links if link.explained or self._assigned.running(link))
 
     async def leave(self, starts: Collection[tuple[str, int]]) -> list[tuple[str, int]]:
         """Give these workers no more groups. Returns those that hold none any more."""
@@ -275,9 +264,9 @@ class Rollouts:
         link.ready = False
         if lost := self._assigned.of(link):
             log.warning("%d groups begin again: the rollout worker at %s was lost", len(lost), link.url)
-            self._suspect(link, [group for group in lost if not self.book.live[group].finished])
+            self._suspect(link, [group for group in lost if self._assigned.by_group[group].state != "held"])
         for group in lost:
-            self._unassign(group)
+            self._assigned.end(group)
             self.book.withdraw(group)
         if link.start is not None:
             start, link.start = link.start, None
@@ -304,7 +293,7 @@ class Rollouts:
             link.leaving = True
         elif isinstance(event, Spooled):
             self._spooled(link, event)
-        elif self._assigned.by_group.get(event.index) != Assignment(link, event.number):
+        elif not self._assigned.leased(event.index, link, event.number):
             link.take_back([event.number])
         else:
             self._handle(event)
@@ -314,19 +303,19 @@ class Rollouts:
     def _handle(self, event: Generated | Finished | Rejected | Failed) -> None:
         """Handle an event of a group that is leased."""
         if isinstance(event, Generated):
-            self._verifying.add(event.index)
+            self._assigned.enter(event.index, "verifying")
             return
         if isinstance(event, Failed):
             self._fail(event)
             return
-        self._verifying.discard(event.index)
         self.suspects.clear(event.index)
         self.verdicts += event.verdicts
         if isinstance(event, Finished):
+            self._assigned.enter(event.index, "held")
             self.book.finish(event.index, event.version)
             self.rejections.keep()
         else:
-            self._unassign(event.index)
+            self._assigned.end(event.index)
             self._reject(event.index, event.reason, mean_reward(event.verdicts))
             self._background.store(
                 self.limits.flush_seconds,
@@ -342,12 +331,12 @@ class Rollouts:
         stored = {group.index for group in event.record.finished}
         mine = [group for group in self._assigned.of(link, event.numbers) if group in stored]
         for group in mine:
-            del self._assigned.by_group[group]
+            self._assigned.remove(group)
         self.spool.note(event.record, mine)
 
     def _fail(self, event: Failed) -> None:
         """Failed servers or verifiers, and a user's mistake, end the stage; a workflow's failure costs an attempt."""
-        self._unassign(event.index)
+        self._assigned.end(event.index)
         if event.cause != "workflow":
             self.book.withdraw(event.index)
             self._end(ERRORS[event.cause](event.reason))
@@ -381,10 +370,6 @@ class Rollouts:
         self._failure = error
         self._news.set()
 
-    def _unfinished(self) -> list[int]:
-        """The groups that have begun, or wait for a worker to begin."""
-        return [group for group, live in self.book.live.items() if not live.finished]
-
     def begin(self) -> None:
         """Lease as many groups as the rule admits; none while new workers start, or while `held` if no stage waits."""
         for link in self.links.left(self._assigned):
@@ -394,13 +379,25 @@ class Rollouts:
             return
         if held and not self._taking:
             return
-        most = self.client.capacity - sum(group not in self._verifying for group in self._unfinished())
-        self.book.lease(version, min(most, self.book.short()) if held else most)
-        unfinished = self._unfinished()
-        waiting = [group for group in unfinished if group not in self._assigned]
-        for link, groups in self.suspects.share(waiting, self._assigned.among(unfinished, links)).items():
-            floors = {group: self.book.live[group].version for group in groups}
-            self._assigned.give(link, floors, any(group in self.suspects for group in groups))
+        running = self.book.running.of
+        most = self.client.capacity - (len(running) - self._assigned.states["verifying"])
+        self._waiting = [group for group in self._waiting if group in running]
+        self._waiting += self.book.lease(version, min(most, self.book.short()) if held else most)
+        if self._waiting:
+            self._give(links)
+
+    def _give(self, links: Sequence[Link]) -> None:
+        """Assign groups that wait for a worker, as far as suspects permit it."""
+        by_group = self._assigned.by_group
+        running = {link: self._assigned.running(link) for link in links}
+        suspecting = {by_group[group].link for group in self.suspects.together if group in by_group}
+        shares, free = self.suspects.place(self._waiting, running, suspecting)
+        size = -(-min(self.client.capacity, self.book.rule.batch(self.book.next)) // len(links))
+        others = (group for group in self._waiting if group not in self.suspects)
+        for link, groups in [*shares.items(), *self._assigned.in_blocks(others, free, max(size, 1)).items()]:
+            floors = {group: self.book.running.of[group] for group in groups}
+            self._assigned.give(link, floors, suspect=link in shares)
+        self._waiting = [group for group in self._waiting if group not in by_group]
 
 
 def recover(book: Book, spool: Spool) -> list[RejectedGroup]:

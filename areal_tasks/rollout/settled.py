@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain
 from typing import Any
 
 from schemas.manifest import IterationCommit
@@ -31,10 +31,6 @@ class Settled:
             beyond.remove(prefix)
             prefix += 1
         return Settled(prefix, frozenset(beyond))
-
-    def missing(self) -> Iterator[int]:
-        """The groups that are not settled, lowest first; without end."""
-        return (index for index in count(self.prefix) if index not in self.beyond)
 
     def without(self, others: Settled) -> Iterator[int]:
         """The groups that are settled in `self` and not in `others`, lowest first."""

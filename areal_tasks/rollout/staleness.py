@@ -16,7 +16,7 @@ none is dropped for being slow. For constant B and groups begun in order this is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,6 +29,27 @@ class Finished:
 
     index: int
     version: int
+
+
+@dataclass
+class Versions:
+    """Groups with a version each, and how many groups have which version."""
+
+    of: dict[int, int] = field(default_factory=dict)
+    counts: Counter[int] = field(default_factory=Counter)
+
+    def add(self, group: int, version: int) -> None:
+        """A group, or another version of it."""
+        self.remove(group)
+        self.of[group] = version
+        self.counts[version] += 1
+
+    def remove(self, group: int) -> None:
+        """Without this group, if it is one of them."""
+        if (version := self.of.pop(group, None)) is not None:
+            self.counts[version] -= 1
+            if not self.counts[version]:
+                del self.counts[version]
 
 
 @dataclass(frozen=True)
@@ -57,12 +78,12 @@ class Staleness:
         """Groups that iterations k … j take together."""
         return sum(map(self.batch, range(k, j + 1)))
 
-    def holds(self, k: int, live: Iterable[int]) -> bool:
-        """I(k), for live groups whose oldest tokens are of these versions."""
+    def holds(self, k: int, live: Mapping[int, int]) -> bool:
+        """I(k); `live`: by version, the number of live groups whose oldest token is of it."""
         counts = self._counts(live)
         return all(d >= k and self._up_to(counts, d) <= self.capacity(k, d) for d in counts)
 
-    def room(self, k: int, live: Iterable[int], version: int) -> int:
+    def room(self, k: int, live: Mapping[int, int], version: int) -> int:
         """How many more groups may begin on a server that holds `version`; k is the next iteration to take groups."""
         deadline = self.deadline(version)
         if deadline < k:
@@ -73,22 +94,32 @@ class Staleness:
         tight = [self.capacity(k, j) - self._up_to(counts, j) for j in {deadline, *counts} if j >= deadline]
         return max(0, min(tight))
 
-    def take(self, k: int, finished: Iterable[Finished], running: Iterable[int]) -> list[Finished] | None:
+    def take(self, k: int, finished: Versions, running: Mapping[int, int]) -> list[Finished] | None:
         """The groups that iteration k trains on, in order of their numbers; None if it must wait for running ones.
 
-        `running` are the versions of the oldest tokens, or the floors, of the groups that have not finished.
+        `running`: by version of the oldest token, or floor, the number of groups that have not finished.
         """
-        ordered = sorted(finished, key=lambda group: (self.deadline(group.version), group.index))
-        chosen, left = ordered[: self.batch(k)], ordered[self.batch(k) :]
-        if len(chosen) < self.batch(k):
+        if len(finished.of) < self.batch(k):
             return None
-        if self.rule == "strict" and not self.holds(k + 1, [*(group.version for group in left), *running]):
+        if self.rule == "strict" and not self.holds(k + 1, self._left(k, finished.counts) + Counter(running)):
             return None
-        return sorted(chosen, key=lambda group: group.index)
+        ordered = sorted(finished.of.items(), key=lambda group: (self.deadline(group[1]), group[0]))
+        return [Finished(*group) for group in sorted(ordered[: self.batch(k)])]
 
-    def _counts(self, versions: Iterable[int]) -> Counter[int]:
+    def _left(self, k: int, finished: Mapping[int, int]) -> Counter[int]:
+        """Of finished groups by version, those that are left once iteration k has taken those due first."""
+        left, to_take = Counter(finished), self.batch(k)
+        for version in sorted(finished, key=self.deadline):
+            taken = min(to_take, left[version])
+            left[version], to_take = left[version] - taken, to_take - taken
+        return +left
+
+    def _counts(self, versions: Mapping[int, int]) -> Counter[int]:
         """Groups by deadline."""
-        return Counter(map(self.deadline, versions))
+        counts = Counter[int]()
+        for version, number in versions.items():
+            counts[self.deadline(version)] += number
+        return counts
 
     @staticmethod
     def _up_to(counts: Mapping[int, int], deadline: int) -> int:

@@ -8,7 +8,7 @@ memory only: after a crash of the flow, all groups begin again as any other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -35,25 +35,21 @@ class Suspects:
         """An attempt at the group is over, and its worker still runs; or the group will not begin again."""
         self.together.pop(group, None)
 
-    def share(self, waiting: Sequence[int], running: Mapping[W, Sequence[int]]) -> dict[W, list[int]]:
-        """Which of the `waiting` groups each worker is to begin; `running` are the workers' groups in flight.
+    def place(
+        self, waiting: Sequence[int], running: Mapping[W, int], suspecting: Collection[W]
+    ) -> tuple[dict[W, list[int]], list[W]]:
+        """Which of the `waiting` groups that are suspects each worker is to begin, and which workers may have others.
 
+        `running` are the numbers of the workers' groups in flight, `suspecting` the workers that have suspects.
         Suspects go to workers that have no group, the fewest together first, and other groups to workers that have no
         suspect. While no worker has suspects, the one with the fewest groups gets no more, so that it can take them.
         """
         suspects = sorted((group for group in waiting if group in self), key=lambda group: self.together[group])
-        others = [group for group in waiting if group not in self]
         shares: dict[W, list[int]] = {}
         for worker, groups in running.items():
             if suspects and not groups:
                 most = self.together[suspects[0]]
                 shares[worker], suspects = suspects[:most], suspects[most:]
-        apart = shares.keys() | {worker for worker, groups in running.items() if any(g in self for g in groups)}
-        free = sorted((worker for worker in running if worker not in apart), key=lambda worker: len(running[worker]))
-        return shares | divided(others, free if apart or not suspects else free[1:])
-
-
-def divided(groups: Sequence[int], workers: Sequence[W]) -> dict[W, list[int]]:
-    """Consecutive groups for each worker, the larger shares first."""
-    size = -(-len(groups) // max(len(workers), 1))
-    return {worker: list(groups[i * size : (i + 1) * size]) for i, worker in enumerate(workers)}
+        apart = shares.keys() | set(suspecting)
+        free = sorted((worker for worker in running if worker not in apart), key=lambda worker: running[worker])
+        return shares, free if apart or not suspects else free[1:]

@@ -188,7 +188,6 @@ class Generation:
     def _new(self, context: Context, inputs: Inputs) -> Rollouts:
         recipe, run = context.recipe, self._run
         assert isinstance(recipe, RlhfRecipe)
-        self.book.live.clear()
         self.book.rule, self.book.pace = self._rule(context.iteration), recipe.rollout.pace
         spool = Spool(run.store, run.name, run.owner, self._made_with, self._spooled)
         rejected = recover(self.book, spool)

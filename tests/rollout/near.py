@@ -99,8 +99,12 @@ class Here(Rollouts):
     def finished(self) -> dict[int, list[Sample]]:
         """In the memory of workers, and the flow knows it."""
         held = [held for link in self.links.by_start.values() for held in cast(Near, link).groups.finished.values()]
-        known = {index for index, live in self.book.live.items() if live.finished}
-        return {one.index: one.samples for one in held if one.index in known}
+        return {one.index: one.samples for one in held if one.index in self.book.finished.of}
+
+    @property
+    def live(self) -> dict[int, int]:
+        """The live groups' versions."""
+        return self.book.running.of | self.book.finished.of
 
     async def groups(self, workers: int = 1) -> list[int]:
         """The groups that the next iteration takes."""

@@ -191,7 +191,7 @@ def test_each_group_is_taken_once_or_rejected_whatever_order_groups_end_in(
             found.consume(taken)
         ending.cancel()
         assert set(consumed.values()) == {1} and not unwanted & set(consumed)
-        assert set(range(found.book.settled.prefix)) <= {*consumed, *unwanted} and not found.book.live
+        assert set(range(found.book.settled.prefix)) <= {*consumed, *unwanted} and not found.live
         assert Counter(scene.begun) == Counter({*consumed, *(i for i in unwanted if i in found.book.settled)})
 
     go(work())
@@ -219,7 +219,7 @@ def test_what_waits_for_long_is_recorded_with_its_verdicts(local_store: Store) -
         by.filters = Filters()
         found = filtered(Numbered(), local_store, by, 1, flush_seconds=0.0)
         await found.groups()
-        await until(lambda: found.book.ready() == 2 * BATCH and all(found.spool.records([i]) for i in found.book.live))
+        await until(lambda: found.book.ready() == 2 * BATCH and all(found.spool.records([i]) for i in found.live))
 
     go(work())
     later = at(local_store, owner=2)
@@ -244,7 +244,7 @@ def test_servers_are_at_other_groups_while_one_is_judged() -> None:
         found = filtered(scene, some_store(), by)
         taking = asyncio.ensure_future(found.groups())
         await until(lambda: scene.begun == [0, 1, 2, 3])  # one after the other, and none is judged yet
-        await until(lambda: len(found._verifying) == BATCH)
+        await until(lambda: found._assigned.by_url("verifying").total() == BATCH)
         by.filters = Filters()
         asked.set()
         assert await taking == [0, 1, 2, 3]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_tasks.rollout.book import Book, Live
+from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.settled import Settled
-from areal_tasks.rollout.staleness import Finished, Staleness
+from areal_tasks.rollout.staleness import Finished, Staleness, Versions
 
 BATCHES = st.lists(st.integers(1, 5), min_size=1, max_size=12)
 
@@ -34,7 +35,7 @@ def test_the_invariant_holds_exactly_where_a_schedule_exists(
     eta: int, batches: list[int], versions: list[int], k: int
 ) -> None:
     rule_, k = staleness(eta, batches), min(k, len(batches) - 1)
-    assert rule_.holds(k, versions) == schedulable(k, [rule_.deadline(v) for v in versions], batches)
+    assert rule_.holds(k, Counter(versions)) == schedulable(k, [rule_.deadline(v) for v in versions], batches)
 
 
 @given(st.integers(0, 4), BATCHES, st.lists(st.integers(0, 11), max_size=20), st.integers(0, 11), st.integers(0, 11))
@@ -42,22 +43,23 @@ def test_room_is_the_largest_number_that_keeps_the_invariant(
     eta: int, batches: list[int], versions: list[int], version: int, k: int
 ) -> None:
     rule_, k = staleness(eta, batches), min(k, len(batches) - 1)
-    if not rule_.holds(k, versions):
+    live = Counter(versions)
+    if not rule_.holds(k, live):
         return
-    room = rule_.room(k, versions, version)
-    assert rule_.holds(k, versions + [version] * room)
-    assert not rule_.holds(k, versions + [version] * (room + 1))
+    room = rule_.room(k, live, version)
+    assert rule_.holds(k, live + Counter({version: room}))
+    assert not rule_.holds(k, live + Counter({version: room + 1}))
 
 
 @given(st.integers(0, 6), st.integers(1, 8), st.integers(0, 5), st.integers(0, 200))
 def test_with_constant_batches_begun_in_order_it_is_the_rule_of_areal(eta: int, b: int, k: int, live: int) -> None:
     """accepted + running < (η + version + 1) · B, where version is k and k · B groups have been consumed."""
     rule_ = Staleness(lambda k: eta, 10_000, lambda j: b)
-    oldest_first = [
+    oldest_first = Counter(
         k + i // b - eta for i in range(live) if k + i // b - eta <= k
-    ]  # begun in order, as early as allowed
+    )  # begun in order, as early as allowed
     room = rule_.room(k, oldest_first, k) if rule_.holds(k, oldest_first) else 0
-    assert room == max(0, (eta + k + 1) * b - k * b - len(oldest_first))
+    assert room == max(0, (eta + k + 1) * b - k * b - oldest_first.total())
 
 
 CHANGING = st.lists(st.integers(1, 4), min_size=12, max_size=12)
@@ -79,27 +81,49 @@ def test_another_rule_keeps_as_many_finished_groups_as_have_a_schedule(
     batches = (batches * 12)[:12]
     after = Staleness(etas.__getitem__, 11, batches.__getitem__)
     book = Book(Staleness(lambda k: 20, 11, lambda k: 99), k)
-    book.live = {index: Live(min(version, k), finished) for index, (version, finished) in enumerate(groups)}
-    removed, left = book.follow(after), book.live
-    assert after.holds(k, [live.version for live in left.values()]) and removed.keys().isdisjoint(left)
-    kept = [live.version for live in left.values() if live.finished]
-    for live in removed.values():
-        rest = kept if live.finished else [one.version for one in left.values()]
-        assert not after.holds(k, [*rest, live.version])
+    for index, (version, finished) in enumerate(groups):
+        (book.finished if finished else book.running).add(index, min(version, k))
+    before = book.running.of | book.finished.of
+    running, finished_ones = book.follow(after)
+    kept, live = Counter(book.finished.of.values()), Counter((book.running.of | book.finished.of).values())
+    assert after.holds(k, live) and len(before) == live.total() + len(running) + len(finished_ones)
+    assert not any(group in book for group in [*running, *finished_ones])
+    assert not any(after.holds(k, live + Counter([before[group]])) for group in running)
+    assert not any(after.holds(k, kept + Counter([before[group]])) for group in finished_ones)
 
 
 def test_synchronous_training_admits_one_batch_of_the_newest_version() -> None:
     rule_ = Staleness(lambda k: 0, 9, lambda j: 4)
-    assert [rule_.room(3, [], version) for version in (2, 3)] == [0, 4]
-    assert rule_.room(3, [3] * 4, 3) == 0
+    assert [rule_.room(3, {}, version) for version in (2, 3)] == [0, 4]
+    assert rule_.room(3, {3: 4}, 3) == 0
 
 
 def test_the_weaker_rule_lets_an_iteration_leave_a_slow_group_behind() -> None:
-    finished = [Finished(i, 0) for i in (1, 2, 3, 4)]
+    finished = Versions()
+    for group in (1, 2, 3, 4):
+        finished.add(group, 0)
     strict = Staleness(lambda k: 0, 9, lambda j: 4)
     weak = Staleness(lambda k: 0, 9, lambda j: 4, "admission")
-    assert strict.take(0, finished, [0]) is None  # the slow one may be trained on by iteration 0 alone
-    assert weak.take(0, finished, [0]) == finished
+    assert strict.take(0, finished, {0: 1}) is None  # the slow one may be trained on by iteration 0 alone
+    assert weak.take(0, finished, {0: 1}) == [Finished(i, 0) for i in (1, 2, 3, 4)]
+
+
+VERSIONED = st.lists(st.tuples(st.integers(0, 11), st.booleans()), max_size=20)
+
+
+@given(st.integers(0, 4), BATCHES, VERSIONED, st.integers(0, 11))
+def test_an_iteration_takes_what_is_due_first_and_only_if_the_rest_can_follow(
+    eta: int, batches: list[int], groups: list[tuple[int, bool]], k: int
+) -> None:
+    rule_, k = staleness(eta, batches), min(k, len(batches) - 1)
+    finished, running = Versions(), Versions()
+    for group, (version, done) in enumerate(groups):
+        (finished if done else running).add(group, version)
+    due_first = sorted(finished.of, key=lambda group: (rule_.deadline(finished.of[group]), group))
+    left = Counter(finished.of[group] for group in due_first[batches[k] :]) + running.counts
+    taken = rule_.take(k, finished, running.counts)
+    assert (taken is not None) == (len(due_first) >= batches[k] and rule_.holds(k + 1, left))
+    assert taken is None or [group.index for group in taken] == sorted(due_first[: batches[k]])
 
 
 @given(st.lists(st.integers(0, 40), unique=True), st.integers(0, 10))
@@ -107,8 +131,7 @@ def test_settled_groups_are_a_set(indices: list[int], prefix: int) -> None:
     settled = Settled(prefix).add(indices)
     expected = set(range(prefix)) | set(indices)
     assert {i for i in range(60) if i in settled} == expected
-    missing = settled.missing()
-    assert [next(missing) for _ in range(5)] == [i for i in range(100) if i not in expected][:5]
+    assert Book(staleness(4, [9] * 9), 0, settled).lease(0, 5) == [i for i in range(100) if i not in expected][:5]
     assert all(b > settled.prefix for b in settled.beyond)
 
 
@@ -130,6 +153,6 @@ def test_lengths_trained_on_are_the_lengths_generated(eta: int) -> None:
             continue
         index = min(ends, key=ends.__getitem__)
         clock = ends.pop(index)
-        book.finish(index, book.live[index].version)
+        book.finish(index, book.running.of[index])
     assert sorted(order) == list(range(6 * 40))
     assert all(a != b for a, b in pairwise(sorted(order)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -159,7 +160,7 @@ class Run(RuleBasedStateMachine):
         spool = replace(at(self.store, owner), first=self.commit.places)
         recover(book, spool)
         everything, _ = at(self.store, owner).recover(book.settled)
-        assert {g.index for g in everything if book.rule.deadline(g.version) >= book.next} >= book.live.keys()
+        assert {g.index for g in everything if book.rule.deadline(g.version) >= book.next} >= book.finished.of.keys()
         assert {g.index for g in spool.recover(book.settled)[0]} == {g.index for g in everything}
         client = cast(InferenceClient, self.servers)
         self.found = Here(book, client, cast(Any, None), self.connect, self.limits, spool, writer(self.store, owner))
@@ -180,7 +181,7 @@ class Run(RuleBasedStateMachine):
             self.etas[k], self.batches[k] = min(self.etas[k], 1) * eta, batch
 
         async def work() -> None:
-            running = {index for index, live in self.found.book.live.items() if not live.finished}
+            running = set(self.found.book.running.of)
             self.found.follow(self.bound(), "the test says so")
             assert not any(index in self.found.book.settled for index in running), "these begin again"
 
@@ -240,9 +241,9 @@ class Run(RuleBasedStateMachine):
             assert row["group_id"] == attempt.group == row["input_ids"][2] and attempt.group not in self.consumed
             assert row["version_min"] == self.returned[attempt.number] and 0 <= k - row["version_min"] <= self.etas[k]
             self.consumed[attempt.group] = (k, attempt.number)
-        self.commit.rollout, left = groups, self.found.book.live.keys() - set(groups)
+        self.commit.rollout, left = groups, self.found.live.keys() - set(groups)
         self.found.consume(groups)
-        assert left <= self.found.book.live.keys(), "none is given up for being slow"
+        assert left <= self.found.live.keys(), "none is given up for being slow"
 
     @precondition(lambda self: self.commit.rollout is not None)
     @rule(turns=st.integers(0, 20))
@@ -353,7 +354,20 @@ class Run(RuleBasedStateMachine):
     @invariant()
     def the_rule_holds(self) -> None:
         if hasattr(self, "found") and (book := self.found.book).next < len(self.batches):
-            assert book.rule.holds(book.next, [live.version for live in book.live.values()])
+            assert book.rule.holds(book.next, Counter(self.found.live.values()))
+
+    @invariant()
+    def counts_are_those_of_the_groups(self) -> None:
+        if not hasattr(self, "found"):
+            return
+        book, assigned = self.found.book, self.found._assigned
+        for groups in (book.running, book.finished):
+            assert groups.counts == Counter(groups.of.values())
+        assert all(group in book or group in book.settled for group in range(book._lowest))
+        found = Counter((one.link, one.state) for one in assigned.by_group.values())
+        assert assigned._counts == found and assigned._by_link.keys() == {link for link, _ in found}
+        for group, one in assigned.by_group.items():
+            assert (group in book.finished.of) == (one.state == "held") and group in assigned.of(one.link)
 
     def teardown(self) -> None:
         """Whatever has happened, the run comes to its end when groups end and nobody is killed: no deadlock."""
@@ -376,7 +390,7 @@ class Run(RuleBasedStateMachine):
 
     def ended(self) -> None:
         """Each group was consumed once or rejected with a reason, and nothing is left over."""
-        assert self.over and len(self.consumed) == sum(self.batches) and not self.found.book.live
+        assert self.over and len(self.consumed) == sum(self.batches) and not self.found.live
         self.runner.run(self.found.close())
         reasons = dict(rejections(self.store))
         assert all(

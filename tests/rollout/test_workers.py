@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from near import some_store
 from test_rollouts import BATCH, Scene, at, go, rollouts, sample
 from waiting import until
 
+from areal_tasks.rollout.assignments import Assignments
+from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.orders import Finished, Lease, LeaseOver, Orders, Part
 from areal_tasks.rollout.settled import Settled
 from areal_tasks.rollout.suspects import Suspects
@@ -89,8 +93,8 @@ def test_the_group_that_ends_its_worker_is_found_by_halves_and_rejected(workers:
 
     async def end_worker() -> None:
         link = found._assigned.by_group[guilty].link
-        worker, running = link.url, found._assigned.among(found._unfinished(), [link])
-        ends[len(running[link])] += 1
+        worker = link.url
+        ends[found._assigned.running(link)] += 1
         starts = {(link.url, n + (link.url == worker)) for (_, n), link in found.links.by_start.items()}
         found.near(worker).lose()
         assert await found.explained_ends() >= set(found.links.by_start) - starts
@@ -118,17 +122,44 @@ def test_the_group_that_ends_its_worker_is_found_by_halves_and_rejected(workers:
 def test_suspects_do_not_meet_other_groups_in_a_worker() -> None:
     suspects = Suspects()
     suspects.worker_ended([0, 1, 2, 3])
-    assert suspects.share([0, 1, 2, 3, 4, 5], {"a": []}) == {"a": [0, 1]}
-    assert suspects.share([2, 3, 4, 5], {"a": [0, 1]}) == {}
-    assert suspects.share([2, 3, 4, 5], {"a": [0], "b": [9]}) == {"b": [4, 5]}
-    assert suspects.share([0, 1, 2, 3, 4, 5], {"a": [8], "b": [9, 7]}) == {"b": [4, 5]}, "a is left to them"
+    assert suspects.place([0, 1, 2, 3, 4, 5], {"a": 0}, []) == ({"a": [0, 1]}, [])
+    assert suspects.place([2, 3, 4, 5], {"a": 2}, ["a"]) == ({}, [])
+    assert suspects.place([2, 3, 4, 5], {"a": 1, "b": 1}, ["a"]) == ({}, ["b"])
+    assert suspects.place([0, 1, 2, 3, 4, 5], {"a": 1, "b": 2}, []) == ({}, ["b"]), "a is left to them"
     suspects.worker_ended([0, 1])
-    assert suspects.share([0, 1, 2, 3], {"a": [], "b": [], "c": []}) == {"a": [0], "b": [1], "c": [2, 3]}
+    assert suspects.place([0, 1, 2, 3], {"a": 0, "b": 0, "c": 0}, []) == ({"a": [0], "b": [1], "c": [2, 3]}, [])
     suspects.worker_ended([0])
     for group in (0, 1, 2):
         suspects.clear(group)
     assert suspects.ends == {0: 1}
-    assert suspects.share([0, 3], {"a": [], "b": [9]}) == {"a": [3], "b": [0]}
+    assert suspects.place([0, 3], {"a": 0, "b": 1}, []) == ({"a": [3]}, ["b"])
+
+
+class Worker:
+    """A link that is given groups."""
+
+    def give(self, leases: list[Lease]) -> None: ...
+
+
+@given(st.integers(1, 5), st.integers(1, 8), st.sets(st.integers(0, 60)), st.lists(st.sets(st.integers(0, 60))))
+def test_groups_are_given_in_blocks_and_a_new_block_to_the_worker_with_the_fewest(
+    workers: int, size: int, first: set[int], later: list[set[int]]
+) -> None:
+    assigned, links = Assignments(), [cast(Link, Worker()) for _ in range(workers)]
+    for groups in [first, *later]:
+        new = sorted(groups - assigned.by_group.keys())
+        before = {group: one.link for group, one in assigned.by_group.items()}
+        shares = assigned.in_blocks(new, links, size)
+        assert sorted(group for share in shares.values() for group in share) == new
+        for worker, share in shares.items():
+            assigned.give(worker, dict.fromkeys(share, 0), suspect=False)
+        for group in new:
+            if group % size and group - 1 in assigned:
+                assert assigned.by_group[group].link is assigned.by_group[group - 1].link
+        if len(new) == 1 and (new[0] % size == 0 or new[0] - 1 not in before):
+            [worker] = shares
+            held = Counter(map(id, before.values()))
+            assert held[id(worker)] == min(held[id(one)] for one in links)
 
 
 def _lease(index: int) -> Orders:
@@ -152,7 +183,7 @@ def test_what_is_said_of_a_lease_that_is_over_is_not_believed() -> None:
         taking = asyncio.ensure_future(found.groups())
         await until(lambda: len(scene.ends) == BATCH)
         found.received(found.near().link, Finished(number=77, index=2, version=0))
-        assert not found.book.live[2].finished
+        assert 2 in found.book.running.of
         for future in scene.ends.values():
             future.set_result(None)
         assert await taking == [0, 1, 2, 3]

@@ -67,7 +67,7 @@ def asking(name: str, at: dict[str, Sequence[str]], store: Callable[[], Store]) 
 
 
 def all_ready(generation: Generation) -> bool:
-    return generation.book.ready() > 0 and generation.book.ready() == len(generation.book.live)
+    return generation.book.ready() > 0 and generation.book.ready() == generation.book.live()
 
 
 def recipes(run: Run, iterations: int) -> list[RlhfRecipe]:
