@@ -311,8 +311,10 @@ class Supervisor:
             service.handle = self.launcher.start(service.job)
         except (UserError, OSError) as error:
             log.warning("service %s could not be started: %s", service.spec.name, error)
-            code = AWAY if isinstance(error, UserError) else os.EX_OSERR
-            service.handle, service.reason = NotStarted(code), f"it could not be started: {error}\n"
+            if isinstance(error, UserError):
+                service.handle, service.reason = NotStarted(AWAY), str(error)
+            else:
+                service.handle, service.reason = NotStarted(os.EX_OSERR), f"it could not be started: {error}\n"
 
     def _together(self, service: Service) -> list[Service]:
         """The services of its group, or the service alone."""

@@ -152,6 +152,7 @@ def run_row(summary: RunSummary, waits: WaitsRecord | None) -> dict[str, Any]:
     """A run as a table row: its parent, whether it is counterfactual, and what it waits for now."""
     row = asdict(summary)
     forked_at, counterfactual = row.pop("forked_at"), row.pop("counterfactual")
+    row["created"] = row["created"] and clock_text(row["created"])
     kept = {"kind": f"{summary.kind}, counterfactual"} if counterfactual else {}
     parent = {"parent": f"{summary.parent}@{forked_at}"} if summary.parent else {}
     return row | kept | parent | {"waits for": waits_text(waits.waits if waits else ())}

@@ -36,7 +36,14 @@ def logs(
     if not service:
         show([_row(log) for log in found], as_json, f"logs of services · run {name}")
         return
-    newest = _of(found, service, name)[-1]
+    if follow and not _of(found, service):
+        typer.echo(f"{_none_of(found, service, name)}; waiting for one", err=True)
+    while follow and not _of(found, service):
+        time.sleep(FOLLOW_SECONDS)
+        found = service_logs(place, name, folder)
+    if not _of(found, service):
+        raise UserError(_none_of(found, service, name))
+    newest = _of(found, service)[-1]
     at = newest.tail(tail) if tail else 0
     _write(newest, at)
     if follow:
@@ -62,14 +69,15 @@ def _begin(name: LogName) -> int:
     return 0
 
 
-def _of(found: Sequence[ServiceLog], service: str, run: str) -> list[ServiceLog]:
-    """The logs of a service; else UserError with the names of the services that have one."""
-    mine = [log for log in found if log.name.service == service]
-    if not mine:
-        names = ", ".join(dict.fromkeys(log.name.service for log in found))
-        others = f"there are logs of {names}" if names else "no service of it has one (threads log in the flow's log)"
-        raise UserError(f"run {run!r} has no log of a service {service!r}: {others}")
-    return mine
+def _of(found: Sequence[ServiceLog], service: str) -> list[ServiceLog]:
+    return [log for log in found if log.name.service == service]
+
+
+def _none_of(found: Sequence[ServiceLog], service: str, run: str) -> str:
+    """That a service has no log, with the names of the services that have one."""
+    names = ", ".join(dict.fromkeys(log.name.service for log in found))
+    others = f"there are logs of {names}" if names else "no service of it has one (threads log in the flow's log)"
+    return f"run {run!r} has no log of a service {service!r} yet: {others}"
 
 
 def _write(log: ServiceLog, at: int) -> None:

@@ -56,7 +56,7 @@ class Watcher:
             return False
         self._record, samples = newest, read_samples(self.run, self.owner, newest).to_pylist(maps_as_pydicts="strict")
         last = max(row["time"] for row in samples)
-        self.rows = [row for row in samples if row["time"] == last]
+        self.rows = sorted((row for row in samples if row["time"] == last), key=_order)
         return True
 
     def ask(self) -> None:
@@ -143,6 +143,12 @@ def row_of(row: Mapping[str, Any]) -> dict[str, str]:
         "running": "" if row["running"] is None else f"{row['running']}{at_once}",
         "waiting": "" if row["waiting"] is None else str(row["waiting"]),
     }
+
+
+def _order(row: Row) -> tuple[bool, str, int]:
+    """The flow first, then by the service's kind and its number: `server-2` is before `server-10`."""
+    kind, _, number = row["service"].rpartition("-")
+    return row["service"] != "flow", *((kind, int(number)) if number.isdigit() else (row["service"], 0))
 
 
 def _percent(share: float | None) -> str:

@@ -47,6 +47,17 @@ def test_the_newest_sample_of_a_run_that_goes_on(
     assert run.store.exists(paths.watch("r", 1, 1))
 
 
+def test_the_flow_is_first_and_services_are_in_order_of_their_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(top, "FRESH_SECONDS", 0.0)
+    run = open_run(store_in(tmp_path), "r", tiny())
+    wanted = ["flow", "inference-2", "inference-10", "rollout-0", "trainer"]
+    written(run, *({"time": datetime(2026, 1, 1), "service": name} for name in reversed(wanted)))
+    called(run, monkeypatch, "--json")
+    assert [row["service"] for row in json.loads(capsys.readouterr().out)] == wanted
+
+
 def test_after_the_end_nothing_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

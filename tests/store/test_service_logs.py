@@ -180,11 +180,29 @@ def test_the_list_the_newest_start_and_names(
     command.logs("run", store=run.store.url, as_json=True)
     listed = capfdbinary.readouterr().out
     assert listed.count(b'"service"') == 2 and b'"bytes": 19' in listed and str(folder).encode() in listed
-    with pytest.raises(UserError, match="no log of a service 'critic': there are logs of trainer"):
+    with pytest.raises(UserError, match="no log of a service 'critic' yet: there are logs of trainer"):
         command.logs("run", "critic", store=run.store.url)
     monkeypatch.setattr(socket, "gethostname", lambda: "another-machine")
     command.logs("run", "trainer", store=run.store.url)
     assert capfdbinary.readouterr().out == b"one\ntwo\nthree"
+
+
+def test_a_follower_waits_for_the_first_line_of_a_service(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """As from another machine, where the store has nothing yet of what a service has begun to write."""
+    copy = LogCopy(run.store, "run", TRAINER, append(tmp_path / "logs", TRAINER, b"one\n"))
+
+    def pause(seconds: float) -> None:
+        if copy.stored:
+            raise KeyboardInterrupt
+        copy()
+
+    monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr(command.time, "sleep", pause)
+    command.logs("run", "trainer", follow=True, store=run.store.url)
+    out, err = capfdbinary.readouterr()
+    assert out == b"one\n" and b"no log of a service 'trainer' yet" in err
 
 
 def test_a_follower_sees_what_is_added_and_the_next_start(
