@@ -104,7 +104,8 @@ def make_batch(shape: Shape, rows: int, arguments: argparse.Namespace) -> Batch:
     noise = {name: torch.randn(total, generator=generator) for name in ("behaviour", "advantages")}
     noise["behaviour"] -= math.log(shape.vocabulary)
     samples = make_sequences(ids, torch.ones(total, dtype=torch.bool), lengths)
-    return Batch(pa.array([str(i) for i in range(rows)]), samples, torch.ones(rows, dtype=torch.bool), noise, None)
+    names, kept = pa.array([str(i) for i in range(rows)]), torch.ones(rows, dtype=torch.bool)
+    return Batch(names, lengths, kept, None, samples, torch.arange(rows), noise)
 
 
 def make_backend(settings: Settings) -> Backend:

@@ -19,6 +19,8 @@ LayoutKind = Literal["packed", "padded"]
 
 #: The minibatch and micro-batch of a sample that is left out of training.
 LEFT_OUT: Final = -1
+#: The start of a sample whose tokens another rank holds.
+ELSEWHERE: Final = -1
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,18 @@ def make_sequences(
     return Sequences(input_ids, counted, starts, lengths)
 
 
-def counted_tokens(sequences: Sequences) -> Int[Tensor, " B"]:
-    """How many tokens of each sample count."""
+def among(sequences: Sequences, rows: Int[Tensor, " b"], lengths: Int[Tensor, " B"]) -> Sequences:
+    """The same tokens as those of the samples `rows` among samples of these lengths; the others' are elsewhere."""
+    starts = torch.full_like(lengths, ELSEWHERE)
+    starts[rows] = sequences.starts
+    return Sequences(sequences.input_ids, sequences.counted, starts, lengths)
+
+
+def counted_tokens(sequences: Sequences, rows: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """How many tokens of each of the samples `rows` count."""
     total = torch.cat([torch.zeros(1, dtype=torch.int64), sequences.counted.cumsum(0)])
-    return total[sequences.starts + sequences.lengths] - total[sequences.starts]
+    starts = sequences.starts[rows]
+    return total[starts + sequences.lengths[rows]] - total[starts]
 
 
 def spans(starts: Int[Tensor, " B"], lengths: Int[Tensor, " B"]) -> Int[Tensor, " N"]:

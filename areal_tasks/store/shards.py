@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -11,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from areal_tasks.store.backend import Store
+from areal_tasks.store.backend import Store, StoreError
 from areal_tasks.store.commit import verified
 from areal_tasks.store.digest import content_digest
 from areal_tasks.store.parallel import parallel
@@ -58,6 +60,32 @@ def read_table(store: Store, ref: TableRef, columns: Sequence[str] | None = None
     tables = parallel(lambda shard: read_shard(store, shard, names), ref.shards)
     wanted = pa.schema([schema.field(name) for name in names])
     return pa.concat_tables([table.cast(wanted) for table in tables])
+
+
+def read_files(name: str, files: Sequence[Path], columns: Sequence[str], ids: pa.Array | None = None) -> pa.Table:
+    """`columns` of the table `name` in verified `files` on this disk; only rows with these `sample_id`s, if given.
+
+    One row group at a time, so that memory holds little besides the result. Each page's checksum is verified again.
+
+    Raises:
+        UserError: a file has been damaged since it was verified.
+    """
+    schema = TABLES[name]
+    wanted = pa.schema([schema.field(column) for column in columns])
+    parts = [part.cast(wanted) for file in files for part in _row_groups(file, columns, ids)]
+    return pa.concat_tables([wanted.empty_table(), *parts])
+
+
+def _row_groups(path: Path, columns: Sequence[str], ids: pa.Array | None) -> Iterator[pa.Table]:
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            for number in range(file.num_row_groups):
+                part = _with_later(file, columns, partial(file.read_row_group, number))
+                yield part if ids is None else part.filter(pc.is_in(part["sample_id"], value_set=ids))
+    except (OSError, pa.ArrowInvalid) as error:
+        raise StoreError(
+            f"{path} has been damaged since it was read: {error}. Restart the run, which reads it again."
+        ) from error
 
 
 def _file(name: str, index: int) -> str:
@@ -160,9 +188,14 @@ def read_shard(store: Store, shard: ShardRef, columns: Sequence[str] | None = No
     """The rows of one shard, verified; those of `columns` that it has (None: all)."""
     file = pq.ParquetFile(pa.BufferReader(verified(store, shard.path, shard.sha256)))
     names = file.schema_arrow.names if columns is None else list(columns)
+    return _with_later(file, names, file.read)
+
+
+def _with_later(file: pq.ParquetFile, names: Sequence[str], read: Callable[..., pa.Table]) -> pa.Table:
+    """The columns `names` as far as the file has them, and those of LATER that it lacks."""
     lacking = [name for name in names if name in LATER and name not in file.schema_arrow.names]
     sources = {name: LATER[name] for name in lacking}
-    table = file.read(columns=[*names, *filter(None, sources.values())], use_threads=False)
+    table = read(columns=[*names, *filter(None, sources.values())], use_threads=False)
     for name, source in sources.items():
         table = table.append_column(name, all_false(table[source]) if source else pa.nulls(table.num_rows))
     return table.select([name for name in names if name in table.column_names])

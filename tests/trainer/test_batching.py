@@ -131,7 +131,7 @@ def test_layout_pairs_each_counted_token_with_the_position_before_it() -> None:
     ids = torch.arange(10, 19)
     mask = torch.tensor([1, 1, 0, 1, 0, 1, 1, 1, 1], dtype=torch.bool)
     sequences = make_sequences(ids, mask, torch.tensor([4, 2, 3]))
-    assert counted_tokens(sequences).tolist() == [2, 1, 2]  # no first token counts
+    assert counted_tokens(sequences, torch.arange(3)).tolist() == [2, 1, 2]  # no first token counts
     for kind in ("packed", "padded"):
         layout = make_layout(sequences, torch.tensor([2, 0]), kind)  # type: ignore[arg-type]
         flat = layout.input_ids.flatten()

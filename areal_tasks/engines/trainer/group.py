@@ -133,10 +133,21 @@ class Group:
         machines = range(self.world // self._local_world)
         return [mine] if self.store is None else [self._text_of(machine) for machine in machines]
 
-    def _shared_by(self, machine: int) -> str:
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank; returns this rank's result once all have one, or raises the first UserError."""
+        if self.store is None:
+            return work()
+        made: list[T] = []
+        self._shared += 1
+        self._post(self._shared_by(f"rank-{self.rank}"), json.dumps(_attempt(lambda: _kept(made, work()))))
+        for rank in range(self.world):
+            self._text_of(f"rank-{rank}")
+        return made[0]
+
+    def _shared_by(self, machine: int | str) -> str:
         return f"shared/{self._command}/{self._shared}/{machine}"
 
-    def _text_of(self, machine: int) -> str:
+    def _text_of(self, machine: int | str) -> str:
         assert self.store is not None
         key = self._shared_by(machine)
         self.store.wait([key], _FOREVER)
@@ -203,6 +214,11 @@ class Group:
         for key in self._stale:  # all ranks have ended this command, so they have read the previous one's keys
             self.store.delete_key(key)
         return found
+
+
+def _kept(made: list[T], result: T) -> str:
+    made.append(result)
+    return ""
 
 
 def _attempt(work: Callable[[], str]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from areal_tasks.engines.trainer.metrics import SampleMeans, over_ranks, step_st
 from areal_tasks.engines.trainer.objective import (
     Objective,
     agreement,
+    agreement_totals,
     check_agreement,
     gaps,
     grpo_objective,
@@ -39,7 +40,15 @@ from areal_tasks.engines.trainer.objective import (
     stat_names,
 )
 from areal_tasks.engines.trainer.optimizer import learning_rate
-from areal_tasks.engines.trainer.rows import LEAST_COMPARED, Batch, aligned, make_table, staleness_metrics
+from areal_tasks.engines.trainer.rows import (
+    LEAST_COMPARED,
+    Batch,
+    Samples,
+    aligned,
+    make_table,
+    staleness_metrics,
+    staleness_totals,
+)
 from areal_tasks.engines.trainer.settings import Settings
 from schemas.errors import UserError
 
@@ -103,25 +112,25 @@ class Learned:
     progress: Progress
 
 
-def make_plan(batch: Batch, settings: Settings, iteration: int, world: int = 1) -> Plan:
+def make_plan(samples: Samples, settings: Settings, iteration: int, world: int = 1) -> Plan:
     """Divide the kept samples into minibatches, and each of these into micro-batches within the token budget.
 
     The number of micro-batches is a multiple of `world`, the number of ranks, if there are enough samples.
     """
-    assigned = batch.minibatch
+    assigned = samples.minibatch
     if assigned is None:
-        assigned = minibatches(batch.kept, settings.minibatches, settings.seed, iteration)
+        assigned = minibatches(samples.kept, settings.minibatches, settings.seed, iteration)
     micro = torch.full_like(assigned, LEFT_OUT)
     for number in range(settings.minibatches):
         rows = torch.nonzero(assigned == number)[:, 0]
-        lengths = batch.sequences.lengths[rows]
+        lengths = samples.lengths[rows]
         micro[rows] = micro_batches(lengths, settings.trainer.micro_batch_tokens, settings.trainer.layout, world)
     return Plan(assigned, micro)
 
 
-def recorded_plan(batch: Batch, train_samples: pa.Table) -> Plan:
+def recorded_plan(samples: Samples, train_samples: pa.Table) -> Plan:
     """The plan that a committed iteration followed, from its `train_samples`."""
-    table = aligned(train_samples, batch.ids, "train_samples")
+    table = aligned(train_samples, samples.ids, "train_samples")
     return Plan(*(torch.tensor(table[name].to_numpy()).long() for name in ("minibatch", "micro_batch")))
 
 
@@ -139,7 +148,7 @@ def _sequence_log_ratios(batch: Batch) -> Float[Tensor, " N"]:
     counted = batch.sequences.counted
     log_ratios = batch.columns["proximal"][counted] - batch.columns["behaviour"][counted]
     found = torch.zeros(len(counted))
-    found[counted] = sequence_log_ratios(log_ratios, counted_tokens(batch.sequences))
+    found[counted] = sequence_log_ratios(log_ratios, counted_tokens(batch.sequences, batch.rows))
     return found
 
 
@@ -150,8 +159,29 @@ def passes_of_rank(passes: list[Rows], rank: int, world: int) -> list[Rows]:
     return mine + [torch.zeros(0, dtype=torch.int64)] * (rounds - len(mine))
 
 
+def passes_of(plan: Plan, number: int) -> list[Rows]:
+    """The samples of each pass over minibatch `number`."""
+    rows = torch.nonzero(plan.minibatch == number)[:, 0]
+    micro = plan.micro_batch[rows]
+    return [rows[micro == each] for each in torch.unique(micro).tolist()]
+
+
+def rows_of_rank(plan: Plan, rank: int, world: int) -> Rows:
+    """The samples that this rank reads, in ascending order: those it trains on, and its part of those left out.
+
+    What is left out is read because its tokens are checked, too.
+    """
+    numbers = torch.unique(plan.minibatch[plan.minibatch != LEFT_OUT]).tolist()
+    mine = [rows for number in numbers for rows in passes_of_rank(passes_of(plan, number), rank, world)]
+    left_out = torch.nonzero(plan.minibatch == LEFT_OUT)[:, 0]
+    return torch.cat([left_out[rank::world], *mine]).sort().values
+
+
 class Learner:
-    """Runs the optimizer steps of one iteration on this rank."""
+    """Runs the optimizer steps of one iteration on this rank, whose samples' tokens `batch` must hold.
+
+    Every rank makes one at the same time: they exchange numbers of tokens.
+    """
 
     def __init__(self, backend: Backend, settings: Settings, batch: Batch, plan: Plan) -> None:
         self.backend = backend
@@ -160,7 +190,7 @@ class Learner:
         self.plan = plan
         self.objective = make_objective(batch, settings, backend.device)
         self.rows = len(stat_names(batch.columns, settings))
-        self.counts = counted_tokens(batch.sequences)
+        self.counts = self._counts()
         self.comparable = self._is_comparable()
         self.work = Work(int((plan.minibatch != LEFT_OUT).sum()))
 
@@ -199,15 +229,15 @@ class Learner:
             steps.append({"version": version + 1, "step": progress.step, "minibatch": minibatch.number, **row})
             self._check_skipped(progress, row)
         self._collect(done, samples)
-        for row, of_ranks in zip(steps, self._of_ranks(peaks), strict=True):
-            row["peak_bytes"] = of_ranks
+        samples.place(self.backend.gather(samples.of(self.batch.rows)))
+        for row, of_ranks in zip(steps, self._of_ranks([float(peak) for peak in peaks]), strict=True):
+            row["peak_bytes"] = [int(peak) for peak in of_ranks]
         return Learned(steps_table(steps), self._samples_table(samples), summary(steps) | self._ages(), progress)
 
     def _minibatch(self, number: int) -> Minibatch:
         """Minibatch `number` of the plan."""
         rows = torch.nonzero(self.plan.minibatch == number)[:, 0]
-        micro = self.plan.micro_batch[rows]
-        passes = [rows[micro == number] for number in torch.unique(micro).tolist()]
+        passes = passes_of(self.plan, number)
         mine = passes_of_rank(passes, self.backend.rank, self.backend.world)
         return Minibatch(number, rows, self._sample_weights(rows), len(passes), mine)
 
@@ -232,9 +262,7 @@ class Learner:
             "grad_norm": norm,
             "lr": lr,
             "skipped": not (math.isfinite(found["loss"]) and math.isfinite(norm)),
-            "total_tokens": int(
-                (self.batch.sequences.lengths[rows] - 1).clamp(min=0).sum()
-            ),  # the last token predicts nothing
+            "total_tokens": int((self.batch.lengths[rows] - 1).clamp(min=0).sum()),  # the last token predicts nothing
             "samples": len(rows),
             "micro_batches": minibatch.passes,
         }
@@ -245,10 +273,10 @@ class Learner:
         overall = over_ranks(self.backend.gather(own).values)
         return step_statistics(overall, int(self.counts[minibatch.rows].sum()), self._measures(minibatch.number))
 
-    def _of_ranks(self, mine: list[int]) -> list[list[int]]:
+    def _of_ranks(self, mine: Sequence[float]) -> list[list[float]]:
         """For each of this rank's numbers, those of all ranks."""
-        own = TokenStats(torch.tensor(mine)[:, None], torch.zeros(1, dtype=torch.int64))
-        found: list[list[int]] = self.backend.gather(own).values.tolist()
+        own = TokenStats(torch.tensor(mine, dtype=torch.float64)[:, None], torch.zeros(1, dtype=torch.int64))
+        found: list[list[float]] = self.backend.gather(own).values.tolist()
         return found
 
     def _measures(self, number: int) -> bool:
@@ -261,22 +289,32 @@ class Learner:
             return True
         last = self.settings.minibatches - 1 if "proximal" in self.batch.columns else 0
         compared = (self.plan.minibatch != LEFT_OUT) & (self.plan.minibatch <= last)
-        return int((self.batch.staleness.comparable & self._tokens_of(compared)).sum()) >= LEAST_COMPARED
+        mine = float((self.batch.staleness.comparable & self._tokens_of(compared)).sum())
+        return sum(self._of_ranks([mine])[0]) >= LEAST_COMPARED
 
     def _ages(self) -> dict[str, float]:
         """Staleness of the tokens that were trained on; empty if they cannot be older than the policy."""
-        stale = self.batch.staleness
-        return {} if stale is None else staleness_metrics(stale, self._tokens_of(self.plan.minibatch != LEFT_OUT))
+        if self.batch.staleness is None:
+            return {}
+        mine = staleness_totals(self.batch.staleness, self._tokens_of(self.plan.minibatch != LEFT_OUT))
+        return staleness_metrics(self._of_ranks(mine))
 
     def _tokens_of(self, samples: Bool[Tensor, " B"]) -> Bool[Tensor, " N"]:
-        """The counted tokens of these samples."""
-        return self.batch.sequences.counted & samples.repeat_interleave(self.batch.sequences.lengths)
+        """The counted tokens of these samples, as far as they are here."""
+        here = self.batch.rows
+        return self.batch.sequences.counted & samples[here].repeat_interleave(self.batch.lengths[here])
+
+    def _counts(self) -> Int[Tensor, " B"]:
+        """How many tokens of each sample count."""
+        batch = self.batch
+        mine = TokenStats(counted_tokens(batch.sequences, batch.rows)[None].double(), batch.rows)
+        found = self.backend.gather(mine)
+        return torch.zeros_like(batch.lengths).index_copy_(0, found.samples, found.values[0].long())
 
     def _collect(self, done: list[tuple[TokenStats, bool]], samples: SampleMeans) -> None:
-        """Add all ranks' statistics of finished minibatches to `samples`."""
+        """Add this rank's statistics of finished minibatches to `samples`."""
         while done:
-            stats, measured = done.pop()
-            samples.add(self.backend.gather(stats), measured)
+            samples.add(*done.pop())
 
     def _sample_weights(self, rows: Int[Tensor, " n"]) -> Float[Tensor, " B"]:
         """The weight of every token of each sample, such that all tokens of the minibatch together weigh 1."""
@@ -315,7 +353,8 @@ class Learner:
             if self.batch.staleness is not None:
                 counted = counted & self.batch.staleness.comparable
             both = [self.batch.columns[name][counted] for name in ("proximal", "behaviour")]
-            check_agreement(agreement(gaps(*both), outside(*both)), self.settings.max_logprob_gap, len(both[0]))
+            totals = self._of_ranks(agreement_totals(gaps(*both), outside(*both)))
+            check_agreement(agreement(totals), self.settings.max_logprob_gap, int(sum(totals[0])))
 
     def _check_first(self, found: dict[str, Any]) -> None:
         """Check the agreement over the first minibatch, after its passes and before its step."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from areal_tasks.algorithms.behaviour import effective_sample_size
@@ -74,7 +74,10 @@ def step_statistics(found: Float[Tensor, "3 K"], tokens: int, measured: bool) ->
 
 
 class SampleMeans:
-    """Means over the tokens of each sample, accumulated minibatch by minibatch."""
+    """Means over the tokens of each sample, accumulated minibatch by minibatch.
+
+    Each rank has those of its own samples until it is given those of all ranks.
+    """
 
     def __init__(self, samples: int) -> None:
         self.counts = torch.zeros(samples, dtype=torch.int64)
@@ -94,6 +97,17 @@ class SampleMeans:
         self.counts.index_add_(0, samples, lengths)
         self.compared.index_add_(0, samples, _compared(stats, starts, lengths))
         self.sums.index_add_(1, samples, sums)
+
+    def of(self, samples: Int[Tensor, " n"]) -> TokenStats:
+        """What has been added of these samples, for other ranks."""
+        parts = torch.cat([torch.stack([self.counts, self.compared]), self.sums])
+        return TokenStats(parts[:, samples], samples)
+
+    def place(self, stats: TokenStats) -> None:
+        """Replace what is known of some samples by what ranks give `of` them."""
+        self.counts[stats.samples] = stats.values[0].long()
+        self.compared[stats.samples] = stats.values[1].long()
+        self.sums[:, stats.samples] = stats.values[2:]
 
     def columns(self) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
         """Columns of `train_samples`. A sample without counted tokens gets ratio 1, gap NaN and otherwise zeros."""

@@ -9,9 +9,10 @@ hide.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Final
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -114,14 +115,23 @@ def outside(proximal: Float[Tensor, " T"], behaviour: Float[Tensor, " T"]) -> Fl
     return torch.where(ratio.isnan(), ratio, beyond)
 
 
-def agreement(gap: Float[Tensor, " T"], beyond: Float[Tensor, " T"]) -> dict[str, float]:
-    """The agreement columns of `train_steps` from the tokens' `gaps` and `outside`; NaN without tokens."""
-    if not gap.numel():
-        return dict.fromkeys(("logprob_gap_mean", "logprob_gap_max", "ratio_outside"), math.nan)
+def agreement_totals(gap: Float[Tensor, " T"], beyond: Float[Tensor, " T"]) -> list[float]:
+    """Of a rank's tokens: their number, the sum and the maximum of their `gaps`, and how many are `outside`."""
+    largest = float(gap.max()) if gap.numel() else -math.inf
+    return [float(gap.numel()), float(gap.double().sum()), largest, float(beyond.double().sum())]
+
+
+def agreement(totals: Sequence[Sequence[float]]) -> dict[str, float]:
+    """The agreement of server and trainer from the ranks' `agreement_totals`, a list for each of the four.
+
+    NaN without tokens.
+    """
+    counts, sums, largest, beyond = totals
+    tokens = sum(counts) or math.nan
     return {
-        "logprob_gap_mean": float(gap.double().mean()),
-        "logprob_gap_max": float(gap.max()),
-        "ratio_outside": float(beyond.double().mean()),
+        "logprob_gap_mean": sum(sums) / tokens,
+        "logprob_gap_max": float(np.max(largest)) + 0 * tokens,
+        "ratio_outside": sum(beyond) / tokens,
     }
 
 

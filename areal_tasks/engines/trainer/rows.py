@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from areal_tasks.data.batching import Sequences, make_sequences
+from areal_tasks.data.batching import Sequences, among, make_sequences
 from schemas.errors import UserError
 from schemas.tables import FLOATS, TABLES
 
@@ -29,17 +29,34 @@ COLUMNS = {
 }
 #: Columns of the rollout that `train` also reads if tokens may be older than the policy.
 AGES = ("versions", "stale_kv")
+#: The columns that every rank reads of all samples; it reads the others of COLUMNS for its own samples only.
+PLANNING = {
+    "rollout": ("sample_id", "num_tokens", "version_max"),
+    "advantage": ("sample_id", "kept"),
+    "batch": ("sample_id", "num_tokens", "minibatch"),
+}
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The samples of one iteration. `columns` are flat: one element per token of `sequences`."""
+class Samples:
+    """What the plan of an iteration depends on: scalars of all its samples, the same on every rank."""
 
     ids: pa.Array
-    sequences: Sequences
+    lengths: Int[Tensor, " B"]
     kept: Bool[Tensor, " B"]
-    columns: dict[str, Float[Tensor, " N"]]
     minibatch: Int[Tensor, " B"] | None  # if the table prescribes it
+
+
+@dataclass(frozen=True)
+class Batch(Samples):
+    """The samples of one iteration, and the tokens of those in `rows`.
+
+    `columns` are flat: one element per token of `sequences`, which knows where those of each sample in `rows` are.
+    """
+
+    sequences: Sequences
+    rows: Int[Tensor, " b"]  # in the order of the flat columns
+    columns: dict[str, Float[Tensor, " N"]]
     staleness: Staleness | None = None  # if tokens may be older than the policy
 
 
@@ -48,18 +65,41 @@ def read_of(table: str, ages: bool) -> tuple[str, ...]:
     return (*COLUMNS[table], *AGES) if ages and table == "rollout" else COLUMNS[table]
 
 
-def grpo_batch(tables: Mapping[str, pa.Table], version: int, max_lag: float | None = None) -> Batch:
+def grpo_samples(tables: Mapping[str, pa.Table], version: int) -> Samples:
+    """All samples of the tables `rollout` and `advantage`, joined by `sample_id`.
+
+    Raises:
+        UserError: rows are missing, or a token is newer than `version`.
+    """
+    rollout = tables["rollout"]
+    _check_versions(rollout, version)
+    ids = _whole(rollout["sample_id"])
+    kept = _tensor(aligned(tables["advantage"], ids, "advantage")["kept"])
+    return Samples(ids, _tensor(rollout["num_tokens"]).long(), kept, None)
+
+
+def sft_samples(table: pa.Table) -> Samples:
+    """All demonstrations of an SFT `batch` table, which assigns each to a minibatch."""
+    kept = torch.ones(table.num_rows, dtype=torch.bool)
+    lengths, minibatch = (_tensor(table[name]).long() for name in ("num_tokens", "minibatch"))
+    return Samples(_whole(table["sample_id"]), lengths, kept, minibatch)
+
+
+def grpo_batch(
+    tables: Mapping[str, pa.Table], version: int, max_lag: float | None = None, samples: Samples | None = None
+) -> Batch:
     """The batch in tables `rollout`, `advantage` and optionally `reference` and `proximal`, joined by `sample_id`.
 
     Args:
+        samples: all samples of the iteration, of which `tables` hold some; none: the tables hold all.
         max_lag: by how many versions a token may be older than `version`; none: ages are not read. Otherwise the column
             `comparable` is 1 at tokens that `version` itself sampled, with its own KV cache.
 
     Raises:
         UserError: rows are missing or lists differ in length, or a token is newer than `version` or too old.
     """
+    samples = samples or grpo_samples(tables, version)
     rollout = tables["rollout"]
-    _check_versions(rollout, version)
     ids = _whole(rollout["sample_id"])
     advantage = aligned(tables["advantage"], ids, "advantage")
     sequences = read_sequences(rollout)
@@ -73,13 +113,27 @@ def grpo_batch(tables: Mapping[str, pa.Table], version: int, max_lag: float | No
     staleness = None if max_lag is None else _staleness(rollout, sequences, version, max_lag)
     if staleness is not None:
         columns["comparable"] = staleness.comparable.float()
-    return Batch(ids, sequences, _tensor(advantage["kept"]), columns, None, staleness)
+    return _batch(samples, ids, sequences, columns, staleness)
 
 
-def sft_batch(table: pa.Table) -> Batch:
-    """The batch in an SFT `batch` table, which assigns each demonstration to a minibatch."""
-    kept = torch.ones(table.num_rows, dtype=torch.bool)
-    return Batch(_whole(table["sample_id"]), read_sequences(table), kept, {}, _tensor(table["minibatch"]).long())
+def sft_batch(table: pa.Table, samples: Samples | None = None) -> Batch:
+    """The batch in an SFT `batch` table, which holds some of `samples`; none: all of them."""
+    return _batch(samples or sft_samples(table), _whole(table["sample_id"]), read_sequences(table), {})
+
+
+def _batch(
+    samples: Samples,
+    ids: pa.Array,
+    sequences: Sequences,
+    columns: dict[str, Float[Tensor, " N"]],
+    staleness: Staleness | None = None,
+) -> Batch:
+    """The batch of `samples` whose tokens are those of `sequences`, the samples `ids`."""
+    rows = (
+        torch.arange(len(ids)) if ids.equals(samples.ids) else _tensor(pc.index_in(ids, value_set=samples.ids)).long()
+    )
+    placed = among(sequences, rows, samples.lengths)
+    return Batch(samples.ids, samples.lengths, samples.kept, samples.minibatch, placed, rows, columns, staleness)
 
 
 def read_sequences(table: pa.Table) -> Sequences:
@@ -203,16 +257,19 @@ def check_lag(staleness: Staleness, sequences: Sequences, ids: pa.Array, version
     )
 
 
-def staleness_metrics(staleness: Staleness, trained: Bool[Tensor, " N"]) -> dict[str, float]:
-    """Over the `trained` tokens: mean and greatest lag, in versions, and the share with a stale KV cache.
-
-    Empty without tokens.
-    """
+def staleness_totals(staleness: Staleness, trained: Bool[Tensor, " N"]) -> list[float]:
+    """Over a rank's `trained` tokens: their number, the sum of their lags, the greatest, and how many are stale."""
     lag = staleness.lag[trained].double()
-    if not len(lag):
+    largest = float(lag.max()) if len(lag) else 0.0
+    return [float(len(lag)), float(lag.sum()), largest, float(staleness.stale_kv[trained].sum())]
+
+
+def staleness_metrics(totals: list[list[float]]) -> dict[str, float]:
+    """Mean and greatest lag, in versions, and the share of tokens with a stale KV cache.
+
+    From the ranks' `staleness_totals`: a list for each of the four. Empty without tokens.
+    """
+    counts, sums, largest, stale = totals
+    if not (tokens := sum(counts)):
         return {}
-    return {
-        "lag_mean": float(lag.mean()),
-        "lag_max": float(lag.max()),
-        "stale_kv": float(staleness.stale_kv[trained].double().mean()),
-    }
+    return {"lag_mean": sum(sums) / tokens, "lag_max": max(largest), "stale_kv": sum(stale) / tokens}

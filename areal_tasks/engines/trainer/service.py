@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import logging
 import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,32 +47,47 @@ from areal_tasks.engines.trainer.fencing import Fence, StaleCommand
 from areal_tasks.engines.trainer.forward import Ahead, background_thread, one_core, staged
 from areal_tasks.engines.trainer.fsdp2 import Fsdp2Backend
 from areal_tasks.engines.trainer.group import Group
-from areal_tasks.engines.trainer.learner import Learned, Learner, Work, make_plan, passes_of_rank, recorded_plan
+from areal_tasks.engines.trainer.learner import (
+    Learned,
+    Learner,
+    Plan,
+    Work,
+    make_plan,
+    passes_of_rank,
+    recorded_plan,
+    rows_of_rank,
+)
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.memory import names_memory_knobs
 from areal_tasks.engines.trainer.ranks import end_group
 from areal_tasks.engines.trainer.rows import (
     COLUMNS,
+    PLANNING,
+    TEXT,
     Batch,
+    Samples,
     grpo_batch,
+    grpo_samples,
     logprobs_table,
     read_of,
     read_sequences,
     sft_batch,
+    sft_samples,
 )
 from areal_tasks.engines.trainer.settings import Settings, read_settings
 from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, copy_description, largest_difference, remove_weights
 from areal_tasks.engines.trainer.transport import Sender
 from areal_tasks.store.backend import Store, open_store
-from areal_tasks.store.objects.files import materialise, read_weights, upload
+from areal_tasks.store.objects.files import local_file, materialise, read_weights, upload
 from areal_tasks.store.objects.local import unusable
-from areal_tasks.store.parallel import beside
-from areal_tasks.store.shards import read_table, write_table
+from areal_tasks.store.parallel import beside, parallel
+from areal_tasks.store.shards import read_files, read_table, write_table
 from areal_tasks.store.under_way import LEDGER
 from schemas.errors import UserError
 from schemas.manifest import FileRef, TableRef, WeightsRef
 
 log = logging.getLogger(__name__)
+Files = Mapping[str, Sequence[Path]]  # of tables
 _NONE: Final = torch.zeros(0, dtype=torch.int64)
 
 
@@ -175,7 +191,7 @@ class Trainer:
         else:
             self._need_reference()
         name = "proximal" if command.which == "policy" else "reference"
-        table = read_table(self.store, command.table, COLUMNS["rollout"])
+        table = read_table(self.store, command.table, TEXT)
         with one_core(self.backend.device, self.settings.trainer):
             sequences = read_sequences(table)
             scored = logprobs_table(name, table["sample_id"], sequences, self._score(sequences, command.which))
@@ -270,20 +286,43 @@ class Trainer:
         if command.kind != self.settings.kind:
             raise UserError(f"this trainer was started for {self.settings.kind}, not for {command.kind}")
         settings = self.settings if command.recipe is None else read_settings(command.recipe)
-        batch = self._batch(command, settings.max_lag)
-        if command.plan is None:
-            plan = make_plan(batch, settings, command.iteration, self.backend.world)
-        else:
-            plan = recorded_plan(batch, self._read({"train_samples": command.plan})["train_samples"])
+        plans = {} if command.plan is None else {"train_samples": command.plan}
+        files = self._files({**command.tables, **plans})
+        plan, batch = self.group.together(lambda: self._planned(command, settings, files))
+        if plans:
             settings = replace(settings, max_logprob_gap=math.inf)  # it passed the threshold of its time
         return Learner(self.backend, settings, batch, plan)
 
-    def _batch(self, command: Train, max_lag: float | None) -> Batch:
-        tables = self._read(command.tables, ages=max_lag is not None)
-        return sft_batch(tables["batch"]) if command.kind == "sft" else grpo_batch(tables, command.version, max_lag)
+    def _planned(self, command: Train, settings: Settings, files: Files) -> tuple[Plan, Batch]:
+        """The plan of all ranks, and the batch with the tokens of this rank's samples."""
+        samples = self._samples(command, files)
+        if command.plan is None:
+            plan = make_plan(samples, settings, command.iteration, self.backend.world)
+        else:
+            table = read_files("train_samples", files["train_samples"], COLUMNS["train_samples"])
+            plan = recorded_plan(samples, table)
+        rows = rows_of_rank(plan, self.backend.rank, self.backend.world)
+        ids, lag = samples.ids.take(pa.array(rows.numpy())), settings.max_lag
+        tables = {
+            name: read_files(name, files[name], read_of(name, ages=lag is not None), ids) for name in command.tables
+        }
+        if command.kind == "sft":
+            return plan, sft_batch(tables["batch"], samples)
+        return plan, grpo_batch(tables, command.version, lag, samples)
 
-    def _read(self, refs: Mapping[str, TableRef], ages: bool = False) -> dict[str, pa.Table]:
-        return {name: read_table(self.store, ref, read_of(name, ages)) for name, ref in refs.items()}
+    def _samples(self, command: Train, files: Files) -> Samples:
+        planned = [name for name in command.tables if name in PLANNING]
+        tables = {name: read_files(name, files[name], PLANNING[name]) for name in planned}
+        return sft_samples(tables["batch"]) if command.kind == "sft" else grpo_samples(tables, command.version)
+
+    def _files(self, refs: Mapping[str, TableRef]) -> Files:
+        """The files of these tables on this disk, which the first rank of each machine fetches and verifies."""
+        text = self.group.from_first_here(lambda: json.dumps({name: self._fetched(ref) for name, ref in refs.items()}))
+        return {name: [Path(path) for path in paths] for name, paths in json.loads(text).items()}
+
+    def _fetched(self, ref: TableRef) -> list[str]:
+        into = self.scratch / "tables"
+        return [str(file) for file in parallel(lambda shard: local_file(self.store, shard, into), ref.shards)]
 
     def _learn(self, learner: Learner, version: int) -> Change:
         self.work = learner.work

@@ -18,7 +18,7 @@ from areal_tasks.store.keys import combine_digests
 from areal_tasks.store.objects.local import file_sha256
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.paths import attempt_folder, checkpoint, weights
-from schemas.manifest import FileRef, IterationCommit, Provenance, WeightsManifest, WeightsRef
+from schemas.manifest import FileRef, IterationCommit, Provenance, ShardRef, WeightsManifest, WeightsRef
 
 if TYPE_CHECKING:
     from areal_tasks.store.runs import Run
@@ -56,6 +56,18 @@ def materialise(store: Store, files: Sequence[FileRef], into: Path, *, verify: b
     folder = local if local is not None else into
     parallel(lambda file: _materialise(store, file, folder / _relative(file, common), verify, local is None), files)
     return folder
+
+
+def local_file(store: Store, file: FileRef | ShardRef, into: Path) -> Path:
+    """The verified file on this disk: in the store's own folder if that is here, else fetched into the folder `into`.
+
+    Raises:
+        UserError: it is missing, or has another SHA-256 than recorded.
+    """
+    own = store.local(file.path)
+    target = own or into / f"{file.sha256}.parquet"
+    _materialise(store, FileRef(path=file.path, sha256=file.sha256, bytes=file.bytes), target, True, own is None)
+    return target
 
 
 def _materialise(store: Store, file: FileRef, target: Path, verify: bool, fetch: bool) -> None:
