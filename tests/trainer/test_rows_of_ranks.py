@@ -11,9 +11,10 @@ import torch
 from trainer_builders import World, advantage, rlhf_recipe, rollout, with_column
 
 from areal_tasks.data.batching import LEFT_OUT
-from areal_tasks.engines.trainer import service
+from areal_tasks.engines.trainer import reading
 from areal_tasks.engines.trainer.commands import Train
 from areal_tasks.engines.trainer.learner import Plan
+from areal_tasks.engines.trainer.reading import plan_and_batch
 from areal_tasks.engines.trainer.rows import PLANNING, Batch
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.store.shards import read_files
@@ -32,8 +33,7 @@ def rlhf(world: World) -> World:
 
 def planned(trainer: Trainer, command: Train, rank: int, world: int) -> tuple[Plan, Batch]:
     """What this rank among so many plans and reads."""
-    trainer.backend.rank, trainer.backend.world = rank, world
-    return trainer._planned(command, trainer.settings, trainer._files(command.tables))
+    return plan_and_batch(command, trainer.settings, trainer._files(command.tables), rank, world)
 
 
 def grpo(world: World, table: pa.Table) -> Train:
@@ -48,7 +48,7 @@ def test_a_rank_reads_tokens_of_its_own_samples_only(rlhf: World, monkeypatch: p
         reads.append((name, tuple(columns), read_files(name, files, columns, ids)))
         return reads[-1][2]
 
-    monkeypatch.setattr(service, "read_files", recorded)
+    monkeypatch.setattr(reading, "read_files", recorded)
     trainer, command, rows, plans = rlhf.trainer(), grpo(rlhf, rollout(LENGTHS)), [], []
     for rank in range(ranks):
         reads.clear()

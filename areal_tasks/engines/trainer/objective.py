@@ -127,10 +127,11 @@ def agreement(totals: Sequence[Sequence[float]]) -> dict[str, float]:
     NaN without tokens.
     """
     counts, sums, largest, beyond = totals
-    tokens = sum(counts) or math.nan
+    if not (tokens := sum(counts)):
+        return dict.fromkeys(("logprob_gap_mean", "logprob_gap_max", "ratio_outside"), math.nan)
     return {
         "logprob_gap_mean": sum(sums) / tokens,
-        "logprob_gap_max": float(np.max(largest)) + 0 * tokens,
+        "logprob_gap_max": float(np.max(largest)),  # NaN if one is
         "ratio_outside": sum(beyond) / tokens,
     }
 

@@ -10,13 +10,12 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-import pyarrow as pa
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -47,33 +46,12 @@ from areal_tasks.engines.trainer.fencing import Fence, StaleCommand
 from areal_tasks.engines.trainer.forward import Ahead, background_thread, one_core, staged
 from areal_tasks.engines.trainer.fsdp2 import Fsdp2Backend
 from areal_tasks.engines.trainer.group import Group
-from areal_tasks.engines.trainer.learner import (
-    Learned,
-    Learner,
-    Plan,
-    Work,
-    make_plan,
-    passes_of_rank,
-    recorded_plan,
-    rows_of_rank,
-)
+from areal_tasks.engines.trainer.learner import Learned, Learner, Work, passes_of_rank
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.memory import names_memory_knobs
 from areal_tasks.engines.trainer.ranks import end_group
-from areal_tasks.engines.trainer.rows import (
-    COLUMNS,
-    PLANNING,
-    TEXT,
-    Batch,
-    Samples,
-    grpo_batch,
-    grpo_samples,
-    logprobs_table,
-    read_of,
-    read_sequences,
-    sft_batch,
-    sft_samples,
-)
+from areal_tasks.engines.trainer.reading import Files, plan_and_batch
+from areal_tasks.engines.trainer.rows import TEXT, logprobs_table, read_sequences
 from areal_tasks.engines.trainer.settings import Settings, read_settings
 from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, copy_description, largest_difference, remove_weights
 from areal_tasks.engines.trainer.transport import Sender
@@ -81,13 +59,12 @@ from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.objects.files import local_file, materialise, read_weights, upload
 from areal_tasks.store.objects.local import unusable
 from areal_tasks.store.parallel import beside, parallel
-from areal_tasks.store.shards import read_files, read_table, write_table
+from areal_tasks.store.shards import read_files, write_table
 from areal_tasks.store.under_way import LEDGER
 from schemas.errors import UserError
 from schemas.manifest import FileRef, TableRef, WeightsRef
 
 log = logging.getLogger(__name__)
-Files = Mapping[str, Sequence[Path]]  # of tables
 _NONE: Final = torch.zeros(0, dtype=torch.int64)
 
 
@@ -191,7 +168,8 @@ class Trainer:
         else:
             self._need_reference()
         name = "proximal" if command.which == "policy" else "reference"
-        table = read_table(self.store, command.table, TEXT)
+        files = self._files({"rollout": command.table})
+        table = self.group.together(lambda: read_files("rollout", files["rollout"], TEXT))
         with one_core(self.backend.device, self.settings.trainer):
             sequences = read_sequences(table)
             scored = logprobs_table(name, table["sample_id"], sequences, self._score(sequences, command.which))
@@ -288,32 +266,11 @@ class Trainer:
         settings = self.settings if command.recipe is None else read_settings(command.recipe)
         plans = {} if command.plan is None else {"train_samples": command.plan}
         files = self._files({**command.tables, **plans})
-        plan, batch = self.group.together(lambda: self._planned(command, settings, files))
+        rank, world = self.backend.rank, self.backend.world
+        plan, batch = self.group.together(lambda: plan_and_batch(command, settings, files, rank, world))
         if plans:
             settings = replace(settings, max_logprob_gap=math.inf)  # it passed the threshold of its time
         return Learner(self.backend, settings, batch, plan)
-
-    def _planned(self, command: Train, settings: Settings, files: Files) -> tuple[Plan, Batch]:
-        """The plan of all ranks, and the batch with the tokens of this rank's samples."""
-        samples = self._samples(command, files)
-        if command.plan is None:
-            plan = make_plan(samples, settings, command.iteration, self.backend.world)
-        else:
-            table = read_files("train_samples", files["train_samples"], COLUMNS["train_samples"])
-            plan = recorded_plan(samples, table)
-        rows = rows_of_rank(plan, self.backend.rank, self.backend.world)
-        ids, lag = samples.ids.take(pa.array(rows.numpy())), settings.max_lag
-        tables = {
-            name: read_files(name, files[name], read_of(name, ages=lag is not None), ids) for name in command.tables
-        }
-        if command.kind == "sft":
-            return plan, sft_batch(tables["batch"], samples)
-        return plan, grpo_batch(tables, command.version, lag, samples)
-
-    def _samples(self, command: Train, files: Files) -> Samples:
-        planned = [name for name in command.tables if name in PLANNING]
-        tables = {name: read_files(name, files[name], PLANNING[name]) for name in planned}
-        return sft_samples(tables["batch"]) if command.kind == "sft" else grpo_samples(tables, command.version)
 
     def _files(self, refs: Mapping[str, TableRef]) -> Files:
         """The files of these tables on this disk, which the first rank of each machine fetches and verifies."""
