@@ -6,7 +6,7 @@ replayed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
@@ -60,23 +60,29 @@ def find_built(stage: Stage, context: Context, inputs: Mapping[str, Built]) -> B
 
 def _given(stage: Stage, context: Context, inputs: Mapping[str, Built]) -> Inputs:
     given = Inputs({name: built.manifest for name, built in inputs.items()}, stage.reads)
-    return replace(given, key=key_of(stage, context, given))
+    return replace(given, key=key_of(stage, context, given, _predecessors(stage, context)[0]))
 
 
 def _found(stage: Stage, context: Context, inputs: Inputs) -> Built | None:
     """The result committed under the key, in this run or in the run that is replayed."""
-    run = context.run
-    found = run.find_stage(context.iteration, stage.name, inputs.key) or _recorded(stage, context, inputs)
+    found = _own(stage, context, inputs) or _recorded(stage, context, inputs)
     return None if found is None else Built(found.manifest, found.ref, reused=True)
 
 
+def _own(stage: Stage, context: Context, inputs: Inputs) -> Found | None:
+    keys = [key_of(stage, context, inputs, predecessor) for predecessor in _predecessors(stage, context)]
+    found = (context.run.find_stage(context.iteration, stage.name, key) for key in keys)
+    return next(filter(None, found), None)
+
+
 def _recorded(stage: Stage, context: Context, inputs: Inputs) -> Found | None:
-    """The result in the run that is replayed. The keys of its source stages contain its own previous commit."""
-    if context.recorded is None:
-        return None
+    """The result in the run that is replayed. The keys of its source stages contain what preceded them there."""
     recorded = context.recorded
-    key = key_of(stage, replace(context, previous_digest=recorded.previous_digest), inputs)
-    return recorded.find(stage.name, key)
+    if recorded is None:
+        return None
+    predecessors = recorded.predecessors(stage) if stage.source else [None]
+    found = (recorded.find(stage.name, key_of(stage, context, inputs, one)) for one in predecessors)
+    return next(filter(None, found), None)
 
 
 def carried(stage: Stage, context: Context, inputs: Mapping[str, Built]) -> Built | None:
@@ -99,8 +105,11 @@ def _beginning(context: Context) -> IterationCommit | None:
     return parent.commit(0) if parent is not None and context.recorded is None and parent.head() is not None else None
 
 
-def key_of(stage: Stage, context: Context, inputs: Inputs) -> str:
-    """The digest of the stage, the recipe fields it reads, its inputs' content and the state it carries."""
+def key_of(stage: Stage, context: Context, inputs: Inputs, predecessor: str | None) -> str:
+    """The digest of the stage, the recipe fields it reads, its inputs' content, the state it carries, and predecessor.
+
+    `predecessor`: the digest of what precedes a source stage; none for other stages.
+    """
     digests = [inputs.ref(table).digest for table in stage.inputs]
     return stage_key(
         stage.name,
@@ -108,8 +117,21 @@ def key_of(stage: Stage, context: Context, inputs: Inputs) -> str:
         recipe_values(context.recipe, stage.fields),
         digests + _carried_digests(stage, context),
         context.recipe.seed,
-        context.previous_digest if stage.source else None,
+        predecessor,
     )
+
+
+def _predecessors(stage: Stage, context: Context) -> Sequence[str | None]:
+    """What the stage's key names as its predecessor; others are those of earlier versions, which knew the commit only.
+
+    A start of the flow may find such a result where the run goes on, and nowhere later.
+    """
+    if not stage.source:
+        return [None]
+    before = context.before(stage.name) if stage.ahead else None
+    if before is None:
+        return [context.previous_digest]
+    return [before.sha256] if context.uncommitted else [before.sha256, context.previous_digest]
 
 
 def _carried_digests(stage: Stage, context: Context) -> list[str]:

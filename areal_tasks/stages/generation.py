@@ -59,7 +59,7 @@ def rollout(recipe: RlhfRecipe) -> Stage:
 
     With filters, verdicts determine which groups there are, so they are written too, and the key covers their settings.
     """
-    filtered = recipe.rollout.filters.active
+    filtered, ahead = recipe.rollout.filters.active, recipe.rollout.max_head_offpolicyness > 0
     return Stage(
         name="rollout",
         kind=Kind.GENERATE,
@@ -68,8 +68,9 @@ def rollout(recipe: RlhfRecipe) -> Stage:
         reads=columns("prompts", *PROMPT_COLUMNS),
         writes=("rollout", "judged") if filtered else ("rollout",),
         fields=("rollout", "workflow", *ENGINE_FIELDS, *(("reward",) if filtered else ())),
-        carries=() if recipe.rollout.max_head_offpolicyness else ("weights",),  # else samples have several versions
+        carries=() if ahead else ("weights",),  # ahead, samples have several versions
         source=True,
+        ahead=ahead,
     )
 
 
@@ -107,7 +108,8 @@ class Generation:
                 verified, or see `Rollouts.take`.
         """
         eta = self.book.rule.eta(context.iteration)
-        check_versions(context.engines.servers.inference(waits=eta == 0), context.weights.version, eta)
+        lag = context.iteration if eta else 0  # if they lag, the rule does not let groups begin that would be too old
+        check_versions(context.engines.servers.inference(waits=eta == 0), context.iteration, lag)
         rollouts = self._following(context, inputs)
         wanted, size = self.book.rule.batch(context.iteration), rollouts.limits.group_size
 

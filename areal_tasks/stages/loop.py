@@ -24,7 +24,7 @@ from areal_tasks.stages.generation import Generation
 from areal_tasks.stages.graphs import evaluates_at_end, iteration_plan, iterations
 from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.publish import unwritten
-from areal_tasks.stages.stage import Context, Stage
+from areal_tasks.stages.stage import Context, Kind, Stage
 from areal_tasks.store.changes import describe, waiting_changes
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.history.journal import Details, append
@@ -103,6 +103,7 @@ class Loop:
         self.restored: WeightsRef | None = None  # replaces the head's weights
         self.generation: Generation | None = None
         self._overlapping: Future[dict[str, Built]] | None = None
+        self._ahead: Future[dict[str, Built]] | None = None
 
     @property
     def first(self) -> int:
@@ -197,7 +198,8 @@ class Loop:
         self.engines.load_early((self.restored or current).version)
 
     def _iteration(self, k: int, once: Mapping[str, Built]) -> dict[str, Built]:
-        started, built = now(), dict(once)
+        started, built = now(), dict(once) | self._take_ahead(k)
+        self._apply_changes(k + 1)
         if self._overlapping is not None and self.engines.resizes(self.recipe_at(k)):
             wait([self._overlapping])  # a publication uses the trainer
         self.engines.adapt(self.recipe_at(k))
@@ -205,25 +207,60 @@ class Loop:
         for level in plan.levels():
             if any(stage.name == "publish" for stage in level):  # the servers keep the evaluated weights until then
                 built |= self._take_overlapped()
+            if any(stage.name == "train" for stage in level):
+                self._begin_ahead(k + 1, once, built)
             wanted = [s for s in level if s.name not in built and s.name not in overlapped]
             built |= (new := self._level(wanted, plan, context, built))
-            if self.generation is not None and "rollout" in new:
-                self.generation.consume(context, new["rollout"])
+            if "rollout" in new:
+                self._consume(k, new["rollout"])
         if self.evaluates_at_end(k):
             built |= self._last_evaluation(context, built)
         if "publish" in overlapped:
             self.engines.actor.keep(built["train"].manifest)  # before another step changes it
-        self._apply_changes(k + 2)
         self._commit(context, built, started)
         if "publish" in overlapped:
             publication = self._job("publish", plan, context, built)
             self._overlap(k + 1, once, lambda: self._late(publication))
         return built
 
+    def _begin_ahead(self, k: int, once: Mapping[str, Built], built: Mapping[str, Built]) -> None:
+        """Begin what iteration `k` does before it needs the trainer, in a thread: the one before has `built` its own.
+
+        Not where another recipe is in force from `k` on, since servers and workers change before it.
+        """
+        if k >= self.last or not self._overlaps(k) or self.recipe_at(k) is not self.recipe_at(k - 1):
+            return
+        plan = self.plan(k)
+        context = replace(self._context(k), uncommitted={name: one.ref for name, one in built.items()})
+
+        def work() -> dict[str, Built]:
+            found = dict(once)
+            for level in plan.levels():
+                possible = [s for s in level if s.ahead or (s.kind is Kind.PURE and not s.once)]
+                ready = [stage for stage in possible if found.keys() >= set(plan.inputs(stage))]
+                found |= self._level(ready, plan, context, found)
+            return found
+
+        self._ahead = in_background(partial(copy_context().run, work), "ahead")
+
+    def _take_ahead(self, k: int) -> dict[str, Built]:
+        """Wait for what was begun of iteration `k` while the one before trained. Raises what it raised."""
+        work, self._ahead = self._ahead, None
+        if work is None:
+            return {}
+        found = work.result()
+        self._consume(k, found["rollout"])
+        return found
+
+    def _consume(self, k: int, rollout: Built) -> None:
+        """The groups of a rollout are those of iteration `k`. The commit before does not count them yet."""
+        assert self.generation is not None
+        self.generation.consume(self._context(k), rollout)
+
     def _apply_changes(self, first: int) -> None:
         """Put the changes that were asked for since the last look into force from iteration `first` on.
 
-        No iteration may be taking groups.
+        No iteration may be taking groups, or have taken some that do not count as consumed.
         """
         if first >= self.last:
             return

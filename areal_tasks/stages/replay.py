@@ -43,10 +43,14 @@ class Recorded:
     kept: frozenset[str]
     rebuilt: str
 
-    @property
-    def previous_digest(self) -> str:
-        """Digest of the commit that precedes the recorded one."""
-        return self.commit.previous
+    def predecessors(self, stage: Stage) -> Sequence[str]:
+        """Digests, one of which the key of the recorded source stage contains: of the previous commit, or result.
+
+        Runs of before results were built ahead have the commit's.
+        """
+        k = self.commit.iteration
+        earlier = self.run.commit(k - 1).stages if stage.ahead and k else ()
+        return [*(ref.sha256 for ref in earlier if ref.stage == stage.name), self.commit.previous]
 
     def rejudged(self) -> Found | None:
         """The recorded evaluation, if the replay verifies its completions again."""

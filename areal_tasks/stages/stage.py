@@ -12,7 +12,7 @@ import pyarrow as pa
 from areal_tasks.store.backend import Store
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import read_table
-from schemas.manifest import InputRef, IterationCommit, StageManifest, TableRef, WeightsRef
+from schemas.manifest import InputRef, IterationCommit, StageManifest, StageRef, TableRef, WeightsRef
 from schemas.recipe.recipe import Recipe, SftRecipe
 
 if TYPE_CHECKING:
@@ -71,8 +71,9 @@ class Output:
 class Stage:
     """One node of the graph. `reads` are `table.column`; `writes` are tables; `carries` is state of the last iteration.
 
-    `source` stages read no table of their iteration, so their key contains the previous commit's digest; `once` stages
-    are built once per run, and every later commit names the same manifest. `on_reuse` gives the servers, if there
+    `source` stages read no table of their iteration, so their key contains the previous commit's digest. Those that are
+    built `ahead`, before that commit exists, name their own previous result instead. `once` stages are built once per
+    run, and every later commit names the same manifest. `on_reuse` gives the servers, if there
     are any, what running the stage would have given them; a trainer is restored when it is next used.
     """
 
@@ -86,6 +87,7 @@ class Stage:
     carries: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     source: bool = False
+    ahead: bool = False
     once: bool = False
     on_reuse: Callable[[Context, Inputs, StageManifest], None] | None = None
 
@@ -118,6 +120,7 @@ class Context:
     previous_digest: str
     recorded: Recorded | None = None  # the same iteration of the run that is replayed
     generation: Generation | None = None  # of a run that generates samples to train on
+    uncommitted: Mapping[str, StageRef] = field(default_factory=dict)  # results of the previous iteration, if it trains
 
     @property
     def store(self) -> Store:
@@ -128,6 +131,11 @@ class Context:
         """The weights of version `iteration`, with which servers generate. Unset before stage `initialise`."""
         assert self.weights_held is not None, "the initial weights come first"
         return self.weights_held
+
+    def before(self, stage: str) -> StageRef | None:
+        """The previous iteration's result of this stage."""
+        committed = {ref.stage: ref for ref in self.previous.stages} if self.previous else {}
+        return {**committed, **self.uncommitted}.get(stage)
 
     @property
     def next_group(self) -> int:

@@ -58,7 +58,8 @@ def stage_key(
         version: of the stage's code: raised when the same inputs would give another result.
         values: semantic recipe values it reads (`recipe_values`).
         inputs: content digests of what it reads, in the order it names them.
-        previous: digest of the previous commit, for a stage that reads no table (rollout).
+        previous: for a stage that reads no table (rollout), the digest of the previous commit; of the previous result
+            of this stage if it is made before that commit.
     """
     request = {
         "stage": stage,

@@ -117,7 +117,7 @@ def test_eta_and_batch_change_while_the_run_goes_on(tmp_path: Path) -> None:
     assert evaluated == [0, 2, 4, 6, 8]
     check(run)
     stale = [k for k in range(9) if rollout_of(run, k).metrics.get("rejected_stale")]
-    assert stale == [4], "what had been generated ahead no longer fits"
+    assert stale == [5], "what had been generated ahead, when the groups of 4 were taken, no longer fits"
     asked = run_sql(run.store, "r", "SELECT change FROM segments ORDER BY segment")["change"].to_pylist()
     assert asked[0] is None and asked[1].startswith("rollout.max_head_offpolicyness=4, rollout.pace=10 (")
     changed = [line for line in read_log(run.store, "r") if line.action == "changed"]
