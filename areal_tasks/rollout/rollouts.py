@@ -210,7 +210,7 @@ class Rollouts:
 
     async def close(self) -> None:
         """Abandon running groups, and write finished ones to the store."""
-        self._end(UserError("generation was closed"))  # no group begins, and none is taken
+        self._end(UserError("abandoned, since the flow ends: its groups begin again"))
         self.client.followers = Followers()
         links, self.links.by_start = list(self.links.by_start.values()), {}
         await asyncio.gather(*(link.close() for link in links), self._record(self.rejections.by_filters))

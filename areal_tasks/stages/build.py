@@ -80,7 +80,8 @@ def _recorded(stage: Stage, context: Context, inputs: Inputs) -> Found | None:
     recorded = context.recorded
     if recorded is None:
         return None
-    predecessors = recorded.predecessors(stage) if stage.source else [None]
+    trained = context.before("train")
+    predecessors = recorded.predecessors(stage, trained.key if trained else "") if stage.source else [None]
     found = (recorded.find(stage.name, key_of(stage, context, inputs, one)) for one in predecessors)
     return next(filter(None, found), None)
 

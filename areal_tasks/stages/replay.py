@@ -43,14 +43,19 @@ class Recorded:
     kept: frozenset[str]
     rebuilt: str
 
-    def predecessors(self, stage: Stage) -> Sequence[str]:
+    def predecessors(self, stage: Stage, trained: str) -> Sequence[str]:
         """Digests, one of which the key of the recorded source stage contains: of the previous commit, or result.
 
-        Runs of before results were built ahead have the commit's.
+        Runs of before results were built ahead have the commit's. None if the training before has another key than
+        `trained`: the key of a stage that is built ahead does not say so. But a replay may keep the result.
         """
         k = self.commit.iteration
-        earlier = self.run.commit(k - 1).stages if stage.ahead and k else ()
-        return [*(ref.sha256 for ref in earlier if ref.stage == stage.name), self.commit.previous]
+        if not stage.ahead or not k:
+            return [self.commit.previous]
+        before = {ref.stage: ref for ref in self.run.commit(k - 1).stages}
+        if stage.name not in self.kept and before["train"].key != trained:
+            return []
+        return [before[stage.name].sha256, self.commit.previous]
 
     def rejudged(self) -> Found | None:
         """The recorded evaluation, if the replay verifies its completions again."""

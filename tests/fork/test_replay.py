@@ -132,6 +132,15 @@ def test_on_policy_generates_anew_as_soon_as_weights_differ(whole: Path) -> None
     assert not load_run(store_in(whole), "on-policy").record.counterfactual
 
 
+def test_on_policy_an_asynchronous_run_is_generated_anew_once_weights_differ(tmp_path: Path) -> None:
+    recipe = tiny(rollout={"max_head_offpolicyness": 1}, algorithm={"max_logprob_gap": 9.0})
+    finished(tmp_path, "whole", recipe)
+    replay(tmp_path, "on-policy", ON_POLICY, LR)
+    replay(tmp_path, "same", ON_POLICY, "trainer.lr=0.01")
+    assert [made_by(tmp_path, "on-policy", k) & {"rollout"} for k in range(3)] == [set(), {"rollout"}, {"rollout"}]
+    assert "rollout" not in made_by(tmp_path, "same", 1), "the weights are still the same"
+
+
 def test_killed_at_any_write_a_replay_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     """One of three kinds each time: with a trainer, with servers, with neither."""
     origin, highest = random.choice([(kept("train"), 30), (ON_POLICY, 45), (kept("verify", until="advantage"), 16)])
