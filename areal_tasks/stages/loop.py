@@ -84,7 +84,7 @@ class Loop:
     """A run's iterations from the first that is not committed to the last.
 
     `recipe` is the newest one of the run: changes that `arealflow set` asks for replace it. They are in force from the
-    iteration after the next, since generation for the next one may have begun.
+    iteration after the next, since the next one may have taken its groups.
     """
 
     run: Run
