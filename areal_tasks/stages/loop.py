@@ -42,6 +42,8 @@ from schemas.recipe.recorded import with_values
 log = logging.getLogger(__name__)
 
 UNTRACKED = ("scalars",)  # built with the commit: a task run would cost more than the stage
+#: For what was begun ahead, before the servers end: the worker kills a flow 7 s after asking it to end.
+END_SECONDS: Final = 2.0
 #: More objects than the answers in flight consist of: each sample has lists with an element per token.
 YOUNG_OBJECTS: Final = 50_000
 
@@ -171,6 +173,8 @@ class Loop:
         finally:
             if self.generation is not None:
                 self.generation.close()
+            if self._ahead is not None:  # another error ended the run; what takes groups ends with generation
+                wait([self._ahead], END_SECONDS)
 
     def _begin(self) -> dict[str, Built]:
         """Build what is built once per run. Services start meanwhile, inference servers once there are weights."""
