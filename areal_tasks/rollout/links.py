@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from areal_tasks.engines.client import InferenceClient
@@ -17,10 +17,14 @@ from areal_tasks.rollout.link import Link
 
 @dataclass
 class Links(Followers):
-    """The links, by start of a worker: (address, restart). As `Followers` they follow `client`."""
+    """The links, by start of a worker: (address, restart). As `Followers` they follow `client`.
+
+    `served` is called soon after other servers may generate, or hold other weights.
+    """
 
     client: InferenceClient
     background: Background
+    served: Callable[[], None]
     by_start: dict[tuple[str, int], Link] = field(default_factory=dict)
     _serving: Serving | None = None  # as last sent to the workers
 
@@ -52,6 +56,7 @@ class Links(Followers):
         if (serving := self.client.serving) != self._serving:
             self._serving = serving
             self.background.do(self.acknowledged())
+            asyncio.get_running_loop().call_soon(self.served)
 
     async def acknowledged(self) -> None:
         """Return when all workers have acknowledged which servers may generate."""

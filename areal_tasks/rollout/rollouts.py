@@ -87,7 +87,7 @@ class Rollouts:
     _background: Background = field(default_factory=Background)
 
     def __post_init__(self) -> None:
-        self.links = Links(self.client, self._background)
+        self.links = Links(self.client, self._background, self.begin)
         self.rejections = Rejections(self.limits)
         self.suspects = Suspects()
 
@@ -126,11 +126,17 @@ class Rollouts:
         while (taken := self.book.take()) is None or not self.links.ready():
             if self._failure is not None:
                 raise self._failure
-            if taken is None and not self._assigned and 0 < len(self.links.by_start) == len(self.links.ready()):
+            if taken is None and self._is_idle():
                 raise RuntimeError(f"iteration {self.book.next} waits for groups, and none is being generated")
             self._news.clear()
             await self._news.wait()
         return [group.index for group in taken]
+
+    def _is_idle(self) -> bool:
+        """Whether nothing is being generated, and nothing is awaited of workers, or of servers that get new weights."""
+        if self._assigned or not 0 < len(self.links.by_start) == len(self.links.ready()):
+            return False
+        return self.client.version is None or self.client.version >= self.book.next - 1
 
     async def _written(self, link: Link, part: Part) -> Written | None:
         """Have a worker write a part; None if some of its groups begin again instead."""

@@ -113,3 +113,25 @@ def test_what_fails_ahead_fails_the_iteration_that_it_belongs_to(tmp_path: Path)
     run: Run = load_run(store_in(tmp_path), "failed")
     assert run.committed == 3, "the iteration that trained meanwhile is committed"
     check(drive(tmp_path, "failed", ahead()))
+
+
+class Slow(Watched):
+    """Each publication ends after the next iteration's rollout has found that no group may begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[str] = []
+
+    def __call__(self, jobs: Sequence[Job]) -> list[Built]:
+        self.begun += [job.label for job in jobs]
+        if jobs[0].stage.name == "publish" and (k := jobs[0].context.iteration) + 2 < ITERATIONS:
+            wait_until(lambda: f"rollout {k + 2}" in self.begun, "the rollout that needs these weights")
+        return super().__call__(jobs)
+
+
+def test_a_rollout_waits_for_weights_that_are_being_published(tmp_path: Path) -> None:
+    """With η = 1 no group of iteration k + 1 may begin before the servers hold version k."""
+    slow = Slow()
+    run = drive(tmp_path, "slow", ahead(rollout={"max_head_offpolicyness": 1}), slow)
+    check(run, 1)
+    assert len(slow.begun) == len(set(slow.begun)), "no stage failed and was repeated"
