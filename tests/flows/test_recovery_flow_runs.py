@@ -41,7 +41,7 @@ def command_of(pid: int) -> list[str]:
 
 @dataclass
 class Scene:
-    """A flow run of its own and the run it makes. While `gate` is there the run is held before its next verdict."""
+    """A flow run of its own and the run it makes. While `gate` is closed the run is held before its next verdict."""
 
     api: str
     folder: Path
@@ -104,11 +104,14 @@ class Scene:
         assert len(self.services()) == 2
 
     def move_on(self) -> None:
-        """Let some iterations pass, and hold the run again."""
+        """Let an iteration pass, and hold the run again."""
         k = self.committed()
-        self.gate.unlink()
+        self.open_until(k)
         wait_until(lambda: self.committed() > k, "a commit")
-        self.gate.touch()
+
+    def open_until(self, k: int) -> None:
+        """Open the gate; the commit of iteration `k` closes it."""
+        self.gate.write_text(store_in(self.folder).uri(paths.iteration_commit("r", k)).removeprefix("file://"))
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +206,7 @@ def test_a_paused_flow_run_keeps_its_services_and_goes_on(scene: Scene) -> None:
     there, k = scene.processes(), scene.committed()
     scene.set("PAUSED", "Paused")
     wait_until(lambda: scene.logged("paused: no stage begins"), "the flow to notice")
-    scene.gate.unlink()
+    scene.open_until(k)
     ended = wait_until(lambda: scene.ended(f"verify {k}"), "the end of the stage")
     assert scene.committed() == k < ITERATIONS and scene.processes() == there
     assert len(scene.services()) == 2
@@ -211,7 +214,6 @@ def test_a_paused_flow_run_keeps_its_services_and_goes_on(scene: Scene) -> None:
     scene.resume()
     assert wait_until(lambda: scene.logged("the flow run is resumed"), "the flow to go on") >= asked
     wait_until(lambda: scene.committed() > k, "a commit")
-    scene.gate.touch()
     wait_until(lambda: scene.ended(f"advantage {k}"), "the next stage, as the server knows it")
     assert not [task["name"] for task in scene.tasks() if ended < moment(task["start_time"]) < asked]
     assert not store_in(scene.folder).exists(paths.owner("r", 4))
