@@ -28,7 +28,6 @@ from areal_tasks.rollout.rollouts import Rollouts, recover
 from areal_tasks.rollout.settled import settled_after
 from areal_tasks.rollout.spooling import NOTHING_SPOOLED, Place, Spool, Writer
 from areal_tasks.rollout.staleness import Staleness
-from areal_tasks.stages.build import Built
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
 from areal_tasks.stages.verify import check_failures
@@ -123,9 +122,9 @@ class Generation:
         sizes = sizes_of(sum(p.samples for p in parts), sum(p.tokens for p in parts), sum(p.truncated for p in parts))
         return Output(tables, sizes | rollouts.rejections.metrics())
 
-    def consume(self, context: Context, rollout: Built) -> None:
-        """The iteration's rollout is committed: its groups are settled, whichever process generated them."""
-        taken, rollouts = groups_of(context.store, rollout.manifest), self._rollouts
+    def consume(self, context: Context, taken: Sequence[int]) -> None:
+        """The iteration's rollout is committed: the groups `taken` are settled, whichever process generated them."""
+        rollouts = self._rollouts
         if rollouts is None:
             self.book.consume(taken)
         else:

@@ -20,7 +20,7 @@ from typing import Any, Final
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built, PrefectIds, build, carried, find_built
 from areal_tasks.stages.checkpoint import next_checkpoint, restored_weights
-from areal_tasks.stages.generation import Generation
+from areal_tasks.stages.generation import Generation, groups_of
 from areal_tasks.stages.graphs import evaluates_at_end, iteration_plan, iterations
 from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.publish import unwritten
@@ -105,7 +105,7 @@ class Loop:
         self.restored: WeightsRef | None = None  # replaces the head's weights
         self.generation: Generation | None = None
         self._overlapping: Future[dict[str, Built]] | None = None
-        self._ahead: Future[dict[str, Built]] | None = None
+        self._ahead: Future[tuple[dict[str, Built], list[int]]] | None = None  # its results, and its groups
 
     @property
     def first(self) -> int:
@@ -216,7 +216,7 @@ class Loop:
             wanted = [s for s in level if s.name not in built and s.name not in overlapped]
             built |= (new := self._level(wanted, plan, context, built))
             if "rollout" in new:
-                self._consume(k, new["rollout"])
+                self._consume(k, groups_of(self.run.store, new["rollout"].manifest))
         if self.evaluates_at_end(k):
             built |= self._last_evaluation(context, built)
         if "publish" in overlapped:
@@ -237,13 +237,13 @@ class Loop:
         plan = self.plan(k)
         context = replace(self._context(k), uncommitted={name: one.ref for name, one in built.items()})
 
-        def work() -> dict[str, Built]:
+        def work() -> tuple[dict[str, Built], list[int]]:
             found = dict(once)
             for level in plan.levels():
                 possible = [s for s in level if s.ahead or (s.kind is Kind.PURE and not s.once)]
                 ready = [stage for stage in possible if found.keys() >= set(plan.inputs(stage))]
                 found |= self._level(ready, plan, context, found)
-            return found
+            return found, groups_of(context.store, found["rollout"].manifest)
 
         self._ahead = in_background(partial(copy_context().run, work), "ahead")
 
@@ -252,14 +252,14 @@ class Loop:
         work, self._ahead = self._ahead, None
         if work is None:
             return {}
-        found = work.result()
-        self._consume(k, found["rollout"])
+        found, groups = work.result()
+        self._consume(k, groups)
         return found
 
-    def _consume(self, k: int, rollout: Built) -> None:
-        """The groups of a rollout are those of iteration `k`. The commit before does not count them yet."""
+    def _consume(self, k: int, groups: Sequence[int]) -> None:
+        """Iteration `k` has taken these groups, and the one before is committed without them."""
         assert self.generation is not None
-        self.generation.consume(self._context(k), rollout)
+        self.generation.consume(self._context(k), groups)
 
     def _apply_changes(self, first: int) -> None:
         """Put the changes that were asked for since the last look into force from iteration `first` on.

@@ -15,7 +15,7 @@ from waiting import wait_until
 
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.loop import Job, run_directly
-from areal_tasks.store.runs import Run, load_run
+from areal_tasks.store.runs import load_run
 from schemas.errors import UserError
 from schemas.recipe.recipe import Recipe
 
@@ -110,7 +110,7 @@ class Unverified(Watched):
 def test_what_fails_ahead_fails_the_iteration_that_it_belongs_to(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing can be verified"):
         drive(tmp_path, "failed", ahead(), Unverified())
-    run: Run = load_run(store_in(tmp_path), "failed")
+    run = load_run(store_in(tmp_path), "failed")
     assert run.committed == 3, "the iteration that trained meanwhile is committed"
     check(drive(tmp_path, "failed", ahead()))
 
