@@ -89,7 +89,10 @@ class Assignments:
     def of(self, link: Link, numbers: Collection[int] | None = None) -> list[int]:
         """The groups of a worker; only those of the leases `numbers`, if given."""
         mine = list(self._by_link.get(link, ()))
-        return mine if numbers is None else [group for group in mine if self.by_group[group].number in set(numbers)]
+        if numbers is None:
+            return mine
+        wanted = set(numbers)
+        return [group for group in mine if self.by_group[group].number in wanted]
 
     def running(self, link: Link) -> int:
         """How many groups a worker generates or verifies."""
