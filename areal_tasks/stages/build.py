@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import pyarrow as pa
 
@@ -70,8 +71,8 @@ def _found(stage: Stage, context: Context, inputs: Inputs) -> Built | None:
 
 
 def _own(stage: Stage, context: Context, inputs: Inputs) -> Found | None:
-    keys = [key_of(stage, context, inputs, predecessor) for predecessor in _predecessors(stage, context)]
-    found = (context.run.find_stage(context.iteration, stage.name, key) for key in keys)
+    of_before = (key_of(stage, context, inputs, one) for one in _predecessors(stage, context)[1:])
+    found = (context.run.find_stage(context.iteration, stage.name, key) for key in chain([inputs.key], of_before))
     return next(filter(None, found), None)
 
 
@@ -123,9 +124,9 @@ def key_of(stage: Stage, context: Context, inputs: Inputs, predecessor: str | No
 
 
 def _predecessors(stage: Stage, context: Context) -> Sequence[str | None]:
-    """What the stage's key names as its predecessor; others are those of earlier versions, which knew the commit only.
+    """What the stage's key names as its predecessor; then what it named in earlier versions of the code, if another.
 
-    A start of the flow may find such a result where the run goes on, and nowhere later.
+    A flow that goes on with a run may find a result of an earlier version in its first iteration, and in no later one.
     """
     if not stage.source:
         return [None]

@@ -44,10 +44,11 @@ class Recorded:
     rebuilt: str
 
     def predecessors(self, stage: Stage, trained: str) -> Sequence[str]:
-        """Digests, one of which the key of the recorded source stage contains: of the previous commit, or result.
+        """What the key of the recorded source stage may name as its predecessor: its previous result, or the commit.
 
-        Runs of before results were built ahead have the commit's. None if the training before has another key than
-        `trained`: the key of a stage that is built ahead does not say so. But a replay may keep the result.
+        Empty if the recorded result must not be reused. The key of a stage that is built ahead does not cover the
+        weights that generated it, so it is reused only while the previous training has the key `trained`, or if this
+        replay keeps it whatever the weights.
         """
         k = self.commit.iteration
         if not stage.ahead or not k:

@@ -73,8 +73,8 @@ class Stage:
 
     `source` stages read no table of their iteration, so their key contains the previous commit's digest. Those that are
     built `ahead`, before that commit exists, name their own previous result instead. `once` stages are built once per
-    run, and every later commit names the same manifest. `on_reuse` gives the servers, if there
-    are any, what running the stage would have given them; a trainer is restored when it is next used.
+    run, and every later commit names the same manifest. `on_reuse` gives the servers, if there are any, what running
+    the stage would have given them; a trainer is restored when it is next used.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Context:
     previous_digest: str
     recorded: Recorded | None = None  # the same iteration of the run that is replayed
     generation: Generation | None = None  # of a run that generates samples to train on
-    uncommitted: Mapping[str, StageRef] = field(default_factory=dict)  # results of the previous iteration, if it trains
+    uncommitted: Mapping[str, StageRef] = field(default_factory=dict)  # of the previous iteration while it trains
 
     @property
     def store(self) -> Store:

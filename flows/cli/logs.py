@@ -36,14 +36,15 @@ def logs(
     if not service:
         show([_row(log) for log in found], as_json, f"logs of services · run {name}")
         return
-    if follow and not _of(found, service):
-        typer.echo(f"{_none_of(found, service, name)}; waiting for one", err=True)
-    while follow and not _of(found, service):
-        time.sleep(FOLLOW_SECONDS)
-        found = service_logs(place, name, folder)
-    if not _of(found, service):
+    mine = _of(found, service)
+    if not mine and not follow:
         raise UserError(_none_of(found, service, name))
-    newest = _of(found, service)[-1]
+    if not mine:
+        typer.echo(f"{_none_of(found, service, name)}; waiting for one", err=True)
+    while not mine:
+        time.sleep(FOLLOW_SECONDS)
+        mine = _of(service_logs(place, name, folder), service)
+    newest = mine[-1]
     at = newest.tail(tail) if tail else 0
     _write(newest, at)
     if follow:
