@@ -2,12 +2,14 @@
 
     python -m benchmarks.gpu.fixed_load collect STORE RUN LOGS RESULT.json
     python -m benchmarks.gpu.fixed_load table RESULT.json …
-    python -m benchmarks.gpu.fixed_load simulate RESULT.json ITERATIONS
+    python -m benchmarks.gpu.fixed_load idle RESULT.json
+    python -m benchmarks.gpu.fixed_load simulate RESULT.json
 
 `benchmarks/gpu/fixed_load.sh` makes the runs. An iteration's seconds are those between two commits, without the first
-η + 1 iterations, where services warm up and the pipeline fills, and without the last η, for which nothing is generated
-any more. `simulate` runs benchmarks/simulate.py with the times of a run's own steps and transfers, decoding by a line
-through what SGLang's log says, compares each iteration, and tells what the same times give for other layouts.
+η + 1 iterations, where services warm up and the pipeline fills, and without the last η of the run, for which nothing is
+generated any more. `idle` says when the trainer had nothing to do, by iteration. `simulate` runs benchmarks/simulate.py
+with the times of a run's own steps and transfers, decoding by a line through what SGLang's log says, compares each
+iteration, and tells what the same times give for other layouts.
 """
 
 from __future__ import annotations
@@ -17,21 +19,21 @@ import json
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.runs import load_run
 from benchmarks.gpu.product import rows, write_json
 from benchmarks.simulate import HEAD as SIMULATED
-from benchmarks.simulate import Layout, Load, Simulation, Times
+from benchmarks.simulate import Layout, Load, Simulation, Times, synchronous
 from benchmarks.simulate import row as simulated_row
 
 Result = dict[str, Any]
 
 QUERIES: Final = {
-    "commits": "SELECT iteration, epoch(committed) AS committed FROM commits ORDER BY 1",
+    "commits": "SELECT iteration, epoch(committed) AS committed, checkpoint_version FROM commits ORDER BY 1",
     "stages": "SELECT iteration, stage, epoch(started) AS started, seconds FROM stages ORDER BY 1, 3",
     "train": "SELECT iteration, sum(total_tokens) AS tokens, sum(step_seconds) AS seconds FROM train_steps "
     "GROUP BY 1 ORDER BY 1",
@@ -47,8 +49,10 @@ QUERIES: Final = {
 
 def collect(store: Store, run: str, logs: Path) -> Result:
     """What the tables of a run say, and how fast its servers decoded."""
+    recipe = load_run(store, run).recipe_at(0)
     found: Result = {
         "run": run,
+        "iterations": recipe["schedule"]["iterations"],
         "greatest_lag": rows(store, run, "SELECT max(lag) AS lag FROM samples")[0]["lag"],
         "decoding": decoding(sorted(logs.glob(f"{run}/**/inference-*.log"))),
     }
@@ -69,7 +73,7 @@ def eta_of(run: str) -> int:
 def steady(result: Result) -> list[int]:
     """The iterations that count."""
     last, eta = result["commits"][-1]["iteration"], eta_of(result["run"])
-    return list(range(eta + 1, last + 1 - eta))
+    return list(range(eta + 1, min(last + 1, result["iterations"] - eta)))
 
 
 def of(result: Result, table: str, column: str, where: str = "") -> list[float]:
@@ -99,14 +103,15 @@ def row(result: Result, baseline: float) -> str:
     total = sum(lags.values())
     shares = " ".join(f"{lag}:{n / total:.0%}" for lag, n in sorted(lags.items()))
     train = statistics.mean(of(result, "train", "seconds"))
-    wait, publish = (statistics.mean(of(result, "stages", "seconds", stage)) for stage in ("rollout", "publish"))
+    waited, published = waits(result), of(result, "stages", "seconds", "publish")
+    wait, publish = statistics.mean(waited[k] for k in kept), sum(published) / max(1, len(published))
     tokens = sum(of(result, "samples", "tokens")) / len(kept)
     parts = (f"{len(kept)}", f"{each:.2f}", f"{baseline / each:.2f}", f"{train:.2f}", f"{wait:.2f}", f"{publish:.2f}")
     return f"| {result['run']} | {' | '.join(parts)} | {tokens:,.0f} | {shares} |"
 
 
 HEAD: Final = (
-    "| run | iterations | seconds each | × shared-0 | training | rollout (wait) | publish | tokens | samples by lag |\n"
+    "| run | iterations | s each | × shared-0 | training | waits for groups | publish | tokens | samples by lag |\n"
     "|---|---|---|---|---|---|---|---|---|"
 )
 
@@ -118,25 +123,59 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join([HEAD, *(row(r, base.get("-equal" in r["run"], float("nan"))) for r in usable)])
 
 
+def idle(result: Result) -> str:
+    """When the trainer did not train, by iteration, and what was saved meanwhile."""
+    trained, waited = seconds_of(result, "train"), waits(result)
+    written = {row["iteration"]: row["write_seconds"] or 0.0 for row in result["publish"]}
+    checkpoints = [commit["checkpoint_version"] for commit in result["commits"]]
+    lines = [
+        "| iteration | seconds | training | waits for groups | else | weights written, s | checkpoint |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for k, each in enumerate(intervals(result), start=1):
+        rest = each - trained[k] - waited[k]
+        checkpoint = "yes" if checkpoints[k] != checkpoints[k - 1] else ""
+        parts = " | ".join(f"{part:.2f}" for part in (each, trained[k], waited[k], rest, written.get(k, 0.0)))
+        lines.append(f"| {k} | {parts} | {checkpoint} |")
+    return "\n".join(lines)
+
+
+def layout_of(run: str) -> Layout:
+    """As `fixed_load.sh` names its runs."""
+    mode = "abort" if "-abort" in run else "in_place"
+    return synchronous(2) if run.startswith("shared-0") else Layout(1, 1, eta_of(run), mode=mode)
+
+
 def times_of(result: Result) -> Times:
     """The times of a run for the simulation, without its first iteration. The fixed part is what no stage says."""
-    samples, steps = zip(*result["decoding"], strict=True)
-    per_sample, step = statistics.linear_regression(samples, steps)
-    trained = [row for row in result["train"] if row["iteration"] > 0]
-    busy, count = sum(row["seconds"] for row in trained), len(trained)
-    waits, publish = stage_seconds(result, "rollout"), stage_seconds(result, "publish")
+    steps: dict[int, list[float]] = {}
+    for samples, seconds_each in result["decoding"]:
+        steps.setdefault(samples, []).append(seconds_each)
+    typical = [statistics.median(some) for some in steps.values()]  # some steps include compilation or a pause
+    per_sample, step = statistics.linear_regression(list(steps), typical)
+    layout, count = layout_of(result["run"]), len(intervals(result))
+    busy = sum(seconds_of(result, "train").values())
+    publish = sum(seconds_of(result, "publish").values()) / count
+    alone = publish if layout.eta == 0 else 0.0  # else it is concurrent with training
     return Times(
         step=step,
         step_per_sample=per_sample,
-        train_rate=sum(int(row["tokens"]) for row in trained) / busy,
-        train_fixed=(sum(intervals(result)) - waits - publish - busy) / count,
-        publish=publish / count,
-        publish_waits=True,
+        train_rate=sum(int(row["tokens"]) for row in result["train"] if row["iteration"] > 0) / busy / layout.training,
+        train_fixed=(sum(intervals(result)) - sum(waits(result).values()) - busy) / count - alone,
+        publish=publish,
+        publish_waits=layout.eta == 0,
     )
 
 
-def stage_seconds(result: Result, stage: str) -> float:
-    return float(sum(s["seconds"] for s in result["stages"] if s["stage"] == stage and s["iteration"] > 0))
+def seconds_of(result: Result, stage: str) -> dict[int, float]:
+    """Seconds of a stage by iteration, without the first."""
+    return {s["iteration"]: s["seconds"] for s in result["stages"] if s["stage"] == stage and s["iteration"] > 0}
+
+
+def waits(result: Result) -> dict[int, float]:
+    """Seconds from each commit until the next iteration has its groups, which with η > 0 may be there before."""
+    ends = {s["iteration"]: s["started"] + s["seconds"] for s in result["stages"] if s["stage"] == "rollout"}
+    return {c["iteration"] + 1: max(0.0, ends[c["iteration"] + 1] - c["committed"]) for c in result["commits"][:-1]}
 
 
 def intervals(result: Result) -> list[float]:
@@ -145,20 +184,19 @@ def intervals(result: Result) -> list[float]:
     return [later - earlier for earlier, later in pairwise(times)]
 
 
-def simulate(result: Result, iterations: int) -> str:
+def simulate(result: Result) -> str:
     """The run simulated, iteration by iteration; what its times give for all layouts over long runs."""
-    times, eta = times_of(result), eta_of(result["run"])
-    load = Load(longest=8000, prompt=64, iterations=iterations)
-    ends = Simulation(load, Layout(1, 1, eta), times).run().ends
-    ours, real = [later - earlier for earlier, later in pairwise(ends)], intervals(result)
-    ours = ours[: len(real)]
+    times, run = times_of(result), result["run"]
+    load = Load(longest=8000, prompt=64, iterations=result["iterations"], sigma=0.0 if "-equal" in run else Load.sigma)
+    real = intervals(result)
+    ends = Simulation(load, layout_of(run), times).run().ends
+    ours = [later - earlier for earlier, later in pairwise(ends)][: len(real)]
     lines = [str(times), "| iteration | " + " | ".join(str(k + 1) for k in range(len(real))) + " | all |"]
     for name, found in (("simulated", ours), ("measured", real)):
         lines.append(f"| {name} | {' | '.join(f'{seconds:.1f}' for seconds in found)} | {sum(found):.1f} |")
     lines += [f"simulated ÷ measured: {sum(ours) / sum(real):.3f}", "", SIMULATED]
-    long = replace(load, iterations=60)
     lines += [
-        simulated_row(long, Layout(1, 1, eta, mode=mode), times)
+        simulated_row(load, Layout(1, 1, eta, mode=mode), times)
         for mode in ("in_place", "abort")
         for eta in (1, 2, 4, 8)
     ]
@@ -174,16 +212,15 @@ def main() -> None:
     for name in ("logs", "result"):
         one.add_argument(name, type=Path)
     commands.add_parser("table").add_argument("results", type=Path, nargs="+")
-    other = commands.add_parser("simulate")
-    other.add_argument("result", type=Path)
-    other.add_argument("iterations", type=int, help="that the run was to have")
+    for name in ("idle", "simulate"):
+        commands.add_parser(name).add_argument("result", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "collect":
         write_json(arguments.result, collect(open_store(arguments.store), arguments.run, arguments.logs))
-    elif arguments.command == "simulate":
-        print(simulate(json.loads(arguments.result.read_text()), arguments.iterations))
-    else:
+    elif arguments.command == "table":
         print(table([json.loads(file.read_text()) for file in arguments.results]))
+    else:
+        print({"idle": idle, "simulate": simulate}[arguments.command](json.loads(arguments.result.read_text())))
 
 
 if __name__ == "__main__":

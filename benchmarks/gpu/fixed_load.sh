@@ -2,11 +2,13 @@
 # Asynchronous and synchronous runs under one fixed load on two GPUs: 64 × 8 samples an iteration, as long as
 # benchmarks/simulate.py draws them, the 1.5B shape with random weights. What each run's tables say goes to RESULTS.
 #
-#   benchmarks/gpu/fixed_load.sh split-4 shared-0 split-1 split-0 …           LAYOUT-η[-abort][-equal][@ITERATIONS]
+#   benchmarks/gpu/fixed_load.sh split-4-saves@290 shared-0@250 split-1 …     LAYOUT-η[-abort][-equal][-saves][@SECONDS]
 #
-# split: the first GPU trains, the second generates. shared: both do both in turn. equal: all samples have 600 tokens.
-# SHAPE (1.5b), FOLDER (/dev/shm/asynchrony: models, stores, logs), RESULTS (FOLDER/results), SECONDS_EACH (240) after
-# which a run is ended, MORE (further overrides). CPU=1: the embedded server and one process, to try the script itself.
+# split: the first GPU trains, the second generates. shared: both do both in turn. one: one GPU does both. equal: all
+# samples have 600 tokens. saves: weights are written every tenth version, a checkpoint after 90 s of training. A run is
+# ended after its SECONDS (240), starts included, or ITERATIONS (60). SHAPE (1.5b), FOLDER (/dev/shm/asynchrony: models,
+# stores, logs), RESULTS (FOLDER/results), MORE (further overrides). CPU=1: the embedded server and one process, to try
+# the script itself.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -19,38 +21,49 @@ python3 -m benchmarks.gpu.shapes "$FOLDER" "$SHAPE" 2>/dev/null
 
 common="model.path=$FOLDER/$SHAPE data.source=$FOLDER/prompts.jsonl workflow.name=benchmarks.gpu.drawn:Drawn
   model.max_length=8192 rollout.max_new_tokens=8000 inference.request_timeout_seconds=600
-  trainer.weights_every=1000 trainer.recover_within_seconds=86400 launcher.type=local schedule.artifact_every=1000"
-split="trainer.gpus=[0] inference.gpus=[1] inference.memory_fraction=0.8 inference.max_concurrent_requests=128
+  trainer.micro_batch_tokens=8192 launcher.type=local schedule.artifact_every=1000 schedule.iterations=${ITERATIONS:-60}
   inference.flags.max-running-requests=512"
-shared="trainer.ranks=2 trainer.gpus=[0,1] inference.servers=2 inference.gpus=[0,1] inference.memory_fraction=0.4
-  inference.max_concurrent_requests=64 inference.flags.max-running-requests=512"
+split="trainer.gpus=[0] inference.gpus=[1] inference.memory_fraction=0.8 inference.max_concurrent_requests=192"
+shared="trainer.ranks=2 trainer.gpus=[0,1] inference.servers=2 inference.gpus=[0,1] inference.memory_fraction=0.25
+  inference.max_concurrent_requests=64"
+one="trainer.gpus=[0] inference.gpus=[0] inference.memory_fraction=0.25 inference.max_concurrent_requests=192"
 longest=8000
 if [ -n "${CPU:-}" ]; then
   longest=24
   common="$common model.dtype=float32 model.max_length=160 rollout.max_new_tokens=32 inference.engine=embedded trainer.backend=local trainer.compile=false
     rollout.groups=4 trainer.threads=1 inference.threads=1 inference.slots=32 inference.deterministic=false inference.memory_fraction=0
-    trainer.weights_every=1"
-  split='inference.flags={}' shared='inference.flags={}'
+    inference.max_concurrent_requests=64 inference.flags={}"
+  split="" shared="" one=""
 fi
 
-run() {  # CASE ITERATIONS
-  local name=$1 eta median=600 sigma=1.0 layout log status=0
+run() {  # CASE SECONDS
+  local name=$1 eta median=600 sigma=1.0 layout log status=0 saves="trainer.weights_every=1000 trainer.recover_within_seconds=86400"
   layout=$(cut -d- -f1 <<<"$name") eta=$(cut -d- -f2 <<<"$name") log=$FOLDER/$name.log
-  local own=("run=$name" "schedule.iterations=$2" "rollout.max_head_offpolicyness=$eta")
+  local own=("run=$name" "rollout.max_head_offpolicyness=$eta")
   [[ $name != *-abort* ]] || own+=(rollout.interruption=abort)
   [[ $name != *-equal* ]] || sigma=0.0
+  [[ $name != *-saves* ]] || saves="trainer.weights_every=10 trainer.recover_within_seconds=90"
+  [ -z "${CPU:-}" ] || saves=trainer.weights_every=1
   [ -z "${CPU:-}" ] || median=8
   own+=("workflow.arguments={median: $median, sigma: $sigma, longest: $longest}")
   echo "── $(date +%T) $name: ${own[*]}"
   # shellcheck disable=SC2086
-  timeout --signal=TERM --kill-after=20 "${SECONDS_EACH:-240}" python3 -c 'from flows.cli.main import main; main()' run \
-    benchmarks/gpu/iteration.yaml $common ${!layout} ${MORE:-} "${own[@]}" >"$log" 2>&1 || status=$?
+  timeout --signal=TERM --kill-after=20 "$2" python3 -c 'from flows.cli.main import main; main()' run \
+    benchmarks/gpu/iteration.yaml $common ${!layout} $saves ${MORE:-} "${own[@]}" >"$log" 2>&1 || status=$?
   grep -oE "iteration [0-9]+ done.*" "$log" | tail -n 2 || true
-  [ $status = 0 ] || { echo "ended with $status"; tail -n 8 "$log"; }
+  [ $status = 0 ] || [ $status = 124 ] || { echo "ended with $status"; tail -n 8 "$log"; }
   python3 -m benchmarks.gpu.fixed_load collect "$AREALFLOW_STORE" "$name" "$AREALFLOW_HOME/logs" "$RESULTS/$name.json" || true
 }
 
+freed() {  # wait until the GPUs are free: a server that starts while others end counts their memory as its own
+  for _ in $(seq 40); do
+    nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits 2>/dev/null | awk '$1 > 1500 {busy = 1} END {exit busy}' && return
+    sleep 0.5  # only a poll
+  done
+}
+
 for case in "$@"; do
-  run "${case%@*}" "$([[ $case == *@* ]] && echo "${case#*@}" || echo 12)"
+  freed
+  run "${case%@*}" "$([[ $case == *@* ]] && echo "${case#*@}" || echo 240)"
 done
 python3 -m benchmarks.gpu.fixed_load table "$RESULTS"/*.json

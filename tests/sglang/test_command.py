@@ -41,14 +41,14 @@ def test_the_recipe_becomes_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lag", "chosen", "collects"), [(0, {}, False), (4, {}, True), (4, {"enable_prefill_delayer": False}, False)]
+    ("lag", "chosen", "together"), [(0, {}, False), (4, {}, True), (4, {"min_free_slots_delay": False}, False)]
 )
 def test_samples_that_wait_begin_together_unless_the_recipe_says_otherwise(
-    lag: int, chosen: dict[str, Any], collects: bool
+    lag: int, chosen: dict[str, Any], together: bool
 ) -> None:
     given = spec(flags=chosen)
     asynchronous = given.model_copy(update={"recipe": given.recipe | {"rollout": {"max_head_offpolicyness": lag}}})
-    assert ("--enable-prefill-delayer" in arguments(asynchronous, Path("/w"), 1)) is collects
+    assert ("--min-free-slots-delay" in arguments(asynchronous, Path("/w"), 1)) is together
 
 
 def test_on_a_network_it_listens_at_one_address_with_tls() -> None:

@@ -37,7 +37,8 @@ def main() -> None:
         TokenizerManager,
     )
 
-    from areal_tasks.engines.sglang.token_weights import report_weights, run_scheduler
+    from areal_tasks.engines.sglang.scheduler import run_scheduler
+    from areal_tasks.engines.sglang.token_weights import report_weights
 
     refuse_unknown_tokens(TokenizerManager)
     report_weights(TokenizerManager)

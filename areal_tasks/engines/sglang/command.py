@@ -18,10 +18,8 @@ from schemas.recipe.sections import Inference, Model
 CONTEXT_MARGIN: Final = 8
 SHARED_FRACTION: Final = 0.85  # of a shared GPU's memory, divided among its users unless the recipe sets it
 
-#: With η > 0 samples wait in SGLang's queue, and each would interrupt the decoding of all others when it begins; so
-#: that many begin together: a tenth of those that run, or those that have waited for 30 steps. A whole run takes .41 of
-#: the time (benchmarks/results/gpu-h200-asynchrony.md). With η = 0 all samples begin at once.
-COLLECTED_PREFILLS: Final = {"enable-prefill-delayer": True, "prefill-delayer-queue-min-ratio": 0.1}
+#: With η > 0 samples wait in SGLang's queue, and begin together: `scheduler.py` says how many.
+TOGETHER: Final = {"min-free-slots-delay": 2}
 #: Allow the margin, which no token reaches, to exceed a model's context; keep connections as our own services do.
 SET: Final = {
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
@@ -57,7 +55,7 @@ def arguments(spec: ServiceSpec, folder: Path, port: int) -> list[str]:
     if settings.release_memory:
         own["enable-memory-saver"] = True
     if (spec.recipe.get("rollout") or {}).get("max_head_offpolicyness"):
-        own |= COLLECTED_PREFILLS
+        own |= TOGETHER
     return list(flags(own | {name.replace("_", "-"): value for name, value in settings.flags.items()}))
 
 

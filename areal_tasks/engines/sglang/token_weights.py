@@ -21,19 +21,6 @@ KEY: Final = "areal_weights"
 UPDATES: Final = ("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor")
 
 
-def run_scheduler(settings: Any, *arguments: Any, **named: Any) -> None:
-    """Replaces SGLang's `run_scheduler_process` in `launch_server`: the main function of the scheduler's process."""
-    import torch
-    from sglang.srt.managers.scheduler import run_scheduler_process  # type: ignore[import-not-found,unused-ignore]
-    from sglang.srt.managers.scheduler_components.weight_updater import (  # type: ignore[import-not-found,unused-ignore]
-        SchedulerWeightUpdaterManager,
-    )
-    from sglang.srt.managers.tp_worker import TpModelWorker  # type: ignore[import-not-found,unused-ignore]
-
-    note_weights(TpModelWorker, SchedulerWeightUpdaterManager, int(settings.weight_version), torch.cuda.synchronize)
-    run_scheduler_process(settings, *arguments, **named)
-
-
 class Changes:
     """Where in a request's output the weights change: (token, version, whether the cache holds older keys and values).
 

@@ -72,7 +72,7 @@ def launch_server(settings: argparse.Namespace, run_scheduler_process_func: Call
         sys.exit(1)
     subprocess.Popen([sys.executable, "-c", SLEEP])
     subprocess.run([sys.executable, "-c", DETACH], check=True)  # its parent ends at once
-    assert run_scheduler_process_func.__module__ == "areal_tasks.engines.sglang.token_weights"
+    assert run_scheduler_process_func.__module__ == "areal_tasks.engines.sglang.scheduler"
     app.state.settings = settings
     Path("server.pid").write_text(str(os.getpid()))
     uvicorn.run(

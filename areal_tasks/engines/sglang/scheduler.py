@@ -1,0 +1,40 @@
+"""The process that runs the model in an SGLang server: it records the weights of tokens, and begins samples together.
+
+With η > 0 samples wait in SGLang's queue. Each that ends lets one begin, whose prefill interrupts the decoding of all
+others, so they begin in groups: when a tenth of the places is free (`command.TOGETHER`). SGLang 0.5.17 has two switches
+for this. `--min-free-slots-delay` never waits for more than four places, which is lifted here.
+`--enable-prefill-delayer` waits for as many as have begun together before, less .2 % for each decoding step: within
+half a minute that is four again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from areal_tasks.engines.sglang.token_weights import note_weights
+
+SHARE: Final = 10  # of the places: one in so many
+
+
+def run_scheduler(settings: Any, *arguments: Any, **named: Any) -> None:
+    """Replaces SGLang's `run_scheduler_process` in `launch_server`: the main function of the scheduler's process."""
+    import torch
+    from sglang.srt.managers import scheduler  # type: ignore[import-not-found,unused-ignore]
+    from sglang.srt.managers.scheduler_components.weight_updater import (  # type: ignore[import-not-found,unused-ignore]
+        SchedulerWeightUpdaterManager,
+    )
+    from sglang.srt.managers.tp_worker import TpModelWorker  # type: ignore[import-not-found,unused-ignore]
+
+    note_weights(TpModelWorker, SchedulerWeightUpdaterManager, int(settings.weight_version), torch.cuda.synchronize)
+    begin_together(scheduler)
+    scheduler.run_scheduler_process(settings, *arguments, **named)
+
+
+def begin_together(scheduler: Any) -> None:
+    """Make the module `scheduler` wait for a tenth of the places at least, where `--min-free-slots-delay` is set."""
+    resolve = scheduler.resolve_min_free_slots
+
+    def places(wanted: int | None, most: int, **named: Any) -> int | None:
+        return max(wanted, most // SHARE) if wanted else resolve(wanted, most, **named)
+
+    scheduler.resolve_min_free_slots = places
