@@ -3,10 +3,11 @@
     python -m benchmarks.simulate                       # speed-up by η, rule and split, on two and four GPUs
     python -m benchmarks.simulate times.json            # with the times of another model or machine
 
-A server decodes n samples at once in steps of `step + step_per_sample · n` seconds; each step adds a token to each.
+A server decodes n samples at once, whose caches hold t tokens, in steps of `step + step_per_sample · n +
+step_per_token · t` seconds; each step adds a token to each.
 Groups begin and are taken by `areal_tasks.rollout.book`, exactly as in a run. Training takes its tokens over the speed
 of its GPUs; new weights take `publish` seconds to reach the servers, and interrupt them by what the mode costs.
-Training goes on meanwhile, which it does not in the product yet, and nothing is evaluated or saved.
+Training goes on meanwhile, and nothing is evaluated or saved.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Times:
 
     step: float = 0.0033  # of decoding, however few samples
     step_per_sample: float = 6.6e-6
+    step_per_token: float = 0.0  # in the caches of the samples
     prefill_rate: float = 175_000.0  # tokens a second that a server prefills
     train_rate: float = 53_000.0  # tokens a second and GPU
     train_fixed: float = 0.15  # of an iteration, whatever its tokens: commit, pure stages
@@ -100,44 +102,61 @@ class Server:
 
     times: Times
     slots: int
+    prompt: float  # tokens of each
     version: int = 0
     progress: float = 0.0
     clock: float = 0.0
-    running: list[tuple[float, int]] = field(default_factory=list)
+    running: list[tuple[float, int, float]] = field(default_factory=list)  # end and begin (progress), group between
     waiting: deque[tuple[int, int]] = field(default_factory=deque)  # length, group
+    begun: float = 0.0  # sum of what `progress` was when each of the running samples began
 
     def next_end(self) -> float:
         """When the next sample ends; infinite if none is running."""
         self._admit()
         if not self.running:
             return math.inf
-        return self.clock + (self.running[0][0] - self.progress) * self._step()
+        steps = self.running[0][0] - self.progress
+        return self.clock + steps * (self._step() + self._growth() * steps / 2)
 
     def advance(self, clock: float) -> None:
         if self.running and clock > self.clock:
-            self.progress += (clock - self.clock) / self._step()
+            self.progress += self._steps(clock - self.clock)
         self.clock = max(self.clock, clock)
 
     def ended(self) -> Iterator[int]:
         """The groups of samples that have ended by now."""
         while self.running and self.running[0][0] <= self.progress + 1e-6:
-            yield heapq.heappop(self.running)[1]
+            _, group, begun = heapq.heappop(self.running)
+            self.begun -= begun
+            yield group
 
     def stall(self, seconds: float) -> None:
         """The server decodes nothing for so long."""
         self.clock += seconds
 
-    def held_tokens(self, prompt: float) -> float:
-        """Tokens whose cache is lost if it is flushed now, roughly: half of what a sample will have, and its prompt."""
-        return sum((end - self.progress) / 2 + prompt for end, _ in self.running)
+    def cached_tokens(self) -> float:
+        """Of all running samples, prompts included."""
+        return len(self.running) * (self.progress + self.prompt) - self.begun
 
     def _step(self) -> float:
-        return self.times.step + self.times.step_per_sample * len(self.running)
+        """Seconds of the next step."""
+        times = self.times
+        return times.step + times.step_per_sample * len(self.running) + times.step_per_token * self.cached_tokens()
+
+    def _growth(self) -> float:
+        """Seconds that each step takes longer than the one before it."""
+        return self.times.step_per_token * len(self.running)
+
+    def _steps(self, seconds: float) -> float:
+        """The number of steps in a time: the solution of `seconds = steps · (step + growth · steps / 2)`."""
+        step, growth = self._step(), self._growth()
+        return 2 * seconds / (step + math.sqrt(step * step + 2 * growth * seconds))
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.slots:
             length, group = self.waiting.popleft()
-            heapq.heappush(self.running, (self.progress + length, group))
+            heapq.heappush(self.running, (self.progress + length, group, self.progress))
+            self.begun += self.progress
 
 
 @dataclass(frozen=True)
@@ -160,7 +179,7 @@ class Simulation:
         self.load, self.layout, self.times = load, layout, times
         rule = Staleness(lambda k: layout.eta, load.iterations - 1, lambda j: load.groups, layout.rule)
         self.book = Book(rule, 0, pace=layout.pace)
-        self.servers = [Server(times, layout.slots) for _ in range(layout.generating)]
+        self.servers = [Server(times, layout.slots, load.prompt) for _ in range(layout.generating)]
         self.left: dict[int, int] = {}
         self.tokens: dict[int, int] = {}
         self.lags: Counter[int] = Counter()
@@ -239,7 +258,7 @@ class Simulation:
             if self.layout.mode == "in_place":
                 server.stall(self.times.pause)
             elif self.layout.mode == "abort":
-                server.stall(self.times.abort + server.held_tokens(self.load.prompt) / self.times.prefill_rate)
+                server.stall(self.times.abort + server.cached_tokens() / self.times.prefill_rate)
 
 
 def synchronous(gpus: int) -> Layout:

@@ -23,6 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.runs import load_run
 from benchmarks.gpu.product import rows, write_json
@@ -59,11 +61,26 @@ def collect(store: Store, run: str, logs: Path) -> Result:
     return found | {name: rows(store, run, query) for name, query in QUERIES.items()}
 
 
-def decoding(logs: Sequence[Path]) -> list[tuple[int, float]]:
-    """(samples at once, seconds of a decoding step), as SGLang's log has them now and then."""
-    said = [log.read_text(errors="replace") for log in logs]
-    pairs = re.findall(r"Decode batch.*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)", "\n".join(said))
-    return [(int(n), int(n) / float(rate)) for n, rate in pairs if float(rate) > 0 and int(n) > 0]
+def decoding(logs: Sequence[Path]) -> list[tuple[int, int, float]]:
+    """(samples at once, tokens in their caches, seconds of a decoding step), as SGLang's log has them now and then."""
+    said = "\n".join(log.read_text(errors="replace") for log in logs)
+    found = re.findall(r"Decode batch.*?#running-req: (\d+), #token: (\d+).*?throughput \(token/s\): ([\d.]+)", said)
+    return [(int(n), int(tokens), int(n) / float(rate)) for n, tokens, rate in found if float(rate) > 0 and int(n) > 0]
+
+
+def step_times(steps: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]:
+    """Seconds of a step by itself, more for each sample, more for each token in a cache: least squares.
+
+    Steps of more than .1 s (compilation, new weights) are left out, prefills are not. Where few samples decode at once,
+    steps do not show what a cached token costs: then it costs nothing.
+    """
+    samples, tokens, seconds = np.array([step for step in steps if step[2] < 0.1], float).T
+    parts = np.stack([np.ones_like(samples), samples, tokens], axis=1)
+    found = np.linalg.lstsq(parts, seconds)[0]
+    if found[2] < 0:
+        found = np.array([*np.linalg.lstsq(parts[:, :2], seconds)[0], 0.0])
+    step, per_sample, per_token = map(float, found)
+    return step, per_sample, per_token
 
 
 def eta_of(run: str) -> int:
@@ -148,11 +165,7 @@ def layout_of(run: str) -> Layout:
 
 def times_of(result: Result) -> Times:
     """The times of a run for the simulation, without its first iteration. The fixed part is what no stage says."""
-    steps: dict[int, list[float]] = {}
-    for samples, seconds_each in result["decoding"]:
-        steps.setdefault(samples, []).append(seconds_each)
-    typical = [statistics.median(some) for some in steps.values()]  # some steps include compilation or a pause
-    per_sample, step = statistics.linear_regression(list(steps), typical)
+    step, per_sample, per_token = step_times(result["decoding"])
     layout, count = layout_of(result["run"]), len(intervals(result))
     busy = sum(seconds_of(result, "train").values())
     publish = sum(seconds_of(result, "publish").values()) / count
@@ -160,6 +173,7 @@ def times_of(result: Result) -> Times:
     return Times(
         step=step,
         step_per_sample=per_sample,
+        step_per_token=per_token,
         train_rate=sum(int(row["tokens"]) for row in result["train"] if row["iteration"] > 0) / busy / layout.training,
         train_fixed=(sum(intervals(result)) - sum(waits(result).values()) - busy) / count - alone,
         publish=publish,
