@@ -98,7 +98,8 @@ LENGTHS = [
     [9, 4, 13, 6, 11, 3, 8],
     [9, 4, 13, 6],
 ]
-ROWS = 12
+#: Of a rollout that is scored: one sample, so that all ranks but one have none.
+FEW = [11]
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +122,12 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def script(world: World, experts: World, deep: Path) -> dict[str, Any]:
     """The commands. The last iteration's loss is infinite."""
     trains = [_train(world, version, lengths) for version, lengths in enumerate(LENGTHS)]
-    table = world.write("rollout", rollout(LENGTHS[0]))
-    made = {"trains": trains, "logprobs": {"owner": 1, "table": table.model_dump(mode="json")}}
+    made = {"trains": trains, "logprobs": _scored(world, LENGTHS[0]), "few": _scored(world, FEW)}
     return {**_named(world), **made, "deep": str(deep), "experts": _named(experts) | {"trains": trains[:1]}}
+
+
+def _scored(world: World, lengths: list[int]) -> dict[str, Any]:
+    return {"owner": 1, "table": world.write("rollout", rollout(lengths)).model_dump(mode="json")}
 
 
 def _named(world: World) -> dict[str, Any]:
@@ -276,12 +280,13 @@ def test_a_repeat_steps_on_no_rank(name: str, answers: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logprobs_are_those_of_one(name: str, world: World, local: dict[str, Any], answers: dict[str, Any]) -> None:
-    for which, column in (("policy", "prox_logprobs"), ("reference", "ref_logprobs")):
+    scored = (("policy", "prox_logprobs", LENGTHS[0]), ("reference", "ref_logprobs", LENGTHS[0]))
+    for which, column, lengths in (*scored, ("few", "prox_logprobs", FEW)):
         ours, theirs = (
             read_table(world.store, TableRef.model_validate(next(iter(found[which].values()))))
             for found in (answers[name], local)
         )
-        assert ours.num_rows == ROWS
+        assert ours.num_rows == len(lengths)
         assert ours["sample_id"].equals(theirs["sample_id"])
         for one, other in zip(ours[column].to_pylist(), theirs[column].to_pylist(), strict=True):
             assert one == pytest.approx(other, abs=CLOSE.get(name, Close()).logprobs)

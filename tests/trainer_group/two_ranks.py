@@ -68,9 +68,9 @@ class Player:
         )
         return WeightsRef.model_validate_json(text)
 
-    def logprobs(self, which: str) -> dict[str, Any]:
+    def logprobs(self, which: str, of: str = "logprobs") -> dict[str, Any]:
         version = self.trainer.fence.version or 0
-        body = {**self.script["logprobs"], "which": which, "version": version, "prefix": self._prefix()}
+        body = {**self.script[of], "which": which, "version": version, "prefix": self._prefix()}
         tables = self.trainer.logprobs(Logprobs.model_validate(body)).tables
         return {name: ref.model_dump(mode="json") for name, ref in tables.items()}
 
@@ -91,6 +91,7 @@ def play(player: Player) -> dict[str, Any]:
     found["repeat"] = player.train(STEPS - 1)
     found["trained"] = player.publish("trained")
     found["policy"], found["reference"] = player.logprobs("policy"), player.logprobs("reference")
+    found["few"] = player.logprobs("policy", of="few")
     found["checkpoint"] = player.checkpoint("five").model_dump(mode="json")
     found["sixth"] = player.train(STEPS)
     found["six"] = player.publish("six")
