@@ -10,7 +10,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,8 @@ from torch import Tensor
 
 from areal_tasks.data.batching import lay_out
 from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.trainer.backend import Backend, Progress, Which
+from areal_tasks.engines.trainer.backend import Backend, Fetch, Progress, Which
+from areal_tasks.engines.trainer.checkpoint import METADATA
 from areal_tasks.engines.trainer.commands import (
     Checkpoint,
     Command,
@@ -56,12 +57,12 @@ from areal_tasks.engines.trainer.settings import Settings, read_settings
 from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, copy_description, largest_difference, remove_weights
 from areal_tasks.engines.trainer.transport import Sender
 from areal_tasks.store.backend import Store, open_store
-from areal_tasks.store.objects.files import local_file, materialise, read_weights, upload
+from areal_tasks.store.objects.files import common_folder, local_file, materialise, read_weights, upload
 from areal_tasks.store.objects.local import unusable
 from areal_tasks.store.parallel import beside, parallel
 from areal_tasks.store.shards import write_table
 from areal_tasks.store.under_way import LEDGER
-from schemas.errors import UserError
+from schemas.errors import UserError, shown
 from schemas.manifest import FileRef, TableRef, WeightsRef
 
 log = logging.getLogger(__name__)
@@ -133,12 +134,12 @@ class Trainer:
                 f"version {command.version} was asked for, but {source.path} holds version {source.version}"
             )
         weights = self._fetch(command.weights)
-        state = self._fetch(command.checkpoint) if command.checkpoint else None
+        saved = self._saved(command.checkpoint) if command.checkpoint else None
         self.fence.restart(None)
         self.snapshot.forget()
         self.backend.load(weights, self.settings.seed)
         fresh = Progress(step=command.version * self.settings.minibatches)
-        self.progress = self.backend.load_checkpoint(state) if state else fresh
+        self.progress = self.backend.load_checkpoint(*saved) if saved else fresh
         self.weights, self.work = weights, Work()
         self.initial = command.weights if command.weights.version == 0 else self.initial
         self.fence.restart(command.version)
@@ -366,14 +367,31 @@ class Trainer:
         with self.snapshot.lock:
             yield self.snapshot
 
-    def _fetch(self, ref: WeightsRef) -> Path:
-        """The files of `ref` in one local folder, fetched by the first rank of each machine for all ranks there."""
-        return Path(self.group.from_first_here(lambda: str(self._materialise(ref))))
+    def _saved(self, ref: WeightsRef) -> tuple[Path, Fetch]:
+        """A checkpoint's folder, where its index is, and how to get the files that the ranks of this machine read."""
 
-    def _materialise(self, ref: WeightsRef) -> Path:
+        def fetch(names: Collection[str]) -> None:
+            texts = self.group.from_ranks_here(json.dumps(sorted(names)))
+            self._fetch(ref, {name for text in texts for name in json.loads(text)})
+
+        return self._fetch(ref, {METADATA}), fetch
+
+    def _fetch(self, ref: WeightsRef, names: Collection[str] | None = None) -> Path:
+        """The files of `ref` (of these names; none: all) in one local folder.
+
+        The first rank of each machine fetches them for all ranks there.
+        """
+        return Path(self.group.from_first_here(lambda: str(self._materialise(ref, names))))
+
+    def _materialise(self, ref: WeightsRef, names: Collection[str] | None) -> Path:
         into = self.scratch / f"{ref.digest[:16]}-{ref.version}"
         into.mkdir(exist_ok=True)
-        return materialise(self.store, read_weights(self.store, ref).files, into, verify=True)
+        files = read_weights(self.store, ref).files
+        named = {file.path.removeprefix(f"{common_folder(files)}/"): file for file in files}
+        if lacking := set(names or ()) - named.keys():
+            raise UserError(f"{self.store.uri(ref.path)} does not name files that are needed: {shown(lacking)}")
+        wanted = files if names is None else [named[name] for name in names]
+        return materialise(self.store, wanted, into, verify=True)
 
 
 def _create(folder: Path) -> str:
