@@ -1,4 +1,4 @@
-"""Memory and time that one of several ranks needs to read the iteration that it trains on.
+"""Memory and time that one of several ranks needs to read the iteration that it trains on, or that it scores.
 
     python -m benchmarks.rows_of_ranks [--samples 8192] [--ranks 1 8 64]
 
@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from areal_tasks.engines.trainer.commands import Train
-from areal_tasks.engines.trainer.reading import plan_and_batch
-from areal_tasks.engines.trainer.rows import grpo_batch, read_of
+from areal_tasks.engines.trainer.reading import passes_and_batch, plan_and_batch
+from areal_tasks.engines.trainer.rows import TEXT, grpo_batch, read_of, read_sequences
 from areal_tasks.engines.trainer.settings import Settings
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.shards import read_table, write_table
@@ -40,16 +40,23 @@ def written(store: Store, samples: int) -> Train:
     return Train(owner=1, version=0, digest="", kind="grpo", iteration=0, tables=tables)
 
 
-def all_rows(store: Store, command: Train) -> None:
+def all_rows(store: Store, command: Train, scores: bool) -> None:
     """As a rank did that read the rows of all ranks."""
+    if scores:
+        read_sequences(read_table(store, command.tables["rollout"], TEXT))
+        return
     tables = {name: read_table(store, ref, read_of(name, ages=False)) for name, ref in command.tables.items()}
     grpo_batch(tables, command.version)
 
 
-def own_rows(store: Store, command: Train, world: int) -> None:
+def own_rows(store: Store, command: Train, scores: bool, world: int) -> None:
     """Read as rank 0 of `world`."""
-    files = {name: [store.local(shard.path) for shard in ref.shards] for name, ref in command.tables.items()}
-    plan_and_batch(command, SETTINGS, {name: [f for f in of if f] for name, of in files.items()}, 0, world)
+    local = {name: [store.local(shard.path) for shard in ref.shards] for name, ref in command.tables.items()}
+    files = {name: [file for file in of if file] for name, of in local.items()}
+    if scores:
+        passes_and_batch(files, SETTINGS, 0, world)
+    else:
+        plan_and_batch(command, SETTINGS, files, 0, world)
 
 
 def measured(work: Callable[..., None], *arguments: object) -> tuple[float, float]:
@@ -80,11 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command = written(open_store(url), options.samples)
         print(machine(), f"{options.samples:,} samples")
         print("| reads | s | MB | of all rows' |\n| --- | --- | --- | --- |")
-        seconds, base = measured(all_rows, url, command)
-        print(f"| all rows | {seconds:.2f} | {base:,.0f} | 100 % |", flush=True)
-        for world in options.ranks:
-            seconds, most = measured(own_rows, url, command, world)
-            print(f"| rank of {world} | {seconds:.2f} | {most:,.0f} | {most / base:.0%} |", flush=True)
+        for scores, what in ((False, "to train"), (True, "to score")):
+            seconds, base = measured(all_rows, url, command, scores)
+            print(f"| {what}, all rows | {seconds:.2f} | {base:,.0f} | 100% |", flush=True)
+            for world in options.ranks:
+                seconds, most = measured(own_rows, url, command, scores, world)
+                print(f"| {what}, rank of {world} | {seconds:.2f} | {most:,.0f} | {most / base:.0%} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ class Cluster(Protocol):
     """A connection to a cluster that is already running. Made with the recipe's section `launcher`."""
 
     def submit(self, task: Task) -> Submitted:
-        """Have the cluster run a task.
+        """Have the cluster run a task. Several threads may call this at once.
 
         Raises:
             ClusterAway: the cluster does not answer now.

@@ -54,6 +54,13 @@ class Launcher(Protocol):
         """See `Access.authority`; empty if services speak plain HTTP."""
         ...
 
-    def start(self, job: Job) -> Handle: ...
+    def start(self, job: Job) -> Handle:
+        """Start a service. Several threads may call this at once.
+
+        Raises:
+            UserError: no machine can run it now, or ever.
+            OSError: it could not be started.
+        """
+        ...
 
     def close(self) -> None: ...

@@ -17,6 +17,7 @@ import time
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
@@ -31,6 +32,7 @@ from areal_tasks.launchers.usage import Usage
 from areal_tasks.store.backend import Missing, Store, Unavailable
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.paths import node as node_path
+from areal_tasks.store.service_logs import LogName
 from schemas.manifest import NodeRecord
 from schemas.recipe.launcher import Launcher as Settings
 
@@ -213,9 +215,10 @@ class RemoteLauncher:
         )
         return RemoteHandle(job, self._cluster.submit(task), self)
 
-    def output(self, job: Job) -> Any:
-        """The file for what the agent itself prints."""
-        return job.log.with_suffix(".node.log")
+    def output(self, job: Job) -> Path:
+        """The file for what the agent itself prints: the log of a service of its own."""
+        spec = job.spec
+        return job.log.with_name(LogName(f"{spec.name}.node", spec.owner, spec.restart).file)
 
     def introduced(self, node: NodeRecord) -> ssl.SSLContext:
         """How the flow connects to an agent: each proves itself to the other."""

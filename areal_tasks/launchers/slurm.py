@@ -124,9 +124,9 @@ class Jobs:
         if task.resources not in self._possible:  # not every cluster refuses at once what can never run
             self._sbatch(task, "--test-only")
             self._possible.add(task.resources)
-        number = self._sbatch(task, "--parsable").partition(";")[0].strip()
-        self._jobs.append(Job(number, task, self))
-        return self._jobs[-1]
+        job = Job(self._sbatch(task, "--parsable").partition(";")[0].strip(), task, self)
+        self._jobs.append(job)
+        return job
 
     def machines(self) -> list[Machine]:
         return partition_nodes(_asked, self._settings.partition)
@@ -233,8 +233,9 @@ class Steps:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._steps.append(Step(process, task.output))
-        return self._steps[-1]
+        step = Step(process, task.output)
+        self._steps.append(step)
+        return step
 
     def machines(self) -> list[Machine]:
         return allocated_nodes(_asked, os.environ["SLURM_JOB_ID"])

@@ -21,6 +21,7 @@ from areal_tasks.launchers.advice import advice
 from areal_tasks.launchers.choice import make_launcher
 from areal_tasks.launchers.cluster import ANY, TAKEN_BACK, Resources
 from areal_tasks.launchers.protocol import Handle, Job
+from areal_tasks.launchers.starts import NotStarted, Starting
 from areal_tasks.store.backend import Missing, Store, Unavailable
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.parallel import in_background, parallel
@@ -68,25 +69,6 @@ class Service:
     def spec(self) -> ServiceSpec:
         """The specification of its last start."""
         return self.job.spec
-
-
-class NotStarted:
-    """The handle of a service that could not be started."""
-
-    def __init__(self, code: int) -> None:
-        self.code = code
-
-    def exit_code(self) -> int:
-        return self.code
-
-    def waiting(self) -> str:
-        return ""
-
-    def usage(self) -> None:
-        """It takes nothing."""
-
-    def stop(self, grace_seconds: float = 5.0) -> None:
-        """There is nothing to end."""
 
 
 @dataclass(frozen=True)
@@ -141,10 +123,8 @@ class Supervisor:
         """As `start`, while others run: a failure of its first start counts as one of any later start."""
         spec = spec.model_copy(update={"restart": self._unused})
         job = Job(module, spec, self.token, self._log(spec), threads, resources)
-        service = Service(job, NotStarted(AWAY), group=group, joins=True)
-        self._launch(service)
         with self._lock:
-            self.services[spec.name] = service
+            self.services[spec.name] = Service(job, self._begun(job), group=group, joins=True)
 
     def retire(self, name: str) -> None:
         """Stop a service for good. Another of its name may join later."""
@@ -186,6 +166,8 @@ class Supervisor:
             Unavailable: store or cluster is away, so one could not start at first, or none of them can now.
         """
         with self._lock:
+            for service in self.services.values():
+                _take_started(service)
             self._end_groups()
             found = [self._look_at(self.services[name], weights, explained) for name in names]
         failures = [one for one in found if isinstance(one, UserError)]
@@ -303,18 +285,21 @@ class Supervisor:
         service.job = replace(service.job, spec=renewed, log=self._log(renewed))
         service.url, service.reason, service.due, service.excused = "", "", None, False
         service.started, service.followed, service.stopped = time.monotonic(), False, None
-        self._launch(service)
+        service.handle = self._begun(service.job)
 
-    def _launch(self, service: Service) -> None:
-        """Start its process. What the cluster has no machine for now is tried again; other failures count."""
+    def _begun(self, job: Job) -> Handle:
+        """Start it in the background: others are looked at and ended meanwhile, and start at the same time."""
+        return Starting(partial(self._started, job), job.spec.name)
+
+    def _started(self, job: Job) -> Handle:
+        """Its handle. What the cluster has no machine for now is tried again; other failures count."""
         try:
-            service.handle = self.launcher.start(service.job)
+            return self.launcher.start(job)
         except (UserError, OSError) as error:
-            log.warning("service %s could not be started: %s", service.spec.name, error)
+            log.warning("service %s could not be started: %s", job.spec.name, error)
             if isinstance(error, UserError):
-                service.handle, service.reason = NotStarted(AWAY), str(error)
-            else:
-                service.handle, service.reason = NotStarted(os.EX_OSERR), f"it could not be started: {error}\n"
+                return NotStarted(AWAY, str(error))
+            return NotStarted(os.EX_OSERR, f"it could not be started: {error}\n")
 
     def _together(self, service: Service) -> list[Service]:
         """The services of its group, or the service alone."""
@@ -374,6 +359,14 @@ class Supervisor:
         shown = [f"Last lines of {path}:", *(f"  {line}" for line in lines[-LOG_LINES:] or ["(nothing was written)"])]
         remedy = advice(service.spec.name, "\n".join(lines[-SEARCHED_LINES:]))
         return "\n".join([*shown, remedy] if remedy else shown)
+
+
+def _take_started(service: Service) -> None:
+    """If its start in the background is over, take the handle that it gave. Raises what it has raised."""
+    if isinstance(service.handle, Starting):
+        service.handle = service.handle.started()
+        if isinstance(service.handle, NotStarted):
+            service.reason = service.handle.why
 
 
 def _is_stopped(service: Service) -> bool:

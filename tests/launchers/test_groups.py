@@ -9,10 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from scripted_starts import at_once
 from waiting import wait_until
 
 from areal_tasks.engines import trainers
 from areal_tasks.engines.service import AWAY, ServiceSpec, register
+from areal_tasks.launchers import starts
 from areal_tasks.launchers.cluster import TAKEN_BACK
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
@@ -61,6 +63,7 @@ class Scripted:
 def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Supervisor, Scripted]]:
     """A supervisor without services; each look at the clock is a second after the one before."""
     monkeypatch.setattr("areal_tasks.launchers.supervisor.time", SimpleNamespace(monotonic=itertools.count().__next__))
+    monkeypatch.setattr(starts, "in_background", at_once)
     store = open_store((tmp_path / "store").as_uri())
     with Supervisor(store, Launcher(restarts=3), tmp_path / "logs") as supervisor:
         supervisor.launcher = launcher = Scripted()
@@ -154,6 +157,7 @@ def test_what_the_cluster_takes_from_one_counts_for_none(group: tuple[Supervisor
         supervisor.services["trainer-1"].handle.code = TAKEN_BACK  # type: ignore[attr-defined]
         while restarts(supervisor) == {restart}:
             supervisor.look(NAMES)
+        supervisor.look(NAMES)  # takes the handles of both starts
     assert [supervisor.services[name].failures for name in NAMES] == [0, 0]
 
 

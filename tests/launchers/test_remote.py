@@ -275,6 +275,17 @@ def test_an_agent_frees_what_the_flow_has_read_of_a_long_log(tmp_path: Path, mon
     assert read == "".join(f"{n} {'x' * 20_000}\n" for n in range(600)) and at == log.stat().st_size
 
 
+def test_what_an_agent_prints_is_read_from_the_store(begin: Begin, store: Store, tmp_path: Path) -> None:
+    begin("ready").wait(["ready"])
+    agent, logs = service_logs.LogName("ready.node", 1, 0), service_logs.local_logs(tmp_path / "logs" / "r")
+    with logs[agent].open("a") as file:
+        file.write("no memory is left\n")
+    for name, written in logs.items():
+        service_logs.LogCopy(store, "r", name, written)()
+    [found] = (log for log in service_logs.service_logs(store, "r", tmp_path / "elsewhere") if log.name == agent)
+    assert b"".join(found.read_from(0)).endswith(b"no memory is left\n")
+
+
 def test_a_log_that_cannot_be_written_ends_the_service(begin: Begin, tmp_path: Path) -> None:
     supervisor = begin("ready")
     [log] = (tmp_path / "logs" / "r").glob("ready-*-0.log")

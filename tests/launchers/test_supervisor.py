@@ -15,16 +15,19 @@ from types import SimpleNamespace
 import httpx
 import psutil
 import pytest
+from scripted_starts import at_once
 from small_service import make_app
 from waiting import LIMIT, alive, wait_until
 
 from areal_tasks.engines.service import AWAY, TOKEN, ServiceSpec, make_server, register
+from areal_tasks.launchers import starts
 from areal_tasks.launchers.cluster import TAKEN_BACK, ClusterAway
 from areal_tasks.launchers.inline import InlineLauncher
 from areal_tasks.launchers.local import LocalHandle, LocalLauncher
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.supervisor import LONGEST_PAUSE_SECONDS, Ready, ServiceFailed, Supervisor
 from areal_tasks.store.backend import Store, Unavailable, open_store
+from areal_tasks.store.parallel import in_background
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 from schemas.recipe.launcher import Launcher
@@ -237,6 +240,7 @@ class Ended:
 def scripted(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Supervisor, Scripted]]:
     """A supervisor of two services that are ready; each look at the clock is a second after the one before."""
     monkeypatch.setattr("areal_tasks.launchers.supervisor.time", SimpleNamespace(monotonic=itertools.count().__next__))
+    monkeypatch.setattr(starts, "in_background", at_once)
     with Supervisor(store, Launcher(restarts=2), tmp_path / "logs") as supervisor:
         supervisor.launcher = launcher = Scripted()
         for name in ("one", "two"):
@@ -308,13 +312,56 @@ def test_nothing_waits_for_the_end_of_a_silent_service(
     look_until(supervisor, lambda: launcher.started.count("two") == 2)
 
 
+def test_nothing_waits_for_a_slow_start(scripted: tuple[Supervisor, Scripted], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a service that a cluster queues: others are looked at, ended and started again meanwhile."""
+    supervisor, launcher = scripted
+    monkeypatch.setattr(starts, "in_background", in_background)
+    accepted, start = threading.Event(), launcher.start
+
+    def queued(job: Job) -> Ended:
+        assert job.spec.name != "two" or accepted.wait(LIMIT)
+        return start(job)
+
+    monkeypatch.setattr(launcher, "start", queued)
+    supervisor.services["two"].handle.stop()
+    wait_until(lambda: supervisor.services["two"].spec.restart == 1 or not supervisor.look(["one", "two"]))
+    assert supervisor.starting(["two"]) == {"two": "its start is under way"}
+    supervisor.end(["http://one/0"])
+    wait_until(lambda: supervisor.look(["one", "two"]) == [Ready("http://one/1", 1)], "the next start of the other")
+    supervisor.join(MODULE, spec(supervisor.store, "three"))
+    wait_until(lambda: supervisor.look(["three"]) != [], "one that joins")
+    assert launcher.started.count("two") == 1, "the cluster has not accepted it"
+    accepted.set()
+    wait_until(lambda: Ready("http://two/1", 1) in supervisor.look(["one", "two"]), "the slow one")
+
+
+def test_a_service_that_is_ended_while_it_starts_is_stopped_once_it_has(
+    scripted: tuple[Supervisor, Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor, launcher = scripted
+    monkeypatch.setattr(starts, "in_background", in_background)
+    accepted, start, handles = threading.Event(), launcher.start, list[Ended]()
+
+    def queued(job: Job) -> Ended:
+        assert accepted.wait(LIMIT)
+        handles.append(start(job))
+        return handles[-1]
+
+    monkeypatch.setattr(launcher, "start", queued)
+    supervisor.join(MODULE, spec(supervisor.store, "three"))
+    assert supervisor.running("three") is None
+    threading.Timer(0, accepted.set).start()
+    supervisor.retire("three")
+    assert [handle.code for handle in handles] == [-15]
+
+
 def test_between_two_starts_without_a_store_is_the_longest_pause(scripted: tuple[Supervisor, Scripted]) -> None:
     supervisor, launcher = scripted
     launcher.ends = AWAY
     supervisor.services["two"].handle.stop()
     began = []
-    for starts in (3, 4, 5):
-        look_until(supervisor, lambda: launcher.started.count("two") == starts)  # noqa: B023
+    for number in (3, 4, 5):
+        look_until(supervisor, lambda: launcher.started.count("two") == number)  # noqa: B023
         began.append(supervisor.services["two"].started)
     assert all(later - earlier >= LONGEST_PAUSE_SECONDS for earlier, later in pairwise(began))
 

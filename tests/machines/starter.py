@@ -65,8 +65,9 @@ class Starters:
                 continue
             connection.settimeout(None)
             connection.sendall(json.dumps(order).encode() + b"\n")
-            self.tasks.append(Running(connection))
-            return self.tasks[-1]
+            running = Running(connection)
+            self.tasks.append(running)
+            return running
         raise OSError("no machine answers")
 
     def close(self) -> None:

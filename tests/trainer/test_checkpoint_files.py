@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor
 from areal_tasks.engines.trainer import checkpoint
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.store.objects.local import file_sha256
+from schemas.errors import UserError
 
 PIECE = 1 << 10
 
@@ -52,6 +55,39 @@ def test_pieces_are_read_back_to_the_bit(tmp_path: Path) -> None:
     checkpoint.save_parameters(tmp_path, state, Progress(5, 2))
     assert checkpoint.load_parameters(tmp_path, found) == Progress(5, 2)
     assert_same(state, found)
+
+
+def test_files_without_a_tensor_that_is_read_need_not_be_there(tmp_path: Path) -> None:
+    """What every rank reads is in one file; of the others, those of the tensors that are asked for are fetched."""
+    torch.manual_seed(1)
+    state, found = held(), empty()
+    checkpoint.save_parameters(tmp_path / "whole", state, Progress(5, 2))
+    here = tmp_path / "here"
+    here.mkdir()
+    shutil.copy(tmp_path / "whole" / checkpoint.METADATA, here)
+    fetched: list[set[str]] = []
+
+    def fetch(names: Collection[str]) -> None:
+        fetched.append(set(names))
+        for name in names:
+            shutil.copy(tmp_path / "whole" / name, here)
+
+    assert checkpoint.load_parameters(here, {"even": {"step": found["even"]["step"]}}, fetch) == Progress(5, 2)
+    assert found["even"]["step"] == 3 and len(fetched[0]) == 1
+    one = {"small": found["small"]}
+    checkpoint.load_parameters(here, one, fetch)
+    assert_same(one, {"small": state["small"]})
+    assert fetched[0] < fetched[1] and len(fetched[1]) <= 3 < len(list((tmp_path / "whole").glob("*.distcp")))
+
+
+def test_a_file_that_cannot_be_fetched_is_said_so(tmp_path: Path) -> None:
+    checkpoint.save_parameters(tmp_path, held(), Progress())
+
+    def fetch(names: Collection[str]) -> None:
+        raise UserError("the store is away")
+
+    with pytest.raises(UserError, match=r"^the store is away$"):
+        checkpoint.load_parameters(tmp_path, empty(), fetch)
 
 
 def test_large_tensors_are_cut_and_no_view_drags_its_whole_along(tmp_path: Path) -> None:

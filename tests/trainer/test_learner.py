@@ -63,10 +63,11 @@ def _tables(dropped: tuple[int, ...] = ()) -> dict[str, pa.Table]:
 
 
 def _reference(table: pa.Table) -> pa.Table:
-    sequences = grpo_batch({"rollout": table, "advantage": advantage(table)}, 0).sequences
+    batch = grpo_batch({"rollout": table, "advantage": advantage(table)}, 0)
+    sequences = batch.sequences
     generator = torch.Generator().manual_seed(5)
     noise = torch.randn(len(sequences.input_ids), generator=generator) * 0.2 - 2.7
-    return logprobs_table("reference", table["sample_id"], sequences, noise * sequences.counted)
+    return logprobs_table("reference", batch.ids, batch.lengths, noise * sequences.counted)
 
 
 @pytest.mark.parametrize("loss", ["token_mean", "sequence_mean"])

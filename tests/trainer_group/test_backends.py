@@ -22,8 +22,9 @@ from areal_tasks.data.scratch import make_scratch
 from areal_tasks.engines.ports import HOST
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.ranks import Place, environment
+from areal_tasks.store.objects.files import read_weights
 from areal_tasks.store.shards import read_table
-from schemas.manifest import TableRef
+from schemas.manifest import TableRef, WeightsRef
 from tests.trainer.families import make_family
 
 
@@ -46,6 +47,8 @@ BACKENDS: dict[str, dict[str, Any]] = {
 LOCAL = {"float32": "local", "bfloat16": "local-bf16"}
 #: Those that are given a mixture of experts as well.
 EXPERTS = ["fsdp2", "zero-2", "zero-3"]
+#: Those that restore a checkpoint with each rank on a machine of its own.
+APART = ["fsdp2", "zero-3"]
 #: Between them: either backend, models and gradients sharded or whole, either precision, state on either side.
 QUICK = ("fsdp2", "hsdp", "zero-3", "zero-2-bf16-offload")
 ALL_OTHERS = pytest.mark.slow("other combinations of what the three quick ones show")
@@ -98,7 +101,8 @@ LENGTHS = [
     [9, 4, 13, 6, 11, 3, 8],
     [9, 4, 13, 6],
 ]
-ROWS = 12
+#: Of a rollout that is scored: one sample, so that all ranks but one have none.
+FEW = [11]
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +125,12 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def script(world: World, experts: World, deep: Path) -> dict[str, Any]:
     """The commands. The last iteration's loss is infinite."""
     trains = [_train(world, version, lengths) for version, lengths in enumerate(LENGTHS)]
-    table = world.write("rollout", rollout(LENGTHS[0]))
-    made = {"trains": trains, "logprobs": {"owner": 1, "table": table.model_dump(mode="json")}}
+    made = {"trains": trains, "logprobs": _scored(world, LENGTHS[0]), "few": _scored(world, FEW)}
     return {**_named(world), **made, "deep": str(deep), "experts": _named(experts) | {"trains": trains[:1]}}
+
+
+def _scored(world: World, lengths: list[int]) -> dict[str, Any]:
+    return {"owner": 1, "table": world.write("rollout", rollout(lengths)).model_dump(mode="json")}
 
 
 def _named(world: World) -> dict[str, Any]:
@@ -186,7 +193,8 @@ def _played(
     ranked = {name: {**one, "trainer": {**one["trainer"], "ranks": count}} for name, one in made.items()}
     experts = script["experts"] | {"backends": [name for name in EXPERTS if name in made]}
     peaks = {name: list(steps) for name, steps in SHARES.items() if name in made}
-    asked = {"backends": ranked, "local_checkpoints": given, "other_checkpoints": others}
+    apart = [name for name in APART if name in made]
+    asked = {"apart": apart, "backends": ranked, "local_checkpoints": given, "other_checkpoints": others}
     (folder / "script.json").write_text(json.dumps({**script, **asked, "experts": experts, "peaks": peaks}))
     numbers = range(count)
     with socket.socket() as held:  # the first rank can listen there, and nobody else is given the port
@@ -276,12 +284,13 @@ def test_a_repeat_steps_on_no_rank(name: str, answers: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logprobs_are_those_of_one(name: str, world: World, local: dict[str, Any], answers: dict[str, Any]) -> None:
-    for which, column in (("policy", "prox_logprobs"), ("reference", "ref_logprobs")):
+    scored = (("policy", "prox_logprobs", LENGTHS[0]), ("reference", "ref_logprobs", LENGTHS[0]))
+    for which, column, lengths in (*scored, ("few", "prox_logprobs", FEW)):
         ours, theirs = (
             read_table(world.store, TableRef.model_validate(next(iter(found[which].values()))))
             for found in (answers[name], local)
         )
-        assert ours.num_rows == ROWS
+        assert ours.num_rows == len(lengths)
         assert ours["sample_id"].equals(theirs["sample_id"])
         for one, other in zip(ours[column].to_pylist(), theirs[column].to_pylist(), strict=True):
             assert one == pytest.approx(other, abs=CLOSE.get(name, Close()).logprobs)
@@ -319,6 +328,21 @@ def test_a_checkpoint_of_four_ranks_goes_on_on_two(world: World, answers: dict[s
     assert found["step"] == STEPS + 1
     assert found["sixth"]["loss"] == pytest.approx(answers["hsdp"]["sixth"]["loss"], abs=close.loss)
     assert _distance(_weights(world, found["six"]), _weights(world, answers["hsdp"]["six"])) <= close.resumed
+
+
+@pytest.mark.parametrize("name", _marked(APART))
+def test_a_machine_fetches_what_its_ranks_restore_of_a_checkpoint(
+    name: str, world: World, answers: dict[str, Any]
+) -> None:
+    """Each of two its own rank's file; both the index, and the file of what every rank needs."""
+    first, second = (set(names) for names in answers[name]["apart"]["fetched"])
+    saved = WeightsRef.model_validate(answers[name]["checkpoint"])
+    whole = {Path(file.path).name: file.bytes for file in read_weights(world.store, saved).files}
+    assert first | second == whole.keys()
+    assert ".metadata" in first & second and len(first & second) == 2
+    assert len(first - second) == len(second - first) == 1
+    restored = _weights(world, answers[name]["apart"]["weights"])
+    assert _distance(restored, _weights(world, answers[name]["trained"])) == 0
 
 
 @pytest.mark.parametrize("name", [*NAMES, *LOCAL])

@@ -9,8 +9,9 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from live_bytes import LiveBytes
@@ -23,6 +24,7 @@ from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.ranks import join
 from areal_tasks.engines.trainer.service import Trainer, make_backend
 from areal_tasks.engines.trainer.settings import read_settings
+from areal_tasks.store.backend import Backend as StoreBackend
 from areal_tasks.store.objects.files import commit_weights
 from areal_tasks.store.paths import checkpoint_attempt, stage_attempt, weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
@@ -30,6 +32,7 @@ from schemas.manifest import WeightsRef
 from schemas.recipe.sections import Trainer as Section
 
 STEPS = 5
+Named = dict[str, Any]
 
 
 class Player:
@@ -68,9 +71,9 @@ class Player:
         )
         return WeightsRef.model_validate_json(text)
 
-    def logprobs(self, which: str) -> dict[str, Any]:
+    def logprobs(self, which: str, of: str = "logprobs") -> dict[str, Any]:
         version = self.trainer.fence.version or 0
-        body = {**self.script["logprobs"], "which": which, "version": version, "prefix": self._prefix()}
+        body = {**self.script[of], "which": which, "version": version, "prefix": self._prefix()}
         tables = self.trainer.logprobs(Logprobs.model_validate(body)).tables
         return {name: ref.model_dump(mode="json") for name, ref in tables.items()}
 
@@ -91,6 +94,7 @@ def play(player: Player) -> dict[str, Any]:
     found["repeat"] = player.train(STEPS - 1)
     found["trained"] = player.publish("trained")
     found["policy"], found["reference"] = player.logprobs("policy"), player.logprobs("reference")
+    found["few"] = player.logprobs("policy", of="few")
     found["checkpoint"] = player.checkpoint("five").model_dump(mode="json")
     found["sixth"] = player.train(STEPS)
     found["six"] = player.publish("six")
@@ -103,6 +107,37 @@ def go_on(player: Player, checkpoint: dict[str, Any], label: str) -> dict[str, A
     """Load a checkpoint after five steps over a policy that has moved on, and take the sixth."""
     player.load(WeightsRef.model_validate(checkpoint))
     return {"sixth": player.train(STEPS), "six": player.publish(label), "step": player.trainer.progress.step}
+
+
+class FarAway:
+    """A store's backend as a machine has it on whose disk the store is not; `fetched` are the names of files."""
+
+    def __init__(self, backend: StoreBackend) -> None:
+        self.backend = backend
+        self.fetched: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def local(self, path: str) -> None:
+        """It is elsewhere."""
+
+    def fetch_file(self, path: str, target: Path) -> str:
+        self.fetched.append(Path(path).name)
+        return self.backend.fetch_file(path, target)
+
+
+def restore_apart(script: Named, name: str, group: Group, checkpoint: WeightsRef) -> Named:
+    """Each rank on a machine of its own: the files of the checkpoint that each fetches, and the weights."""
+    assert group.store is not None
+    alone = Group(group.rank, group.world, dist.PrefixStore("apart", group.store), local_world=1)
+    player = Player(script, f"{name}-apart", script["backends"][name], alone)
+    far = FarAway(player.trainer.store.backend)
+    player.trainer.store = replace(player.trainer.store, backend=cast(StoreBackend, far))
+    player.load(checkpoint)
+    fetched: list[Any] = [None] * group.world
+    dist.all_gather_object(fetched, [name for name in far.fetched if name.endswith((".distcp", ".metadata"))])
+    return {"fetched": fetched, "weights": player.publish("restored")}
 
 
 def publish_twice(player: Player) -> list[str]:
@@ -144,6 +179,9 @@ def main(folder: Path) -> None:
         answers[name]["from_local"] = go_on(player, script["local_checkpoints"][name], "from-local")
         if name in script["other_checkpoints"]:
             answers[name]["from_other"] = go_on(player, script["other_checkpoints"][name], "from-other")
+    for name in script["apart"]:
+        saved = WeightsRef.model_validate(answers[name]["checkpoint"])
+        answers[name]["apart"] = restore_apart(script, name, group, saved)
     experts = script["experts"]
     for name in experts["backends"]:
         answers[name]["experts"] = publish_twice(Player(experts, f"experts-{name}", script["backends"][name], group))

@@ -7,7 +7,7 @@ gradients are *summed* over micro-batches and ranks, never averaged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
@@ -21,6 +21,9 @@ from areal_tasks.engines.names import Names
 from schemas.recipe.sections import Trainer
 
 Which = Literal["policy", "reference"]
+
+#: Puts a checkpoint's files of these names into its folder. Every rank calls it, for those that it reads itself.
+Fetch = Callable[[Collection[str]], None]
 
 #: Maps logprobs (with gradient) and entropies of consecutive counted tokens, `layout.where[part]`, to the rows of
 #: `objective.STATS`: each token's column depends on that token alone.
@@ -39,6 +42,10 @@ class TokenStats(NamedTuple):
 
     values: Float[Tensor, "K T"]
     samples: Int[Tensor, " T"]
+
+
+def all_there(names: Collection[str]) -> None:
+    """The `Fetch` of a folder that holds the whole checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,6 @@ class Backend(Protocol):
         """
         ...
 
-    def load_checkpoint(self, folder: Path) -> Progress:
-        """Restore all of these bitwise, into a policy that was loaded before."""
+    def load_checkpoint(self, folder: Path, fetch: Fetch = all_there) -> Progress:
+        """Restore all of these bitwise, into a policy that was loaded before. `fetch`: see `load_parameters`."""
         ...

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from areal_tasks.engines.trainer.backend import Progress
+from areal_tasks.engines.trainer.backend import Fetch, Progress, all_there
 from areal_tasks.engines.trainer.memory import ran_out
 from areal_tasks.engines.trainer.optimizer import local_share, prepare_state
 from areal_tasks.store.parallel import parallel
@@ -38,7 +38,8 @@ from schemas.errors import UserError
 #: A parameter's `weight` and its AdamW state: `step`, `exp_avg`, `exp_avg_sq`. Sharded tensors are DTensors.
 Parameter = Mapping[str, Tensor]
 Parameters = Mapping[str, Parameter]
-
+#: The file of a checkpoint that says where in its other files each tensor is.
+METADATA: Final = ".metadata"
 #: A rank writes files of about this size, or larger ones if they would be more than MOST_FILES.
 FILE_BYTES: Final = 256 * 2**20
 MOST_FILES: Final = 32
@@ -83,11 +84,13 @@ def _files(parameters: Parameters) -> int:
     return min(max(held // FILE_BYTES, 1), MOST_FILES)
 
 
-def load_parameters(folder: Path, parameters: Parameters) -> Progress:
+def load_parameters(folder: Path, parameters: Parameters, fetch: Fetch = all_there) -> Progress:
     """Restore what `save_parameters` wrote, bitwise, into the tensors of `parameters`.
 
+    `folder` holds METADATA at least; the files that this rank reads are fetched.
+
     Raises:
-        UserError: the checkpoint belongs to another model, is damaged, or holds more than tensors.
+        UserError: the checkpoint belongs to another model, is damaged, cannot be fetched, or holds more than tensors.
         Exception: memory ran out.
     """
     rng, counts = torch.get_rng_state(), torch.zeros(2, dtype=torch.int64)
@@ -95,9 +98,10 @@ def load_parameters(folder: Path, parameters: Parameters) -> Progress:
     check_metadata(folder)
     try:
         with _without_warnings():
-            dcp.load(state, checkpoint_id=folder, planner=_TensorsOnly(), no_dist=_is_single_process())
+            reader = _FetchingReader(folder, fetch)
+            dcp.load(state, storage_reader=reader, planner=_TensorsOnly(), no_dist=_is_single_process())
     except (CheckpointException, RuntimeError, ValueError) as error:
-        if ran_out(cause := _first(error)):
+        if isinstance(cause := _first(error), UserError) or ran_out(cause):
             raise cause from error
         raise UserError(f"the checkpoint in {folder} is not one of this model: {_reason(error)}") from error
     torch.set_rng_state(rng)
@@ -107,7 +111,7 @@ def load_parameters(folder: Path, parameters: Parameters) -> Progress:
 
 def check_metadata(folder: Path) -> None:
     """Raise UserError if the checkpoint's index, which DCP unpickles, names more than DCP's types and `_NAMES`."""
-    with (folder / ".metadata").open("rb") as file:
+    with (folder / METADATA).open("rb") as file:
         _Guarded(file).load()
 
 
@@ -129,6 +133,19 @@ class _Guarded(pickle.Unpickler):
 class _TensorsOnly(DefaultLoadPlanner):  # type: ignore[misc]
     def load_bytes(self, read_item: Any, value: Any) -> None:
         raise ValueError(f"{read_item.dest_index.fqn} is not a tensor")
+
+
+class _FetchingReader(dcp.FileSystemReader):  # type: ignore[misc]
+    """Reads no file that no tensor of this rank is in: it need not be there."""
+
+    def __init__(self, folder: Path, fetch: Fetch) -> None:
+        super().__init__(folder)
+        self.fetch = fetch
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self.fetch({self.storage_data[item.storage_index].relative_path for item in plan.items})
+        read: Future[None] = super().read_data(plan, planner)
+        return read
 
 
 def _is_single_process() -> bool:
@@ -166,13 +183,24 @@ _RUN_BYTES: Final = 4 * 2**20
 
 
 class PiecesPlanner(DefaultSavePlanner):  # type: ignore[misc]
-    """DCP's planner, with tensors split into pieces of at most PIECE_BYTES (or one row if that is larger)."""
+    """DCP's planner, with tensors split into pieces of at most PIECE_BYTES (or one row if that is larger).
+
+    What every rank reads is written by the first one. DCP would spread it over the files of all ranks, so that every
+    machine would need nearly all files to restore its share.
+    """
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
         self.pieces: dict[MetadataIndex, Tensor] = {}
         self.plan = replace(plan, items=[piece for item in plan.items for piece in self._cut(item)])
         return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        first, *others = all_plans
+        by_first = {item.index for item in first.items if _is_for_all(item)}
+        others = [replace(p, items=[item for item in p.items if item.index not in by_first]) for p in others]
+        made: tuple[list[SavePlan], Metadata] = super().create_global_plan([first, *others])
+        return made
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.pieces.get(index)
@@ -201,6 +229,12 @@ def _piece(item: WriteItem, at: int, part: Tensor) -> WriteItem:
     return replace(item, index=MetadataIndex(item.index.fqn, offsets), type=WriteItemType.SHARD, tensor_data=data)
 
 
+def _is_for_all(item: WriteItem) -> bool:
+    """Whether every rank reads it, however many there are: the step count of a parameter, random state, progress."""
+    name: str = item.index.fqn
+    return name in ("rng", "progress") or name.endswith(".step")
+
+
 def _size(item: WriteItem) -> int:
     """Bytes that this item adds to a file."""
     data = item.tensor_data
@@ -227,7 +261,9 @@ class HashingWriter(dcp.FileSystemWriter):  # type: ignore[misc]
         self.digests: dict[str, str] = {}
 
     def write_data(self, plan: SavePlan, planner: PiecesPlanner) -> Future[list[WriteResult]]:
-        shares = [share for share in _distributed(plan.items, self.files) if share]
+        for_all = [item for item in plan.items if _is_for_all(item)]
+        others = [item for item in plan.items if not _is_for_all(item)]
+        shares = [share for share in (for_all, *_distributed(others, self.files)) if share]
         named = [(f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}", share) for n, share in enumerate(shares)]
         written = parallel(lambda one: _write_file(self.path, planner, *one), named, os.cpu_count() or 1)
         future: Future[list[WriteResult]] = Future()

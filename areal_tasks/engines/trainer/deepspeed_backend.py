@@ -37,7 +37,7 @@ from deepspeed.utils import (
 
 from areal_tasks.data.batching import Layout
 from areal_tasks.engines.names import Names
-from areal_tasks.engines.trainer.backend import Progress, TokenLoss, TokenStats, Which
+from areal_tasks.engines.trainer.backend import Fetch, Progress, TokenLoss, TokenStats, Which, all_there
 from areal_tasks.engines.trainer.checkpoint import Parameter, held_parameters, load_parameters, save_parameters
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.local import LocalBackend
@@ -148,14 +148,14 @@ class DeepSpeedBackend(LocalBackend):
             held = {name: self._read(parameter) for name, parameter in model.named_parameters()}
         return save_parameters(folder, held, progress)
 
-    def load_checkpoint(self, folder: Path) -> Progress:
+    def load_checkpoint(self, folder: Path, fetch: Fetch = all_there) -> Progress:
         if self.settings.zero_stage == 0:
-            progress = load_parameters(folder, held_parameters(self._policy().model, self.optimizer))
+            progress = load_parameters(folder, held_parameters(self._policy().model, self.optimizer), fetch)
             self._round()
             return progress
         named = dict(self._policy().model.named_parameters())
         held = {name: self._empty(parameter) for name, parameter in named.items()}
-        progress = load_parameters(folder, held)
+        progress = load_parameters(folder, held, fetch)
         for name, parameter in named.items():
             self._write(parameter, held[name])
         return progress

@@ -127,6 +127,15 @@ class Group:
             self._post(self._shared_by(machine), json.dumps(_attempt(work)))
         return self._text_of(machine)
 
+    def from_ranks_here(self, mine: str) -> list[str]:
+        """The texts of all ranks of this machine, of which this one's is `mine`."""
+        if self.store is None:
+            return [mine]
+        self._shared += 1
+        self._post(self._shared_by(f"rank-{self.rank}"), json.dumps({"text": mine}))
+        first = self.rank - self.rank % self._local_world
+        return [self._text_of(f"rank-{rank}") for rank in range(first, first + self._local_world)]
+
     def from_machines(self, work: Callable[[], str]) -> list[str]:
         """Run `work` on the first rank of each machine; every rank returns all texts, or raises the first UserError."""
         mine = self.from_first_here(work)

@@ -174,7 +174,12 @@ def rows_of_rank(plan: Plan, rank: int, world: int) -> Rows:
     numbers = torch.unique(plan.minibatch[plan.minibatch != LEFT_OUT]).tolist()
     mine = [rows for number in numbers for rows in passes_of_rank(passes_of(plan, number), rank, world)]
     left_out = torch.nonzero(plan.minibatch == LEFT_OUT)[:, 0]
-    return torch.cat([left_out[rank::world], *mine]).sort().values
+    return samples_of([left_out[rank::world], *mine])
+
+
+def samples_of(passes: list[Rows]) -> Rows:
+    """The samples of these passes, in ascending order."""
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *passes]).sort().values
 
 
 class Learner:

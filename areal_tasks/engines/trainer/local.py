@@ -12,7 +12,7 @@ from torch import Tensor
 
 from areal_tasks.data.batching import Layout
 from areal_tasks.engines.names import Names
-from areal_tasks.engines.trainer.backend import Progress, Scores, TokenLoss, TokenStats, Which
+from areal_tasks.engines.trainer.backend import Fetch, Progress, Scores, TokenLoss, TokenStats, Which, all_there
 from areal_tasks.engines.trainer.checkpoint import held_parameters, load_parameters, save_parameters
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.optimizer import clip_gradients, make_optimizer, step_at, use_options
@@ -89,8 +89,8 @@ class LocalBackend:
     def save_checkpoint(self, folder: Path, progress: Progress) -> Mapping[str, str]:
         return save_parameters(folder, held_parameters(self.master.model, self.optimizer), progress)
 
-    def load_checkpoint(self, folder: Path) -> Progress:
-        progress = load_parameters(folder, held_parameters(self.master.model, self.optimizer))
+    def load_checkpoint(self, folder: Path, fetch: Fetch = all_there) -> Progress:
+        progress = load_parameters(folder, held_parameters(self.master.model, self.optimizer), fetch)
         self._round()
         return progress
 

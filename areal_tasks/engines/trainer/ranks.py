@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,6 +29,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Int, Shaped
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
@@ -263,6 +264,26 @@ def _gather_columns(mine: Tensor) -> Tensor:
     padded = [mine.new_zeros(mine.shape[0], widest) for _ in widths]
     dist.all_gather(padded, torch.nn.functional.pad(mine, (0, widest - mine.shape[1])))
     return torch.cat([part[:, : int(width)] for part, width in zip(padded, widths, strict=True)], 1)
+
+
+def gather_on_first(
+    mine: Shaped[Tensor, " n"], places: Callable[[int], Int[Tensor, " _"]], size: int, rank: int, world: int
+) -> Shaped[Tensor, " N"] | None:
+    """On rank 0: a vector of `size` elements, of which those of each rank are at `places(rank)`. Elsewhere none.
+
+    No other rank holds more than its own, and rank 0 besides the vector what one rank sends.
+    """
+    if rank > 0:
+        dist.send(mine, 0)
+        return None
+    whole = mine.new_zeros(size)
+    whole[places(0)] = mine
+    for other in range(1, world):
+        at = places(other)
+        theirs = mine.new_empty(len(at))
+        dist.recv(theirs, other)
+        whole[at] = theirs
+    return whole
 
 
 def lead(name: str, at: tuple[str, int], size: int, backend: str, timeout: timedelta) -> dist.ProcessGroup:

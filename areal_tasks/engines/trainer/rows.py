@@ -85,6 +85,13 @@ def sft_samples(table: pa.Table) -> Samples:
     return Samples(_whole(table["sample_id"]), lengths, kept, minibatch)
 
 
+def scored_samples(table: pa.Table) -> Samples:
+    """All samples of a rollout, to be scored as a single minibatch."""
+    lengths = _tensor(table["num_tokens"]).long()
+    kept = torch.ones(len(lengths), dtype=torch.bool)
+    return Samples(_whole(table["sample_id"]), lengths, kept, torch.zeros_like(lengths))
+
+
 def grpo_batch(
     tables: Mapping[str, pa.Table], version: int, max_lag: float | None = None, samples: Samples | None = None
 ) -> Batch:
@@ -118,7 +125,12 @@ def grpo_batch(
 
 def sft_batch(table: pa.Table, samples: Samples | None = None) -> Batch:
     """The batch in an SFT `batch` table, which holds some of `samples`; none: all of them."""
-    return _batch(samples or sft_samples(table), _whole(table["sample_id"]), read_sequences(table), {})
+    return text_batch(table, samples or sft_samples(table))
+
+
+def text_batch(table: pa.Table, samples: Samples) -> Batch:
+    """A batch of TEXT alone: that of a table which holds some of `samples`."""
+    return _batch(samples, _whole(table["sample_id"]), read_sequences(table), {})
 
 
 def _batch(
@@ -165,11 +177,11 @@ def aligned(table: pa.Table, ids: pa.Array, name: str) -> pa.Table:
     return table.take(rows)
 
 
-def logprobs_table(name: str, ids: pa.ChunkedArray, sequences: Sequences, logprobs: Float[Tensor, " N"]) -> pa.Table:
+def logprobs_table(name: str, ids: pa.Array, lengths: Int[Tensor, " B"], logprobs: Float[Tensor, " N"]) -> pa.Table:
     """The table `reference` or `proximal` from a flat column."""
-    ends = torch.cat([torch.zeros(1, dtype=torch.int64), sequences.lengths.cumsum(0)])
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     lists = pa.ListArray.from_arrays(pa.array(ends.to(torch.int32).numpy()), pa.array(logprobs.numpy()), type=FLOATS)
-    return make_table(name, dict(zip(COLUMNS[name], (_whole(ids), lists), strict=True)))
+    return make_table(name, dict(zip(COLUMNS[name], (ids, lists), strict=True)))
 
 
 def make_table(name: str, columns: Mapping[str, object]) -> pa.Table:

@@ -10,7 +10,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,9 +20,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from areal_tasks.data.batching import Sequences, lay_out, micro_batches
+from areal_tasks.data.batching import lay_out
 from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.trainer.backend import Backend, Progress, TokenStats, Which
+from areal_tasks.engines.trainer.backend import Backend, Fetch, Progress, Which
+from areal_tasks.engines.trainer.checkpoint import METADATA
 from areal_tasks.engines.trainer.commands import (
     Checkpoint,
     Command,
@@ -46,22 +47,22 @@ from areal_tasks.engines.trainer.fencing import Fence, StaleCommand
 from areal_tasks.engines.trainer.forward import Ahead, background_thread, one_core, staged
 from areal_tasks.engines.trainer.fsdp2 import Fsdp2Backend
 from areal_tasks.engines.trainer.group import Group
-from areal_tasks.engines.trainer.learner import Learned, Learner, Work, passes_of_rank
+from areal_tasks.engines.trainer.learner import Learned, Learner, Rows, Work, passes_of_rank
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.memory import names_memory_knobs
-from areal_tasks.engines.trainer.ranks import end_group
-from areal_tasks.engines.trainer.reading import Files, plan_and_batch
-from areal_tasks.engines.trainer.rows import TEXT, logprobs_table, read_sequences
+from areal_tasks.engines.trainer.ranks import end_group, gather_on_first
+from areal_tasks.engines.trainer.reading import Files, passes_and_batch, places_of_rank, plan_and_batch
+from areal_tasks.engines.trainer.rows import Batch, logprobs_table
 from areal_tasks.engines.trainer.settings import Settings, read_settings
 from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, copy_description, largest_difference, remove_weights
 from areal_tasks.engines.trainer.transport import Sender
 from areal_tasks.store.backend import Store, open_store
-from areal_tasks.store.objects.files import local_file, materialise, read_weights, upload
+from areal_tasks.store.objects.files import common_folder, local_file, materialise, read_weights, upload
 from areal_tasks.store.objects.local import unusable
 from areal_tasks.store.parallel import beside, parallel
-from areal_tasks.store.shards import read_files, write_table
+from areal_tasks.store.shards import write_table
 from areal_tasks.store.under_way import LEDGER
-from schemas.errors import UserError
+from schemas.errors import UserError, shown
 from schemas.manifest import FileRef, TableRef, WeightsRef
 
 log = logging.getLogger(__name__)
@@ -133,12 +134,12 @@ class Trainer:
                 f"version {command.version} was asked for, but {source.path} holds version {source.version}"
             )
         weights = self._fetch(command.weights)
-        state = self._fetch(command.checkpoint) if command.checkpoint else None
+        saved = self._saved(command.checkpoint) if command.checkpoint else None
         self.fence.restart(None)
         self.snapshot.forget()
         self.backend.load(weights, self.settings.seed)
         fresh = Progress(step=command.version * self.settings.minibatches)
-        self.progress = self.backend.load_checkpoint(state) if state else fresh
+        self.progress = self.backend.load_checkpoint(*saved) if saved else fresh
         self.weights, self.work = weights, Work()
         self.initial = command.weights if command.weights.version == 0 else self.initial
         self.fence.restart(command.version)
@@ -168,13 +169,15 @@ class Trainer:
         else:
             self._need_reference()
         name = "proximal" if command.which == "policy" else "reference"
-        files = self._files({"rollout": command.table})
-        table = self.group.together(lambda: read_files("rollout", files["rollout"], TEXT))
+        files, rank, world = self._files({"rollout": command.table}), self.backend.rank, self.backend.world
+        passes, batch = self.group.together(lambda: passes_and_batch(files, self.settings, rank, world))
         with one_core(self.backend.device, self.settings.trainer):
-            sequences = read_sequences(table)
-            scored = logprobs_table(name, table["sample_id"], sequences, self._score(sequences, command.which))
-        if self.group.rank > 0:
+            mine = self._score(passes_of_rank(passes, rank, world), batch, command.which)
+        places = functools.partial(places_of_rank, passes, batch.lengths, world)
+        whole = gather_on_first(mine, places, int(batch.lengths.sum()), rank, world)
+        if whole is None:
             return Tables(tables={})
+        scored = logprobs_table(name, batch.ids, batch.lengths, whole)
         return Tables(tables={name: write_table(self.store, command.prefix, name, scored)})
 
     def keep(self, command: Keep) -> Done:
@@ -292,25 +295,21 @@ class Trainer:
         tables = {"train_steps": learned.train_steps, "train_samples": learned.train_samples}
         return {name: write_table(self.store, prefix, name, table) for name, table in tables.items()}
 
-    def _score(self, sequences: Sequences, which: Which) -> Float[Tensor, " N"]:
-        """Logprobs of the counted tokens, 0 elsewhere. Each rank scores its share of the passes."""
+    def _score(self, mine: list[Rows], batch: Batch, which: Which) -> Float[Tensor, " N"]:
+        """Logprobs of the counted tokens that are here, 0 at the others, by this rank's passes."""
         kind, world = self.settings.trainer.layout, self.backend.world
-        micro = micro_batches(sequences.lengths, self.settings.trainer.micro_batch_tokens, kind, world)
-        passes = [torch.nonzero(micro == number)[:, 0] for number in torch.unique(micro).tolist()]
         scores, places = [torch.zeros(0, device=self.backend.device)], [_NONE]
-        self.work = Work(len(sequences.lengths))
-        mine = passes_of_rank(passes, self.backend.rank, world)
-        layouts = (staged(lay_out(sequences, rows, kind), self.backend.device) for rows in mine)
+        self.work = Work(len(batch.lengths))
+        layouts = (staged(lay_out(batch.sequences, rows, kind), self.backend.device) for rows in mine)
         with background_thread(self.backend.device) as thread:
             for number, (rows, layout) in enumerate(zip(mine, Ahead(layouts, thread), strict=False), 1):
                 found = self.backend.score(layout, self.settings.temperature, which, number == len(mine))
                 scores.append(found.logprobs)
                 places.append(layout.where)
                 self.work.add(len(rows) * world)
-        whole = self.backend.gather(TokenStats(torch.cat(scores).cpu()[None], torch.cat(places)))
+        flat = torch.zeros(len(batch.sequences.input_ids))
+        flat[torch.cat(places)] = torch.cat(scores).cpu()
         self._make_room()
-        flat = torch.zeros(len(sequences.input_ids))
-        flat[whole.samples] = whole.values[0]
         return flat
 
     def _make_room(self) -> None:
@@ -368,14 +367,31 @@ class Trainer:
         with self.snapshot.lock:
             yield self.snapshot
 
-    def _fetch(self, ref: WeightsRef) -> Path:
-        """The files of `ref` in one local folder, fetched by the first rank of each machine for all ranks there."""
-        return Path(self.group.from_first_here(lambda: str(self._materialise(ref))))
+    def _saved(self, ref: WeightsRef) -> tuple[Path, Fetch]:
+        """A checkpoint's folder, where its index is, and how to get the files that the ranks of this machine read."""
 
-    def _materialise(self, ref: WeightsRef) -> Path:
+        def fetch(names: Collection[str]) -> None:
+            texts = self.group.from_ranks_here(json.dumps(sorted(names)))
+            self._fetch(ref, {name for text in texts for name in json.loads(text)})
+
+        return self._fetch(ref, {METADATA}), fetch
+
+    def _fetch(self, ref: WeightsRef, names: Collection[str] | None = None) -> Path:
+        """The files of `ref` (of these names; none: all) in one local folder.
+
+        The first rank of each machine fetches them for all ranks there.
+        """
+        return Path(self.group.from_first_here(lambda: str(self._materialise(ref, names))))
+
+    def _materialise(self, ref: WeightsRef, names: Collection[str] | None) -> Path:
         into = self.scratch / f"{ref.digest[:16]}-{ref.version}"
         into.mkdir(exist_ok=True)
-        return materialise(self.store, read_weights(self.store, ref).files, into, verify=True)
+        files = read_weights(self.store, ref).files
+        named = {file.path.removeprefix(f"{common_folder(files)}/"): file for file in files}
+        if lacking := set(names or ()) - named.keys():
+            raise UserError(f"{self.store.uri(ref.path)} does not name files that are needed: {shown(lacking)}")
+        wanted = files if names is None else [named[name] for name in names]
+        return materialise(self.store, wanted, into, verify=True)
 
 
 def _create(folder: Path) -> str:
