@@ -69,11 +69,7 @@ class Events:
 
 def metrics_of(result: IterationResult) -> Metrics:
     """An iteration's metrics by stage, without those of stages that run once."""
-    return {
-        built.manifest.stage: built.manifest.metrics
-        for built in result.built.values()
-        if built.manifest.iteration == result.iteration and built.manifest.metrics
-    }
+    return {built.manifest.stage: built.manifest.metrics for built in result.news.values() if built.manifest.metrics}
 
 
 def finite(metrics: Metrics) -> dict[str, dict[str, float | None]]:
