@@ -14,7 +14,7 @@ from typing import Any, Final
 from prefect.events import emit_event
 from prefect.runtime import flow_run
 
-from areal_tasks.stages.loop import IterationResult
+from areal_tasks.stages.jobs import IterationResult
 from areal_tasks.store.runs import Run
 from flows.alerts import Alert, Metrics
 

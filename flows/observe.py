@@ -18,7 +18,7 @@ from prefect.settings import PREFECT_UI_URL
 
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.graphs import iteration_plan
-from areal_tasks.stages.loop import IterationResult
+from areal_tasks.stages.jobs import IterationResult
 from areal_tasks.store.backend import Store
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import read_table

@@ -1,4 +1,4 @@
-"""Jobs: stages of an iteration with everything that they need, which the flow runs as tasks."""
+"""Jobs: stages of an iteration with everything that they need, which the flow runs as tasks; and their results."""
 
 from __future__ import annotations
 
@@ -29,6 +29,23 @@ Execute = Callable[[Sequence[Job]], list[Built]]
 def run_directly(jobs: Sequence[Job]) -> list[Built]:
     """The jobs one after the other, without Prefect."""
     return [job.run(PrefectIds()) for job in jobs]
+
+
+@dataclass(frozen=True)
+class IterationResult:
+    """A committed iteration and its results by stage (by label for a second evaluation)."""
+
+    iteration: int
+    of: int
+    built: Mapping[str, Built]
+    seconds: float
+    eta: int = 0  # rollout.max_head_offpolicyness in force in it
+
+    @property
+    def news(self) -> dict[str, Built]:
+        """Those that no commit has named before: of this iteration, or late ones, with a label, of an earlier one."""
+        found = self.built.items()
+        return {label: one for label, one in found if " " in label or one.manifest.iteration == self.iteration}
 
 
 def label_of(stage: Stage, context: Context) -> str:

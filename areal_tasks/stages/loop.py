@@ -18,52 +18,32 @@ from typing import Any, Final
 
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built, PrefectIds, carried, find_built
+from areal_tasks.stages.changing import Changes
 from areal_tasks.stages.checkpoint import next_checkpoint, restored_weights
 from areal_tasks.stages.garbage import rare_collections
 from areal_tasks.stages.generation import Generation, groups_of
 from areal_tasks.stages.graphs import evaluates, evaluates_at_end, iteration_plan, iterations
-from areal_tasks.stages.jobs import Execute, Job, label_of, run_directly
+from areal_tasks.stages.jobs import Execute, IterationResult, Job, label_of, run_directly
 from areal_tasks.stages.overlap import Overlap, Results
 from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.publish import published_late, unwritten
 from areal_tasks.stages.stage import Context, Kind, Stage
-from areal_tasks.store.changes import describe, waiting_changes
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.evaluations import EVALUATING, evaluated_weights, evaluating
-from areal_tasks.store.history.journal import Details, append
 from areal_tasks.store.objects.files import newest_written
 from areal_tasks.store.parallel import in_background
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.reachable import published_weights
 from areal_tasks.store.retention.compact import Compactor
 from areal_tasks.store.runs import Run
-from schemas.errors import UserError
-from schemas.manifest import Change, IterationCommit, StageRef, WeightsRef
+from schemas.manifest import IterationCommit, StageRef, WeightsRef
 from schemas.recipe.recipe import Recipe, RlhfRecipe
-from schemas.recipe.recorded import with_values
 
 log = logging.getLogger(__name__)
 
 UNTRACKED = ("scalars",)  # built with the commit: a task run would cost more than the stage
 #: For what was begun ahead, before the servers end: the worker kills a flow 7 s after asking it to end.
 END_SECONDS: Final = 2.0
-
-
-@dataclass(frozen=True)
-class IterationResult:
-    """A committed iteration and its results by stage (by label for a second evaluation)."""
-
-    iteration: int
-    of: int
-    built: Mapping[str, Built]
-    seconds: float
-    eta: int = 0  # rollout.max_head_offpolicyness in force in it
-
-    @property
-    def news(self) -> dict[str, Built]:
-        """Those that no commit has named before: of this iteration, or late ones, with a label, of an earlier one."""
-        found = self.built.items()
-        return {label: one for label, one in found if " " in label or one.manifest.iteration == self.iteration}
 
 
 @dataclass
@@ -86,7 +66,7 @@ class Loop:
         self._digest = ""  # of the head, once it is known
         self.last = iterations(self.recipe)  # the run's total number of iterations
         self._recipes: dict[int, Recipe] = {}  # by number of their segment
-        self._refused = 0  # number of the last change that cannot be put into force
+        self._changes = Changes(self.engines.check)
         self.restored: WeightsRef | None = None  # replaces the head's weights
         self.generation: Generation | None = None
         self._overlap = Overlap(self.execute)
@@ -255,38 +235,12 @@ class Loop:
         """
         if first >= self.last:
             return
-        before = len(self.run.segments)
-        for change in waiting_changes(self.run.store, self.run.name, self.run.segments):
-            if change.n > self._refused:
-                self._apply(change, first)
-        if len(self.run.segments) > before:
-            self.engines.run_has_changed(self.run)
+        run, self.recipe = self._changes.apply(self.run, self.recipe, first)
+        if run is not self.run:
+            self.run, self._recipes = run, {}
+            self.engines.run_has_changed(run)
             if self.generation is not None:
                 self.generation.recipes_have_changed(first)
-
-    def _apply(self, change: Change, first: int) -> None:
-        try:
-            recipe = with_values(self.recipe, change.values)
-            self.engines.check(recipe)
-        except UserError as error:  # this start has another recipe than the one that the change was checked with
-            log.warning("%s cannot be put into force here: %s", describe(change), error)
-            self._note("refused", change, {"why": str(error)})
-            self._refused = change.n
-            return
-        self.run, self.recipe = self.run.with_change(change, first, recipe), recipe
-        self._recipes = {}
-        first = self.run.segments[-1].from_iteration
-        log.info("from iteration %d on: %s", first, describe(change))
-        self._note("changed", change, {"from_iteration": first})
-
-    def _note(self, action: str, change: Change, details: Details) -> None:
-        """Write to the run's log what became of a change."""
-        asked: dict[str, Any] = {
-            "owner": self.run.owner,
-            "change": change.n,
-            "by": f"{change.user}@{change.host}",
-        } | change.values
-        append(self.run.store, self.run.name, action, {**asked, **details})
 
     def _overlaps(self, k: int) -> bool:
         """Whether iteration `k` publishes its weights, and evaluates version `k`, concurrently with other stages."""
