@@ -10,8 +10,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -21,6 +21,7 @@ from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.external import external_servers, external_token
 from areal_tasks.engines.handover import Transport, name_of, write_weights
+from areal_tasks.engines.holding import Holder
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.proof import Proof, is_proven
 from areal_tasks.engines.server import ServerDown
@@ -77,9 +78,9 @@ class Servers:
         self.written: WeightsRef | None = None  # the newest in the store, which a server can start on
         self._lock = threading.RLock()  # stages that run concurrently use the same servers
         self._client: InferenceClient | None = None
-        self._holder: InferenceClient | None = None  # of the one server that is held, if one is
         self._ready: list[Ready] = []  # as the client knows them
         self._loop = LoopThread()
+        self._holder = Holder(self._loop.run, self.call)
         self.workers = Workers(recipe, generates, supervisor, watchdog, self._loop)
         self._proof = Proof(self.call, is_proven(recipe))
         self._unwritable: dict[str, frozenset[tuple[str, int]]] = {}  # weights -> starts they were tried for
@@ -190,38 +191,17 @@ class Servers:
         return client
 
     def _clients(self) -> list[InferenceClient]:
-        return [client for client in (self._client, self._holder) if client is not None]
+        return [client for client in (self._client, self._holder.client) if client is not None]
 
-    @contextmanager
-    def held(self, ref: WeightsRef) -> Iterator[InferenceClient]:
+    def held(self, ref: WeightsRef) -> AbstractContextManager[InferenceClient]:
         """Inside, a client of one server, which has `ref` and generates for it alone. Others go on with newer weights.
 
-        The store has `ref`. If the server ends, the client is closed. Afterwards the server gets the newest weights.
-
-        Raises:
-            ServerDown: no server is healthy.
+        The store has `ref`. If the server ends, the client raises ServerDown.
         """
         pool = self.inference(waits=False)
-        server, current = self.call(pool.hold(name_of(ref)))
-        patience = server.seconds if self.patience_seconds is None else self.patience_seconds
+        patience = pool.settings.request_timeout_seconds if self.patience_seconds is None else self.patience_seconds
         own = InferenceClient([], self.access, pool.settings, patience, self.ends, interruption(self.recipe))
-        with ExitStack() as stack:
-            stack.callback(lambda: self._loop.run(pool.release(server)))
-            stack.callback(lambda: self._loop.run(own.close()))
-            version, name, where = self.weights.target(ref)
-            if not current:
-                source = WeightsSource(self.run.store, self.weights.reads_store)
-                stack.callback(source.fetched.close)
-                where = stack.enter_context(source.opened(ref))
-            self._loop.run(own.holding(version, name, where))
-            self._loop.run(own.sync({server.url: server.start}, [server.url] if current else []))
-            self._holder = own
-            stack.callback(self._hold_none)
-            self.call(own.wait_healthy())
-            yield own
-
-    def _hold_none(self) -> None:
-        self._holder = None
+        return self._holder.held(pool, ref, WeightsSource(self.run.store, self.weights.reads_store), own)
 
     def call(self, work: Coroutine[Any, Any, T], *, generates: bool = False) -> T:
         """Run a coroutine of the inference client in the client's event loop, and tend the servers meanwhile.
@@ -230,13 +210,12 @@ class Servers:
             ServiceFailed: no server is left, and `launcher.restarts` are used up.
             ServerDown: it `generates`, and all servers were restarted on weights that are no longer current.
         """
-        what = "generation" if generates else "a command to the servers"
 
         def heartbeats() -> dict[str, Heartbeat]:
             workers = self.workers.heartbeats()  # first: these report the workers' requests per server
             return self._heartbeats() | workers
 
-        with self.watchdog.waiting(what, heartbeats):
+        with self.watchdog.waiting("generation" if generates else "a command to the servers", heartbeats):
             return self._loop.run(work, meanwhile=lambda: self._tend_if_free(generates))
 
     def call_briefly(self, work: Coroutine[Any, Any, object]) -> None:
@@ -263,16 +242,11 @@ class Servers:
         ended = self.supervisor.ended(self.names)
         weights = self._weights_to_start_on(ended) if ended else None
         running = self.supervisor.look(self.names, weights)
-        self._close_holder({(one.url, one.restart) for one in running})
+        self._holder.keep_to({(one.url, one.restart) for one in running})
         if running != self._ready:
             self._ready = running
             current = [one.url for one in running if one.weights is not None and client.wants(name_of(one.weights))]
             self._loop.run(client.sync({one.url: one.restart for one in running}, current))
-
-    def _close_holder(self, running: Set[tuple[str, int]]) -> None:
-        """Close the client of a held server that has ended, before another start of it gets other weights."""
-        if (own := self._holder) is not None and any((one.url, one.start) not in running for one in own.servers):
-            self._loop.run(own.close())
 
     def _weights_to_start_on(self, ended: frozenset[tuple[str, int]]) -> WeightsRef | None:
         """The current weights, which the trainer first writes if only it has them.
@@ -411,7 +385,7 @@ class Servers:
         A starting server measures the free memory, and would count what the trainer allocates as its own. With
         `inference.release_memory` the servers, also restarted ones, then lend the memory of their cache to the trainer.
         """
-        if not (sharing := self._sharing()):
+        if not (sharing := [name for i, name in enumerate(self.names) if self.placement.shared(i)]):
             return
         ready(self.supervisor, self.watchdog, sharing, self.written)
         if self.recipe.inference.release_memory:  # type: ignore[union-attr]
@@ -419,10 +393,6 @@ class Servers:
                 client = self._tended()
                 self.call(client.wait_healthy())
                 self.call(client.lend_memory(True))
-
-    def _sharing(self) -> Sequence[str]:
-        """The names of the servers on a GPU of the trainer's."""
-        return [name for i, name in enumerate(self.names) if self.placement.shared(i)]
 
     def _serving(self) -> WeightsRef:
         assert self.serving is not None, "start() comes first"
