@@ -122,10 +122,15 @@ class Server:
 
     @property
     def lacks(self) -> str:
-        """What it waits for if it may not generate now: `answers` of its own, or `weights`; else empty."""
+        """What it waits for if it may not generate now: `answers` of its own, or `weights`; else empty.
+
+        `release` if it generates for another client.
+        """
         if not self.healthy:
             return "answers"
-        return "weights" if self.paused or not (self.current or self.held) else ""
+        if self.held:
+            return "release"
+        return "weights" if self.paused or not self.current else ""
 
     async def close(self) -> None:
         """Close all connections for good: requests in flight, and later ones, raise ServerDown."""

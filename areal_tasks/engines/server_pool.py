@@ -205,7 +205,7 @@ class ServerPool(ABC):
         return ServerDown(f"no inference server answers; the last error: {self._last_error}")
 
     def states(self) -> dict[str, str]:
-        """What each server waits for if it may not generate now, by address: `answers`, `weights`; for any thread."""
+        """What each server waits for if it may not generate now, by address: see `Server.lacks`. For any thread."""
         return {server.url: server.lacks for server in list(self.servers)}
 
     async def queues(self) -> dict[str, tuple[int, int | None]]:

@@ -203,12 +203,12 @@ class Servers:
         own = InferenceClient([], self.access, pool.settings, patience, self.ends, interruption(self.recipe))
         return self._holder.held(pool, ref, WeightsSource(self.run.store, self.weights.reads_store), own)
 
-    def call(self, work: Coroutine[Any, Any, T], *, generates: bool = False) -> T:
-        """Run a coroutine of the inference client in the client's event loop, and tend the servers meanwhile.
+    def call(self, work: Coroutine[Any, Any, T], *, generates: InferenceClient | None = None) -> T:
+        """Run a coroutine of an inference client in the clients' event loop, and tend the servers meanwhile.
 
         Raises:
             ServiceFailed: no server is left, and `launcher.restarts` are used up.
-            ServerDown: it `generates`, and all servers were restarted on weights that are no longer current.
+            ServerDown: a client `generates` in it, and all its servers were restarted on other weights than it wants.
         """
 
         def heartbeats() -> dict[str, Heartbeat]:
@@ -222,13 +222,13 @@ class Servers:
         """Run a coroutine in that loop at the end of a run, without tending the servers. TimeoutError if it lasts."""
         self._loop.run(work, BRIEF_SECONDS)
 
-    def _tend_if_free(self, generates: bool) -> None:
+    def _tend_if_free(self, generates: InferenceClient | None) -> None:
         if not self._lock.acquire(blocking=False):
             return  # another thread uses the servers, and tends them
         try:
             self._tend()
             self.workers.tend()
-            if generates and self._ready and self._client is not None and self._client.stuck:
+            if generates is not None and self._ready and generates.stuck:
                 raise ServerDown("the servers were restarted on older weights and have to be given the current ones")
         finally:
             self._lock.release()

@@ -78,7 +78,7 @@ def generated_by(client: InferenceClient, context: Context, inputs: Inputs, labe
     done: list[Prompt] = []
     with reported(label, "samples", lambda: (len(done) * sampling.samples, len(prompts) * sampling.samples)):
         groups = run_groups(isolated, prompts, settings, sampling.group_seconds, done.append)
-        samples = engines.servers.call(groups, generates=context.held is None)
+        samples = engines.servers.call(groups, generates=client)
     check_versions(client, context.weights.version)
     return samples_to_table(samples)
 

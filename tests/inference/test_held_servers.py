@@ -144,6 +144,6 @@ def test_its_holder_takes_no_other_weights_from_it() -> None:
 
 
 def test_states() -> None:
-    assert Server("url", 1, held=True, current=False).lacks == ""
+    assert Server("url", 1, held=True, current=False).lacks == "release"
     assert Server("url", 1, held=True, healthy=False).lacks == "answers"
     assert not Server("url", 1, held=True).able
