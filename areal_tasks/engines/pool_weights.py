@@ -84,17 +84,17 @@ class UpdatedPool(ServerPool):
         while not (free := [server for server in self.servers if server.able and not server.paused]):
             await self._until(lambda: bool(self.healthy()))
             await asyncio.sleep(POLL_SECONDS)
-        server = min(free, key=attrgetter("load"))
-        server.held, server.current = True, self.wants(key)
+        server, wanted = min(free, key=attrgetter("load")), self.wants(key)
+        server.held, server.current = True, wanted
         self._dispatch()
         try:
             await self.followers.acknowledged()
-            if not server.current:
+            if not wanted:
                 await server.drained(self.followers.busy)
         except BaseException:
             await self.release(server)
             raise
-        return server, server.current
+        return server, wanted
 
     async def release(self, server: Server) -> None:
         """Use a held server again, as soon as it has the target weights."""

@@ -68,6 +68,7 @@ def generated_samples(context: Context, inputs: Inputs, label: str) -> pa.Table:
 
 
 def generated_by(client: InferenceClient, context: Context, inputs: Inputs, label: str) -> pa.Table:
+    """The same by the servers of this client, which hold these weights."""
     recipe, engines = context.recipe, context.engines
     assert isinstance(recipe, (RlhfRecipe, EvaluateRecipe))
     sampling, rows = recipe.evaluation, inputs.read(context, "eval_prompts").to_pylist()
