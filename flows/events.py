@@ -14,7 +14,7 @@ from typing import Any, Final
 from prefect.events import emit_event
 from prefect.runtime import flow_run
 
-from areal_tasks.stages.loop import IterationResult
+from areal_tasks.stages.jobs import IterationResult
 from areal_tasks.store.runs import Run
 from flows.alerts import Alert, Metrics
 
@@ -69,11 +69,7 @@ class Events:
 
 def metrics_of(result: IterationResult) -> Metrics:
     """An iteration's metrics by stage, without those of stages that run once."""
-    return {
-        built.manifest.stage: built.manifest.metrics
-        for built in result.built.values()
-        if built.manifest.iteration == result.iteration and built.manifest.metrics
-    }
+    return {built.manifest.stage: built.manifest.metrics for built in result.news.values() if built.manifest.metrics}
 
 
 def finite(metrics: Metrics) -> dict[str, dict[str, float | None]]:

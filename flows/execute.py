@@ -21,7 +21,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import PrefectIds
-from areal_tasks.stages.loop import IterationResult
+from areal_tasks.stages.jobs import IterationResult
 from areal_tasks.stages.preflight import check_code, check_engines, check_inputs
 from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.backend import StoreError

@@ -18,7 +18,7 @@ from prefect.settings import PREFECT_UI_URL
 
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.graphs import iteration_plan
-from areal_tasks.stages.loop import IterationResult
+from areal_tasks.stages.jobs import IterationResult
 from areal_tasks.store.backend import Store
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import read_table
@@ -82,7 +82,7 @@ class Observer:
         self.events.committed(result)
         self._warn(result)
         whole = result.iteration % self.every == 0 or result.iteration == result.of - 1
-        if whole or any(built_now(built, result) and is_long(built) for built in result.built.values()):
+        if whole or any(not built.reused and is_long(built) for built in result.news.values()):
             what = f"iteration {result.iteration}"
             self.artifacts.offer(what, lambda artifacts: self._show(artifacts, result, whole))
 
@@ -97,8 +97,8 @@ class Observer:
         """Create the artifacts of one iteration: all of them, or only the manifests of its long stages."""
         pages = {
             label: self._manifest(artifacts, self._task_name(label, result), built.manifest)
-            for label, built in result.built.items()
-            if built_now(built, result) and built.manifest.provenance.prefect_task_run_id and (whole or is_long(built))
+            for label, built in result.news.items()
+            if not built.reused and built.manifest.provenance.prefect_task_run_id and (whole or is_long(built))
         }
         if not whole:
             return
@@ -124,7 +124,9 @@ class Observer:
 
     def _iteration(self, artifacts: Artifacts, result: IterationResult, pages: Mapping[str, UUID]) -> None:
         rows = [
-            stage_row(self._task_name(label, result), built, built_now(built, result), pages.get(label))
+            stage_row(
+                self._task_name(label, result), built, label in result.news and not built.reused, pages.get(label)
+            )
             for label, built in by_stage(result)
         ]
         page = iteration_page(self.run.name, self.run.store.url, summary_line(result), rows)
@@ -162,11 +164,6 @@ class _Relay(logging.Handler):
             self.context.copy().run(log, record.levelno, record.getMessage())
         except Exception:  # as in logging's own handlers: a failed log line must not raise
             self.handleError(record)
-
-
-def built_now(built: Built, result: IterationResult) -> bool:
-    """Whether this start of the flow built the stage in this iteration: neither reused nor carried over."""
-    return not built.reused and built.manifest.iteration == result.iteration
 
 
 def is_long(built: Built) -> bool:

@@ -16,7 +16,7 @@ from typing import Final
 import psutil
 from prefect import get_run_logger
 
-from areal_tasks.stages.loop import IterationResult
+from areal_tasks.stages.jobs import IterationResult
 from areal_tasks.store.backend import Store, StoreError
 from areal_tasks.store.commit import find_record
 from areal_tasks.store.history.journal import append

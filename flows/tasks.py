@@ -14,7 +14,7 @@ from prefect.states import Completed
 from prefect.task_engine import run_task_sync
 
 from areal_tasks.stages.build import Built, PrefectIds
-from areal_tasks.stages.loop import Job
+from areal_tasks.stages.jobs import Job
 from areal_tasks.stages.stage import Stage
 from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError

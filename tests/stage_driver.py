@@ -21,7 +21,7 @@ from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.loop import Execute, Job, run_directly
+from areal_tasks.stages.jobs import Execute, Job, run_directly
 from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.fork import Origin

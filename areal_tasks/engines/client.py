@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.ends import Ends
+from areal_tasks.engines.pool_weights import UpdatedPool
 from areal_tasks.engines.server import (
     BadRequest,
     Server,
@@ -28,7 +29,6 @@ from areal_tasks.engines.server import (
     stale_runs,
     version_runs,
 )
-from areal_tasks.engines.server_pool import ServerPool
 from schemas.errors import UserError
 from schemas.recipe.derived import Interruption
 from schemas.recipe.sections import Inference
@@ -101,7 +101,7 @@ class _Waiter(NamedTuple):
     given: asyncio.Future[Server]
 
 
-class InferenceClient(ServerPool):
+class InferenceClient(UpdatedPool):
     """Use within one event loop; `close()` when done. `settings`: the recipe's inference section.
 
     Errors of all methods: UserError with the server's reason for a request that is refused; ServerDown when no server

@@ -7,11 +7,17 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 T = TypeVar("T")
 
 POLL_SECONDS: Final = 0.5
+
+
+class Call(Protocol):
+    """Runs a coroutine in such a loop, and returns its result."""
+
+    def __call__(self, work: Coroutine[Any, Any, T], /) -> T: ...
 
 
 class LoopThread:

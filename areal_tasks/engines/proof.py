@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.loop_thread import Call
 from areal_tasks.engines.server import BadRequest
 from schemas.errors import UserError, shown
 from schemas.recipe.recipe import Recipe, SftRecipe
@@ -31,10 +32,6 @@ Give = Callable[[], list[float]]
 #: Falcon-H1, Apertus, rotary positions of several axes. Others are known to SGLang's checker, which skips them.
 COMPUTED: Final = frozenset({"normalizer", "root_size", "dummy_token_indices", "mup_vector", "beta", "eps", "axis_map"})
 WITHOUT: Final = "inference.prove_weights=false goes on without this proof"
-
-
-class Call(Protocol):
-    def __call__(self, work: Coroutine[Any, Any, T], /) -> T: ...
 
 
 class Proof:

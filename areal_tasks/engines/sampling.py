@@ -94,12 +94,14 @@ def trainer_state(flow: Flow) -> State:
 
 
 def server_state(flow: Flow, url: str) -> State:
-    """It works while groups are generated, wherever; else it waits for weights, verdicts, or groups to begin."""
-    if lacks := flow.lacks.get(url, "answers"):
-        return State(waits_for=lacks)
-    if "evaluate" in stages(flow):
+    """It works while groups are generated, wherever; else it waits for weights, verdicts, or groups to begin.
+
+    If a server is held for an evaluation, the others do not evaluate.
+    """
+    lacks, held = flow.lacks.get(url, "answers"), "release" in flow.lacks.values()
+    if lacks == "release" or ("evaluate" in stages(flow) and not lacks and not held):
         return State("evaluate")
-    return _of_groups(flow, None)
+    return State(waits_for=lacks) if lacks else _of_groups(flow, None)
 
 
 def worker_state(flow: Flow, url: str) -> State:

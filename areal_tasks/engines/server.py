@@ -106,6 +106,7 @@ class Server:
     requests: int = 0  # of this client, in flight
     asks: int = 0  # requests and commands that it has not answered
     paused: bool = False  # it was, or may have been, asked to pause generation, and not yet to continue
+    held: bool = False  # another client alone uses it: it gets no requests and no weights from this one
     lends: bool = False  # the memory of its cache, to the trainer: it must not generate
     load: int = 0  # samples in flight
     done: int = 0  # samples answered
@@ -117,13 +118,18 @@ class Server:
     @property
     def able(self) -> bool:
         """Whether it may generate."""
-        return self.healthy and self.current
+        return self.healthy and self.current and not self.held
 
     @property
     def lacks(self) -> str:
-        """What it waits for if it may not generate now: `answers` of its own, or `weights`; else empty."""
+        """What it waits for if it may not generate now: `answers` of its own, or `weights`; else empty.
+
+        `release` if it generates for another client.
+        """
         if not self.healthy:
             return "answers"
+        if self.held:
+            return "release"
         return "weights" if self.paused or not self.current else ""
 
     async def close(self) -> None:

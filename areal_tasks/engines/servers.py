@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -20,8 +20,8 @@ from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.external import external_servers, external_token
-from areal_tasks.engines.fetching import Fetched
 from areal_tasks.engines.handover import Transport, name_of, write_weights
+from areal_tasks.engines.holding import Holder
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.proof import Proof, is_proven
 from areal_tasks.engines.server import ServerDown
@@ -30,11 +30,10 @@ from areal_tasks.engines.trainer.commands import Receiver, Send, Sent
 from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
 from areal_tasks.engines.trainers import ResidentTrainer
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
+from areal_tasks.engines.weights_source import WeightsSource, read_store
 from areal_tasks.engines.workers import Workers
-from areal_tasks.launchers.choice import on_this_machine
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.launchers.supervisor import Ready, ServiceFailed, Supervisor
-from areal_tasks.store.objects.files import common_folder, read_weights
 from areal_tasks.store.runs import Run
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
@@ -72,16 +71,16 @@ class Servers:
         self.ends = ends
         self.generates = generates and not isinstance(recipe, SftRecipe)  # else there are no servers
         self.external = external_servers() if self.generates else []
-        self._read_store = self.generates and read_store(recipe, self.external)  # else they read folders
+        self.weights = WeightsSource(run.store, self.generates and read_store(recipe, self.external))
         self.placement = Placement()
         self.transport: Transport = "store"
         self.serving: WeightsRef | None = None
         self.written: WeightsRef | None = None  # the newest in the store, which a server can start on
-        self._fetched = Fetched()
         self._lock = threading.RLock()  # stages that run concurrently use the same servers
         self._client: InferenceClient | None = None
         self._ready: list[Ready] = []  # as the client knows them
         self._loop = LoopThread()
+        self._holder = Holder(self._loop.run, self.call)
         self.workers = Workers(recipe, generates, supervisor, watchdog, self._loop)
         self._proof = Proof(self.call, is_proven(recipe))
         self._unwritable: dict[str, frozenset[tuple[str, int]]] = {}  # weights -> starts they were tried for
@@ -89,13 +88,13 @@ class Servers:
     def close(self) -> None:
         """Close the client and cancel its work. The supervisor ends the servers themselves."""
         self.workers.serve(None)
-        if self._client is not None:
-            self._loop.run(self._client.close())
+        for client in self._clients():
+            self._loop.run(client.close())
 
     def closed(self) -> None:
         """Free what the servers may have used; they have ended."""
         self._loop.stop()
-        self._fetched.close()
+        self.weights.fetched.close()
 
     def adapt(self, recipe: Recipe, placement: Placement, join: Callable[[], None]) -> None:
         """This recipe is in force from now on. `join` starts the servers that it adds, and others leave."""
@@ -179,7 +178,8 @@ class Servers:
         if self.external:
             try:
                 self._loop.run(client.use_external(self.external))
-                self._read_store = self._read_store or self._loop.run(client.read(self.run.store.url))
+                reads = self.weights.reads_store or self._loop.run(client.read(self.run.store.url))
+                self.weights.reads_store = reads
             except BaseException:
                 self._loop.run(client.close())
                 raise
@@ -187,43 +187,48 @@ class Servers:
         ready(self.supervisor, self.watchdog, self.names, self.written)
         for one in self.supervisor.look(self.names)[:1]:
             if one.weights is not None:
-                self._loop.run(client.holding(*self._target(one.weights)))
+                self._loop.run(client.holding(*self.weights.target(one.weights)))
         return client
 
-    def _target(self, ref: WeightsRef) -> tuple[int, str, str | None]:
-        """Version and name of these weights, and where servers load them from; None if they cannot by themselves."""
-        if not ref.written or self._read_store:
-            return ref.version, name_of(ref), self.run.store.uri(ref.path) if ref.written else None
-        folder = self.run.store.local(common_folder(read_weights(self.run.store, ref).files))
-        return ref.version, name_of(ref), str(folder) if folder else None
+    def _clients(self) -> list[InferenceClient]:
+        return [client for client in (self._client, self._holder.client) if client is not None]
 
-    def call(self, work: Coroutine[Any, Any, T], *, generates: bool = False) -> T:
-        """Run a coroutine of the inference client in the client's event loop, and tend the servers meanwhile.
+    def held(self, ref: WeightsRef) -> AbstractContextManager[InferenceClient]:
+        """Inside, a client of one server, which has `ref` and generates for it alone. Others go on with newer weights.
+
+        The store has `ref`. If the server ends, the client raises ServerDown.
+        """
+        pool = self.inference(waits=False)
+        patience = pool.settings.request_timeout_seconds if self.patience_seconds is None else self.patience_seconds
+        own = InferenceClient([], self.access, pool.settings, patience, self.ends, interruption(self.recipe))
+        return self._holder.held(pool, ref, WeightsSource(self.run.store, self.weights.reads_store), own)
+
+    def call(self, work: Coroutine[Any, Any, T], *, generates: InferenceClient | None = None) -> T:
+        """Run a coroutine of an inference client in the clients' event loop, and tend the servers meanwhile.
 
         Raises:
             ServiceFailed: no server is left, and `launcher.restarts` are used up.
-            ServerDown: it `generates`, and all servers were restarted on weights that are no longer current.
+            ServerDown: a client `generates` in it, and all its servers were restarted on other weights than it wants.
         """
-        what = "generation" if generates else "a command to the servers"
 
         def heartbeats() -> dict[str, Heartbeat]:
             workers = self.workers.heartbeats()  # first: these report the workers' requests per server
             return self._heartbeats() | workers
 
-        with self.watchdog.waiting(what, heartbeats):
+        with self.watchdog.waiting("generation" if generates else "a command to the servers", heartbeats):
             return self._loop.run(work, meanwhile=lambda: self._tend_if_free(generates))
 
     def call_briefly(self, work: Coroutine[Any, Any, object]) -> None:
         """Run a coroutine in that loop at the end of a run, without tending the servers. TimeoutError if it lasts."""
         self._loop.run(work, BRIEF_SECONDS)
 
-    def _tend_if_free(self, generates: bool) -> None:
+    def _tend_if_free(self, generates: InferenceClient | None) -> None:
         if not self._lock.acquire(blocking=False):
             return  # another thread uses the servers, and tends them
         try:
             self._tend()
             self.workers.tend()
-            if generates and self._ready and self._client is not None and self._client.stuck:
+            if generates is not None and self._ready and generates.stuck:
                 raise ServerDown("the servers were restarted on older weights and have to be given the current ones")
         finally:
             self._lock.release()
@@ -232,11 +237,12 @@ class Servers:
         """Restart servers that have ended, and let in those that are ready; the others continue meanwhile."""
         if (client := self._client) is None or self.external:
             return
-        if lost := client.lost():
+        if lost := [url for one in self._clients() for url in one.lost()]:
             self.supervisor.end(lost)
         ended = self.supervisor.ended(self.names)
         weights = self._weights_to_start_on(ended) if ended else None
         running = self.supervisor.look(self.names, weights)
+        self._holder.keep_to({(one.url, one.restart) for one in running})
         if running != self._ready:
             self._ready = running
             current = [one.url for one in running if one.weights is not None and client.wants(name_of(one.weights))]
@@ -263,11 +269,12 @@ class Servers:
 
     def _heartbeats(self, everyone: bool = False) -> dict[str, Heartbeat]:
         """A heartbeat of each server that has work in progress, by its name; of external servers by their address."""
-        if self._client is None:
-            return {}
-        found = self._loop.run(self._client.heartbeats(everyone), HEARTBEAT_LIMIT_SECONDS)
         limit = "inference.request_timeout_seconds for each request" if self.external else ""
-        return {self.supervisor.name_at(url): replace(heartbeat, limit=limit) for url, heartbeat in found.items()}
+        return {
+            self.supervisor.name_at(url): replace(heartbeat, limit=limit)
+            for client in self._clients()
+            for url, heartbeat in self._loop.run(client.heartbeats(everyone), HEARTBEAT_LIMIT_SECONDS).items()
+        }
 
     def states(self) -> dict[str, str]:
         """As `ServerPool.states`; none while there is no client of the servers."""
@@ -275,10 +282,11 @@ class Servers:
 
     def queues(self) -> dict[str, tuple[int, int | None]]:
         """As `ServerPool.queues`, by the workers' last heartbeats. For any thread; TimeoutError after a while."""
-        if self._client is None:
-            return {}
         self.workers.heartbeats()
-        return self._loop.run(self._client.queues(), HEARTBEAT_LIMIT_SECONDS)
+        found: dict[str, tuple[int, int | None]] = {}
+        for client in self._clients():
+            found |= self._loop.run(client.queues(), HEARTBEAT_LIMIT_SECONDS)
+        return found
 
     def serve(self, ref: WeightsRef, trainer: TrainerClient | None = None, handed: bool = False) -> list[float]:
         """Make every server generate with `ref`; returns the seconds per server, none if nothing had to be done.
@@ -291,7 +299,7 @@ class Servers:
             if self.count and not handed:
                 return self._give(self._tended(), ref, trainer)
             if self._client is not None:
-                self._loop.run(self._client.holding(*self._target(ref)))
+                self._loop.run(self._client.holding(*self.weights.target(ref)))
             return []
 
     def _set_current(self, ref: WeightsRef) -> None:
@@ -319,12 +327,11 @@ class Servers:
 
     def _load(self, client: InferenceClient, ref: WeightsRef) -> list[float]:
         """Have the servers load committed weights from the store, or from a folder of this machine."""
-        store = self.run.store
-        with nullcontext(store.uri(ref.path)) if self._read_store else self._fetched.local(store, ref) as where:
-            update = partial(client.update_weights, str(where), ref.version, name_of(ref))
+        with self.weights.opened(ref) as where:
+            update = partial(client.update_weights, where, ref.version, name_of(ref))
             loads = self._proof.of(client, lambda: self.call(update()))
         if len(loads) == self.count:
-            self._fetched.close()
+            self.weights.fetched.close()
         return loads
 
     def _send(self, client: InferenceClient, trainer: TrainerClient, ref: WeightsRef) -> list[float]:
@@ -336,11 +343,11 @@ class Servers:
             ServerDown: no server is left.
         """
         started, version = time.monotonic(), ref.version
-        self._fetched.outdate()
+        self.weights.fetched.outdate()
         with self._interrupted(client):
             urls = self.call(client.wait_healthy())
             with self.watchdog.waiting("weights from the trainer", lambda: self._heartbeats(everyone=True)):
-                gone = trainer.run(self._send_command(version, urls), Sent).gone
+                gone = trainer.run(self._send_command(version, urls, client.held()), Sent).gone
             self.call(client.evict(gone))
             confirmed = self.call(client.adopt(version, name_of(ref), set(urls) - gone.keys()))
         self.supervisor.end(gone, "did not take new weights", grace_seconds=0.0)
@@ -348,13 +355,14 @@ class Servers:
             raise ServerDown(f"no inference server took version {version}: {'; '.join(gone.values())}")
         return [time.monotonic() - started] * len(confirmed)
 
-    def _send_command(self, version: int, urls: Sequence[str]) -> Send:
+    def _send_command(self, version: int, urls: Sequence[str], held: Sequence[str]) -> Send:
         ranks = self.recipe.inference.tensor_parallel  # type: ignore[union-attr]
         return Send(
             owner=self.run.owner,
             version=version,
             transport=self.transport,
             receivers=tuple(Receiver(url=url, ranks=ranks) for url in urls),
+            leaving=tuple(Receiver(url=url, ranks=ranks) for url in held),
             token=self.supervisor.access.token,
             authority=self.supervisor.access.authority,
             keep_cache=interruption(self.recipe) == "in_place",
@@ -377,7 +385,7 @@ class Servers:
         A starting server measures the free memory, and would count what the trainer allocates as its own. With
         `inference.release_memory` the servers, also restarted ones, then lend the memory of their cache to the trainer.
         """
-        if not (sharing := self._sharing()):
+        if not (sharing := [name for i, name in enumerate(self.names) if self.placement.shared(i)]):
             return
         ready(self.supervisor, self.watchdog, sharing, self.written)
         if self.recipe.inference.release_memory:  # type: ignore[union-attr]
@@ -386,17 +394,6 @@ class Servers:
                 self.call(client.wait_healthy())
                 self.call(client.lend_memory(True))
 
-    def _sharing(self) -> Sequence[str]:
-        """The names of the servers on a GPU of the trainer's."""
-        return [name for i, name in enumerate(self.names) if self.placement.shared(i)]
-
     def _serving(self) -> WeightsRef:
         assert self.serving is not None, "start() comes first"
         return self.serving
-
-
-def read_store(recipe: Recipe, external: Sequence[str]) -> bool:
-    """Whether servers of this recipe load weights from the store by themselves; `external` ones of SGLang are asked."""
-    if isinstance(recipe, SftRecipe):
-        return False
-    return recipe.inference.engine == "embedded" or not (external or on_this_machine(recipe.launcher))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import chain
 
 import pyarrow as pa
 
+from areal_tasks.engines.client import InferenceClient
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS, workflow_context
 from areal_tasks.rollout.worker.apart import IsolatedWorkflow, in_time
@@ -59,19 +61,26 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
 
 
 def generated_samples(context: Context, inputs: Inputs, label: str) -> pa.Table:
-    """Completions of the held-out prompts by the weights in force, as a `ROLLOUT` table."""
+    """Completions of the held-out prompts by the weights that are evaluated, as a `ROLLOUT` table."""
+    servers = context.engines.servers
+    with servers.held(context.held) if context.held else nullcontext(servers.inference()) as client:
+        return generated_by(client, context, inputs, label)
+
+
+def generated_by(client: InferenceClient, context: Context, inputs: Inputs, label: str) -> pa.Table:
+    """The same by the servers of this client, which hold these weights."""
     recipe, engines = context.recipe, context.engines
     assert isinstance(recipe, (RlhfRecipe, EvaluateRecipe))
     sampling, rows = recipe.evaluation, inputs.read(context, "eval_prompts").to_pylist()
     prompts = [Prompt(group_id=row["prompt_id"], epoch=0, **row) for row in rows]
-    settings = workflow_context(recipe, sampling, sampling.samples, engines.servers.inference(), engines.tokenizer)
+    settings = workflow_context(recipe, sampling, sampling.samples, client, engines.tokenizer)
     workflow = load_workflow(recipe.workflow.name, recipe.workflow.arguments)
     isolated = IsolatedWorkflow(workflow, recipe.workflow.blocked_seconds)
     done: list[Prompt] = []
     with reported(label, "samples", lambda: (len(done) * sampling.samples, len(prompts) * sampling.samples)):
         groups = run_groups(isolated, prompts, settings, sampling.group_seconds, done.append)
-        samples = engines.servers.call(groups, generates=True)
-    check_versions(settings.client, context.weights.version)
+        samples = engines.servers.call(groups, generates=client)
+    check_versions(client, context.weights.version)
     return samples_to_table(samples)
 
 

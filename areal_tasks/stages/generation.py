@@ -116,7 +116,7 @@ class Generation:
             return min(self.book.ready(), wanted) * size, wanted * size
 
         with reported(f"rollout {context.iteration}", "samples", count):
-            parts = context.engines.servers.call(rollouts.take(prefix), generates=True)
+            parts = context.engines.servers.call(rollouts.take(prefix), generates=rollouts.client)
         check_verdicts(rollouts.verdicts, context.recipe)
         tables = {name: whole(context.store, [part.tables[name] for part in parts]) for name in parts[0].tables}
         sizes = sizes_of(sum(p.samples for p in parts), sum(p.tokens for p in parts), sum(p.truncated for p in parts))

@@ -6,7 +6,6 @@ flows run them as Prefect tasks; `run_directly` just calls them.
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,67 +17,33 @@ from functools import partial
 from typing import Any, Final
 
 from areal_tasks.engines.session import Engines
-from areal_tasks.stages.build import Built, PrefectIds, build, carried, find_built
+from areal_tasks.stages.build import Built, PrefectIds, carried, find_built
+from areal_tasks.stages.changing import Changes
 from areal_tasks.stages.checkpoint import next_checkpoint, restored_weights
+from areal_tasks.stages.garbage import rare_collections
 from areal_tasks.stages.generation import Generation, groups_of
-from areal_tasks.stages.graphs import evaluates_at_end, iteration_plan, iterations
+from areal_tasks.stages.graphs import evaluates, evaluates_at_end, iteration_plan, iterations
+from areal_tasks.stages.jobs import Execute, IterationResult, Job, label_of, run_directly
+from areal_tasks.stages.overlap import Overlap, Results
 from areal_tasks.stages.planner import Plan
-from areal_tasks.stages.publish import unwritten
+from areal_tasks.stages.publish import published_late, unwritten
 from areal_tasks.stages.stage import Context, Kind, Stage
-from areal_tasks.store.changes import describe, waiting_changes
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.history.journal import Details, append
+from areal_tasks.store.evaluations import EVALUATING, evaluated_weights, evaluating
 from areal_tasks.store.objects.files import newest_written
 from areal_tasks.store.parallel import in_background
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.reachable import published_weights
 from areal_tasks.store.retention.compact import Compactor
 from areal_tasks.store.runs import Run
-from schemas.errors import UserError
-from schemas.manifest import Change, IterationCommit, StageRef, WeightsRef
+from schemas.manifest import IterationCommit, StageRef, WeightsRef
 from schemas.recipe.recipe import Recipe, RlhfRecipe
-from schemas.recipe.recorded import with_values
 
 log = logging.getLogger(__name__)
 
 UNTRACKED = ("scalars",)  # built with the commit: a task run would cost more than the stage
 #: For what was begun ahead, before the servers end: the worker kills a flow 7 s after asking it to end.
 END_SECONDS: Final = 2.0
-#: More objects than the answers in flight consist of: each sample has lists with an element per token.
-YOUNG_OBJECTS: Final = 50_000
-
-
-@dataclass(frozen=True)
-class Job:
-    """A stage to be built, its label, and everything it needs."""
-
-    label: str
-    stage: Stage
-    context: Context
-    inputs: Mapping[str, Built]
-
-    def run(self, ids: PrefectIds) -> Built:
-        with self.context.engines.watchdog.waiting(self.label):
-            return build(self.stage, self.context, self.inputs, ids)
-
-
-@dataclass(frozen=True)
-class IterationResult:
-    """A committed iteration and its results by stage (by label for a second evaluation)."""
-
-    iteration: int
-    of: int
-    built: Mapping[str, Built]
-    seconds: float
-    eta: int = 0  # rollout.max_head_offpolicyness in force in it
-
-
-Execute = Callable[[Sequence[Job]], list[Built]]
-
-
-def run_directly(jobs: Sequence[Job]) -> list[Built]:
-    """The jobs one after the other, without Prefect."""
-    return [job.run(PrefectIds()) for job in jobs]
 
 
 @dataclass
@@ -101,10 +66,10 @@ class Loop:
         self._digest = ""  # of the head, once it is known
         self.last = iterations(self.recipe)  # the run's total number of iterations
         self._recipes: dict[int, Recipe] = {}  # by number of their segment
-        self._refused = 0  # number of the last change that cannot be put into force
+        self._changes = Changes(self.engines.check)
         self.restored: WeightsRef | None = None  # replaces the head's weights
         self.generation: Generation | None = None
-        self._overlapping: Future[dict[str, Built]] | None = None
+        self._overlap = Overlap(self.execute)
         self._ahead: Future[tuple[dict[str, Built], list[int]]] | None = None  # its results, and its groups
 
     @property
@@ -135,8 +100,10 @@ class Loop:
         self._apply_changes(self.first)
         self.engines.adapt(self.recipe_at(self.first))
         once = self._begin()
-        late = self._publish_late()
-        self._overlap(self.first, once, lambda: late)
+        late, missing = self._publish_late(), self._missing_evaluation(once)
+        self._begin_overlap(self.first, once, lambda: {**late, **self._labelled(missing)})
+        if not self._overlaps(self.first):
+            self._overlap.wait()
         with self._generating(), Compactor(self.run, self.recipe.store.compact_every) as compactor, rare_collections():
             for k in range(self.first, self.last):
                 started = time.monotonic()
@@ -204,13 +171,13 @@ class Loop:
     def _iteration(self, k: int, once: Mapping[str, Built]) -> dict[str, Built]:
         started, built = now(), dict(once) | self._take_ahead(k)
         self._apply_changes(k + 1)
-        if self._overlapping is not None and self.engines.resizes(self.recipe_at(k)):
-            wait([self._overlapping])  # a publication uses the trainer
+        if self.engines.resizes(self.recipe_at(k)):
+            self._overlap.wait()  # a publication uses the trainer
         self.engines.adapt(self.recipe_at(k))
         plan, context, overlapped = self.plan(k), self._context(k), self._overlapped_stages(k)
         for level in plan.levels():
-            if any(stage.name == "publish" for stage in level):  # the servers keep the evaluated weights until then
-                built |= self._take_overlapped()
+            if any(stage.name == "publish" for stage in level):
+                built |= self._overlap.take(evaluation=not self._may_evaluate_after(k))
             if any(stage.name == "train" for stage in level):
                 self._begin_ahead(k + 1, once, built)
             wanted = [s for s in level if s.name not in built and s.name not in overlapped]
@@ -224,7 +191,7 @@ class Loop:
         self._commit(context, built, started)
         if "publish" in overlapped:
             publication = self._job("publish", plan, context, built)
-            self._overlap(k + 1, once, lambda: self._late(publication))
+            self._begin_overlap(k + 1, once, lambda: self._labelled(publication))
         return built
 
     def _begin_ahead(self, k: int, once: Mapping[str, Built], built: Mapping[str, Built]) -> None:
@@ -268,38 +235,12 @@ class Loop:
         """
         if first >= self.last:
             return
-        before = len(self.run.segments)
-        for change in waiting_changes(self.run.store, self.run.name, self.run.segments):
-            if change.n > self._refused:
-                self._apply(change, first)
-        if len(self.run.segments) > before:
-            self.engines.run_has_changed(self.run)
+        run, self.recipe = self._changes.apply(self.run, self.recipe, first)
+        if run is not self.run:
+            self.run, self._recipes = run, {}
+            self.engines.run_has_changed(run)
             if self.generation is not None:
                 self.generation.recipes_have_changed(first)
-
-    def _apply(self, change: Change, first: int) -> None:
-        try:
-            recipe = with_values(self.recipe, change.values)
-            self.engines.check(recipe)
-        except UserError as error:  # this start has another recipe than the one that the change was checked with
-            log.warning("%s cannot be put into force here: %s", describe(change), error)
-            self._note("refused", change, {"why": str(error)})
-            self._refused = change.n
-            return
-        self.run, self.recipe = self.run.with_change(change, first, recipe), recipe
-        self._recipes = {}
-        first = self.run.segments[-1].from_iteration
-        log.info("from iteration %d on: %s", first, describe(change))
-        self._note("changed", change, {"from_iteration": first})
-
-    def _note(self, action: str, change: Change, details: Details) -> None:
-        """Write to the run's log what became of a change."""
-        asked: dict[str, Any] = {
-            "owner": self.run.owner,
-            "change": change.n,
-            "by": f"{change.user}@{change.host}",
-        } | change.values
-        append(self.run.store, self.run.name, action, {**asked, **details})
 
     def _overlaps(self, k: int) -> bool:
         """Whether iteration `k` publishes its weights, and evaluates version `k`, concurrently with other stages."""
@@ -315,36 +256,47 @@ class Loop:
             return frozenset()
         return frozenset({"evaluate"} if k == self.last - 1 else {"evaluate", "publish"})
 
-    def _overlap(self, k: int, once: Mapping[str, Built], before: Callable[[], dict[str, Built]]) -> None:
-        """Begin `before`, then the evaluation due in iteration `k`, in a thread; the commit of `k` names both."""
+    def _begin_overlap(self, k: int, once: Mapping[str, Built], publish: Callable[[], Results]) -> None:
+        """Begin `publish`, then the evaluation due in iteration `k`; the commit of `k` or a later one names them."""
         plan, context = self.plan(k), self._context(k)
         due = self._overlaps(k) and any(stage.name == "evaluate" for stage in plan.stages)
         evaluation = self._job("evaluate", plan, context, once) if due else None
+        self._overlap.begin(publish, evaluation, self.engines.servers.count > 1)
 
-        def work() -> dict[str, Built]:
-            done = before()
-            return done if evaluation is None else done | {"evaluate": self.execute([evaluation])[0]}
+    def _may_evaluate_after(self, k: int) -> bool:
+        """Whether an evaluation may still hold a server after iteration `k`.
 
-        assert self._overlapping is None, "one at a time"
-        self._overlapping = in_background(partial(copy_context().run, work), "overlapped")
+        Not if the next iteration evaluates too, or needs all servers: with η = 0, or if servers may leave.
+        """
+        if k + 1 >= self.last or not self._overlaps(k + 1):
+            return False
+        before, after = self.recipe_at(k), self.recipe_at(k + 1)
+        return before is after and not evaluates(after, k + 1)  # type: ignore[arg-type]
 
-    def _take_overlapped(self) -> dict[str, Built]:
-        """Wait for what `_overlap` began and return its results. Raises what it raised."""
-        work, self._overlapping = self._overlapping, None
-        return {} if work is None else work.result()
+    def _missing_evaluation(self, once: Mapping[str, Built]) -> Job | None:
+        """The evaluation that was under way at the last commit, which no commit names. That of a parent is its own."""
+        head, initial = self.head, self.engines.initial
+        if head is None or head.run != self.run.name or (k := evaluating(head)) is None or initial is None:
+            return None
+        weights, held = evaluated_weights(self.run, k, initial)
+        if not held.written:
+            log.warning("version %d is not evaluated: the store does not have it", k)
+            return None
+        context = self._context_after(self.run.commit(k - 1) if k else None, self.run.digest_before(k), k)
+        return self._job("evaluate", self.plan(k), replace(context, weights_held=weights, held=held), once)
 
-    def _late(self, publication: Job) -> dict[str, Built]:
-        """The publication of a committed iteration, under its label: a later iteration has a `publish` of its own."""
-        return {publication.label: self.execute([publication])[0]}
+    def _labelled(self, job: Job | None) -> Results:
+        """Run a job of an iteration before; its result has its label, since this iteration has such a stage, too."""
+        return {} if job is None else {job.label: self.execute([job])[0]}
 
-    def _publish_late(self) -> dict[str, Built]:
+    def _publish_late(self) -> Results:
         """Publish the weights of the last committed iteration if the flow was killed before it had done so."""
         if (train := self._unpublished()) is None or self.head is None or self.restored is not None:
             return {}
         k, plan = self.head.iteration, self.plan(self.head.iteration)
         context = self._context_after(self.run.commit(k - 1) if k else None, self.run.digest_before(k), k)
         built = Built(self.run.read_stage(train), train, reused=True)
-        return self._late(self._job("publish", plan, context, {"train": built}))
+        return self._labelled(self._job("publish", plan, context, {"train": built}))
 
     def _unpublished(self) -> StageRef | None:
         """The train stage of the last commit, if no commit names the publication of its weights."""
@@ -357,7 +309,7 @@ class Loop:
 
     def _job(self, name: str, plan: Plan, context: Context, built: Mapping[str, Built]) -> Job:
         stage = next(stage for stage in plan.stages if stage.name == name)
-        return Job(_label(stage, context), stage, context, {name: built[name] for name in plan.inputs(stage)})
+        return Job(label_of(stage, context), stage, context, {name: built[name] for name in plan.inputs(stage)})
 
     def _level(
         self, stages: Sequence[Stage], plan: Plan, context: Context, built: Mapping[str, Built]
@@ -376,12 +328,11 @@ class Loop:
         done = self.execute(jobs) if jobs else []
         return found | {job.stage.name: result for job, result in zip(jobs, done, strict=True)}
 
-    def _last_evaluation(self, context: Context, built: Mapping[str, Built]) -> dict[str, Built]:
+    def _last_evaluation(self, context: Context, built: Mapping[str, Built]) -> Results:
         """Evaluate the weights that the last iteration published; no later iteration would."""
         plan = iteration_plan(context.recipe, 0)  # every run with an evaluation has one in iteration 0
         after = replace(context, weights_held=self._new_weights(context, built))
-        job = self._job("evaluate", plan, after, built)
-        return {job.label: self.execute([job])[0]}
+        return self._labelled(self._job("evaluate", plan, after, built))
 
     def _commit(self, context: Context, built: Mapping[str, Built], started: str) -> None:
         """Commit the iteration, which makes it part of the run's history."""
@@ -397,27 +348,28 @@ class Loop:
             stages=tuple(result.ref for result in built.values()),
             weights=weights,
             checkpoint=checkpoint,
-            state=context.state_after() | {"train_seconds_since_checkpoint": seconds} | self._retrained(),
+            state=self._state(context, seconds),
             restored=self.restored,
-            published=self._published_late(context, built),
+            published=published_late(self.run.store, built.values(), context.iteration),
             provenance=make_provenance(self.run.owner, started, prefect_flow_run_id=self.ids.flow_run),
         )
         self.head, self.restored, self._digest = self.run.commit_iteration(commit), None, ""
 
-    def _retrained(self) -> dict[str, Any]:
-        """How metrics and weights retrained during the iteration compare with the committed ones."""
-        found = self.engines.actor.take_retrained()
-        return {} if found is None else {"replayed": asdict(found)}
+    def _state(self, context: Context, seconds: float) -> dict[str, Any]:
+        """What the commit carries on: groups, seconds of training since the checkpoint, the evaluation under way.
+
+        Also how metrics and weights that were retrained during the iteration compare with the committed ones.
+        """
+        found = context.state_after() | {"train_seconds_since_checkpoint": seconds}
+        if (retrained := self.engines.actor.take_retrained()) is not None:
+            found["replayed"] = asdict(retrained)
+        if (k := self._overlap.evaluating) is not None:
+            found[EVALUATING] = k
+        return found
 
     def _checkpoint(self, context: Context, built: Mapping[str, Built]) -> tuple[WeightsRef | None, float]:
         """The newest checkpoint after an iteration, and the seconds of training since."""
         return next_checkpoint(context, built, self.engines.resizes(self.recipe_at(context.iteration + 1)))
-
-    def _published_late(self, context: Context, built: Mapping[str, Built]) -> WeightsRef | None:
-        """The weights that the previous iteration's publication has written."""
-        late = [b for b in built.values() if b.manifest.stage == "publish" and b.manifest.iteration < context.iteration]
-        refs = [published_weights(self.run.store, one.manifest) for one in late]
-        return next((ref for ref in refs if ref.written), None)
 
     def _new_weights(self, context: Context, built: Mapping[str, Built]) -> WeightsRef:
         """The weights after an iteration, published now or later; the initial ones if nothing is trained."""
@@ -440,30 +392,3 @@ class Loop:
             previous_digest=digest,
             generation=self.generation,
         )
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """While inside, the garbage collector waits for `YOUNG_OBJECTS` new objects.
-
-    With Python's 700, reading an iteration's answers makes it traverse all objects of the process several times (0.4 s
-    with Prefect and torch loaded), although lists of numbers have no cycles and need no collector.
-    """
-    before = gc.get_threshold()
-    if before[0]:  # 0: the caller has turned it off
-        gc.set_threshold(max(before[0], YOUNG_OBJECTS), *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
-def _label(stage: Stage, context: Context) -> str:
-    """The name of the stage's task run."""
-    if stage.once:
-        return stage.name
-    return (
-        f"{stage.name} version {context.weights.version}"
-        if stage.name == "evaluate"
-        else f"{stage.name} {context.iteration}"
-    )

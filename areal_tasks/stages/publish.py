@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pyarrow as pa
 
 from areal_tasks.engines.handover import write_weights
+from areal_tasks.stages.build import Built
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
 from areal_tasks.store.backend import Store
 from areal_tasks.store.reachable import published_weights
@@ -53,6 +54,13 @@ def is_written(recipe: Recipe, version: int) -> bool:
     due = version % recipe.trainer.weights_every == 0 or version == recipe.schedule.iterations
     every = recipe.evaluation.every if isinstance(recipe, RlhfRecipe) else 0
     return due or (every > 0 and version % every == 0)
+
+
+def published_late(store: Store, built: Iterable[Built], k: int) -> WeightsRef | None:
+    """The weights that the publication of an iteration before `k` has written."""
+    late = [one.manifest for one in built if one.manifest.stage == "publish" and one.manifest.iteration < k]
+    refs = [published_weights(store, manifest) for manifest in late]
+    return next((ref for ref in refs if ref.written), None)
 
 
 def unwritten(train: StageManifest) -> WeightsRef:

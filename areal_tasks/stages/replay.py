@@ -17,6 +17,7 @@ from areal_tasks.stages.graphs import iteration_plan, stages
 from areal_tasks.stages.loop import Loop
 from areal_tasks.stages.planner import Plan, plan
 from areal_tasks.stages.stage import Context, Kind, Stage
+from areal_tasks.store.evaluations import stages_of
 from areal_tasks.store.fork import LIFTED_GAP, Origin, ReplayStart, find_reference, origin_of, parent_values
 from areal_tasks.store.keys import semantic_values
 from areal_tasks.store.runs import Found, Run
@@ -62,14 +63,15 @@ class Recorded:
         """The recorded evaluation, if the replay verifies its completions again."""
         if self.rebuilt != "evaluate":
             return None
-        ref = next(ref for ref in self.commit.stages if ref.stage == "evaluate")
+        ref = next(ref for ref in stages_of(self.run, self.commit) if ref.stage == "evaluate")
         return Found(self.run.read_stage(ref), ref)
 
     def find(self, stage: str, key: str) -> Found | None:
         """The recorded result to reuse for this stage and key."""
         if stage == self.rebuilt:
             return None
-        fitting = (r for r in self.commit.stages if r.stage == stage and (r.key == key or stage in self.kept))
+        named = stages_of(self.run, self.commit)
+        fitting = (r for r in named if r.stage == stage and (r.key == key or stage in self.kept))
         ref = next(fitting, None)
         return None if ref is None else Found(self.run.read_stage(ref), ref)
 

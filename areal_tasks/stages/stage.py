@@ -120,6 +120,7 @@ class Context:
     previous_digest: str
     recorded: Recorded | None = None  # the same iteration of the run that is replayed
     generation: Generation | None = None  # of a run that generates samples to train on
+    held: WeightsRef | None = None  # `weights` in the store, if the stage generates on a server of its own with them
     uncommitted: Mapping[str, StageRef] = field(default_factory=dict)  # of the previous iteration while it trains
 
     @property

@@ -28,7 +28,8 @@ from areal_tasks.engines.client import GenerateRequest
 from areal_tasks.engines.handover import Transport
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.loop import IterationResult, Job, Loop, run_directly
+from areal_tasks.stages.jobs import IterationResult, Job, run_directly
+from areal_tasks.stages.loop import Loop
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.runs import open_run
 from areal_tasks.store.shards import read_table

@@ -15,7 +15,7 @@ from prefect.states import Failed
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.stages.build import Built, PrefectIds
-from areal_tasks.stages.loop import Job
+from areal_tasks.stages.jobs import Job
 from areal_tasks.stages.stage import Kind, Output, Stage
 from areal_tasks.store.backend import Missing, StoreError, Unavailable
 from flows.tasks import StageTasks, worth_retrying

@@ -18,7 +18,7 @@ import pytest
 from stage_driver import store_in, tiny
 from waiting import alive, wait_until
 
-from areal_tasks.stages.loop import IterationResult
+from areal_tasks.stages.jobs import IterationResult
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.paths import service

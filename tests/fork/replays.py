@@ -6,7 +6,7 @@ from pathlib import Path
 
 from stage_driver import drive, store_in
 
-from areal_tasks.stages.loop import Execute, run_directly
+from areal_tasks.stages.jobs import Execute, run_directly
 from areal_tasks.stages.replay import replay_segments
 from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import Origin

@@ -12,7 +12,7 @@ from stage_driver import digests, drive, finished, start_driver, store_in, tiny,
 
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.loop import Job, run_directly
+from areal_tasks.stages.jobs import Job, run_directly
 from areal_tasks.stages.replay import loop_of
 from areal_tasks.store import paths
 from areal_tasks.store.fork import Origin, check_iteration, parent_values

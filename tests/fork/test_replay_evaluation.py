@@ -12,7 +12,7 @@ from stage_driver import drive, store_in, tiny, tiny_evaluation
 
 from areal_tasks.report.data import make_report
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.loop import Job, run_directly
+from areal_tasks.stages.jobs import Job, run_directly
 from areal_tasks.store.fork import Origin, check_forkable
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.history.diff import diff_runs

@@ -79,7 +79,7 @@ def test_the_rest_goes_on_and_the_dead_one_comes_back_within_the_rollout(
         await until(lambda: len(client.healthy()) == 2)
         return results + await client.generate(asked(range(GROUPS, 2 * GROUPS)))
 
-    results = engines.servers.call(rollout(), generates=True)
+    results = engines.servers.call(rollout(), generates=client)
     assert len(results) == 2 * GROUPS * SIZE
     assert all(r.stop_reason != "abort" and r.versions == [0] * len(r.output_ids) for r in results)
     times = Counter(group for group, _ in sent)
@@ -102,5 +102,5 @@ def asked(groups: range) -> list[GenerateRequest]:
 
 def repeated(engines: Engines, client: InferenceClient, results: list[GenerateResult]) -> None:
     """Whoever generated it: the bits are those of any other server."""
-    again = engines.servers.call(client.generate(asked(range(2 * GROUPS))), generates=True)
+    again = engines.servers.call(client.generate(asked(range(2 * GROUPS))), generates=client)
     assert [(r.output_ids, r.logprobs) for r in again] == [(r.output_ids, r.logprobs) for r in results]

@@ -417,7 +417,7 @@ def test_a_trainer_that_cannot_write_does_not_disturb_the_servers_that_are_well(
     ends(engines, 1)
     assert asked == [9] and restarting.started_on[-1] == engines.servers.written
     asked_for = requests(2)
-    check(asked_for, engines.servers.call(client.generate(asked_for), generates=True), version=9)
+    check(asked_for, engines.servers.call(client.generate(asked_for), generates=client), version=9)
     ends(engines, 1)
     assert asked == [9, 9]
 
@@ -449,7 +449,7 @@ def test_when_all_have_started_again_on_older_weights_the_stage_is_told(engines:
     supervisor(engines).dead |= {0, 1}
     engines.servers._tend()
     with pytest.raises(ServerDown, match="have to be given the current ones"):
-        engines.servers.call(client.generate(requests(1)), generates=True)
+        engines.servers.call(client.generate(requests(1)), generates=client)
     assert client.stuck, "the next to ask has the trainer hand them over"
 
 
@@ -471,5 +471,5 @@ def test_when_the_last_has_failed_too_often_the_stage_ends_with_its_log(
         await generation
 
     with pytest.raises(ServiceFailed, match="failed 4 times"):
-        engines.servers.call(work(), generates=True)
+        engines.servers.call(work(), generates=client)
     wait_until(lambda: not any(server.requests for server in client.servers), "what it asked for is over")

@@ -77,6 +77,7 @@ def backlog(generating: int = 0, verifying: int = 0) -> Backlog:
         (backlog(2), "answers", [], waits("answers"), works("generate")),
         (backlog(2), None, [], waits("answers"), works("generate")),
         (None, "", ["evaluate version 3"], works("evaluate"), waits("requests")),
+        (backlog(2), "release", ["evaluate version 3"], works("evaluate"), works("generate")),
     ],
 )
 def test_servers_and_workers(
@@ -85,6 +86,12 @@ def test_servers_and_workers(
     flow = Flow(registered, backlog=found, lacks={} if lacks is None else {"server": lacks})
     assert (server_state(flow, "server"), worker_state(flow, "one")) == (server, worker)
     assert worker_state(flow, "another") == (waits("requests") if found is None else waits("rule"))
+
+
+def test_the_others_do_not_evaluate_while_one_is_held() -> None:
+    flow = Flow(["evaluate version 3"], backlog=backlog(2), lacks={"held": "release", "server": "", "new": "weights"})
+    states = [server_state(flow, url) for url in ("held", "server", "new")]
+    assert states == [works("evaluate"), works("generate"), waits("weights")]
 
 
 def test_shares_of_a_sample_are_those_of_its_looks() -> None:

@@ -14,7 +14,7 @@ from stage_driver import drive, store_in, tiny
 from waiting import LIMIT
 
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.loop import Job, run_directly
+from areal_tasks.stages.jobs import Job, run_directly
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import load_run

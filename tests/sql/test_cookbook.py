@@ -15,7 +15,7 @@ import pytest
 from stage_driver import drive, store_in, tiny
 
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.loop import Job, run_directly
+from areal_tasks.stages.jobs import Job, run_directly
 from areal_tasks.store import paths
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.query import Session

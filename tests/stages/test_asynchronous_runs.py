@@ -18,7 +18,7 @@ from waiting import wait_until
 from areal_tasks.rollout.settled import Settled, settled_after
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.generation import groups_of
-from areal_tasks.stages.loop import Job, run_directly
+from areal_tasks.stages.jobs import Job, run_directly
 from areal_tasks.store import paths
 from areal_tasks.store import spool as records
 from areal_tasks.store.fork import Origin

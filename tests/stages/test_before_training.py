@@ -14,7 +14,7 @@ from test_asynchronous_runs import ITERATIONS, ahead, check, stage
 from waiting import wait_until
 
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.loop import Job, run_directly
+from areal_tasks.stages.jobs import Job, run_directly
 from areal_tasks.store.runs import load_run
 from schemas.errors import UserError
 from schemas.recipe.recipe import Recipe

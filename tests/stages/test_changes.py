@@ -25,7 +25,7 @@ from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import settled_after
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.generation import Generation, groups_of
-from areal_tasks.stages.loop import Execute, Job, run_directly
+from areal_tasks.stages.jobs import Execute, Job, run_directly
 from areal_tasks.stages.replay import replay_segments
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store

@@ -14,7 +14,7 @@ from stage_driver import drive, store_in, tiny
 
 from areal_tasks.report.data import make_report
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.loop import IterationResult, Job, run_directly
+from areal_tasks.stages.jobs import IterationResult, Job, run_directly
 from areal_tasks.stages.prompts import dropped_eval_prompts
 from areal_tasks.store.query import Session
 from flows.observe import summary_line

@@ -16,7 +16,8 @@ from areal_tasks.engines.session import Engines
 from areal_tasks.engines.starting import may_load_early, own_folder
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.loop import Job, Loop, run_directly
+from areal_tasks.stages.jobs import Job, run_directly
+from areal_tasks.stages.loop import Loop
 from areal_tasks.store.runs import open_run
 from schemas.manifest import WeightsRef
 from schemas.recipe.load import load_recipe

@@ -18,7 +18,7 @@ from areal_tasks.engines.trainer.commands import Command, Publish, Send, Sent, W
 from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.loop import Execute, Job, run_directly
+from areal_tasks.stages.jobs import Execute, Job, run_directly
 from areal_tasks.stages.publish import is_written
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt

@@ -15,7 +15,7 @@ from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.servers import Servers
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.loop import Job, run_directly
+from areal_tasks.stages.jobs import Job, run_directly
 from areal_tasks.store.history.audit import audit
 from schemas.manifest import WeightsRef
 from schemas.recipe.recipe import Recipe

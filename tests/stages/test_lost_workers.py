@@ -12,7 +12,7 @@ from test_asynchronous_runs import ITERATIONS, ahead, check, die_ahead, groups_b
 from waiting import wait_until
 
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.loop import Job, run_directly
+from areal_tasks.stages.jobs import Job, run_directly
 from areal_tasks.store import spool as records
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import load_run

@@ -19,7 +19,7 @@ from areal_tasks.engines.trainers import retrain_command, stage_of
 from areal_tasks.rollout import spooling
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.graphs import iteration_plan
-from areal_tasks.stages.loop import Job, run_directly
+from areal_tasks.stages.jobs import Job, run_directly
 from areal_tasks.store.objects.files import materialise, read_weights
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, load_run

@@ -13,7 +13,7 @@ from stage_driver import digests, drive, start_driver, store_in, tiny
 
 from areal_tasks.engines.trainers import Retrained, difference, stage_of, worst
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.loop import Job, run_directly
+from areal_tasks.stages.jobs import Job, run_directly
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.objects.files import read_weights
 from areal_tasks.store.query import run_sql

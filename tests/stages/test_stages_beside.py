@@ -15,7 +15,7 @@ from waiting import LIMIT, wait_until
 
 from areal_tasks.stages import loop
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.loop import Execute, Job, run_directly
+from areal_tasks.stages.jobs import Execute, Job, run_directly
 from areal_tasks.stages.stage import Context
 from areal_tasks.store.objects.files import newest_written, weights_made
 from areal_tasks.store.query import run_sql

@@ -19,7 +19,7 @@ from areal_tasks.engines import server, trainer_client
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.watchdog import THIS_PROCESS, Heartbeat, Watchdog
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.loop import Job, run_directly
+from areal_tasks.stages.jobs import Job, run_directly
 from areal_tasks.store.under_way import Ledger
 from schemas.recipe.launcher import Launcher
 

@@ -155,6 +155,18 @@ def test_the_group_of_before_is_left_by_all_that_stay(urls: list[str]) -> None:
     assert sender.name in groups and before not in groups
 
 
+def test_the_group_of_before_is_left_by_a_server_that_gets_nothing_for_a_while(urls: list[str]) -> None:
+    sender = Sender(unused, "gloo", LIMIT, LIMIT)
+    sender.send(weights(0.5), sending(urls, 1))
+    before = sender.name
+    leaving = (Receiver(url=urls[0]),)
+    for version in (2, 3):  # the second time it is in no group
+        assert not sender.send(weights(1.0), sending(urls[1:], version).model_copy(update={"leaving": leaving}))
+        assert before not in held_by(urls[0])["groups"] and held_by(urls[0])["version"] == "1"
+    assert not sender.send(weights(2.0), sending(urls, 4))
+    assert [held_by(url)["version"] for url in urls] == ["4", "4"]
+
+
 def test_the_group_that_a_server_has_failed_in_is_left_by_all_that_stay(urls: list[str]) -> None:
     sender = Sender(unused, "gloo", LIMIT, LIMIT)
     with receivers() as others:

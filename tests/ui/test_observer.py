@@ -23,7 +23,8 @@ from waiting import LIMIT
 
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built, PrefectIds
-from areal_tasks.stages.loop import Job, Loop
+from areal_tasks.stages.jobs import Job
+from areal_tasks.stages.loop import Loop
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, open_run
 from flows import artifacts, events, observe

@@ -99,6 +99,7 @@ class Send(Command):
 
     transport: Literal["tensor", "nccl"]
     receivers: tuple[Receiver, ...] = Field(min_length=1)
+    leaving: tuple[Receiver, ...] = Field((), description="servers that get nothing now: they leave the group")
     token: str = Field("", repr=False, description="the servers' bearer token; only rank 0 uses it")
     authority: str = Field("", description="see `Access.authority`")
     keep_cache: bool = Field(False, description="requests in flight are paused and keep their KV caches")

@@ -128,16 +128,16 @@ class Sender:
         return self.together(command, "/init_weights_update_group", bodies, open_group)
 
     def _leave(self, command: Send) -> None:
-        """End the previous group, here and on the servers that stay: it holds memory on each of their GPUs.
+        """End the previous group, here and on its servers that are still there: it holds memory on each of their GPUs.
 
         Servers are still in a group that was only aborted here.
         """
-        staying = tuple(r for r in command.receivers if r in self.members)
-        if not staying:
+        members = tuple(r for r in (*command.receivers, *command.leaving) if r in self.members)
+        if not members:
             self._abort()
             return
-        bodies = [{"group_name": self.name}] * len(staying)
-        command = command.model_copy(update={"receivers": staying})
+        bodies = [{"group_name": self.name}] * len(members)
+        command = command.model_copy(update={"receivers": members})
         try:
             reasons = [*self.together(command, "/destroy_weights_update_group", bodies, self._abort).values()]
         except WeightTransferRejected as error:

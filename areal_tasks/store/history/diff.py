@@ -187,9 +187,14 @@ def first_difference(
 
 
 def _pairs(x: IterationCommit, y: IterationCommit) -> Iterator[tuple[StageRef, StageRef]]:
-    """Pairs of the stages that both commits name, in order; the n-th of a name with the n-th."""
-    for stage in dict.fromkeys(ref.stage for ref in x.stages):
-        yield from zip(*([ref for ref in c.stages if ref.stage == stage] for c in (x, y)), strict=False)
+    """Pairs of the stages that both commits name, in order; the n-th of an iteration and name with the n-th."""
+    for place in dict.fromkeys(_place(ref) for ref in x.stages):
+        yield from zip(*([ref for ref in c.stages if _place(ref) == place] for c in (x, y)), strict=False)
+
+
+def _place(ref: StageRef) -> str:
+    """`iteration=…/stage=…`, in whichever run."""
+    return ref.path.partition("/")[2].rpartition("/")[0]
 
 
 def _explained(a: Run, b: Run, iteration: int, left: StageRef, right: StageRef) -> FirstDifference:

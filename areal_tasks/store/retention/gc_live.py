@@ -11,6 +11,7 @@ from typing import Final
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import find_record, read_record
+from areal_tasks.store.evaluations import evaluating
 from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.objects.inventory import Entry, clock, entries
 from areal_tasks.store.reachable import attempts_of, history, named_weights, reachable
@@ -157,10 +158,21 @@ def needed(run: RunFiles, runs: Collection[RunFiles]) -> set[str]:
 
 
 def _restart(commits: Sequence[IterationCommit]) -> set[str]:
-    """What a start after the last of `commits` loads: its checkpoint, and the newest weights that were written."""
+    """What a start after the last of `commits` loads: its checkpoint, and the newest weights that were written.
+
+    Also the weights that it has to evaluate.
+    """
     made = [ref for commit in commits for ref in (commit.published, commit.weights) if ref is not None and ref.written]
     last = [ref for commit in commits[-1:] for ref in commit.stored]
-    return {ref.path for ref in (*made[-1:], *last)}
+    return {ref.path for ref in (*made[-1:], *last, *_evaluating(commits))}
+
+
+def _evaluating(commits: Sequence[IterationCommit]) -> list[WeightsRef]:
+    """The stored weights whose evaluation was under way at the last of `commits`."""
+    if not commits or (k := evaluating(commits[-1])) is None:
+        return []
+    around = [commit for commit in commits if commit.iteration in (k - 1, k)]
+    return [ref for commit in around for ref in commit.stored if ref.version == k]
 
 
 def _referred(run: RunFiles, reference: Reference) -> set[str]:

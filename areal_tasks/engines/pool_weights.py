@@ -1,0 +1,257 @@
+"""The weights, pauses and memory of a run's inference servers.
+
+A server may generate when it is healthy and holds the target weights, unless another client holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Container
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any, TypeVar
+
+from areal_tasks.engines.external import not_seen
+from areal_tasks.engines.server import POLL_SECONDS, BadRequest, Server, ServerDown, Target
+from areal_tasks.engines.server_pool import ServerPool
+
+T = TypeVar("T")
+
+
+class UpdatedPool(ServerPool):
+    """A pool whose servers are given weights."""
+
+    async def _prepare(self, server: Server) -> None:
+        """Probe a server, and bring it to the target weights, with its memory and pause as they are to be."""
+        await self._settle(server)
+        await server.probe(token=self.target is not None)
+        await self._check(server)
+        await self._catch_up(server)
+        if server.lends != self._lends or (server.paused and not self.paused):
+            raise ServerDown(f"{server.url}: whether it is to lend its memory or to pause has just changed")
+
+    @property
+    def version(self) -> int | None:
+        """The weights version that all generating servers hold, as far as known."""
+        held = [server.version for server in self.servers if server.able and server.version is not None]
+        return self.target.version if self.target else min(held, default=None)
+
+    def wants(self, key: str) -> bool:
+        """Whether the weights of that name are the target."""
+        return self.target is not None and self.target.key == key
+
+    @property
+    def stuck(self) -> bool:
+        """Whether no server holds the target weights or can load them by itself: the trainer has to send them."""
+        loadable = self.target is not None and self.target.uri is not None
+        return not loadable and not any(server.current for server in self.servers)
+
+    def _set_target(self, target: Target) -> None:
+        """Make these weights the target. No server generates before it has confirmed that it holds them."""
+        self.target = target
+        self._versions_unknown = False
+        for server in self.servers:
+            server.current = False
+        self._dispatch()
+
+    async def holding(self, version: int, key: str, uri: str | None) -> None:
+        """Make these the target. Servers that hold this version's previous target keep it; the others load `uri`."""
+        target = Target(version, key, uri)
+        if self.target is not None and self.target.version != version:
+            self._set_target(target)
+        self.target = target
+        for server in self.servers:
+            self._update(server)
+        self._dispatch()
+
+    def _update(self, server: Server) -> None:
+        """Have a healthy server without the target weights load them in the background, if it can by itself."""
+        loadable = self.target is not None and self.target.uri is not None
+        if loadable and server.healthy and not (server.current or server.held):
+            server.healthy = False
+            self._background("admit", server, self._admit)
+
+    async def hold(self, key: str) -> tuple[Server, bool]:
+        """Take a server out of use until `release`, and return it; and whether it holds the weights of that name.
+
+        If it does, requests in flight end on it. Otherwise it has none left: it can be given other, older weights.
+
+        Raises:
+            ServerDown: none is healthy.
+        """
+        while not (free := [server for server in self.servers if server.able and not server.paused]):
+            await self._until(lambda: bool(self.healthy()))
+            await asyncio.sleep(POLL_SECONDS)
+        server, wanted = min(free, key=attrgetter("load")), self.wants(key)
+        server.held, server.current = True, wanted
+        self._dispatch()
+        try:
+            await self.followers.acknowledged()
+            if not wanted:
+                await server.drained(self.followers.busy)
+        except BaseException:
+            await self.release(server)
+            raise
+        return server, wanted
+
+    async def release(self, server: Server) -> None:
+        """Use a held server again, as soon as it has the target weights."""
+        server.held = False
+        if server in self.servers:
+            self._update(server)
+            self._dispatch()
+
+    async def forget_versions(self) -> None:
+        """The servers' weights may be damaged or incomplete: no server generates until it is given others."""
+        self._forget_versions()
+        self._versions_unknown = True
+        await self.followers.acknowledged()
+        await self._drop_all()
+
+    def _forget_versions(self) -> None:
+        if self.target is not None:
+            self._set_target(replace(self.target, key="", uri=None))
+
+    async def update_weights(self, uri: str, version: int, key: str = "") -> list[float]:
+        """Load the weights manifest (or local folder) `uri` as `version` on every healthy server; seconds per server.
+
+        Requests in flight continue with the new weights, or the weights wait for their end. Evicted servers load them
+        before they are let in. `key`: the name for `wants`. SGLang's fetch weights of a store while they generate.
+        """
+        if not self.healthy():
+            await self._all_probed()
+        if "://" in uri and self.settings.engine == "sglang":
+            await self.each(lambda server: server.fetch_weights(uri))
+        self._set_target(Target(version, key or uri, uri))
+        await self.followers.acknowledged()
+        seconds = await self.each(self._load)
+        if not seconds:
+            await self._until(lambda: any(server.able for server in self.servers))
+        return seconds
+
+    async def adopt(self, version: int, key: str, urls: Container[str]) -> list[str]:
+        """Make `version`, sent by the trainer to `urls`, the target. Returns those that confirm it; evicts others."""
+        target = Target(version, key)
+        self._set_target(target)
+
+        async def confirmed(server: Server) -> str:
+            await self._confirm(server, target)
+            return server.url
+
+        return await self.each(confirmed, urls)
+
+    async def each(self, ask: Callable[[Server], Awaitable[T]], urls: Container[str] | None = None) -> list[T]:
+        """Ask every healthy server (of `urls`) concurrently; returns their answers. A server that fails is evicted.
+
+        Those that are held are left out.
+        """
+        servers = [s for s in self.servers if s.healthy and not s.held and (urls is None or s.url in urls)]
+        outcomes = await asyncio.gather(*map(ask, servers), return_exceptions=True)
+        for server, outcome in zip(servers, outcomes, strict=True):
+            if isinstance(outcome, ServerDown):
+                self._evict(server, outcome)
+        for outcome in outcomes:  # only after all failed servers are evicted
+            if isinstance(outcome, BaseException) and not isinstance(outcome, ServerDown):
+                raise outcome
+        return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+
+    async def _load(self, server: Server) -> float:
+        """Have one server load the target and confirm it; returns the seconds this took."""
+        started, target, server.current = time.perf_counter(), self.target, False
+        assert target is not None
+        if self._loading.drains:
+            await server.drained(self.followers.busy)
+        async with self._stopped(server, self._loading.pause):
+            await self._order_load(server, target)
+        await self._confirm(server, target)
+        return time.perf_counter() - started
+
+    async def _order_load(self, server: Server, target: Target) -> None:
+        try:
+            await server.load_weights(target, self._loading.flags)
+        except BadRequest as error:
+            if self._external and target.uri and "://" not in target.uri:
+                raise BadRequest(not_seen(str(error), target.uri)) from error
+            raise
+
+    async def _confirm(self, server: Server, given: Target) -> None:
+        """Let the server generate if it reports the weights that it was given and they are still the target."""
+        if (held := await server.ask_version()) != str(given.version):
+            raise ServerDown(f"{server.url} holds weights {held} after it was sent {given.version}")
+        if given != self.target:
+            raise ServerDown(f"{server.url} has loaded {given}, but the target is now {self.target}")
+        server.current = True
+        self._dispatch()
+
+    async def _catch_up(self, server: Server) -> None:
+        """Have the server load the target, unless it holds that already or only the trainer can send it."""
+        await server.ask_version()
+        if (target := self.target) is None or server.held:
+            return
+        if server.version != target.version:
+            server.current = False
+        if not server.current and target.uri is not None:
+            await self._load(server)
+
+    async def checksums(self) -> dict[str, list[dict[str, str]]]:
+        """For each SGLang server, by its address, and each of its GPUs: a checksum of each tensor, by its name."""
+        found = await self._check_weights("checksum")
+        return {url: [rank["checksums"] for rank in answer["ranks"]] for url, answer in found.items()}
+
+    async def overwrite_weights(self) -> None:
+        """Fill the tensors of SGLang servers, which must be paused, with random numbers; then give them weights."""
+        self._forget_versions()
+        await self._check_weights("reset_tensors")
+
+    async def _check_weights(self, action: str) -> dict[str, Any]:
+        """The answer of each healthy server to `/weights_checker`, by its address. A server that fails is evicted."""
+
+        async def ask(server: Server) -> tuple[str, Any]:
+            return server.url, await server.ask("POST", "/weights_checker", {"action": action})
+
+        return dict(await self.each(ask))
+
+    async def lend_memory(self, lends: bool) -> None:
+        """Have the servers lend the memory of their cache, and not generate meanwhile; or take it back."""
+        self._lends = lends
+        await self.each(self._settle)
+
+    async def _settle(self, server: Server) -> None:
+        await server.settle(self._lends, goes_on=not self.paused)
+
+    @asynccontextmanager
+    async def _stopped(self, server: Server, mode: str | None) -> AsyncIterator[None]:
+        """Inside, the server's generation is paused in `mode`; None: it is not."""
+        if mode is None:
+            yield
+            return
+        async with server.commands:
+            await server.pause(mode)
+            try:
+                yield
+            finally:
+                if not self.paused:
+                    await server.go_on()
+
+    async def interrupt(self) -> None:
+        """Return when all servers are ready for weights from the trainer; call `resume` afterwards."""
+        self._forget_versions()
+        await self.followers.acknowledged()
+        if self._receiving.drains:
+            draining = (server for server in self.servers if not server.held)
+            await asyncio.gather(*(server.drained(self.followers.busy) for server in draining))
+        if self._receiving.pause:
+            await self.pause(self._receiving.pause)
+
+    async def pause(self, mode: str = "abort") -> None:
+        """Pause generation on all servers; interrupted requests continue after `resume()`."""
+        self.paused = True
+        await self.each(lambda server: server.pause(mode))
+
+    async def resume(self) -> None:
+        """Continue generation; evicted servers do so before they are let in."""
+        while any(server.healthy and server.paused for server in self.servers):  # others may be let in meanwhile
+            await self.each(Server.go_on)
+        self.paused = False

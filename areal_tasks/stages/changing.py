@@ -1,0 +1,57 @@
+"""Puts the changes of a run's recipe that `arealflow set` asks for into force."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from areal_tasks.store.changes import describe, waiting_changes
+from areal_tasks.store.history.journal import Details, append
+from areal_tasks.store.runs import Run
+from schemas.errors import UserError
+from schemas.manifest import Change
+from schemas.recipe.recipe import Recipe
+from schemas.recipe.recorded import with_values
+
+log = logging.getLogger(__name__)
+
+
+class Changes:
+    """`check` raises UserError for a recipe that the services of the run cannot change to."""
+
+    def __init__(self, check: Callable[[Recipe], None]) -> None:
+        self._check = check
+        self._refused = 0  # number of the last change that cannot be put into force
+
+    def apply(self, run: Run, recipe: Recipe, first: int) -> tuple[Run, Recipe]:
+        """The run and its newest recipe with the changes that wait, in force from iteration `first` on."""
+        for change in waiting_changes(run.store, run.name, run.segments):
+            if change.n > self._refused:
+                run, recipe = self._apply(change, run, recipe, first)
+        return run, recipe
+
+    def _apply(self, change: Change, run: Run, recipe: Recipe, first: int) -> tuple[Run, Recipe]:
+        try:
+            changed = with_values(recipe, change.values)
+            self._check(changed)
+        except UserError as error:  # this start has another recipe than the one that the change was checked with
+            log.warning("%s cannot be put into force here: %s", describe(change), error)
+            note(run, "refused", change, {"why": str(error)})
+            self._refused = change.n
+            return run, recipe
+        run = run.with_change(change, first, changed)
+        first = run.segments[-1].from_iteration
+        log.info("from iteration %d on: %s", first, describe(change))
+        note(run, "changed", change, {"from_iteration": first})
+        return run, changed
+
+
+def note(run: Run, action: str, change: Change, details: Details) -> None:
+    """Write to the run's log what became of a change."""
+    asked: dict[str, Any] = {
+        "owner": run.owner,
+        "change": change.n,
+        "by": f"{change.user}@{change.host}",
+    } | change.values
+    append(run.store, run.name, action, {**asked, **details})

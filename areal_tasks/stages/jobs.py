@@ -1,0 +1,57 @@
+"""Jobs: stages of an iteration with everything that they need, which the flow runs as tasks; and their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from areal_tasks.stages.build import Built, PrefectIds, build
+from areal_tasks.stages.stage import Context, Stage
+
+
+@dataclass(frozen=True)
+class Job:
+    """A stage to be built, its label, and everything it needs."""
+
+    label: str
+    stage: Stage
+    context: Context
+    inputs: Mapping[str, Built]
+
+    def run(self, ids: PrefectIds) -> Built:
+        with self.context.engines.watchdog.waiting(self.label):
+            return build(self.stage, self.context, self.inputs, ids)
+
+
+Execute = Callable[[Sequence[Job]], list[Built]]
+
+
+def run_directly(jobs: Sequence[Job]) -> list[Built]:
+    """The jobs one after the other, without Prefect."""
+    return [job.run(PrefectIds()) for job in jobs]
+
+
+@dataclass(frozen=True)
+class IterationResult:
+    """A committed iteration and its results by stage (by label for a second evaluation)."""
+
+    iteration: int
+    of: int
+    built: Mapping[str, Built]
+    seconds: float
+    eta: int = 0  # rollout.max_head_offpolicyness in force in it
+
+    @property
+    def news(self) -> dict[str, Built]:
+        """Those that no commit has named before: of this iteration, or late ones, with a label, of an earlier one."""
+        found = self.built.items()
+        return {label: one for label, one in found if " " in label or one.manifest.iteration == self.iteration}
+
+
+def label_of(stage: Stage, context: Context) -> str:
+    """The name of the stage's task run."""
+    if stage.once:
+        return stage.name
+    if stage.name == "evaluate":
+        return f"evaluate version {context.weights.version}"
+    return f"{stage.name} {context.iteration}"

@@ -1,0 +1,93 @@
+"""What is under way while a run's iterations go on: a publication, and the evaluation of a version that servers have.
+
+There is at most one of each. A publication is waited for before the next one, and an evaluation before the next one;
+what has ended is named by the next commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from areal_tasks.stages.build import Built
+from areal_tasks.stages.jobs import Execute, Job
+from areal_tasks.stages.publish import published_late
+from areal_tasks.store.parallel import in_background
+
+T = TypeVar("T")
+Results = Mapping[str, Built]  # by label: a later iteration has such stages of its own
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation under way. Unless it has a server of its own, all servers keep its weights until its end."""
+
+    job: Job
+    result: Future[Built]
+
+
+class Overlap:
+    """`execute` runs jobs; it is called in other threads."""
+
+    def __init__(self, execute: Execute) -> None:
+        self._execute = execute
+        self._publication: Future[Results] | None = None
+        self._evaluation: Evaluation | None = None  # begun by the thread of the publication, at its end
+
+    @property
+    def evaluating(self) -> int | None:
+        """The iteration whose evaluation is under way."""
+        return None if self._evaluation is None else self._evaluation.job.context.iteration
+
+    def begin(self, publish: Callable[[], Results], evaluation: Job | None, several: bool) -> None:
+        """Begin `publish`, and then the evaluation of the version that it gives the servers.
+
+        If they are `several`, and the store has that version, one of them is held for the evaluation.
+        """
+        assert self._publication is None and None in (evaluation, self._evaluation), "one of each at a time"
+
+        def work() -> Results:
+            published = publish()
+            if evaluation is not None:
+                self._evaluate(apart(evaluation, published) if several else evaluation)
+            return published
+
+        self._publication = begun(work, "publication")
+
+    def _evaluate(self, job: Job) -> None:
+        self._evaluation = Evaluation(job, begun(lambda: self._execute([job])[0], job.label))
+
+    def take(self, evaluation: bool) -> dict[str, Built]:
+        """Wait for the publication, and return its results; those of the evaluation, too, if it has ended.
+
+        It is waited for if `evaluation` says so, or if it keeps weights from the servers. Raises what they raised.
+        """
+        publication, self._publication = self._publication, None
+        found = dict(publication.result()) if publication is not None else {}
+        if (under_way := self._evaluation) is not None:
+            alone = under_way.job.context.held is not None
+            if evaluation or not alone or under_way.result.done():
+                found[under_way.job.label] = under_way.result.result()
+                self._evaluation = None
+        return found
+
+    def wait(self) -> None:
+        """Return when no publication is under way."""
+        if self._publication is not None:
+            wait([self._publication])
+
+
+def apart(job: Job, published: Results) -> Job:
+    """The evaluation, on a server of its own if the store has the weights, which may have been `published` just now."""
+    context = job.context
+    ref = published_late(context.store, published.values(), context.iteration) or context.weights
+    return replace(job, context=replace(context, held=ref)) if ref.written else job
+
+
+def begun(work: Callable[[], T], name: str) -> Future[T]:
+    """`work` in a thread of that name, in a copy of the caller's context."""
+    return in_background(partial(copy_context().run, work), name)
