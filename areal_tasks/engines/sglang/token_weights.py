@@ -24,14 +24,35 @@ UPDATES: Final = ("update_weights_from_disk", "update_weights_from_distributed",
 def run_scheduler(settings: Any, *arguments: Any, **named: Any) -> None:
     """Replaces SGLang's `run_scheduler_process` in `launch_server`: the main function of the scheduler's process."""
     import torch
-    from sglang.srt.managers.scheduler import run_scheduler_process  # type: ignore[import-not-found,unused-ignore]
+    from sglang.srt.managers.scheduler import (  # type: ignore[import-not-found,unused-ignore]
+        Scheduler,
+        run_scheduler_process,
+    )
     from sglang.srt.managers.scheduler_components.weight_updater import (  # type: ignore[import-not-found,unused-ignore]
         SchedulerWeightUpdaterManager,
     )
     from sglang.srt.managers.tp_worker import TpModelWorker  # type: ignore[import-not-found,unused-ignore]
 
     note_weights(TpModelWorker, SchedulerWeightUpdaterManager, int(settings.weight_version), torch.cuda.synchronize)
+    score_first(Scheduler)
     run_scheduler_process(settings, *arguments, **named)
+
+
+def score_first(scheduler: Any) -> None:
+    """Make the class Scheduler answer requests that score their prompts before those that wait already.
+
+    The publication of weights waits for scores, and with η > 0 the queue may be several iterations long.
+    """
+    add = scheduler._add_request_to_queue
+
+    @wraps(add)
+    def added(self: Any, request: Any, *arguments: Any, **named: Any) -> None:
+        add(self, request, *arguments, **named)
+        scores = 0 <= request.logprob_start_len < len(request.origin_input_ids)  # others have -1, or their length
+        if scores and self.waiting_queue and self.waiting_queue[-1] is request:
+            self.waiting_queue.insert(0, self.waiting_queue.pop())
+
+    scheduler._add_request_to_queue = added
 
 
 class Changes:
