@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+import pyarrow as pa
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -46,12 +47,13 @@ from areal_tasks.engines.trainer.fencing import Fence, StaleCommand
 from areal_tasks.engines.trainer.forward import Ahead, background_thread, one_core, staged
 from areal_tasks.engines.trainer.fsdp2 import Fsdp2Backend
 from areal_tasks.engines.trainer.group import Group
-from areal_tasks.engines.trainer.learner import Learned, Learner, Work, passes_of_rank
+from areal_tasks.engines.trainer.learner import Learner, Work, passes_of_rank
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.memory import names_memory_knobs
 from areal_tasks.engines.trainer.ranks import end_group
 from areal_tasks.engines.trainer.reading import Files, plan_and_batch
 from areal_tasks.engines.trainer.rows import TEXT, logprobs_table, read_sequences
+from areal_tasks.engines.trainer.scoring import TEMPERATURE, Part, read_part, scored_table
 from areal_tasks.engines.trainer.settings import Settings, read_settings
 from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, copy_description, largest_difference, remove_weights
 from areal_tasks.engines.trainer.transport import Sender
@@ -92,10 +94,11 @@ def _deepspeed(settings: Settings) -> Backend:
 
 @dataclass
 class Change:
-    """The result of one /train, kept for retries. `tables` is empty until they are written."""
+    """The result of one /train, kept for retries. `written` is empty until the tables are."""
 
-    learned: Learned
-    tables: dict[str, TableRef]
+    metrics: dict[str, float]
+    tables: dict[str, pa.Table]
+    written: dict[str, TableRef]
 
 
 class Trainer:
@@ -151,11 +154,12 @@ class Trainer:
         if done is None:
             self.fence.expect(command.version)
             with one_core(self.backend.device, self.settings.trainer):
-                learner = self._learner(command)
-                done = self.fence.change(command.version, command.digest, lambda: self._learn(learner, command.version))
-        if command.prefix is not None and not done.tables and self.group.rank == 0:
-            done.tables = self._write_tables(command.prefix, done.learned)
-        return Trained(version=command.version + 1, tables=done.tables, metrics=done.learned.metrics)
+                learner, part = self._learner(command)
+                work = functools.partial(self._learn, learner, part, command.version)
+                done = self.fence.change(command.version, command.digest, work)
+        if command.prefix is not None and not done.written and self.group.rank == 0:
+            done.written = self._write_tables(command.prefix, done.tables)
+        return Trained(version=command.version + 1, tables=done.written, metrics=done.metrics)
 
     def logprobs(self, command: Logprobs) -> Tables:
         """Score a rollout under the policy (which must be of that version) or the frozen version 0.
@@ -172,7 +176,8 @@ class Trainer:
         table = self.group.together(lambda: read_files("rollout", files["rollout"], TEXT))
         with one_core(self.backend.device, self.settings.trainer):
             sequences = read_sequences(table)
-            scored = logprobs_table(name, table["sample_id"], sequences, self._score(sequences, command.which))
+            logprobs = self._score(sequences, command.which, self.settings.temperature)
+            scored = logprobs_table(name, table["sample_id"], sequences, logprobs)
         if self.group.rank > 0:
             return Tables(tables={})
         return Tables(tables={name: write_table(self.store, command.prefix, name, scored)})
@@ -259,8 +264,11 @@ class Trainer:
             storing=asked[0].describe() if asked else "",
         )
 
-    def _learner(self, command: Train) -> Learner:
-        """Read and check the input: everything that can fail without changing the trainer's state."""
+    def _learner(self, command: Train) -> tuple[Learner, Part | None]:
+        """Read and check the input: everything that can fail without changing the trainer's state.
+
+        Also the part of it that servers have to score.
+        """
         if command.kind != self.settings.kind:
             raise UserError(f"this trainer was started for {self.settings.kind}, not for {command.kind}")
         settings = self.settings if command.recipe is None else read_settings(command.recipe)
@@ -270,7 +278,10 @@ class Trainer:
         plan, batch = self.group.together(lambda: plan_and_batch(command, settings, files, rank, world))
         if plans:
             settings = replace(settings, max_logprob_gap=math.inf)  # it passed the threshold of its time
-        return Learner(self.backend, settings, batch, plan)
+        learner = Learner(self.backend, settings, batch, plan)
+        if learner.comparable or command.prefix is None:
+            return learner, None
+        return learner, self.group.together(lambda: read_part(files["rollout"], settings.model.max_length - 1))
 
     def _files(self, refs: Mapping[str, TableRef]) -> Files:
         """The files of these tables on this disk, which the first rank of each machine fetches and verifies."""
@@ -281,18 +292,21 @@ class Trainer:
         into = self.scratch / "tables"
         return [str(file) for file in parallel(lambda shard: local_file(self.store, shard, into), ref.shards)]
 
-    def _learn(self, learner: Learner, version: int) -> Change:
+    def _learn(self, learner: Learner, part: Part | None, version: int) -> Change:
         self.work = learner.work
         learned = learner.learn(version, self.progress)
         self.progress = learned.progress
-        self._make_room()
-        return Change(learned, {})
-
-    def _write_tables(self, prefix: str, learned: Learned) -> dict[str, TableRef]:
         tables = {"train_steps": learned.train_steps, "train_samples": learned.train_samples}
+        if learner.settings.max_lag is not None:
+            logprobs = self._score(part.sequences, "policy", TEMPERATURE) if part is not None else torch.zeros(0)
+            tables["scored"] = scored_table(part, version + 1, logprobs)
+        self._make_room()
+        return Change(learned.metrics, tables, {})
+
+    def _write_tables(self, prefix: str, tables: Mapping[str, pa.Table]) -> dict[str, TableRef]:
         return {name: write_table(self.store, prefix, name, table) for name, table in tables.items()}
 
-    def _score(self, sequences: Sequences, which: Which) -> Float[Tensor, " N"]:
+    def _score(self, sequences: Sequences, which: Which, temperature: float) -> Float[Tensor, " N"]:
         """Logprobs of the counted tokens, 0 elsewhere. Each rank scores its share of the passes."""
         kind, world = self.settings.trainer.layout, self.backend.world
         micro = micro_batches(sequences.lengths, self.settings.trainer.micro_batch_tokens, kind, world)
@@ -303,7 +317,7 @@ class Trainer:
         layouts = (staged(lay_out(sequences, rows, kind), self.backend.device) for rows in mine)
         with background_thread(self.backend.device) as thread:
             for number, (rows, layout) in enumerate(zip(mine, Ahead(layouts, thread), strict=False), 1):
-                found = self.backend.score(layout, self.settings.temperature, which, number == len(mine))
+                found = self.backend.score(layout, temperature, which, number == len(mine))
                 scores.append(found.logprobs)
                 places.append(layout.where)
                 self.work.add(len(rows) * world)
