@@ -68,11 +68,15 @@ class Events:
 
 
 def metrics_of(result: IterationResult) -> Metrics:
-    """An iteration's metrics by stage, without those of stages that run once."""
+    """The metrics by stage of what a commit adds, without those of stages that run once.
+
+    With η > 0 that is also the publication of the iteration before.
+    """
+    manifests = [built.manifest for built in result.built.values()]
     return {
-        built.manifest.stage: built.manifest.metrics
-        for built in result.built.values()
-        if built.manifest.iteration == result.iteration and built.manifest.metrics
+        one.stage: one.metrics
+        for one in manifests
+        if one.metrics and (one.iteration == result.iteration or one.stage == "publish")
     }
 
 

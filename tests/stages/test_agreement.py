@@ -44,9 +44,7 @@ def test_each_version_is_compared_once_its_servers_have_it(tmp_path: Path, minib
         assert one.metrics["logprob_gap_mean"] < 1e-5 and one.metrics["ratio_outside"] == 0
 
 
-def test_a_run_with_a_wrong_server_ends_before_the_next_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_a_wrong_server_ends_before_the_next_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server reports the versions that it was given, and generates with other weights."""
     load = Runner.load_weights
 

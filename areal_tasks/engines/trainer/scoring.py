@@ -72,7 +72,7 @@ def scored_table(part: Part | None, version: int, logprobs: Float[Tensor, " N"])
     """The table `scored` from the flat logprobs of the part's tokens under `version`; empty without a part."""
     if part is None:
         return TABLES["scored"].empty_table()
-    whole = logprobs.split([len(ids) for ids in part.input_ids])
+    whole = torch.split(logprobs, [len(ids) for ids in part.input_ids])
     columns = {
         "sample_id": part.sample_ids,
         "version": [version] * len(part.sample_ids),
