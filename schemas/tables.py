@@ -67,7 +67,7 @@ VERIFY: Final = _schema(
     ("verify_seconds", pa.float32()),
 )
 
-JUDGED: Final = pa.schema(  # verdicts of a rollout's samples that filters needed
+JUDGED: Final = pa.schema(  # verdicts of a rollout's samples, made for filters or for a workflow that asks for them
     [
         *(ROLLOUT.field(name) for name in ("group_id", "sample_index")),
         *VERIFY,
