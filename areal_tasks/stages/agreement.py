@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from areal_tasks.engines.client import GenerateRequest
 from areal_tasks.engines.trainer.objective import agreement, agreement_totals, check_agreement, gaps, outside
 from areal_tasks.stages.stage import Context
 from areal_tasks.store.shards import read_table
+from schemas.errors import UserError
 from schemas.manifest import StageManifest
 from schemas.recipe.recipe import RlhfRecipe
 
@@ -20,6 +22,7 @@ def check_servers(context: Context, train: StageManifest) -> dict[str, float]:
 
     Raises:
         Declined: they differ by more than `algorithm.max_logprob_gap`.
+        UserError: a server does not give the log-probabilities of a prompt's tokens.
     """
     recipe, servers, ref = context.recipe, context.engines.servers, train.tables.get("scored")
     if ref is None or not ref.rows or not servers.count or not isinstance(recipe, RlhfRecipe):
@@ -28,7 +31,10 @@ def check_servers(context: Context, train: StageManifest) -> dict[str, float]:
     requests = requests_for(table)
     results = servers.call(servers.inference(waits=False).generate(requests), generates=True)
     by_server = torch.tensor([score for result in results for score in result.prompt_logprobs])
-    by_trainer = torch.tensor([score for scores in table["scores"].to_pylist() for score in scores])
+    by_trainer = torch.tensor(pc.list_flatten(table["scores"]).to_pylist())
+    if len(by_server) != len(by_trainer):
+        asked = ", ".join(sorted({result.server for result in results}))
+        raise UserError(f"the servers ({asked}) scored {len(by_server)} of {len(by_trainer)} tokens of prompts")
     totals = agreement_totals(gaps(by_trainer, by_server), outside(by_trainer, by_server))
     found = agreement([[total] for total in totals])
     said = f"The servers were to generate with version {requests[0].floor}."

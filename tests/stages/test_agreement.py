@@ -10,7 +10,9 @@ import pytest
 from stage_driver import drive, finished, store_in, tiny
 from torch import Tensor
 
+from areal_tasks.engines.embedded import api
 from areal_tasks.engines.embedded.runner import Runner
+from areal_tasks.report.data import make_report
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.shards import read_table
 from schemas.errors import UserError
@@ -42,6 +44,9 @@ def test_each_version_is_compared_once_its_servers_have_it(tmp_path: Path, minib
         assert {row["version"] for row in rows} == {one.iteration + 1}
         assert one.metrics["compared"] == sum(len(row["scores"]) for row in rows) > 0
         assert one.metrics["logprob_gap_mean"] < 1e-5 and one.metrics["ratio_outside"] == 0
+    lines = make_report(run.store, [run.name], 1, 5_000_000).payload["runs"][0]["curves"]["gap"]
+    [mean] = (line for line in lines if line["name"] == "scored tokens: mean")
+    assert len(mean["y"]) == ITERATIONS
 
 
 def test_a_run_with_a_wrong_server_ends_before_the_next_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +63,20 @@ def test_a_run_with_a_wrong_server_ends_before_the_next_commit(tmp_path: Path, m
 
     run = drive(tmp_path, "wrong", ahead(max_logprob_gap=9.0))
     assert all(one.metrics["logprob_gap_mean"] > 0.1 for one in publications(run))
+
+
+def test_a_server_that_scores_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of SGLang's would be that was given flags which shorten its answers."""
+
+    def unscored(one: Any, text: str, version: str) -> dict[str, Any]:
+        answer = item(one, text, version)
+        answer["meta_info"].pop("input_token_logprobs", None)
+        return answer
+
+    item = api._item
+    monkeypatch.setattr(api, "_item", unscored)
+    with pytest.raises(UserError, match=r"the servers \(http.*\) scored 0 of \d+ tokens of prompts"):
+        drive(tmp_path, "silent", ahead())
 
 
 def test_a_synchronous_run_compares_what_it_trains_on(tmp_path: Path) -> None:
