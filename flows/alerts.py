@@ -63,7 +63,8 @@ class Watch:
             reward_collapse(self.earlier, list(self.last), self.settings),
             kl_explosion(train, self.settings.max_kl),
             verifier_failures(verify, self.settings.max_unverified),
-            engines_disagree(train, self.settings.max_logprob_gap),
+            engines_disagree(train, self.settings.max_logprob_gap)
+            or engines_disagree(metrics.get("publish", {}), self.settings.max_logprob_gap),
             few_effective_samples(train, self.settings.min_effective_sample_size),
             behaviour_clipped(train, self.settings.max_behaviour_clipped),
             old_samples(train, self.settings.max_lag_beyond, eta),
@@ -137,9 +138,12 @@ def verifier_failures(verify: Mapping[str, float], limit: float) -> Alert | None
     return Alert(VERIFIER_FAILURES, message, share, limit)
 
 
-def engines_disagree(train: Mapping[str, float], limit: float) -> Alert | None:
-    """The logprobs of inference engine and trainer differ too much, or one of them is NaN."""
-    gap = train.get("logprob_gap_mean", 0.0)
+def engines_disagree(measured: Mapping[str, float], limit: float) -> Alert | None:
+    """The logprobs of inference engine and trainer differ too much, or one of them is NaN.
+
+    `measured` by the stage `train`, or by `publish` where samples are too old for that.
+    """
+    gap = measured.get("logprob_gap_mean", 0.0)
     if not limit or gap <= limit:  # False for NaN
         return None
     message = f"engine and trainer are {gap:.4g} nats apart on average (alerts.max_logprob_gap {limit:g})"

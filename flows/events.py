@@ -68,7 +68,7 @@ class Events:
 
 
 def metrics_of(result: IterationResult) -> Metrics:
-    """An iteration's metrics by stage, without those of stages that run once."""
+    """The metrics by stage of what a commit adds, without those of stages that run once."""
     return {built.manifest.stage: built.manifest.metrics for built in result.news.values() if built.manifest.metrics}
 
 

@@ -37,7 +37,11 @@ READ = (
     *("sample_id", "group_id", "sample_index", "prompt", "completion", "answer", "num_generated", "stop_reason"),
     *("version_min", "version_max", "reward", "verdict", "detail"),
 )
-METRICS = {"verify": ("reward",), "train": ("loss", "grad_norm", "logprob_gap_mean", "lag_mean")}
+METRICS = {
+    "verify": ("reward",),
+    "train": ("loss", "grad_norm", "logprob_gap_mean", "lag_mean"),
+    "publish": ("logprob_gap_mean",),  # where samples are too old to measure it
+}
 #: A stage that takes this long always gets its manifest as an artifact: the cost is negligible there.
 LONG_SECONDS: Final = 10.0
 LIBRARY = logging.getLogger("areal_tasks")

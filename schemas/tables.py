@@ -67,7 +67,7 @@ VERIFY: Final = _schema(
     ("verify_seconds", pa.float32()),
 )
 
-JUDGED: Final = pa.schema(  # verdicts of a rollout's samples that filters needed
+JUDGED: Final = pa.schema(  # verdicts of a rollout's samples, made for filters or for a workflow that asks for them
     [
         *(ROLLOUT.field(name) for name in ("group_id", "sample_index")),
         *VERIFY,
@@ -133,6 +133,16 @@ TRAIN_SAMPLES: Final = _schema(
     ("sample_logprob_gap", pa.float32()),  # mean over its tokens; NaN where `logprob_gap_mean` is
 )
 
+#: The beginnings of some completions, which servers score once they hold `version`: the weights that the iteration has
+#: made. Empty where enough tokens of the iteration measured the agreement of trainer and server.
+SCORED: Final = _schema(
+    ("sample_id", pa.string()),
+    ("version", pa.int32()),
+    ("input_ids", TOKENS),  # up to the last token that is scored
+    ("scored_from", pa.int32()),  # position of the first
+    ("scores", FLOATS),  # the trainer's logprobs of these, at temperature 1
+)
+
 PUBLISH: Final = _schema(  # one row per publication
     ("version", pa.int32()),
     ("weights_attempt", pa.string()),
@@ -195,6 +205,7 @@ TABLES: Final[dict[str, pa.Schema]] = {
     "advantage": ADVANTAGE,
     "train_steps": TRAIN_STEPS,
     "train_samples": TRAIN_SAMPLES,
+    "scored": SCORED,
     "publish": PUBLISH,
     "evaluate": EVALUATE,
     "batch": SFT_BATCH,

@@ -43,6 +43,8 @@ class GenerateRequest:
     """One completion to be sampled. Requests of one `group` that are made together are sent together.
 
     No token of it is sampled with weights of a version below `floor`: it waits for a server with newer weights.
+    Tokens of `input_ids` from position `scored_from` on (1 or more) get logprobs, too, at temperature 1; a server
+    answers such requests before all others.
     """
 
     input_ids: list[int]
@@ -53,6 +55,7 @@ class GenerateRequest:
     stop_token_ids: tuple[int, ...] = ()
     group: int = 0
     floor: int = 0
+    scored_from: int | None = None
 
 
 @dataclass(slots=True)
@@ -68,6 +71,7 @@ class GenerateResult:
     seconds: float = 0.0
     segments: int = 0  # answers that it consists of
     stale_kv: list[bool] = field(default_factory=list)  # sampled over KV cache of weights older than its version
+    prompt_logprobs: list[float] = field(default_factory=list)  # of the request's tokens from `scored_from` on
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +348,9 @@ def _body(works: list[_Work], stream: bool) -> dict[str, Any]:
         params.append(_params(work.request, work.begun))
     if stream:
         return {"input_ids": prompts[0], "sampling_params": params[0], "return_logprob": True, "stream": True}
-    return {"input_ids": prompts, "sampling_params": params, "return_logprob": True}
+    starts = [-1 if work.request.scored_from is None else work.request.scored_from - 1 for work in works]
+    scored = {"logprob_start_len": starts} if max(starts) >= 0 else {}
+    return {"input_ids": prompts, "sampling_params": params, "return_logprob": True, **scored}
 
 
 def _params(request: GenerateRequest, generated: int) -> dict[str, Any]:
@@ -355,7 +361,8 @@ def _params(request: GenerateRequest, generated: int) -> dict[str, Any]:
     }
     stops = {"stop": list(request.stop), "stop_token_ids": list(request.stop_token_ids)}
     seed = {} if request.seed is None else {"sampling_seed": request.seed}
-    return params | seed | {name: values for name, values in stops.items() if values}
+    scored = {} if request.scored_from is None else {"ignore_eos": True}  # an end token among them ends nothing
+    return params | seed | scored | {name: values for name, values in stops.items() if values}
 
 
 def _extend(work: _Work, answer: dict[str, Any], server: str) -> None:
@@ -372,6 +379,9 @@ def _extend(work: _Work, answer: dict[str, Any], server: str) -> None:
             f"{server} counts {meta['completion_tokens']} tokens and lists the last {len(listed)} only: start it "
             "without flags that shorten answers"
         )
+    if work.request.scored_from is not None and (scores := meta.get("input_token_logprobs")):
+        end = 1 + len(work.request.input_ids) - work.request.scored_from  # what follows was generated
+        result.prompt_logprobs = [logprob for logprob, *_ in scores[1:end]]
     result.output_ids += [token for _, token, *_ in listed[first:]]
     result.logprobs += [logprob for logprob, *_ in listed[first:]]
     result.versions += [int(version) for version in each_token(version_runs(meta))[first:]]

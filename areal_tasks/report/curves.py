@@ -111,7 +111,7 @@ CHARTS: Final = (
     Chart(
         "gap",
         "Train–inference mismatch",
-        "Trainer against server on tokens of the trainer's own version, mean and greatest, in nats.",
+        "Trainer against server, on tokens of the trainer's own version or that a server has scored, in nats.",
         scale="log",
     ),
     Chart(
@@ -159,6 +159,12 @@ _AGES: Final = """
 SELECT iteration AS x, metrics['lag_mean'] AS lag, metrics['lag_max'] AS lag_max, metrics['stale_kv'] AS stale_kv,
        metrics['effective_sample_size'] AS effective, metrics['behaviour_clipped'] AS clipped
 FROM stages WHERE stage = 'train' ORDER BY 1"""
+
+#: The agreement with servers that have scored tokens, where samples are too old to measure it.
+_SCORES: Final = """
+SELECT iteration AS x, metrics['logprob_gap_mean'] AS gap, metrics['logprob_gap_max'] AS gap_max,
+       metrics['ratio_outside'] AS outside
+FROM stages WHERE stage = 'publish' AND metrics['compared'] IS NOT NULL ORDER BY 1"""
 
 _COUNTS: Final = ", ".join(f"coalesce(metrics['rejected_{reason}'], 0) AS {reason}" for reason in REASONS)
 _REJECTED: Final = f"SELECT iteration AS x, {_COUNTS} FROM stages WHERE stage = 'rollout' ORDER BY 1"
@@ -212,6 +218,12 @@ _AGE_LINES: Final = (
     Line("stale_kv", "stale_kv", only_if_any=True),
 )
 
+_SCORE_LINES: Final = (
+    Line("gap", "gap", "scored tokens: mean"),
+    Line("gap", "gap_max", "scored tokens: greatest"),
+    Line("outside", "outside", "scored tokens"),
+)
+
 _REJECTED_LINES: Final = tuple(
     Line("rejected", reason, reason.replace("_", " "), only_if_any=True) for reason in REASONS
 )
@@ -239,6 +251,7 @@ SOURCES: Final = (
     ),
     Source(frozenset({"stages", "rollout"}), _REJECTED, _REJECTED_LINES),
     Source(frozenset({"stages", "train_steps"}), _AGES, _AGE_LINES, unless="batch"),
+    Source(frozenset({"stages", "scored"}), _SCORES, _SCORE_LINES),
     Source(frozenset({"train_steps", "batch"}), _EACH_STEP, _STEP_LINES),
     Source(
         frozenset({"train_steps", "scalars"}),

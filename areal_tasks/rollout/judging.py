@@ -1,12 +1,13 @@
-"""Verifies finished groups while others are generated, so that filters can reject groups at once."""
+"""Verifies samples while others are generated: for filters, which reject groups at once, and for workflows that ask."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import islice
+from types import MappingProxyType
 
 import pyarrow as pa
 
@@ -26,31 +27,96 @@ class VerifiersFailed(Exception):
     """The verifiers failed, and no completion is the cause."""
 
 
+Verify = Callable[[Sequence[Row]], Sequence[VerifyResult]]
+
+
+@dataclass(eq=False)
+class Rows:
+    """Completions that wait for their verdicts."""
+
+    rows: Sequence[Row]
+    results: Sequence[VerifyResult] | None = None
+
+
+@dataclass
+class Together:
+    """Verifies for many groups by few calls of `verify`, which blocks. Use within one event loop.
+
+    It is called in a thread: one call at a time, for all that wait.
+    """
+
+    verify: Verify
+    _waiting: list[Rows] = field(default_factory=list)
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def __call__(self, rows: Sequence[Row]) -> Sequence[VerifyResult]:
+        """The verdicts on these, in order. Raises VerifiersFailed, and UserError if the verifier cannot be loaded."""
+        mine = Rows(rows)
+        self._waiting.append(mine)
+        try:
+            async with self._turn:
+                if mine.results is None:  # else verified together with others
+                    await self._verify(list(self._waiting))
+        finally:
+            self._waiting.remove(mine)
+        assert mine.results is not None
+        return mine.results
+
+    async def _verify(self, waiting: Sequence[Rows]) -> None:
+        try:
+            results = await asyncio.to_thread(self.verify, [row for one in waiting for row in one.rows])
+        except ConnectionError as error:
+            raise VerifiersFailed(f"the verifiers have failed: {error}") from error
+        found = iter(results)
+        for one in waiting:
+            one.results = list(islice(found, len(one.rows)))
+
+
+class Verdicts:
+    """The verdicts that a workflow asks for in one attempt at a group: one for each completion."""
+
+    def __init__(self, verify: Together) -> None:
+        self._verify = verify
+        self.known: dict[Row, VerifyResult] = {}
+
+    async def __call__(self, sample: Sample) -> VerifyResult:
+        """The verdict on the sample as it is now; raises as `Together`."""
+        row = row_of(sample)
+        if row in self.known:
+            return self.known[row]
+        [found] = await self._verify([row])
+        return self.known.setdefault(row, found)  # it may have been asked about twice at once
+
+
 @dataclass
 class Judge:
     """Verifies samples, and decides which groups filters reject. Use within one event loop.
 
-    `verify` blocks, so it is called in a thread: one call at a time, for all waiting groups. `judged_with` is the
-    digest of what verdicts depend on besides the samples.
+    `judged_with` is the digest of what verdicts depend on besides the samples.
     """
 
-    verify: Callable[[Sequence[Row]], Sequence[VerifyResult]]
+    verify: Verify
     judged_with: str
     filters: Filters
     function: Function | None = None
     seconds: float = 3600.0  # limit of a call of `function`
-    _waiting: list[list[Sample]] = field(default_factory=list)
-    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def __call__(self, samples: list[Sample]) -> str:
-        """Verify a group. Returns why a filter rejects it, or an empty string.
+    def __post_init__(self) -> None:
+        self._together = Together(self.verify)
+
+    def verdicts(self) -> Verdicts:
+        """For an attempt at a group."""
+        return Verdicts(self._together)
+
+    async def __call__(self, samples: list[Sample], known: Mapping[Row, VerifyResult] = MappingProxyType({})) -> str:
+        """Verify a group, as far as its verdicts are not `known`. Returns why a filter rejects it, or an empty string.
 
         Raises:
             VerifiersFailed: the verifiers have failed.
             UserError: the verifier cannot be loaded.
             Exception: what the user's function raises, or TimeoutError if it does not return.
         """
-        await self._judge(samples)
+        await self._judge(samples, known)
         results = verdicts_of(samples)
         reason = rejection(results, self.filters)
         if reason or self.function is None:
@@ -59,20 +125,13 @@ class Judge:
             work = in_background(partial(rejection_by, self.function, samples, results), "filter")
             return await asyncio.wrap_future(work)  # in its own thread, which stays if the function never returns
 
-    async def _judge(self, samples: list[Sample]) -> None:
-        self._waiting.append(samples)
-        async with self._turn:
-            if samples[0].verdict is not None:  # verified together with another group
-                return
-            groups = list(self._waiting)
-            rows = [row_of(sample) for sample in chain(*groups)]
-            try:
-                results = await asyncio.to_thread(self.verify, rows)
-            except ConnectionError as error:
-                raise VerifiersFailed(f"the verifiers have failed: {error}") from error
-            for sample, result in zip(chain(*groups), results, strict=True):
-                sample.verdict, sample.judged_with = result, self.judged_with
-            del self._waiting[: len(groups)]
+    async def _judge(self, samples: list[Sample], known: Mapping[Row, VerifyResult]) -> None:
+        rows = [row_of(sample) for sample in samples]
+        missing = [row for row in rows if row not in known]
+        found = iter(await self._together(missing) if missing else ())
+        for sample, row in zip(samples, rows, strict=True):
+            sample.verdict = known[row] if row in known else next(found)
+            sample.judged_with = self.judged_with
 
 
 def row_of(sample: Sample) -> Row:

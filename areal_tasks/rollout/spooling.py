@@ -155,7 +155,7 @@ class Spool:
 
 
 def tables_of(samples: Sequence[Sample]) -> dict[str, pa.Table]:
-    """The tables of these samples: `rollout`, and `judged` if they were verified for filters. Empty without samples."""
+    """The tables of these samples: `rollout`, and `judged` if they were verified. Empty without samples."""
     if not samples:
         return {}
     judged = {"judged": judged_table(samples)} if samples[0].verdict is not None else {}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain
 
 import pyarrow as pa
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.rewards.load import verifier_version
+from areal_tasks.rollout.judging import Together, Verdicts
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS, workflow_context
 from areal_tasks.rollout.worker.apart import IsolatedWorkflow, in_time
 from areal_tasks.stages.generation import ENGINE_FIELDS, check_versions, sizes_of
@@ -22,6 +24,7 @@ from areal_tasks.store.runs import Found
 from areal_tasks.store.shards import read_table
 from areal_tasks.workflows import Prompt, Sample, WorkflowContext, load_workflow, samples_to_table
 from schemas.manifest import InputRef
+from schemas.recipe.derived import judges_groups
 from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
 from schemas.tables import EVALUATE, ROLLOUT
 
@@ -74,6 +77,8 @@ def generated_by(client: InferenceClient, context: Context, inputs: Inputs, labe
     sampling, rows = recipe.evaluation, inputs.read(context, "eval_prompts").to_pylist()
     prompts = [Prompt(group_id=row["prompt_id"], epoch=0, **row) for row in rows]
     settings = workflow_context(recipe, sampling, sampling.samples, client, engines.tokenizer)
+    if judges_groups(recipe):
+        settings = replace(settings, verify=Verdicts(Together(engines.verifiers.verify)))
     workflow = load_workflow(recipe.workflow.name, recipe.workflow.arguments)
     isolated = IsolatedWorkflow(workflow, recipe.workflow.blocked_seconds)
     done: list[Prompt] = []

@@ -37,6 +37,7 @@ from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import content_digest, read_table
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, StageManifest, TableRef
+from schemas.recipe.derived import judges_groups
 from schemas.recipe.recipe import Recipe, RlhfRecipe
 from schemas.recipe.sections import Rollout as RolloutSettings
 
@@ -56,17 +57,18 @@ GROUP_FIELDS: Final = (
 def rollout(recipe: RlhfRecipe) -> Stage:
     """One row per completion: its tokens, their log-probabilities and the weights version of each.
 
-    With filters, verdicts determine which groups there are, so they are written too, and the key covers their settings.
+    With filters, or a workflow that asks for verdicts, these determine which groups there are or what they contain. So
+    they are written too, and the key covers their settings.
     """
-    filtered, ahead = recipe.rollout.filters.active, recipe.rollout.max_head_offpolicyness > 0
+    judged, ahead = judges_groups(recipe), recipe.rollout.max_head_offpolicyness > 0
     return Stage(
         name="rollout",
         kind=Kind.GENERATE,
-        version=1 + (100 * verifier_version(recipe.reward.verifier) if filtered else 0),
+        version=1 + (100 * verifier_version(recipe.reward.verifier) if judged else 0),
         run=run,
         reads=columns("prompts", *PROMPT_COLUMNS),
-        writes=("rollout", "judged") if filtered else ("rollout",),
-        fields=("rollout", "workflow", *ENGINE_FIELDS, *(("reward",) if filtered else ())),
+        writes=("rollout", "judged") if judged else ("rollout",),
+        fields=("rollout", "workflow", *ENGINE_FIELDS, *(("reward",) if judged else ())),
         carries=() if ahead else ("weights",),  # ahead, samples have several versions
         source=True,
         ahead=ahead,
@@ -98,7 +100,7 @@ class Generation:
         self._engines: Engines | None = None
 
     def take(self, context: Context, inputs: Inputs, prefix: str) -> Output:
-        """The samples that the iteration trains on, with their verdicts if there are filters.
+        """The samples that the iteration trains on, with their verdicts if groups are judged.
 
         The workers write them below `prefix`. The metrics include the groups rejected since the last iteration.
 
@@ -276,12 +278,10 @@ def sizes_of(samples: int, tokens: int, truncated: int) -> dict[str, float]:
 def made_with(recipe: RlhfRecipe, prompts: str) -> str:
     """Digest of what determines a group's content, besides the weights; `prompts`: digest of the table.
 
-    With filters, also of what determines whether a group is rejected.
+    If groups are judged, also of what determines their verdicts, and whether they are rejected.
     """
-    filtered = (
-        [recipe_values(recipe, ["rollout.filters"]), judged_with(recipe)] if recipe.rollout.filters.active else []
-    )
-    return digest_json([recipe_values(recipe, GROUP_FIELDS), recipe.seed, prompts, *filtered])
+    judged = [recipe_values(recipe, ["rollout.filters"]), judged_with(recipe)] if judges_groups(recipe) else []
+    return digest_json([recipe_values(recipe, GROUP_FIELDS), recipe.seed, prompts, *judged])
 
 
 def spooled_after(head: IterationCommit) -> Sequence[Place]:

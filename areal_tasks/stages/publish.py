@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import pyarrow as pa
 
 from areal_tasks.engines.handover import write_weights
+from areal_tasks.stages.agreement import check_servers
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
 from areal_tasks.store.backend import Store
@@ -18,7 +19,10 @@ from schemas.tables import PUBLISH
 
 
 def publish(recipe: RlhfRecipe | SftRecipe) -> Stage:
-    """One row: path and size of the weights, seconds of writing and loading."""
+    """One row: path and size of the weights, seconds of writing and loading.
+
+    The metrics include the agreement of servers and trainer where `train` has written what servers have to score.
+    """
     return Stage(
         name="publish",
         kind=Kind.WEIGHTS,
@@ -44,7 +48,8 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
         row = publish_row(context.store, done.ref, done.files, servers.transport)
         row["write_seconds"], loads = done.seconds, loads + servers.serve(done.ref, handed=direct)
     table = pa.Table.from_pylist([row | {"load_seconds": loads}], schema=PUBLISH)
-    return Output({"publish": table}, {"publish_seconds": time.monotonic() - started})
+    seconds = time.monotonic() - started
+    return Output({"publish": table}, {"publish_seconds": seconds, **check_servers(context, train)})
 
 
 def is_written(recipe: Recipe, version: int) -> bool:

@@ -16,7 +16,10 @@ GRPO_FIELDS: Final = ("rollout.temperature", "rollout.max_head_offpolicyness")
 
 
 def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
-    """Per optimizer step `train_steps`, per sample `train_samples`. Carries the policy to the next version."""
+    """Per optimizer step `train_steps`, per sample `train_samples`. Carries the policy to the next version.
+
+    With η > 0 also `scored`, which servers are compared with once they hold that version (`agreement.py`).
+    """
     grpo = isinstance(recipe, RlhfRecipe)
     return Stage(
         name="train",
@@ -24,7 +27,7 @@ def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
         version=2,  # 2: the decoupled objective where server and trainer differ by more than rounding on the CPU
         run=run,
         reads=tuple(name for table in _tables(recipe) for name in columns(table, *read_of(table, _ages(recipe)))),
-        writes=("train_steps", "train_samples"),
+        writes=("train_steps", "train_samples", *(("scored",) if _ages(recipe) else ())),
         fields=("trainer", "algorithm", "model", "schedule.iterations", *(GRPO_FIELDS if grpo else ())),
         carries=("policy",),
         after=("evaluate",)

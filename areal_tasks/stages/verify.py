@@ -16,6 +16,7 @@ from areal_tasks.rollout.judging import judged_with
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns, tables_of
 from schemas.errors import UserError
+from schemas.recipe.derived import judges_groups
 from schemas.recipe.recipe import RlhfRecipe
 from schemas.recipe.sections import Reward
 from schemas.tables import JUDGED, VERDICTS, VERIFY
@@ -24,9 +25,9 @@ from schemas.tables import JUDGED, VERDICTS, VERIFY
 def verify(recipe: RlhfRecipe) -> Stage:
     """One row per sample: reward, verdict, and the answer found in the text.
 
-    Verdicts that were made for filters with the same settings are reused.
+    Verdicts that were made with the same settings while groups were generated are reused.
     """
-    judged = columns("judged", *JUDGED.names) if recipe.rollout.filters.active else ()
+    judged = columns("judged", *JUDGED.names) if judges_groups(recipe) else ()
     return Stage(
         name="verify",
         kind=Kind.PURE,
@@ -56,7 +57,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
 
 
 def known_verdicts(context: Context, inputs: Inputs) -> dict[str, VerifyResult]:
-    """By sample id, the verdicts that were made for filters with the settings in force."""
+    """By sample id, the verdicts that were made during generation with the settings in force."""
     if "judged" not in tables_of(inputs.reads):
         return {}
     assert isinstance(context.recipe, RlhfRecipe)

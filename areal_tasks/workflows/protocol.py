@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from areal_tasks.data.ragged import Flat, ragged
 from areal_tasks.engines.client import InferenceClient
+from schemas.errors import UserError
 from schemas.tables import ROLLOUT
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Sample:
     seconds: float
     turns: int = 1
     stale_kv: Values | None = None  # None: no token was sampled over the KV cache of older weights
-    verdict: VerifyResult | None = None  # if a filter needed it
+    verdict: VerifyResult | None = None  # if groups are verified as they finish
     judged_with: str = ""  # digest of what the verdict depends on besides the sample
 
     @property
@@ -63,9 +64,20 @@ class Sample:
         return np.asarray(self.versions, np.int32)[np.asarray(self.loss_mask, np.bool_)]
 
 
+async def not_declared(sample: Sample) -> VerifyResult:
+    """`WorkflowContext.verify` where the recipe does not say that the workflow uses it."""
+    raise UserError(
+        "workflow.verifies: the workflow has asked for a verdict (`context.verify`); set it to true, by which the "
+        "settings of `reward` become a part of what identifies its samples"
+    )
+
+
 @dataclass(frozen=True)
 class WorkflowContext:
-    """What a workflow may use. `tokenizer` is a transformers tokenizer."""
+    """What a workflow may use. `tokenizer` is a transformers tokenizer.
+
+    `verify` gives the verdict on a sample as it is at that moment, with `workflow.verifies`.
+    """
 
     client: InferenceClient
     seed: int
@@ -76,6 +88,7 @@ class WorkflowContext:
     stop: tuple[str, ...] = ()
     generation: int = 0
     tokenizer: Any = None
+    verify: Callable[[Sample], Awaitable[VerifyResult]] = not_declared
 
 
 class Workflow(Protocol):

@@ -1,6 +1,7 @@
 """Properties derived from several fields of a recipe.
 
-How closely server and trainer agree, and what training needs if they do not; what new weights do to requests in flight.
+How closely server and trainer agree, and what training needs if they do not; what new weights do to requests in flight;
+whether groups are verified as they finish.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from schemas.recipe.recipe import Recipe, RlhfRecipe
+    from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe
 
 
 #: What new weights do to requests in flight on the inference servers.
@@ -52,6 +53,11 @@ def needs_proximal(recipe: RlhfRecipe) -> bool:
     """
     algorithm = recipe.algorithm
     return is_decoupled(recipe) and (algorithm.minibatches > 1 or algorithm.tis_level == "sequence")
+
+
+def judges_groups(recipe: RlhfRecipe | EvaluateRecipe) -> bool:
+    """Whether samples are verified during generation: filters need rewards, or the workflow asks for verdicts."""
+    return recipe.workflow.verifies or (recipe.flow == "rlhf" and recipe.rollout.filters.active)
 
 
 def interruption(recipe: Recipe) -> Interruption | None:

@@ -84,7 +84,7 @@ IDLE: Final = (
     Idle("data.eval_split", splits, f"with a file whose name has no {SPLIT}"),
     *(
         Idle(f"workflow.{name}", lambda r: r.workflow.name != "single_turn", "with workflow.name single_turn")
-        for name in ("arguments", "blocked_seconds")
+        for name in ("arguments", "blocked_seconds", "verifies")
     ),
     Idle(
         "reward.unverified_reward",

@@ -150,6 +150,12 @@ class Workflow(Section):
         "event loop: a blocking call delays all of them, so use `await asyncio.to_thread(...)` for it.",
     )
     arguments: dict[str, Any] = semantic({}, description="Keyword arguments of your own workflow.")
+    verifies: bool = semantic(
+        False,
+        before=False,
+        description="Your own workflow asks for verdicts (`context.verify`): groups are verified as they finish, and "
+        "the settings of `reward` are part of what decides their content.",
+    )
     blocked_seconds: float = operational(
         60.0,
         gt=0,

@@ -23,7 +23,7 @@ class Checked:
         sample = sample_of(prompt, index, request, first)
         ids = [*prompt.input_ids, *first.output_ids, *question]
         room = min(context.max_new_tokens, context.max_length - len(ids))
-        if first.stop_reason != "stop" or room < 1:
+        if first.stop_reason != "stop" or room < 1 or not await self.asks(sample, context):
             return sample
 
         [second] = await context.client.generate([replace(request, input_ids=ids, max_new_tokens=room)])
@@ -40,3 +40,14 @@ class Checked:
             seconds=first.seconds + second.seconds,
             turns=2,
         )
+
+    async def asks(self, sample: Sample, context: WorkflowContext) -> bool:
+        return True
+
+
+class Corrected(Checked):
+    """Asks only where the first answer is wrong."""
+
+    async def asks(self, sample: Sample, context: WorkflowContext) -> bool:
+        found = await context.verify(sample)
+        return found.verdict != "correct"

@@ -16,10 +16,11 @@ from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.embedded.engine import Engine, NotFinite
 from areal_tasks.engines.embedded.runner import Runner, read_weights_folder
-from areal_tasks.engines.embedded.sequence import Sequence
+from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, make_sequence
 from schemas.errors import UserError
 from tests.inference.conftest import make_model
 from tests.inference.helpers import (
+    EOS,
     MAX_LENGTH,
     VOCABULARY,
     Running,
@@ -51,6 +52,49 @@ def test_logprobs_are_those_of_a_full_forward(
     for sequence in done:
         expected = full_logprobs(reference, sequence.prompt, sequence.output, temperature)
         assert torch.allclose(torch.tensor(sequence.logprobs), expected, atol=1e-5)
+
+
+def scored(ids: list[int], first: int) -> Sequence:
+    """A sequence whose tokens from `first` on are scored."""
+    return make_sequence(ids, SamplingParams(max_new_tokens=1, ignore_eos=True), EOS, MAX_LENGTH, first)
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["recomputed", "kept"])
+def test_scores_go_before_what_is_queued_and_survive_new_weights(
+    engine_of: EngineOf,
+    reference: LlamaForCausalLM,
+    model_folder: Path,
+    keeps: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_of(slots=2)
+    decode, passes = engine.runner.decode, itertools.count(1)
+
+    def pausing(*arguments: Any) -> Any:
+        if next(passes) == 9:
+            engine.pause("in_place")  # before the next pass
+        return decode(*arguments)
+
+    monkeypatch.setattr(engine.runner, "decode", pausing)
+    same = read_weights_folder(model_folder, engine.runner.model)
+    engine.pause("in_place").result()
+    queued = submit(engine, prompt(4), n=40, max_new_tokens=100, ignore_eos=True)
+    asked = [scored(prompt(90, start), 30 + start) for start in range(2)]
+    running = Running(engine, asked)
+    engine.resume().result()
+    wait_until(lambda: engine.paused, "some of the scores")
+    assert not running.ended
+    engine.update_weights(same, "1", keeps).result()
+    engine.resume().result()
+    for sequence in running.wait():
+        assert torch.allclose(
+            torch.tensor(sequence.scores),
+            full_logprobs(reference, sequence.prompt, sequence.given, 1.0),
+            atol=1e-5,
+        )
+        assert sequence.versions == [("1", 1)] and len(sequence.output) == 1
+    assert not any(s.finish for s in queued.sequences[2:]), "it waited"
+    engine.abort(lambda sequence: True).result()
 
 
 @pytest.mark.parametrize("length", [3, 20, 80])

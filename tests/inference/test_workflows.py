@@ -12,11 +12,12 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from example_workflow import Checked
+from example_workflow import Checked, Corrected
 from waiting import LIMIT, until
 
 from areal_tasks.data.sampler import sampling_seed
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
+from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rollout.worker.apart import Blocked, IsolatedWorkflow
 from areal_tasks.stages.evaluate import run_groups
 from areal_tasks.store.digest import content_digest
@@ -229,6 +230,33 @@ def test_the_example_of_the_guide_asks_twice_where_there_is_room(max_length: int
     assert row["versions"] == [-1, -1, 3, 4, -1, -1, 3, 4]
     assert row["stale_kv"] == [False, False, False, True, False, False, False, True]
     assert (row["completion"], row["seconds"], row["num_generated"]) == ("after 6", 1.0, 4)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_example_that_corrects_itself_asks_again_where_the_first_answer_is_wrong(right: bool) -> None:
+    asked: list[tuple[str, asyncio.AbstractEventLoop]] = []
+
+    async def verify(sample: Sample) -> VerifyResult:
+        asked.append((sample.completion, asyncio.get_running_loop()))
+        return VerifyResult(float(right), "correct" if right else "incorrect", "", "", "mine", 0.0)
+
+    async def work() -> list[Sample]:
+        client = cast(InferenceClient, Answering())
+        tokenizer = lambda *_, **__: {"input_ids": [8, 9]}  # noqa: E731
+        context = WorkflowContext(client, 7, 1, 9, 0.5, 32, tokenizer=tokenizer, verify=verify)
+        samples = await run_groups(IsolatedWorkflow(Corrected("?"), LIMIT), prompts()[1:2], context, LIMIT)
+        assert [loop for _, loop in asked] == [asyncio.get_running_loop()], "that of the client"
+        return samples
+
+    [sample] = asyncio.run(work())
+    assert [completion for completion, _ in asked] == ["after 2"]
+    assert (sample.turns, sample.completion) == ((1, "after 2") if right else (2, "after 6"))
+
+
+def test_a_workflow_that_asks_for_verdicts_must_say_so() -> None:
+    context = WorkflowContext(cast(InferenceClient, Echo()), 7, 1, 9, 0.5, 32)
+    with pytest.raises(UserError, match=r"workflow\.verifies: .*set it to true"):
+        asyncio.run(context.verify(run(Echo())[0]))  # type: ignore[arg-type]
 
 
 def test_the_guide_quotes_the_example_verbatim() -> None:

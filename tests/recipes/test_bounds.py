@@ -56,6 +56,7 @@ COMPANIONS: dict[str, tuple[str, ...]] = {
     "rollout.group_size": ("algorithm.reward_norm=none",),
     "rollout.pace": ("rollout.max_head_offpolicyness=1",),
     "workflow.blocked_seconds": ("workflow.name=working:Own",),
+    "workflow.verifies": ("workflow.name=working:Own",),
     "reward.unverified_reward": ("reward.on_unverified=reward",),
     "algorithm.kl": ("algorithm.kl_coef=0.1",),
     "algorithm.kl_coef": ("algorithm.kl=loss", "algorithm.kl=none"),

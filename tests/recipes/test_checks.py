@@ -98,6 +98,7 @@ REFUSED = [
     ("data.eval_split", "evaluate-gsm8k", "data={source: a.jsonl, eval_split: x}", "with a file whose name has no"),
     ("workflow.arguments", "gsm8k", "workflow.arguments.x=1", "with workflow.name single_turn"),
     ("workflow.blocked_seconds", "gsm8k", "workflow.blocked_seconds=9", "with workflow.name single_turn"),
+    ("workflow.verifies", "gsm8k", "workflow.verifies=true", "with workflow.name single_turn"),
     ("reward.unverified_reward", "gsm8k", "reward.unverified_reward=1", "unless reward.on_unverified is reward"),
     ("algorithm.kl_coef", "quickstart", "algorithm.kl_coef=0.1", "set it to reward or loss"),
     ("algorithm.clip_ratio", "quickstart", "algorithm={clip_ratio: 0.1}", "with one minibatch"),

@@ -141,6 +141,22 @@ def test_only_with_filters_do_they_and_the_verifier_decide_what_a_group_contains
     assert made_with(filtered, "p") == made_with(more, "p")  # how long to try is no part of what is made
 
 
+def test_a_workflow_that_asks_for_verdicts_has_the_verifier_decide_what_its_groups_contain() -> None:
+    mine = ("workflow.name=m:w", "workflow.arguments={}")
+    plain, asking = quickstart(*mine), quickstart(*mine, "workflow.verifies=true")
+    assert not any("verifies" in path for *_, values in asked_for(plain) for path in values), "as recorded before"
+    [(writes, values)] = [(writes, values) for name, _, _, writes, values in asked_for(asking) if name == "rollout"]
+    assert writes == ("rollout", "judged") and "reward.verifier" in values and values["workflow.verifies"] is True
+    other = "reward.unparseable_reward=-1"
+    assert made_with(plain, "p") == made_with(quickstart(*mine, other), "p")
+    assert made_with(asking, "p") not in (
+        made_with(plain, "p"),
+        made_with(quickstart(*mine, "workflow.verifies=true", other), "p"),
+    )
+    with pytest.raises(UserError, match=r"workflow\.verifies: has no effect with workflow.name single_turn"):
+        quickstart("workflow.verifies=true")
+
+
 # ── judging while others generate ───────────────────────────────────────────────────────────────────────────────────
 
 
@@ -230,11 +246,50 @@ def test_what_waits_for_long_is_recorded_with_its_verdicts(local_store: Store) -
     assert set(rows["judged_with"].to_pylist()) == {"with"}
 
 
+def test_what_a_workflow_has_asked_about_keeps_the_verdict_that_it_has_seen(local_store: Store) -> None:
+    """Each completion is verified once in an attempt, whatever a verifier would say the next time."""
+    calls: list[str] = []
+
+    def verify(rows: Sequence[Row]) -> list[VerifyResult]:
+        calls.extend(row.completion for row in rows)
+        return [judgement(float(len(calls) - len(rows) + i)) for i, _ in enumerate(rows)]
+
+    class Asking(Numbered):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: dict[int, float] = {}
+
+        async def run(self, prompt: Any, context: Any) -> Any:
+            [one] = await super().run(prompt, context)
+            first = await context.verify(one)
+            assert await context.verify(one) is first
+            if prompt.group_id % 2:
+                one.completion += " again"  # which it does not ask about
+            else:
+                self.seen[prompt.group_id] = first.reward
+            return [one]
+
+    async def work() -> None:
+        found = filtered(scene, local_store, Judge(verify, "with", Filters()), 1, flush_seconds=0.0)
+        await found.groups()
+        await until(lambda: found.book.ready() == 2 * BATCH and all(found.spool.records([i]) for i in found.live))
+
+    scene = Asking()
+    go(work())
+    later = at(local_store, owner=2)
+    waiting = [group.index for group in later.recover(Settled())[0]]
+    rows = spooled_rows(local_store, later.records(waiting), "judged").to_pylist()
+    rewards = {row["group_id"]: row["reward"] for row in rows}
+    assert len(rows) == 2 * BATCH and scene.seen == {group: rewards[group] for group in waiting if group % 2 == 0}
+    asked = [str(group) for group in waiting]
+    assert Counter(calls) == Counter(asked + [f"{group} again" for group in waiting if group % 2])
+
+
 def test_servers_are_at_other_groups_while_one_is_judged() -> None:
     class Patient(Judge):
-        async def __call__(self, samples: Any) -> str:
+        async def __call__(self, *group: Any) -> str:
             await asked.wait()
-            return await super().__call__(samples)
+            return await super().__call__(*group)
 
     asked = asyncio.Event()
 

@@ -88,6 +88,42 @@ def a_high_temperature_makes_all_tokens_equally_likely(t: Target) -> None:
         check_temperature(t.url, raw)
 
 
+def tokens_of_a_prompt_are_scored_and_the_temperature_is_not_applied(t: Target) -> None:
+    """Beside prompts whose tokens are not. An end token among those that are scored ends nothing."""
+    eos = tokenizer_of(t.folder).eos_token_id
+    prompts = [[*t.prompt(60 + i, 6), *([eos] * i), *t.prompt(70 + i, 9 + i)] for i in range(3)]
+    body = {
+        "input_ids": [*prompts, t.prompt(63)],
+        "sampling_params": [{"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True, "no_stop_trim": True}] * 4,
+        "return_logprob": True,
+        "logprob_start_len": [4, 5, 6, -1],
+    }
+    *scored, other = t.post("/generate", body).raise_for_status().json()
+    for prompt, start, answer in zip(prompts, (4, 5, 6), scored, strict=True):
+        unknown, *found = answer["meta_info"]["input_token_logprobs"]
+        assert unknown[0] is None and [token for _, token, *_ in found] == prompt[start + 1 :]
+        t.assert_logprobs(prompt[: start + 1], prompt[start + 1 :], [logprob for logprob, *_ in found], 1.0)
+        t.assert_logprobs(prompt, answer["output_ids"], logprobs_of(answer), 1.0)
+        assert answer["meta_info"]["prompt_tokens"] == len(prompt) and answer["meta_info"]["completion_tokens"] == 1
+    assert not other["meta_info"].get("input_token_logprobs")
+
+
+def the_client_has_prompts_scored(t: Target) -> None:
+    asked = [GenerateRequest(t.prompt(80 + i, 12), 1, group=i, scored_from=3 + i) for i in range(3)]
+    other = GenerateRequest(t.prompt(83), 1)
+
+    async def work(client: InferenceClient) -> None:
+        *scored, unscored = await client.generate([*asked, other])
+        assert not unscored.prompt_logprobs
+        for request, result in zip(asked, scored, strict=True):
+            ids, first = request.input_ids, request.scored_from
+            t.assert_logprobs(ids[:first], ids[first:], result.prompt_logprobs, 1.0)
+            assert result.versions == [int(t.version)]
+
+    with t.client() as call:
+        call(work)
+
+
 def a_mixed_batch_keeps_its_parameters_apart(t: Target) -> None:
     prompts = [t.prompt(20 + i, 5 + 3 * i) for i in range(3)]
     params = [{"max_new_tokens": 2 + 3 * i, "temperature": (0.0, 1.0, 0.5)[i], "ignore_eos": True} for i in range(3)]
@@ -391,6 +427,8 @@ CASES = (
     an_answer_holds_tokens_logprobs_version_and_reason,
     logprobs_are_those_of_the_model_at_the_temperature,
     a_high_temperature_makes_all_tokens_equally_likely,
+    tokens_of_a_prompt_are_scored_and_the_temperature_is_not_applied,
+    the_client_has_prompts_scored,
     a_mixed_batch_keeps_its_parameters_apart,
     greedy_is_greedy,
     samples_of_a_group_differ,

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_tasks.engines.sglang.child import abort_quickly
+from areal_tasks.engines.sglang.scheduler import score_first
 from areal_tasks.engines.sglang.token_weights import (
     KEY,
     UPDATES,
@@ -225,3 +226,19 @@ def test_an_abort_is_looked_after_until_nothing_is_under_way(rounds: int, aborts
     manager = Own(rounds)
     run(manager.pause_generation(SimpleNamespace(mode="in_place")))
     assert (manager.aborts, manager.paused) == (0, "in_place")
+
+
+def test_requests_that_score_their_prompts_do_not_wait_for_the_queue() -> None:
+    class Queue:
+        def __init__(self) -> None:
+            self.waiting_queue: list[Any] = []
+
+        def _add_request_to_queue(self, request: Any, is_retracted: bool = False) -> None:
+            if request.name != "refused":
+                self.waiting_queue.append(request)
+
+    score_first(Queue)
+    queue, prompt = Queue(), [0] * 5
+    for name, start in (("a", 5), ("b", -1), ("score", 2), ("refused", 0), ("c", 5)):
+        queue._add_request_to_queue(SimpleNamespace(name=name, logprob_start_len=start, origin_input_ids=prompt))
+    assert [request.name for request in queue.waiting_queue] == ["score", "a", "b", "c"]

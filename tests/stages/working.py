@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,19 @@ class Leaking:
         self.kept.append(b"x" * (self.megabytes * 1_000_000))
         with (self.folder / f"attempt-{prompt.group_id}-{time.time_ns()}").open("x"):
             return await SingleTurn().run(prompt, context)
+
+
+class Repeating:
+    """Samples again where the first completion earns nothing, and returns the second."""
+
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
+        first = await SingleTurn().run(prompt, context)
+        found = [await context.verify(sample) for sample in first]
+        second = await SingleTurn().run(prompt, replace(context, generation=1))
+        return [
+            sample if verdict.reward > 0 else replace(other, turns=2)
+            for sample, verdict, other in zip(first, found, second, strict=True)
+        ]
 
 
 class Misbehaving:

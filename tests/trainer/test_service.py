@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_builders import World, advantage, demonstrations, rlhf_recipe, rollout, with_column
+from trainer_builders import World, advantage, check_scores, demonstrations, rlhf_recipe, rollout, with_column
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_tasks.engines.trainer.backend import Progress
@@ -129,6 +129,23 @@ def test_tables_that_could_not_be_written_are_written_by_the_retry(
     weights = _weights(trainer)
     assert read_table(rlhf.store, trainer.train(command).tables["train_steps"]).num_rows == 2
     assert torch.equal(weights, _weights(trainer))
+
+
+def test_servers_have_to_score_what_the_new_weights_make_of_the_batch_if_it_is_too_old(rlhf: World) -> None:
+    """They are given the trainer's scores, at temperature 1, whatever the recipe's; not once enough is recent."""
+    rlhf.recipe = rlhf_recipe(rollout={"max_head_offpolicyness": 1}, algorithm={"minibatches": 1})
+    trainer = rlhf.trainer()
+    command = _grpo(rlhf, 0)
+    scored = read_table(rlhf.store, trainer.train(command).tables["scored"])
+    assert scored.num_rows == len(LENGTHS)
+    prefix = rlhf.folder("weights", 1, "scored")
+    trainer.publish(Publish(owner=1, version=1, prefix=prefix))
+    folder = rlhf.store.local(prefix)
+    assert folder is not None
+    check_scores(scored, folder, 1)
+    many = rollout([16] * 24, version=1)
+    done = trainer.train(rlhf.train_command(1, {"rollout": many, "advantage": advantage(many)}))
+    assert done.tables["scored"].rows == 0, "its own tokens measured it"
 
 
 def _fail(*_: Any) -> None:

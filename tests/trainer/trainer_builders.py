@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
+from transformers import AutoModelForCausalLM
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer.commands import Load, Train
@@ -96,6 +98,17 @@ def advantage(table: pa.Table, seed: int = 1, dropped: Sequence[int] = ()) -> pa
         "dropped_reason": ["unverified" if i in dropped else "" for i in range(len(lists))],
     }
     return make_table("advantage", columns)
+
+
+def check_scores(scored: pa.Table, folder: Path, version: int) -> None:
+    """The table's scores are those of a plain forward pass with the weights in `folder`, at temperature 1."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for row in scored.to_pylist():
+        ids, first = torch.tensor(row["input_ids"]), row["scored_from"]
+        with torch.inference_mode():
+            expected = torch.log_softmax(model(input_ids=ids[None]).logits[0].float(), -1)
+        wanted = expected[first - 1 : -1].gather(1, ids[first:, None])[:, 0]
+        assert torch.allclose(torch.tensor(row["scores"]), wanted, atol=1e-4) and row["version"] == version
 
 
 def demonstrations(lengths: Sequence[int], steps: int, seed: int = 0) -> pa.Table:

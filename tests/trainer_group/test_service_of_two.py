@@ -9,7 +9,7 @@ import psutil
 import pytest
 from conftest import recipe
 from listeners import beyond_loopback, listening
-from trainer_builders import World, advantage, rollout
+from trainer_builders import World, advantage, check_scores, rollout
 from waiting import LIMIT, alive, wait_until
 
 from areal_tasks.engines.trainer.commands import Done, Keep, Load, Publish, Train, Trained, Written
@@ -85,6 +85,21 @@ def test_commands_over_http(world: World, supervisor: Supervisor) -> None:
     with pytest.raises(TrainerDown, match="version 1 was expected"):
         _published(world, client, "four")
     assert _published(world, client, "five", 2) != weights
+    client.close()
+
+
+def test_what_servers_have_to_score_is_scored_by_both_ranks(world: World, supervisor: Supervisor) -> None:
+    client = _client(supervisor)
+    client.run(Load(owner=1, version=0, weights=world.initial), Done)
+    ahead = recipe(backend="fsdp2", ranks=2) | {"rollout": {**world.recipe["rollout"], "max_head_offpolicyness": 1}}
+    table = rollout(LENGTHS)
+    answer = client.run(_train(world, 0, recipe=ahead), Trained)
+    scored = read_table(world.store, answer.tables["scored"])
+    assert scored["sample_id"].to_pylist() == table["sample_id"].to_pylist()
+    _published(world, client, "scored")
+    folder = world.store.local(world.folder("weights", 1, "scored"))
+    assert folder is not None
+    check_scores(scored, folder, 1)
     client.close()
 
 

@@ -96,6 +96,13 @@ def test_engines_that_disagree(gap: float, wrong: bool) -> None:
     assert (engines_disagree({"logprob_gap_mean": gap}, 0.05) is not None) == wrong
 
 
+def test_engines_that_disagree_by_what_a_server_has_scored() -> None:
+    train = {"train": {"logprob_gap_mean": 0.01}}
+    assert not Watch(Alerts())({**train, "publish": {"publish_seconds": 1.0}})
+    [alert] = Watch(Alerts())({"train": {}, "publish": {"logprob_gap_mean": 0.2}})
+    assert (alert.cause, alert.value) == ("engines-disagree", 0.2)
+
+
 @pytest.mark.parametrize(("share", "wrong"), [(0.3, True), (math.nan, True), (0.5, False), (1.0, False)])
 def test_few_effective_samples(share: float, wrong: bool) -> None:
     alert = few_effective_samples({"effective_sample_size": share}, 0.5)

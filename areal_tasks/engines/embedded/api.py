@@ -31,6 +31,7 @@ class Generate(Body):
     input_ids: list[TokenId] | list[list[TokenId]]
     sampling_params: SamplingParams | list[SamplingParams] = Field(default_factory=SamplingParams)
     return_logprob: Literal[True] = True
+    logprob_start_len: list[int] | None = Field(None, description="of each prompt; -1: its tokens are not scored")
     stream: bool = False
 
 
@@ -71,9 +72,28 @@ def open_request(body: Generate, engine: Engine) -> list[Sequence]:
     each = params if isinstance(params, list) else [params] * len(prompts)
     if len(each) != len(prompts):
         raise UserError(f"sampling_params has {len(each)} elements for {len(prompts)} prompts")
+    scored = _scored(body.logprob_start_len, prompts, each)
     for i, prompt in enumerate(prompts):
         _check(i, prompt, each[i], engine)
-    return [make_sequence(*one, engine.eos, engine.runner.max_length) for one in zip(prompts, each, strict=True)]
+    longest = engine.runner.max_length
+    return [make_sequence(p, s, engine.eos, longest, first) for p, s, first in zip(prompts, each, scored, strict=True)]
+
+
+def _scored(starts: list[int] | None, prompts: list[list[int]], params: list[SamplingParams]) -> list[int | None]:
+    """For each prompt the position of its first token that is scored, which is the one after `logprob_start_len`.
+
+    SGLang's scores ignore the temperature, and an end token among them ends nothing.
+    """
+    if starts is None:
+        return [None] * len(prompts)
+    if len(starts) != len(prompts):
+        raise UserError(f"logprob_start_len has {len(starts)} elements for {len(prompts)} prompts")
+    for i, (start, prompt, sampling) in enumerate(zip(starts, prompts, params, strict=True)):
+        if start >= len(prompt) - 1:
+            raise UserError(f"logprob_start_len of prompt {i} is {start}: no token after it is left to score")
+        if start >= 0 and not (sampling.temperature == 1 and sampling.ignore_eos and not sampling.stop):
+            raise UserError(f"prompt {i}: logprob_start_len needs temperature 1 and ignore_eos, without stop strings")
+    return [None if start < 0 else start + 1 for start in starts]
 
 
 def _check(i: int, prompt: list[int], params: SamplingParams, engine: Engine) -> None:
@@ -109,11 +129,14 @@ def partial_answer(now: Sequence, detokenizer: Detokenizer | None, version: str)
 def _item(sequence: Sequence, text: str, version: str) -> dict[str, Any]:
     meta: dict[str, Any] = {
         "finish_reason": sequence.finish,
-        "prompt_tokens": len(sequence.prompt),
+        "prompt_tokens": len(sequence.prompt) + len(sequence.given),
         "completion_tokens": len(sequence.output),
         "weight_version": sequence.versions[-1][0] if sequence.versions else version,
         "output_token_logprobs": list(zip(sequence.logprobs, sequence.output, repeat(None), strict=False)),
     }
+    if sequence.given:
+        first = [(None, sequence.prompt[-1], None)]
+        meta["input_token_logprobs"] = first + list(zip(sequence.scores, sequence.given, repeat(None), strict=False))
     if len(sequence.versions) > 1:  # weights changed during generation: [version, tokens], in order
         meta["weight_versions"] = sequence.versions
     if any(stale for stale, _ in sequence.stale_kv):  # sampled with keys and values of older weights: [flag, tokens]

@@ -264,7 +264,9 @@ class Engine:
         """Sample from the logits of `rows`, and append the tokens of those that are `active`."""
         slots = self._slots
         uniform = torch.from_numpy(uniforms(slots.seed[rows], slots.position[rows] + 1))
-        chosen = sample(logits, torch.from_numpy(slots.temperature[rows]), uniform)
+        given = slots.given(rows)
+        forced = None if given is None else torch.from_numpy(given)
+        chosen = sample(logits, torch.from_numpy(slots.temperature[rows]), uniform, forced)
         tokens, logprobs = (t.numpy() for t in chosen)
         if len(active) < len(rows):  # then the rows are the first n slots
             tokens, logprobs = tokens[active], logprobs[active]
@@ -319,7 +321,10 @@ class Engine:
 
     def _accept_job(self, job: Job) -> None:
         self._jobs.update(dict.fromkeys(job.sequences, job))
-        self._queue.extend(share_prompts(job.sequences))
+        if any(sequence.given for sequence in job.sequences):
+            self._requeue(job.sequences)  # a publication waits for scores
+        else:
+            self._queue.extend(share_prompts(job.sequences))
 
     def _abort(self, wanted: Callable[[Sequence], bool]) -> int:
         self._requeue(self._cancel_prefills())

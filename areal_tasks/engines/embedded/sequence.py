@@ -46,7 +46,10 @@ class SamplingParams(BaseModel):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A prompt, how to continue it, and what has been generated so far."""
+    """A prompt, how to continue it, and what has been generated so far.
+
+    Tokens that are `given` follow the prompt in place of sampled ones; `scores` are their logprobs.
+    """
 
     prompt: list[int]
     params: SamplingParams
@@ -59,6 +62,8 @@ class Sequence:
     stale_kv: list[tuple[bool, int]] = field(default_factory=list)  # (over a cache of older weights, tokens), in order
     finish: dict[str, object] | None = None
     listener: Callable[[Sequence], None] | None = None  # called after each token but the last, in the engine's thread
+    given: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
 
     def notify(self) -> None:
         """Give the listener a copy of the sequence as it is now."""
@@ -68,16 +73,26 @@ class Sequence:
             self.listener(now)
 
     def so_far(self) -> list[int]:
-        """Prompt and output: what the cache must hold to continue."""
-        return self.prompt + self.output
+        """All tokens up to here: what the cache must hold to continue."""
+        return self.prompt + self.given[: len(self.scores)] + self.output
+
+    @property
+    def left(self) -> int:
+        """How many tokens may follow, given ones included."""
+        return len(self.given) - len(self.scores) + self.limit - len(self.output)
 
     def record(self, tokens: list[int], logprobs: list[float], version: str, stale_kv: bool) -> None:
-        """Append tokens that were sampled with `version`; `stale_kv`: older weights computed some of the cache."""
-        if tokens:
-            self.output += tokens
-            self.logprobs += logprobs
-            _add_run(self.versions, version, len(tokens))
-            _add_run(self.stale_kv, stale_kv, len(tokens))
+        """Append tokens that were sampled with `version`; `stale_kv`: older weights computed some of the cache.
+
+        The first ones are those that were given.
+        """
+        given = min(len(self.given) - len(self.scores), len(tokens))
+        self.scores += logprobs[:given]
+        if sampled := tokens[given:]:
+            self.output += sampled
+            self.logprobs += logprobs[given:]
+            _add_run(self.versions, version, len(sampled))
+            _add_run(self.stale_kv, stale_kv, len(sampled))
 
 
 def _add_run(runs: list[tuple[T, int]], value: T, count: int) -> None:
@@ -111,12 +126,14 @@ class Batch:
         return Batch(self.tokens, self.sequences[:n]), Batch(self.tokens, self.sequences[n:])
 
 
-def make_sequence(prompt: list[int], params: SamplingParams, eos: frozenset[int], max_length: int) -> Sequence:
-    """The sequence of a prompt. Without a seed it gets a random one."""
+def make_sequence(
+    prompt: list[int], params: SamplingParams, eos: frozenset[int], max_length: int, scored: int | None = None
+) -> Sequence:
+    """The sequence of a prompt, whose tokens from position `scored` on are scored. Without a seed: a random one."""
     stop_ids = frozenset() if params.ignore_eos else frozenset(params.stop_token_ids) | eos  # as SGLang does
     limit = min(params.max_new_tokens, max_length - len(prompt))
     seed = secrets.randbits(62) if params.sampling_seed is None else params.sampling_seed
-    return Sequence(prompt, params, seed, stop_ids, limit)
+    return Sequence(prompt[:scored], params, seed, stop_ids, limit, given=prompt[len(prompt[:scored]) :])
 
 
 def share_prompts(sequences: list[Sequence]) -> list[Batch]:
@@ -154,17 +171,23 @@ def uniforms(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> 
 
 
 def sample(
-    logits: Float[Tensor, "n vocab"], temperature: Float[Tensor, " n"], uniform: Float[Tensor, " n"]
+    logits: Float[Tensor, "n vocab"],
+    temperature: Float[Tensor, " n"],
+    uniform: Float[Tensor, " n"],
+    given: Int[Tensor, " n"] | None = None,
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
     """Tokens and their log-probabilities, log_softmax(logits / temperature) over the whole vocabulary.
 
-    Temperature 0 is greedy; its log-probabilities are taken at temperature 1.
+    Temperature 0 is greedy; its log-probabilities are taken at temperature 1. Tokens that are `given` (others are -1)
+    are not sampled.
     """
     greedy = temperature == 0
     logprobs = torch.log_softmax(logits.float() / temperature.masked_fill(greedy, 1.0)[:, None], dim=-1)
     tokens = logprobs.argmax(dim=-1)
     if not bool(greedy.all()):
         tokens = torch.where(greedy, tokens, _inverse_cdf(logprobs, uniform))
+    if given is not None:
+        tokens = torch.where(given < 0, tokens, given)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
 

@@ -31,6 +31,7 @@ class Slots:
         self.owner: list[Sequence | None] = [None] * rows
         self.with_strings: set[int] = set()  # slots whose sequence has stop strings
         self.with_listener: set[int] = set()  # slots whose sequence has a listener
+        self.with_given: set[int] = set()  # slots whose sequence has given tokens
 
     @property
     def vacancies(self) -> int:
@@ -49,13 +50,15 @@ class Slots:
         self.temperature[slot] = sequence.params.temperature
         self.count[slot] = 0
         self.stale[slot] = False
-        self.limit[slot] = sequence.limit - len(sequence.output)
-        self.position[slot] = len(sequence.prompt) + len(sequence.output) - 1
+        self.limit[slot] = sequence.left
+        self.position[slot] = len(sequence.so_far()) - 1
         self._set_stops(slot, sequence.stop_ids)
         if sequence.params.stop:
             self.with_strings.add(slot)
         if sequence.listener is not None:
             self.with_listener.add(slot)
+        if sequence.given:
+            self.with_given.add(slot)
         return slot
 
     def _set_stops(self, slot: int, stop_ids: frozenset[int]) -> None:
@@ -73,6 +76,7 @@ class Slots:
         self.temperature[slot] = 0
         self.with_strings.discard(slot)
         self.with_listener.discard(slot)
+        self.with_given.discard(slot)
         heappush(self._free, slot)
 
     def move(self, sources: Rows, targets: Rows) -> None:
@@ -85,10 +89,23 @@ class Slots:
         heapify(self._free)
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self.owner[target] = self.owner[source]
-            for marked in (self.with_strings, self.with_listener):
+            for marked in (self.with_strings, self.with_listener, self.with_given):
                 if source in marked:
                     marked.add(target)
             self.release(source)
+
+    def given(self, rows: Rows) -> Rows | None:
+        """The next token of each of `rows` if it is given, else -1; None if none is."""
+        if not self.with_given:
+            return None
+        return np.array([self._given(slot) for slot in rows.tolist()], np.int64)
+
+    def _given(self, slot: int) -> int:
+        sequence = self.owner[slot]
+        if slot not in self.with_given or sequence is None:
+            return -1
+        left = sequence.given[len(sequence.scores) + int(self.count[slot]) :]
+        return left[0] if left else -1
 
     def accept(self, rows: Rows, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]) -> tuple[Rows, Rows]:
         """Append one token to each of `rows`. Returns the rows that a stop token ended, and those at their limit."""

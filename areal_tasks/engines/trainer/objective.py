@@ -136,8 +136,10 @@ def agreement(totals: Sequence[Sequence[float]]) -> dict[str, float]:
     }
 
 
-def check_agreement(found: Mapping[str, float], bound: float, tokens: int) -> None:
+def check_agreement(found: Mapping[str, float], bound: float, tokens: int, said: str = "No step was made.") -> None:
     """Refuse a mean gap above `bound` (`algorithm.max_logprob_gap`). A NaN passes: a loss of NaN skips the step.
+
+    `said`: what the message says of the consequence.
 
     Raises:
         Declined: states the measurement, the usual causes, and the field to change.
@@ -147,7 +149,7 @@ def check_agreement(found: Mapping[str, float], bound: float, tokens: int) -> No
             f"the servers and the trainer disagree: over {tokens} tokens their logprobs differ by "
             f"{found['logprob_gap_mean']:.4g} nats on average and {found['logprob_gap_max']:.4g} at most, and "
             f"{found['ratio_outside']:.1%} of the probability ratios are outside [{RATIOS[0]}, {RATIOS[1]}]; "
-            f"algorithm.max_logprob_gap allows {bound:g} on average. No step was made. Likely causes: a server that "
+            f"algorithm.max_logprob_gap allows {bound:g} on average. {said} Likely causes: a server that "
             "generates at another temperature or with other weights than it reports, another dtype or quantisation, "
             "or tokens shifted by a chat template or a BOS token. Where the difference is understood and small enough, "
             "raise algorithm.max_logprob_gap."

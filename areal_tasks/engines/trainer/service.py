@@ -14,15 +14,12 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
+import pyarrow as pa
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from areal_tasks.data.batching import lay_out
 from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.trainer.backend import Backend, Fetch, Progress, Which
+from areal_tasks.engines.trainer.backend import Backend, Fetch, Progress
 from areal_tasks.engines.trainer.checkpoint import METADATA
 from areal_tasks.engines.trainer.commands import (
     Checkpoint,
@@ -44,15 +41,16 @@ from areal_tasks.engines.trainer.commands import (
     Written,
 )
 from areal_tasks.engines.trainer.fencing import Fence, StaleCommand
-from areal_tasks.engines.trainer.forward import Ahead, background_thread, one_core, staged
+from areal_tasks.engines.trainer.forward import one_core
 from areal_tasks.engines.trainer.fsdp2 import Fsdp2Backend
 from areal_tasks.engines.trainer.group import Group
-from areal_tasks.engines.trainer.learner import Learned, Learner, Rows, Work, passes_of_rank
+from areal_tasks.engines.trainer.learner import Learner, Work
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.memory import names_memory_knobs
-from areal_tasks.engines.trainer.ranks import end_group, gather_on_first
-from areal_tasks.engines.trainer.reading import Files, passes_and_batch, places_of_rank, plan_and_batch
-from areal_tasks.engines.trainer.rows import Batch, logprobs_table
+from areal_tasks.engines.trainer.ranks import end_group
+from areal_tasks.engines.trainer.reading import Files, passes_and_batch, plan_and_batch
+from areal_tasks.engines.trainer.rows import logprobs_table
+from areal_tasks.engines.trainer.scoring import Part, Scoring, read_part, score, score_part, scored_table
 from areal_tasks.engines.trainer.settings import Settings, read_settings
 from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, copy_description, largest_difference, remove_weights
 from areal_tasks.engines.trainer.transport import Sender
@@ -66,7 +64,6 @@ from schemas.errors import UserError, shown
 from schemas.manifest import FileRef, TableRef, WeightsRef
 
 log = logging.getLogger(__name__)
-_NONE: Final = torch.zeros(0, dtype=torch.int64)
 
 
 def make_backend(settings: Settings) -> Backend:
@@ -93,10 +90,11 @@ def _deepspeed(settings: Settings) -> Backend:
 
 @dataclass
 class Change:
-    """The result of one /train, kept for retries. `tables` is empty until they are written."""
+    """The result of one /train, kept for retries. `written` is empty until the tables are."""
 
-    learned: Learned
-    tables: dict[str, TableRef]
+    metrics: dict[str, float]
+    tables: dict[str, pa.Table]
+    written: dict[str, TableRef]
 
 
 class Trainer:
@@ -152,11 +150,12 @@ class Trainer:
         if done is None:
             self.fence.expect(command.version)
             with one_core(self.backend.device, self.settings.trainer):
-                learner = self._learner(command)
-                done = self.fence.change(command.version, command.digest, lambda: self._learn(learner, command.version))
-        if command.prefix is not None and not done.tables and self.group.rank == 0:
-            done.tables = self._write_tables(command.prefix, done.learned)
-        return Trained(version=command.version + 1, tables=done.tables, metrics=done.learned.metrics)
+                learner, part = self._learner(command)
+                work = functools.partial(self._learn, learner, part, command.version)
+                done = self.fence.change(command.version, command.digest, work)
+        if command.prefix is not None and not done.written and self.group.rank == 0:
+            done.written = self._write_tables(command.prefix, done.tables)
+        return Trained(version=command.version + 1, tables=done.written, metrics=done.metrics)
 
     def logprobs(self, command: Logprobs) -> Tables:
         """Score a rollout under the policy (which must be of that version) or the frozen version 0.
@@ -172,9 +171,10 @@ class Trainer:
         files, rank, world = self._files({"rollout": command.table}), self.backend.rank, self.backend.world
         passes, batch = self.group.together(lambda: passes_and_batch(files, self.settings, rank, world))
         with one_core(self.backend.device, self.settings.trainer):
-            mine = self._score(passes_of_rank(passes, rank, world), batch, command.which)
-        places = functools.partial(places_of_rank, passes, batch.lengths, world)
-        whole = gather_on_first(mine, places, int(batch.lengths.sum()), rank, world)
+            self.work = Work(len(batch.lengths))
+            how = Scoring(command.which, self.settings.temperature, self.settings.trainer.layout)
+            whole = score(self.backend, batch.sequences, passes, how, self.work)
+            self._make_room()
         if whole is None:
             return Tables(tables={})
         scored = logprobs_table(name, batch.ids, batch.lengths, whole)
@@ -262,8 +262,11 @@ class Trainer:
             storing=asked[0].describe() if asked else "",
         )
 
-    def _learner(self, command: Train) -> Learner:
-        """Read and check the input: everything that can fail without changing the trainer's state."""
+    def _learner(self, command: Train) -> tuple[Learner, Part | None]:
+        """Read and check the input: everything that can fail without changing the trainer's state.
+
+        Also the part of it that servers have to score.
+        """
         if command.kind != self.settings.kind:
             raise UserError(f"this trainer was started for {self.settings.kind}, not for {command.kind}")
         settings = self.settings if command.recipe is None else read_settings(command.recipe)
@@ -273,7 +276,10 @@ class Trainer:
         plan, batch = self.group.together(lambda: plan_and_batch(command, settings, files, rank, world))
         if plans:
             settings = replace(settings, max_logprob_gap=math.inf)  # it passed the threshold of its time
-        return Learner(self.backend, settings, batch, plan)
+        learner = Learner(self.backend, settings, batch, plan)
+        if learner.comparable or command.prefix is None:
+            return learner, None
+        return learner, self.group.together(lambda: read_part(files["rollout"], settings.model.max_length - 1))
 
     def _files(self, refs: Mapping[str, TableRef]) -> Files:
         """The files of these tables on this disk, which the first rank of each machine fetches and verifies."""
@@ -284,33 +290,19 @@ class Trainer:
         into = self.scratch / "tables"
         return [str(file) for file in parallel(lambda shard: local_file(self.store, shard, into), ref.shards)]
 
-    def _learn(self, learner: Learner, version: int) -> Change:
+    def _learn(self, learner: Learner, part: Part | None, version: int) -> Change:
         self.work = learner.work
         learned = learner.learn(version, self.progress)
         self.progress = learned.progress
-        self._make_room()
-        return Change(learned, {})
-
-    def _write_tables(self, prefix: str, learned: Learned) -> dict[str, TableRef]:
         tables = {"train_steps": learned.train_steps, "train_samples": learned.train_samples}
-        return {name: write_table(self.store, prefix, name, table) for name, table in tables.items()}
-
-    def _score(self, mine: list[Rows], batch: Batch, which: Which) -> Float[Tensor, " N"]:
-        """Logprobs of the counted tokens that are here, 0 at the others, by this rank's passes."""
-        kind, world = self.settings.trainer.layout, self.backend.world
-        scores, places = [torch.zeros(0, device=self.backend.device)], [_NONE]
-        self.work = Work(len(batch.lengths))
-        layouts = (staged(lay_out(batch.sequences, rows, kind), self.backend.device) for rows in mine)
-        with background_thread(self.backend.device) as thread:
-            for number, (rows, layout) in enumerate(zip(mine, Ahead(layouts, thread), strict=False), 1):
-                found = self.backend.score(layout, self.settings.temperature, which, number == len(mine))
-                scores.append(found.logprobs)
-                places.append(layout.where)
-                self.work.add(len(rows) * world)
-        flat = torch.zeros(len(batch.sequences.input_ids))
-        flat[torch.cat(places)] = torch.cat(scores).cpu()
+        if learner.settings.max_lag is not None:
+            scores = None if part is None else score_part(self.backend, part, learner.settings.trainer, Work(0))
+            tables["scored"] = scored_table(part, version + 1, scores)
         self._make_room()
-        return flat
+        return Change(learned.metrics, tables, {})
+
+    def _write_tables(self, prefix: str, tables: Mapping[str, pa.Table]) -> dict[str, TableRef]:
+        return {name: write_table(self.store, prefix, name, table) for name, table in tables.items()}
 
     def _make_room(self) -> None:
         """Release the GPU memory that torch caches, for servers on that GPU."""

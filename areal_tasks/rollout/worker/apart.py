@@ -11,9 +11,10 @@ import asyncio
 import logging
 import sys
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -87,7 +88,9 @@ class IsolatedWorkflow:
         while True:
             thread = self._current_thread()
             group, loop = prompt.group_id, asyncio.get_running_loop()
-            proxied = replace(context, client=_ClientProxy(context.client, loop))  # type: ignore[arg-type]
+            client = _ClientProxy(context.client, loop)
+            verify = partial(_verified, client, context.verify)
+            proxied = replace(context, client=client, verify=verify)  # type: ignore[arg-type]
             ended = asyncio.wrap_future(thread.thread.submit(self._run(prompt, proxied, thread)))
             thread.groups.add(group)
             try:
@@ -159,19 +162,26 @@ class _ClientProxy:
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """As `InferenceClient.generate`."""
-        return await self._in_client_loop(self._client.generate(requests))
+        return await self.in_client_loop(self._client.generate(requests))
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece]:
         """As `InferenceClient.stream`."""
         pieces = self._client.stream(request)
         try:
-            while (piece := await self._in_client_loop(anext(pieces, None))) is not None:
+            while (piece := await self.in_client_loop(anext(pieces, None))) is not None:
                 yield piece
         finally:
-            await self._in_client_loop(pieces.aclose())
+            await self.in_client_loop(pieces.aclose())
 
-    async def _in_client_loop(self, work: Awaitable[T]) -> T:
+    async def in_client_loop(self, work: Awaitable[T]) -> T:
+        """The result of work that belongs to the client's loop."""
+
         async def awaited() -> T:
             return await work
 
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(awaited(), self._loop))
+
+
+async def _verified(client: _ClientProxy, verify: Callable[[Sample], Awaitable[T]], sample: Sample) -> T:
+    """`WorkflowContext.verify` in the client's loop, where groups wait for the verifiers together."""
+    return await client.in_client_loop(verify(sample))

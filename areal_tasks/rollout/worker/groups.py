@@ -94,7 +94,7 @@ class Groups:
     limits: Rollout
     writer: Writer
     report: Callable[[Event], None]
-    judge: Judge | None = None  # if filters may reject groups
+    judge: Judge | None = None  # if groups are verified as they finish
     finished: dict[int, Held] = field(default_factory=dict)  # in memory only, by lease number
     leaving: bool = False  # finished groups are written at once
     _spooled: dict[int, tuple[int, SpoolRecord]] = field(default_factory=dict)  # group and record, by lease number
@@ -186,10 +186,7 @@ class Groups:
             if lease.suspect:
                 with suppress(StoreError, StartClosed):  # it is written later
                     await asyncio.shield(self.flush())
-            samples = await self._attempt(lease)
-            if self.judge is not None:
-                self.report(Generated(number=lease.number, index=lease.index))
-                reason = await self.judge(samples)
+            samples, reason = await self._attempt(lease)
         except GeneratorExit:  # the event loop is gone
             raise
         except BaseException as error:  # a workflow may even call sys.exit
@@ -210,9 +207,19 @@ class Groups:
         full = self.leaving or len(self.finished) > self.limits.groups_in_memory
         self._flush_after(0.0 if full else self.limits.flush_seconds, lease.number)
 
-    async def _attempt(self, lease: Lease) -> list[Sample]:
+    async def _attempt(self, lease: Lease) -> tuple[list[Sample], str]:
+        """The group's samples, and why a filter rejects them, if one does."""
         client = cast(InferenceClient, AtLeast(self.context.client, lease.floor))
-        work = self.workflow.run(self.prompt_of(lease.index), replace(self.context, client=client))
+        context = replace(self.context, client=client)
+        if self.judge is None:
+            return await self._samples(lease, context), ""
+        verdicts = self.judge.verdicts()
+        samples = await self._samples(lease, replace(context, verify=verdicts))
+        self.report(Generated(number=lease.number, index=lease.index))
+        return samples, await self.judge(samples, verdicts.known)
+
+    async def _samples(self, lease: Lease, context: WorkflowContext) -> list[Sample]:
+        work = self.workflow.run(self.prompt_of(lease.index), context)
         return checked(await in_time(work, self.limits.group_seconds, "rollout.group_seconds"), lease)
 
     def _fail(self, lease: Lease, error: BaseException) -> None:

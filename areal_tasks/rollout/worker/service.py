@@ -30,7 +30,7 @@ from areal_tasks.store.backend import open_store
 from areal_tasks.store.shards import read_table
 from areal_tasks.workflows import SingleTurn, load_workflow
 from schemas.manifest import WeightsRef
-from schemas.recipe.derived import interruption
+from schemas.recipe.derived import interruption, judges_groups
 from schemas.recipe.recipe import RlhfRecipe
 
 HEARTBEAT_SECONDS: Final = 1.0  # without events, after which a long poll is answered
@@ -73,7 +73,7 @@ class WorkerService:
                 recipe.rollout,
                 Writer(self._store, self._spec.run, self._spec.owner, order.made_with),
                 self.report,
-                self._judge(recipe) if recipe.rollout.filters.active else None,
+                self._judge(recipe) if judges_groups(recipe) else None,
             )
 
     async def _new_client(self, order: Begin, recipe: RlhfRecipe, tokenizer: Any) -> InferenceClient:
@@ -91,7 +91,7 @@ class WorkerService:
         return client
 
     def _judge(self, recipe: RlhfRecipe) -> Judge:
-        """Verifies finished groups for the recipe's filters."""
+        """Verifies samples for the recipe's filters and its workflow."""
         self._verifiers = VerifierPool(recipe.reward)
         filters = recipe.rollout.filters
         return Judge(

@@ -1,0 +1,145 @@
+"""Log-probabilities of given tokens: of a rollout, and of the part of a batch that servers score as well.
+
+Servers score a part after an iteration in which too few tokens measured whether they agree with the trainer: with η > 0
+nearly all tokens may be of older weights than the trainer's. Then the trainer scores the beginnings of some completions
+under the weights that the iteration made, and stage `publish` has servers score them once they hold these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from areal_tasks.data.batching import LayoutKind, Sequences, among, lay_out, make_sequences, micro_batches
+from areal_tasks.engines.trainer.backend import Backend, Which
+from areal_tasks.engines.trainer.forward import Ahead, background_thread, staged
+from areal_tasks.engines.trainer.learner import Rows, Work, passes_of_rank, samples_of
+from areal_tasks.engines.trainer.ranks import gather_on_first
+from areal_tasks.engines.trainer.reading import places_of_rank
+from areal_tasks.engines.trainer.rows import LEAST_COMPARED, TEXT, make_table
+from areal_tasks.store.shards import read_files
+from schemas.recipe.sections import Trainer
+from schemas.tables import TABLES
+
+#: Tokens of a sample that are scored, so that several samples are, and the logits of few positions take memory.
+MOST_OF_SAMPLE: Final = 64
+#: The temperature: inference servers do not apply one to the tokens of prompts.
+TEMPERATURE: Final = 1.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Samples up to the last token that is scored; the first one is at `scored_from`."""
+
+    sample_ids: list[str]
+    input_ids: list[list[int]]
+    scored_from: list[int]
+
+    @property
+    def lengths(self) -> Int[Tensor, " B"]:
+        """The number of tokens of each sample."""
+        return torch.tensor([len(ids) for ids in self.input_ids], dtype=torch.int64)
+
+    def sequences(self, rows: Rows) -> Sequences:
+        """The tokens of the samples `rows`, of which those to score count."""
+        own = [(self.input_ids[row], self.scored_from[row]) for row in rows.tolist()]
+        tokens = torch.tensor([token for ids, _ in own for token in ids], dtype=torch.int32)
+        masks = [torch.arange(len(ids)) >= first for ids, first in own]
+        counted = torch.cat([torch.zeros(0, dtype=torch.bool), *masks])
+        return among(make_sequences(tokens, counted, self.lengths[rows]), rows, self.lengths)
+
+
+def read_part(files: Sequence[Path], most: int) -> Part:
+    """The first samples of a rollout with `LEAST_COMPARED` tokens to score, of each up to its token number `most`."""
+    sizes = read_files("rollout", files, ("sample_id", "num_generated"))
+    tokens = np.minimum(sizes["num_generated"].to_numpy(), MOST_OF_SAMPLE).cumsum()
+    ids = sizes["sample_id"].slice(0, int(np.searchsorted(tokens, LEAST_COMPARED)) + 1).combine_chunks()
+    rows = read_files("rollout", files, TEXT, ids).to_pylist()
+    found = [(row["sample_id"], *span) for row in rows if (span := _span(row, most)) is not None]
+    return Part([name for name, _, _ in found], [ids for _, ids, _ in found], [first for _, _, first in found])
+
+
+def _span(row: dict[str, Any], most: int) -> tuple[list[int], int] | None:
+    """The tokens of a sample up to the last that is scored, and the position of the first; None if there is none.
+
+    Scored are the first generated tokens that nothing else interrupts.
+    """
+    mask = [False, *row["loss_mask"][1:most]]  # no token before it predicts a sample's first
+    if True not in mask:
+        return None
+    first = mask.index(True)
+    run = mask[first : first + MOST_OF_SAMPLE]
+    return row["input_ids"][: first + (run.index(False) if False in run else len(run))], first
+
+
+def scored_table(part: Part | None, version: int, logprobs: Float[Tensor, " N"] | None) -> pa.Table:
+    """The table `scored` from the flat logprobs of the part's tokens under `version`; empty without a part."""
+    if part is None or logprobs is None:
+        return TABLES["scored"].empty_table()
+    whole = torch.split(logprobs, [len(ids) for ids in part.input_ids])
+    columns = {
+        "sample_id": part.sample_ids,
+        "version": [version] * len(part.sample_ids),
+        "input_ids": part.input_ids,
+        "scored_from": part.scored_from,
+        "scores": [each[first:].tolist() for each, first in zip(whole, part.scored_from, strict=True)],
+    }
+    return make_table("scored", columns)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """With which weights tokens are scored, at which temperature, and how a pass is laid out."""
+
+    which: Which
+    temperature: float
+    layout: LayoutKind
+
+
+def score(
+    backend: Backend, mine: Sequences, passes: list[Rows], how: Scoring, work: Work
+) -> Float[Tensor, " N"] | None:
+    """On the first rank: logprobs of the counted tokens of all samples, 0 at the others. Elsewhere none.
+
+    Args:
+        mine: the tokens of this rank's samples.
+        passes: those of all ranks, which take them in turn.
+        work: counts the samples that are done.
+    """
+    rank, world = backend.rank, backend.world
+    flat = _score(backend, mine, passes_of_rank(passes, rank, world), how, work)
+    places = partial(places_of_rank, passes, mine.lengths, world)
+    return gather_on_first(flat, places, int(mine.lengths.sum()), rank, world)
+
+
+def score_part(backend: Backend, part: Part, trainer: Trainer, work: Work) -> Float[Tensor, " N"] | None:
+    """On the first rank: logprobs of the tokens of a part under the policy. Elsewhere none."""
+    rank, world = backend.rank, backend.world
+    micro = micro_batches(part.lengths, trainer.micro_batch_tokens, trainer.layout, world)
+    passes = [torch.nonzero(micro == number)[:, 0] for number in torch.unique(micro).tolist()]
+    mine = part.sequences(samples_of(passes_of_rank(passes, rank, world)))
+    return score(backend, mine, passes, Scoring("policy", TEMPERATURE, trainer.layout), work)
+
+
+def _score(backend: Backend, here: Sequences, mine: list[Rows], how: Scoring, work: Work) -> Float[Tensor, " n"]:
+    """Logprobs of the counted tokens that are here, 0 at the others, by this rank's passes."""
+    scores, places = [torch.zeros(0, device=backend.device)], [torch.zeros(0, dtype=torch.int64)]
+    layouts = (staged(lay_out(here, rows, how.layout), backend.device) for rows in mine)
+    with background_thread(backend.device) as thread:
+        for number, (rows, layout) in enumerate(zip(mine, Ahead(layouts, thread), strict=False), 1):
+            found = backend.score(layout, how.temperature, how.which, number == len(mine))
+            scores.append(found.logprobs)
+            places.append(layout.where)
+            work.add(len(rows) * backend.world)
+    flat = torch.zeros(len(here.input_ids))
+    flat[torch.cat(places)] = torch.cat(scores).cpu()
+    return flat
