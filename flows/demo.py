@@ -20,8 +20,8 @@ from areal_tasks.report.cost import Cost, cost_of
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.paths import iteration_commit
 from areal_tasks.store.query import Session, run_sql
-from flows.cli.inspect import show
 from flows.cli.machine import start
+from flows.cli.output import show
 from flows.cli.processes import environment, running, ui_url
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe

@@ -21,7 +21,8 @@ from areal_tasks.store.parallel import parallel
 from areal_tasks.store.runs import Run
 from areal_tasks.store.starts import read_owners
 from areal_tasks.store.waits import standing_waits
-from flows.cli.inspect import next_recipe, show
+from flows.cli.inspect import next_recipe
+from flows.cli.output import show
 from schemas.errors import UserError
 from schemas.manifest import ENDINGS, NodeRecord, OwnerRecord, ServiceRecord
 from schemas.recipe.recipe import Recipe

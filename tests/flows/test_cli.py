@@ -24,7 +24,7 @@ from waiting import wait_until
 
 from areal_tasks.store.backend import open_store
 from flows import demo
-from flows.cli import automations, local, machine, main, processes
+from flows.cli import automations, machine, main, processes, start
 from schemas.errors import UserError
 from schemas.recipe.recipe import Recipe
 
@@ -233,7 +233,9 @@ def test_a_command_imports_no_other() -> None:
     check = "from flows.cli.main import COMMANDS, Commands; Commands(COMMANDS)['log']"
     seen = f"import sys; {check}; print(*(name for name in sys.modules if name.startswith('flows.cli.')))"
     found = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True).stdout.split()
-    assert "flows.cli.log" in found and not {"flows.cli.report", "flows.cli.machine", "flows.cli.gc"} & set(found)
+    assert "flows.cli.history" in found and not {"flows.cli.compare", "flows.cli.machine", "flows.cli.retention"} & set(
+        found
+    )
 
 
 @pytest.mark.parametrize(
@@ -288,7 +290,7 @@ def test_a_mistake_in_the_users_code_is_told_before_a_server_is_started(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(local, "run_recipe", lambda recipe, name: pytest.fail("the flow begins"))
+    monkeypatch.setattr(start, "run_recipe", lambda recipe, name: pytest.fail("the flow begins"))
     found = call(capsys, monkeypatch, "run", "quickstart", *overrides)
     assert found.code == 1 and found.err.startswith("error: ") and expected in found.err
 
@@ -305,7 +307,7 @@ def test_s3_keys_that_prefect_cannot_have_are_missed_before_a_server_is_started(
         begun.append(name)
         raise UserError("begun")
 
-    monkeypatch.setattr(local, "run_recipe", run_recipe)
+    monkeypatch.setattr(start, "run_recipe", run_recipe)
     asked = ("run", "quickstart", "store.url=s3://bucket/x", "run=mine")
     assert "AWS_ACCESS_KEY_ID is not set" in call(capsys, monkeypatch, *asked).err and not begun
     (tmp_path / "prefect").mkdir()
@@ -333,7 +335,7 @@ def test_a_run_in_a_store_that_an_option_names(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(local, "run_recipe", run_recipe)
+    monkeypatch.setattr(start, "run_recipe", run_recipe)
     for words in (("--store", "null #"), ("--store", "b", "store.url=./b"), ("store.url=b",)):
         found = call(capsys, monkeypatch, "run", "quickstart", "run=mine", *words)
         assert found.code == 0 and found.out.endswith(f"--store {shlex.quote(open_store(begun[-1]).url)}\n")
