@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import duckdb
 
+from areal_tasks.report.cost import Table
 from areal_tasks.store.fork import origin_of
 from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.runs import Run
@@ -20,8 +21,6 @@ from schemas.recipe.recorded import read_recorded
 MOST: Final = 200  # starts and log records that are shown, the newest ones
 UNSET: Final = "—"
 SPLITS: Final = {"prompts": "that are trained on", "eval_prompts": "held out"}
-
-Table = list[list[str]]  # the first row names the columns
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from stage_driver import finished, store_in, tiny, tiny_sft
 
 from areal_tasks.engines.session import Engines
 from areal_tasks.report.cost import Cost, Start, cost_of
-from areal_tasks.report.data import make_report
+from areal_tasks.report.page import make_report
 from areal_tasks.store import paths
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.fork import Origin
