@@ -33,15 +33,15 @@ class Start:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one run, or of several together. Tokens that are trained on twice count twice."""
+    """The cost of a run. Tokens that are trained on twice count twice."""
 
-    generated: int = 0
-    evaluated: int = 0  # generated in evaluations
-    trained: int = 0  # in the loss
-    computed: int = 0  # processed by the trainer for these, prompts included
-    iterations: int = 0
-    stages: Mapping[str, float] = field(default_factory=dict)  # seconds, the longest first
-    starts: Sequence[Start] = ()
+    generated: int
+    evaluated: int  # generated in evaluations
+    trained: int  # in the loss
+    computed: int  # processed by the trainer for these, prompts included
+    iterations: int
+    stages: Mapping[str, float]  # seconds, the longest first
+    starts: Sequence[Start]
 
     @property
     def seconds(self) -> float:
@@ -52,25 +52,6 @@ class Cost:
     def gpu_seconds(self) -> float:
         """Each start's GPUs times its wall time, used or not."""
         return sum(start.gpus * start.seconds for start in self.starts)
-
-    def __add__(self, other: Cost) -> Cost:
-        stages = Counter(self.stages) + Counter(other.stages)
-        return Cost(
-            self.generated + other.generated,
-            self.evaluated + other.evaluated,
-            self.trained + other.trained,
-            self.computed + other.computed,
-            self.iterations + other.iterations,
-            dict(sorted(stages.items(), key=lambda stage: -stage[1])),
-            (*self.starts, *other.starts),
-        )
-
-    def __str__(self) -> str:
-        """One line: `190,000 tokens generated, 180,000 trained, 90 s (train 47 %, rollout 20 %), on the CPU`."""
-        longest = ", ".join(f"{stage} {share(s, self.seconds)}" for stage, s in list(self.stages.items())[:2])
-        devices = f"{self.gpu_seconds:,.0f} GPU seconds" if self.gpu_seconds else "on the CPU"
-        tokens = f"{self.generated + self.evaluated:,} tokens generated, {self.trained:,} trained"
-        return f"{tokens}, {self.seconds:,.0f} s ({longest}), {devices}"
 
 
 def cost_of(connection: duckdb.DuckDBPyConnection, run: str) -> Cost:

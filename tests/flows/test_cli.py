@@ -23,7 +23,6 @@ from stage_driver import finished, store_in, tiny
 from waiting import wait_until
 
 from areal_tasks.store.backend import open_store
-from flows import demo
 from flows.cli import automations, machine, main, processes, start
 from schemas.errors import UserError
 from schemas.recipe.recipe import Recipe
@@ -343,28 +342,6 @@ def test_a_run_in_a_store_that_an_option_names(
     monkeypatch.setenv("AREALFLOW_STORE", str(tmp_path / "b"))
     found = call(capsys, monkeypatch, "run", "quickstart", "run=mine")
     assert found.out.endswith("arealflow report mine\n")
-
-
-def test_an_interrupted_demo_says_what_goes_on(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    url = "http://127.0.0.1:4207/api"
-    monkeypatch.setattr(demo, "demo", interrupt)
-    for there, words, expected in (
-        (url, [], ["http://127.0.0.1:4207/runs", "make down"]),
-        (url, ["--stops"], ["interrupted\n"]),
-        ("", [], ["interrupted\n"]),
-    ):
-        monkeypatch.setattr(demo, "running", lambda there=there: there)
-        monkeypatch.setattr(sys, "argv", ["demo", *words])
-        with pytest.raises(SystemExit) as ended:
-            demo.main()
-        said = capsys.readouterr().out
-        assert ended.value.code == 130 and all(part in said for part in expected)
-        assert ("make down" in said) == ("make down" in expected)
 
 
 def test_a_misspelt_command_is_corrected(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
