@@ -1,6 +1,7 @@
 """The page: a template, a style sheet, a script and the data in one file that loads nothing.
 
-The data is bounded in bytes: first the curves and facts, then as many samples as fit."""
+The data is bounded in bytes: first the curves and facts, then as many samples as fit.
+"""
 
 from __future__ import annotations
 
