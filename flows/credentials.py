@@ -7,11 +7,9 @@ so that no reader gets an old key id with a new secret.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -19,7 +17,6 @@ from typing import Any, Final
 import httpx
 
 from areal_tasks.store.backend import default_url, s3_endpoint, s3_region
-from flows.home import home
 from schemas.errors import UserError
 
 #: The Secret block: a JSON object with some of the environment variables SECRETS and PLACES.
@@ -73,23 +70,6 @@ def use(kept: Mapping[str, str]) -> None:
     for name in SECRETS:
         os.environ.pop(name, None)
     os.environ.update({name: value for name, value in kept.items() if name not in PLACES or not PLACES[name]()})
-
-
-def may_be_kept() -> bool:
-    """Whether a server that uses the database of this home may keep keys.
-
-    Looks for the block as Prefect 3.8 writes it; whether its content is valid is checked later.
-    """
-    if os.environ.get("PREFECT_API_DATABASE_CONNECTION_URL"):
-        return True
-    database = home() / "prefect" / "prefect.db"
-    if not database.exists():
-        return False
-    try:
-        with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
-            return connection.execute("SELECT 1 FROM block_document WHERE name = ?", (BLOCK,)).fetchone() is not None
-    except sqlite3.Error:  # the database of another version of Prefect
-        return True
 
 
 def kept_by_prefect() -> dict[str, str]:

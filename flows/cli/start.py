@@ -28,7 +28,7 @@ from flows.cli.output import AsJson, Overrides, RecipeName, StoreUrl, show_compa
 from flows.cli.processes import named_server
 from flows.cli.projects import is_file
 from flows.cli.temporary import TemporaryServer
-from flows.credentials import in_environment, may_be_kept, on_s3
+from flows.credentials import in_environment, on_s3
 from flows.home import add_import_folder, home
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe, parse_recipe, run_and_changes, suggestion
@@ -104,7 +104,7 @@ def check_start(recipe: Recipe, name: str, origin: Origin | None = None) -> None
     """What the flow checks as it starts, so that Prefect's log does not repeat the UserError. `origin`: of a child."""
     add_import_folder(Path.cwd())
     check_engines(recipe)
-    if not on_s3(recipe.store.url) or in_environment() or not (named_server() or may_be_kept()):
+    if not on_s3(recipe.store.url) or in_environment():  # else Prefect may keep the keys, which the flow asks
         check_inputs(recipe, name, origin)
     check_code(recipe)
 
