@@ -30,7 +30,7 @@ SERVICE_SECONDS: Final = 0.1
 FIRST_SECONDS: Final = 60.0
 LONGEST_SECONDS: Final = 600.0
 SHARE: Final = 0.05
-#: How long samples are stored at once after someone has said that they watch.
+#: How long samples are stored at once after a user has begun to watch.
 WATCHED_SECONDS: Final = 60.0
 
 

@@ -12,8 +12,7 @@ from areal_tasks.engines.external import external_servers
 from areal_tasks.launchers.choice import make_cluster, on_this_machine
 from areal_tasks.launchers.cluster import Listing, Machine
 from areal_tasks.launchers.gpus import place_recipe, visible_gpus
-from areal_tasks.launchers.needs import service_needs
-from areal_tasks.launchers.placement import Proposal, propose
+from areal_tasks.launchers.placement import Proposal, propose, service_needs
 from areal_tasks.store import paths
 from areal_tasks.store.commit import find_record
 from areal_tasks.store.history.journal import read_log

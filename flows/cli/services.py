@@ -106,14 +106,14 @@ def _log_row(log: ServiceLog) -> dict[str, Any]:
 Row = dict[str, Any]
 
 POLL_SECONDS: Final = 2.0
-#: Between two records that say that the samples are watched: the flow heeds each for longer.
+#: Between two records that say that the samples are watched: the flow acts on each for longer.
 WATCH_SECONDS: Final = 45.0
 #: How long a single table waits for a sample that is newer than the stored ones.
 FRESH_SECONDS: Final = 15.0
 
 
 class Watcher:
-    """Reads the newest samples of a run, and has its flow store them at once."""
+    """Reads the newest samples of a run, and asks its flow to store them at once."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -128,7 +128,7 @@ class Watcher:
         end = next((line for line in lines if line.action in ENDINGS), None)
         return f"{end.action} at {end.time[:19]} UTC" if end else ""
 
-    def look(self) -> bool:
+    def refresh(self) -> bool:
         """Read the newest sample; whether there is a new one."""
         if (owner := newest_owner(self.run)) != self.owner:
             self.owner, self._record, self._asked = owner, 0, 0.0
@@ -141,7 +141,7 @@ class Watcher:
         return True
 
     def ask(self) -> None:
-        """Have the flow store its samples at once, if it has not been told so lately."""
+        """Ask the flow to store its samples at once, unless it was asked a short time ago."""
         now = time.monotonic()
         if self.owner and now - self._asked > WATCH_SECONDS:
             with suppress(StoreError):  # no permission to write: the samples come less often
@@ -157,7 +157,7 @@ def top(
 ) -> None:
     """What each service of a run does or waits for, its queue, and what it takes of its machine; until Ctrl-C."""
     watcher = Watcher(load_run(open_store(store), run))
-    watcher.look()
+    watcher.refresh()
     ended = watcher.ended()
     if not ended:
         watcher.ask()
@@ -171,7 +171,7 @@ def top(
 def _print_sample(watcher: Watcher, ended: str, as_json: bool) -> None:
     """Print the newest sample; of a run that goes on, one that is taken now if it comes soon."""
     until = time.monotonic() + FRESH_SECONDS
-    while not ended and time.monotonic() < until and not watcher.look():
+    while not ended and time.monotonic() < until and not watcher.refresh():
         time.sleep(POLL_SECONDS / 4)
     if not watcher.rows:
         raise UserError(f"there are no samples of the services of run {watcher.run.name!r} yet")
@@ -194,12 +194,12 @@ def _notes(watcher: Watcher) -> Iterator[str]:
     since = time.monotonic()
     while not (ended := watcher.ended()):
         watcher.ask()
-        if watcher.look():
+        if watcher.refresh():
             since = time.monotonic()
         silent = time.monotonic() - since
         yield f"no new sample for {silent:.0f} s" if silent > FRESH_SECONDS else ""
         time.sleep(POLL_SECONDS)
-    watcher.look()
+    watcher.refresh()
     yield ended
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Final, cast, get_args
+from typing import Annotated, Any, Final, cast
 
 import httpx
 import typer
@@ -24,14 +24,14 @@ from areal_tasks.store.fork import Origin, ReplayEnd, ReplayStart, check_forkabl
 from areal_tasks.store.keys import digest_json
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import Run, load_run
+from flows.cli import processes
 from flows.cli.output import AsJson, Overrides, RecipeName, StoreUrl, show_compared
-from flows.cli.processes import named_server
 from flows.cli.projects import is_file
-from flows.cli.temporary import TemporaryServer
 from flows.credentials import in_environment, on_s3
 from flows.home import add_import_folder, home
+from flows.server import TemporaryServer
 from schemas.errors import UserError
-from schemas.recipe.load import load_recipe, parse_recipe, run_and_changes, suggestion
+from schemas.recipe.load import load_recipe, parse_recipe, run_and_changes
 from schemas.recipe.recipe import Recipe
 
 #: Modules of services that run as threads of this process.
@@ -50,7 +50,7 @@ def call_flow(name: str, *arguments: Any, imports: Sequence[str] = (), **paramet
     Imports Prefect, the flow and `imports`, which takes seconds. Without a Prefect server, one starts meanwhile.
     """
     server = None
-    if api_url := named_server():
+    if api_url := processes.named_server():
         check_server(api_url)
     else:
         server = TemporaryServer()
@@ -62,7 +62,7 @@ def call_flow(name: str, *arguments: Any, imports: Sequence[str] = (), **paramet
         import_module("flows.startup").mark("imports")
     with prefect_settings(api_url, server is not None):
         if server is not None:
-            server.wait()
+            server.wait(processes.START_SECONDS)
         return cast("dict[str, Any]", flow(*arguments, **parameters))
 
 
@@ -193,12 +193,10 @@ def changes_text(changes: list[str]) -> str:
 
 def replay(
     run: Annotated[str, typer.Argument(help="Name of the run to replay.")],
-    start: Annotated[
-        str, typer.Option("--from", metavar="verify|advantage|train", help="First stage that is built again.")
-    ],
+    start: Annotated[ReplayStart, typer.Option("--from", help="First stage that is built again.")],
     overrides: Overrides = None,
     until: Annotated[
-        str, typer.Option("--until", metavar="verify|advantage", help="Last stage that is built; default: all.")
+        ReplayEnd, typer.Option("--until", metavar="[verify|advantage]", help="Last stage that is built; default: all.")
     ] = "",
     at: Annotated[int, typer.Option("--at", min=0, help="First iteration that is replayed.")] = 0,
     on_policy: Annotated[bool, typer.Option("--on-policy", help="Generate again where weights differ.")] = False,
@@ -206,8 +204,6 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Build only the stages that a change affects again, keeping the recorded rollouts; compare with the original."""
-    check_stage("--from", start, get_args(ReplayStart))
-    check_stage("--until", until, get_args(ReplayEnd))
     name, changes = run_and_changes(overrides)
     there = load_run(open_store(store), run)
     origin = Origin(run, at, "replay", not on_policy, start, until)
@@ -233,13 +229,6 @@ def replay(
         store=there.store.url,
     )
     print_comparison(result | parentage(origin), as_json)
-
-
-def check_stage(option: str, word: str, known: Sequence[str]) -> None:
-    """UserError unless the option's value is one of these stages."""
-    if word not in known:
-        stages = ", ".join(filter(None, known))
-        raise UserError(f"{option}: unknown stage '{word}'{suggestion(word, known)}; it should be one of {stages}")
 
 
 def check_replay(there: Run, origin: Origin, name: str, changes: Sequence[str]) -> None:

@@ -70,10 +70,6 @@ MISTAKES: dict[str, Mistake] = {
     "unknown run": (["sql", "nosuch", "SELECT 1", "--store", "{url}"], ["no run 'nosuch'", "Runs there: small"]),
     "no run's name": (["sql", "../x", "SELECT 1", "--store", "{url}"], ["'../x' cannot name a run"]),
     "run to plan": (["plan", "quickstart", "run=nosuch", "--store", "{url}"], ["no run 'nosuch'"]),
-    "misspelt stage": (
-        ["replay", "small", "--from", "verfy", "--store", "{url}"],
-        ["unknown stage 'verfy' (did you mean 'verify'?)", "one of verify, advantage, train"],
-    ),
     "change of a replay": (
         ["replay", "small", "--from", "verify", "reward.verifer=x", "--store", "{url}"],
         ["recipe 'small' with reward.verifer=x cannot be used", "did you mean 'verifier'?"],
@@ -316,6 +312,11 @@ def test_a_run_in_a_store_that_an_option_names(
 def test_a_misspelt_command_is_corrected(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     found = call(capsys, monkeypatch, "adit", "small")
     assert found.code == 2 and "Did you mean 'audit'?" in found.err
+
+
+def test_a_misspelt_stage_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = call(capsys, monkeypatch, "replay", "small", "--from", "verfy")
+    assert found.code == 2 and "'verfy' is not one of 'verify'" in found.err
 
 
 # ── the machine ─────────────────────────────────────────────────────────────────────────────────────────────────────
