@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+from rich import filesize
 from rich.console import Console, Group
 from rich.live import Live
 
@@ -219,8 +220,8 @@ def row_of(row: Mapping[str, Any]) -> dict[str, str]:
         "now": row["doing"] or f"waits for {row['waits_for']}",
         "for": f"{row['state_seconds']:.0f} s",
         "CPU": _percent(row["cpu"]),
-        "memory": _bytes(row["memory"]),
-        "GPU": " ".join(filter(None, (_percent(row["gpu"]), _bytes(row["gpu_memory"])))),
+        "memory": _size(row["memory"]),
+        "GPU": " ".join(filter(None, (_percent(row["gpu"]), _size(row["gpu_memory"])))),
         "running": "" if row["running"] is None else f"{row['running']}{at_once}",
         "waiting": "" if row["waiting"] is None else str(row["waiting"]),
     }
@@ -236,7 +237,5 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}".replace("%", " %")
 
 
-def _bytes(number: int | None) -> str:
-    if number is None:
-        return ""
-    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
+def _size(number: int | None) -> str:
+    return "" if number is None else filesize.decimal(number)

@@ -6,6 +6,7 @@ The Prefect server that runs records it, else a temporary one.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -104,9 +105,15 @@ def check_start(recipe: Recipe, name: str, origin: Origin | None = None) -> None
     """What the flow checks as it starts, so that Prefect's log does not repeat the UserError. `origin`: of a child."""
     add_import_folder(Path.cwd())
     check_engines(recipe)
-    if not on_s3(recipe.store.url) or in_environment():  # else Prefect may keep the keys, which the flow asks
+    if not on_s3(recipe.store.url) or in_environment() or not may_keep_keys():
         check_inputs(recipe, name, origin)
     check_code(recipe)
+
+
+def may_keep_keys() -> bool:
+    """Whether Prefect may keep S3 keys, which only the flow asks for: a server runs, or there is a database for one."""
+    named = processes.named_server() or os.environ.get("PREFECT_API_DATABASE_CONNECTION_URL")
+    return bool(named) or (home() / "prefect" / "prefect.db").exists()
 
 
 def in_store(store: str, changes: Sequence[str]) -> list[str]:

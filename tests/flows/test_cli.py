@@ -288,6 +288,30 @@ def test_a_mistake_in_the_users_code_is_told_before_a_server_is_started(
     assert found.code == 1 and found.err.startswith("error: ") and expected in found.err
 
 
+def test_s3_keys_that_prefect_cannot_have_are_missed_before_a_server_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "PREFECT_API_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
+    begun: list[str] = []
+
+    def run_recipe(recipe: Recipe, name: str) -> dict[str, Any]:
+        begun.append(name)
+        raise UserError("begun")
+
+    monkeypatch.setattr(start, "run_recipe", run_recipe)
+    asked = ("run", "quickstart", "store.url=s3://bucket/x", "run=mine")
+    assert "AWS_ACCESS_KEY_ID is not set" in call(capsys, monkeypatch, *asked).err and not begun
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
+    call(capsys, monkeypatch, *asked)
+    monkeypatch.delenv("PREFECT_API_URL")
+    (tmp_path / "prefect").mkdir()
+    (tmp_path / "prefect" / "prefect.db").touch()
+    call(capsys, monkeypatch, *asked)
+    assert begun == ["mine", "mine"], "the server or the database may have keys"
+
+
 def test_a_run_in_a_store_that_an_option_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,7 @@ def test_the_newest_sample_of_a_run_that_goes_on(
     called(run, monkeypatch)
     text = " ".join(capsys.readouterr().out.split())
     assert "run r · start 1 · sampled 11:04:31 UTC" in text and "40 %" in text and "10 %" not in text
-    assert "waits for groups" in text and "7 s" in text and "150 %" in text and "5 MB" in text and "3 of 8" in text
+    assert "waits for groups" in text and "7 s" in text and "150 %" in text and "5.0 MB" in text and "3 of 8" in text
     assert run.store.exists(paths.watch("r", 1, 1))
 
 
