@@ -36,7 +36,7 @@ install: .venv/installed
 	@touch .venv/installed $@
 
 demo: install
-	@STORE=$(STORE) deployments/demo.sh
+	@STORE='$(STORE)' deployments/demo.sh
 
 demo-s3: .venv/installed-dev
 	@deployments/demo-s3.sh

@@ -8,11 +8,10 @@ so that no reader gets an old key id with a new secret.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 import httpx
 
@@ -90,6 +89,8 @@ def kept_by_prefect() -> dict[str, str]:
 
 
 def _kept_patiently() -> dict[str, str]:
+    from prefect.logging import get_logger  # not that of the flow run, which sends to the server that does not answer
+
     began, pause = time.monotonic(), 1.0
     while True:
         try:
@@ -100,20 +101,11 @@ def _kept_patiently() -> dict[str, str]:
                     f"The Prefect server does not answer ({error or type(error).__name__}), and this environment has "
                     f"no {NEEDED[0]}: check that it runs, or export S3 keys before `arealflow up`, then retry this run."
                 ) from error
-            _log().warning("The Prefect server, which may keep S3 keys, does not answer: retrying in %g s.", pause)
+            get_logger("s3-keys").warning(
+                "The Prefect server, which may keep S3 keys, does not answer: retrying in %g s.", pause
+            )
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE_SECONDS, 2.0 * pause)
-
-
-def _log() -> logging.Logger | logging.LoggerAdapter[Any]:
-    """The logger of the flow run, or a plain one outside of a flow run."""
-    from prefect.exceptions import MissingContextError
-    from prefect.logging import get_logger, get_run_logger
-
-    try:
-        return get_run_logger()
-    except MissingContextError:
-        return get_logger("s3-keys")
 
 
 def _parsed(value: object) -> dict[str, str]:

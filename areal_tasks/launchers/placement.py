@@ -79,7 +79,7 @@ def propose(asked: Mapping[str, Resources], machines: Sequence[Machine], grows: 
     found = []
     for service, needs in asked.items():
         if (name := _first(needs, able)) is not None:
-            able[name] = _less(able[name], needs)
+            able[name] -= needs
             found.append(Proposal(service, needs, "fits", name))
         else:
             left = {machine.name: able.get(machine.name, machine.free) for machine in machines}
@@ -150,7 +150,7 @@ def _fit_together(asked: Iterable[Resources], machines: Sequence[Machine]) -> bo
     for needs in sorted(alone, key=lambda needs: [getattr(needs, kind) for kind in KINDS], reverse=True):
         if (name := _first(needs, empty)) is None:
             return False
-        empty[name] = _less(empty[name], needs)
+        empty[name] -= needs
     return True
 
 
@@ -165,10 +165,6 @@ def _fits(needs: Resources, left: Resources) -> bool:
 def _lacking(needs: Resources, left: Resources) -> list[str]:
     """The kinds of which there is too little. 0 needs nothing, also where less than nothing is left."""
     return [kind for kind in KINDS if getattr(needs, kind) > max(0, getattr(left, kind))]
-
-
-def _less(free: Resources, taken: Resources) -> Resources:
-    return Resources(free.cpus - taken.cpus, free.gpus - taken.gpus, free.memory_mb - taken.memory_mb)
 
 
 def _most(machines: Sequence[Machine]) -> Resources:

@@ -14,8 +14,6 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Coroutine
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final
 
@@ -55,7 +53,7 @@ class RemoteHandle:
         self._ran = False  # as the cluster system has reported
         self._read = 0  # bytes of the service's log that are here
         self._usage: Usage | None = None  # as the agent last reported it
-        self._leasing = launcher.submit(self._hold_lease())
+        self._leasing = launcher.loop.submit(self._hold_lease())
 
     def exit_code(self) -> int | None:
         return self._code
@@ -70,7 +68,7 @@ class RemoteHandle:
         self._leasing.cancel()
         if self._node is not None and self._code is None:
             with suppress(aiohttp.ClientError, TimeoutError, OSError):
-                self._launcher.run(
+                self._launcher.loop.run(
                     self._ask("stop", Stop(grace_seconds=grace_seconds), grace_seconds + CONNECT_SECONDS)
                 )
         self._submitted.cancel()
@@ -185,8 +183,8 @@ class RemoteLauncher:
         self._me = Identity("flow")
         self._shown = self.identity.sign(self._me.certificate)
         self._cluster = cluster
-        self._loop = LoopThread("leases")
-        self.session = self._loop.run(self._session())
+        self.loop = LoopThread("leases")
+        self.session = self.loop.run(self._session())
 
     @property
     def authority(self) -> str:
@@ -221,15 +219,9 @@ class RemoteLauncher:
         """How the flow connects to an agent: each proves itself to the other."""
         return introducing(node.certificate, self._me, self._shown)
 
-    def submit(self, work: Coroutine[Any, Any, None]) -> Future[None]:
-        return self._loop.submit(work)
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self._loop.run(work)
-
     def close(self) -> None:
-        self._loop.run(self.session.close())
-        self._loop.stop()
+        self.loop.run(self.session.close())
+        self.loop.stop()
         self._cluster.close()
 
     async def _session(self) -> aiohttp.ClientSession:

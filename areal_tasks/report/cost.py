@@ -71,11 +71,6 @@ def cost_of(connection: duckdb.DuckDBPyConnection, run: str) -> Cost:
     )
 
 
-def cost_payload(cost: Cost) -> dict[str, Table]:
-    """The tables of the page."""
-    return {"facts": cost_facts(cost), "stages": stage_rows(cost)}
-
-
 def cost_facts(cost: Cost) -> Table:
     """Names and values."""
     generated = f"{cost.generated:,}" + (f", and {cost.evaluated:,} in evaluations" if cost.evaluated else "")

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Final
 
-from areal_tasks.report.cost import cost_of, cost_payload, spent_of, time_payload
+from areal_tasks.report.cost import cost_facts, cost_of, spent_of, stage_rows, time_payload
 from areal_tasks.report.curves import CHARTS, curves
-from areal_tasks.report.facts import Makers, differences, dropped_prompts, makers_of, moment, run_facts
+from areal_tasks.report.facts import differences, dropped_prompts, makers_of, moment, run_facts
 from areal_tasks.report.samples import available, encode_sample, pick, read_samples
 from areal_tasks.report.tokens import vocabulary
 from areal_tasks.store.backend import Store
@@ -87,7 +87,7 @@ def _run_data(store: Store, catalog: Catalog, points: int, samples: int) -> Payl
     }
     head = catalog.run.head()
     if head is None:
-        return run_facts(catalog.run, None, Makers()) | nothing
+        return run_facts(catalog.run, None, {}) | nothing
     with Session(store, catalog.run.name) as session:
         makers, dropped, cost = session.ask(lambda c: (makers_of(c), dropped_prompts(c), cost_of(c, catalog.run.name)))
         spent = session.ask(spent_of)
@@ -99,7 +99,7 @@ def _run_data(store: Store, catalog: Catalog, points: int, samples: int) -> Payl
     texts, problem = vocabulary(catalog, {i for sample in encoded for i in sample["tokens"]["ids"]})
     samples_found = {"available": count, "problems": [*problems, *([problem] if problem else [])]}
     return facts | {
-        "cost": cost_payload(cost),
+        "cost": {"facts": cost_facts(cost), "stages": stage_rows(cost)},
         "time": time_payload(spent, int(facts["recipe"].get("rollout.max_head_offpolicyness", 0))),
         "curves": lines,
         "samples": encoded,

@@ -156,7 +156,7 @@ def test_a_service_ends_when_its_lease_is_not_renewed(
     handle = supervisor.services["ready"].handle
     assert isinstance(handle, RemoteHandle)
     assert list(tmp_path.glob("node/arealflow-node-ready-*/agent/key.pem"))
-    handle._keeping.cancel()  # as when the flow is lost
+    handle._leasing.cancel()  # as when the flow is lost
     wait_until(lambda: not alive(pid) and not alive(agent))
     assert not list(tmp_path.glob("node/*")), "keys and logs are removed"
 
