@@ -158,10 +158,7 @@ def log(run: RunName, store: StoreUrl = "", as_json: AsJson = False) -> None:
     """The log of a run, also of a removed one, oldest line first."""
     place = open_store(store)
     lines = read_log(place, _known(place, run))
-    if as_json:
-        typer.echo(json.dumps([line.model_dump() for line in lines], indent=1))
-    else:
-        show([_log_row(line) for line in lines], False)
+    show([line.model_dump() if as_json else _log_row(line) for line in lines], as_json)
 
 
 def _known(store: Store, run: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -118,7 +117,7 @@ def gc(
     items = [whole_run(place, run, rule.older_than)] if whole else _plan_items(place, rule, run)
     done = _remove_items(place, items, rule) if yes else []
     if as_json:
-        typer.echo(json.dumps([_item_row(item, yes and item in done) for item in items], indent=1))
+        show([_item_row(item, yes and item in done) for item in items], True)
     else:
         _print_items(items, done, yes)
         if older_than and not whole:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -176,10 +175,8 @@ def _print_sample(watcher: Watcher, ended: str, as_json: bool) -> None:
         time.sleep(POLL_SECONDS / 4)
     if not watcher.rows:
         raise UserError(f"there are no samples of the services of run {watcher.run.name!r} yet")
-    if as_json:
-        typer.echo(json.dumps(watcher.rows, default=str, indent=1))
-    else:
-        show([row_of(row) for row in watcher.rows], False, title_of(watcher.run.name, watcher.rows[0], ended))
+    rows = watcher.rows if as_json else [row_of(row) for row in watcher.rows]
+    show(rows, as_json, title_of(watcher.run.name, watcher.rows[0], ended))
 
 
 def _live(watcher: Watcher) -> None:
