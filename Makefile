@@ -36,7 +36,7 @@ install: .venv/installed
 	@touch .venv/installed $@
 
 demo: install
-	@$(BIN)/python -m flows.demo $(if $(STORE),--store $(STORE))
+	@STORE='$(STORE)' deployments/demo.sh
 
 demo-s3: .venv/installed-dev
 	@deployments/demo-s3.sh

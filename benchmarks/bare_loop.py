@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from areal_tasks.data.datasets import sums
 from areal_tasks.data.sampler import row_of_group
 from areal_tasks.data.scratch import character_tokenizer, scratch_model
-from areal_tasks.data.sums import sums
 from areal_tasks.engines.trainer.optimizer import learning_rate
 from schemas.manifest import PROMPT_ORDER
 from schemas.recipe.load import load_recipe

@@ -17,7 +17,7 @@ for _ in $(seq 600); do
 done
 # shellcheck disable=SC1090
 source "$settings"
-.venv/bin/python -m flows.demo --store "$AREALFLOW_STORE" --stops "$@"
+DEMO_ENDS=1 deployments/demo.sh "$@"
 cat <<END
 The Prefect server and the S3 server of this demo stop now; .arealflow/s3 keeps what they hold. To ask the runs again:
   .venv/bin/python tests/s3_server.py .arealflow/s3/bucket > s3.env &      # a new server on the same folder, with new keys

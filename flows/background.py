@@ -1,16 +1,37 @@
-"""Work that is repeated in a thread during a run."""
+"""Work that is repeated in a thread during a run: copies of its services' logs, and samples of what they do.
+
+The store gets logs while they grow, so that a crash loses their last minute only, and samples each minute or more
+rarely, or at once while a user watches.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Final, Self
 
+from areal_tasks.engines.sampling import Sampler
+from areal_tasks.engines.session import Engines
 from areal_tasks.store.backend import StoreError
+from areal_tasks.store.runs import Run
+from areal_tasks.store.service_logs import LogCopy, LogName, local_logs
+from areal_tasks.store.system import SystemLog
 
 #: How long the end of a run waits for the last of such work.
 CLOSE_SECONDS: Final = 60.0
 HURRIED_SECONDS: Final = 2.0  # the same when the run is cancelled, or the store is away
+#: Between two samples: at least, and per service, so that there are at most ten rows a second.
+SAMPLE_SECONDS: Final = 5.0
+SERVICE_SECONDS: Final = 0.1
+#: Between two files: at first and at most. They are as far apart as a share of the time since the start, so that a
+#: long run has few.
+FIRST_SECONDS: Final = 60.0
+LONGEST_SECONDS: Final = 600.0
+SHARE: Final = 0.05
+#: How long samples are stored at once after a user has begun to watch.
+WATCHED_SECONDS: Final = 60.0
 
 
 class Background:
@@ -60,3 +81,64 @@ class Background:
                 self._failing = True
             else:
                 self._failing = False
+
+
+class ServiceLogs(Background):
+    """Use as a context around the services of one start of the flow. `folder`: where the logs of all runs are."""
+
+    seconds: ClassVar = 60.0
+    what: ClassVar = "logs of services in the store"
+
+    def __init__(self, run: Run, folder: Path, log: Any) -> None:
+        super().__init__(log)
+        self.run, self.folder = run, folder / run.name
+        self._copies: dict[LogName, LogCopy] = {}
+
+    def __enter__(self) -> ServiceLogs:
+        for file in self._mine().values():  # of another run of this name: removed, or in another store
+            file.replace(file.with_suffix(".old"))
+        return super().__enter__()
+
+    def repeat(self) -> None:
+        """Copy what is new."""
+        for name, file in self._mine().items():
+            self._copies.setdefault(name, LogCopy(self.run.store, self.run.name, name, file))()
+
+    def _mine(self) -> dict[LogName, Path]:
+        return {name: file for name, file in local_logs(self.folder).items() if name.owner == self.run.owner}
+
+
+class System(Background):
+    """Use as a context inside that of the engines."""
+
+    seconds: ClassVar = 0.25
+    what: ClassVar = "samples of the services"
+
+    def __init__(self, engines: Engines, log: Any) -> None:
+        super().__init__(log)
+        self.sampler = Sampler(engines)
+        self.stored = SystemLog(engines.run)
+        self._began = self._sampled = self._wrote = time.monotonic()
+        self._watched = self._began - WATCHED_SECONDS
+
+    def repeat(self) -> None:
+        """Look at the services; sample them and store the samples when that is due."""
+        self.sampler.look()
+        now = time.monotonic()
+        if now - self._sampled < max(SAMPLE_SECONDS, SERVICE_SECONDS * len(self.sampler.services)):
+            return
+        self._sampled = now
+        self.stored.add(self.sampler.sample())
+        if self.stored.newly_watched():
+            self._watched = now
+        if now - self._watched < WATCHED_SECONDS or now - self._wrote >= self._pause(now):
+            self._wrote = now
+            self.stored.write()
+
+    def _pause(self, now: float) -> float:
+        return min(LONGEST_SECONDS, max(FIRST_SECONDS, SHARE * (now - self._began)))
+
+    def end(self) -> None:
+        """Sample once more, and store everything."""
+        self.stored.add(self.sampler.sample())
+        self.stored.write()

@@ -7,19 +7,15 @@ so that no reader gets an old key id with a new secret.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import os
-import sqlite3
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 import httpx
 
 from areal_tasks.store.backend import default_url, s3_endpoint, s3_region
-from flows.home import home
 from schemas.errors import UserError
 
 #: The Secret block: a JSON object with some of the environment variables SECRETS and PLACES.
@@ -75,23 +71,6 @@ def use(kept: Mapping[str, str]) -> None:
     os.environ.update({name: value for name, value in kept.items() if name not in PLACES or not PLACES[name]()})
 
 
-def may_be_kept() -> bool:
-    """Whether a server that uses the database of this home may keep keys.
-
-    Looks for the block as Prefect 3.8 writes it; whether its content is valid is checked later.
-    """
-    if os.environ.get("PREFECT_API_DATABASE_CONNECTION_URL"):
-        return True
-    database = home() / "prefect" / "prefect.db"
-    if not database.exists():
-        return False
-    try:
-        with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
-            return connection.execute("SELECT 1 FROM block_document WHERE name = ?", (BLOCK,)).fetchone() is not None
-    except sqlite3.Error:  # the database of another version of Prefect
-        return True
-
-
 def kept_by_prefect() -> dict[str, str]:
     """The keys that the Prefect server keeps, with endpoint and region if it has them; empty if it has no keys.
 
@@ -110,6 +89,8 @@ def kept_by_prefect() -> dict[str, str]:
 
 
 def _kept_patiently() -> dict[str, str]:
+    from prefect.logging import get_logger  # not that of the flow run, which sends to the server that does not answer
+
     began, pause = time.monotonic(), 1.0
     while True:
         try:
@@ -120,20 +101,11 @@ def _kept_patiently() -> dict[str, str]:
                     f"The Prefect server does not answer ({error or type(error).__name__}), and this environment has "
                     f"no {NEEDED[0]}: check that it runs, or export S3 keys before `arealflow up`, then retry this run."
                 ) from error
-            _log().warning("The Prefect server, which may keep S3 keys, does not answer: retrying in %g s.", pause)
+            get_logger("s3-keys").warning(
+                "The Prefect server, which may keep S3 keys, does not answer: retrying in %g s.", pause
+            )
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE_SECONDS, 2.0 * pause)
-
-
-def _log() -> logging.Logger | logging.LoggerAdapter[Any]:
-    """The logger of the flow run, or a plain one outside of a flow run."""
-    from prefect.exceptions import MissingContextError
-    from prefect.logging import get_logger, get_run_logger
-
-    try:
-        return get_run_logger()
-    except MissingContextError:
-        return get_logger("s3-keys")
 
 
 def _parsed(value: object) -> dict[str, str]:

@@ -28,14 +28,13 @@ from areal_tasks.store.backend import StoreError
 from areal_tasks.store.fork import Origin, read_fork
 from areal_tasks.store.history.journal import append
 from areal_tasks.store.runs import Run, open_run
+from flows.background import ServiceLogs, System
 from flows.credentials import take_s3_keys
 from flows.home import add_import_folder, logs_folder
 from flows.observe import Observer
 from flows.patience import Patience, patiently
 from flows.pauses import Pauses
-from flows.service_logs import ServiceLogs
 from flows.startup import Startup, flow_begins, mark
-from flows.system import System
 from flows.tasks import StageTasks
 from flows.waits import Waits
 from schemas.errors import UserError

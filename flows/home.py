@@ -14,9 +14,9 @@ def home() -> Path:
     return Path(os.environ.get("AREALFLOW_HOME", ".arealflow")).resolve()
 
 
-def last_lines(log: Path, lines: int = 15) -> str:
+def last_lines(log: Path) -> str:
     """The end of a log, for the message that reports a failure."""
-    return f"last lines of {log}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    return f"last lines of {log}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:])
 
 
 def logs_folder() -> Path:

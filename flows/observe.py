@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Mapping
 from contextvars import copy_context
-from datetime import datetime
 from functools import partial
 from types import TracebackType
 from typing import Any, Final
@@ -26,7 +25,7 @@ from flows.alerts import Watch
 from flows.artifacts import Artifacts
 from flows.background import CLOSE_SECONDS, HURRIED_SECONDS
 from flows.events import Events, metrics_of
-from flows.pages import StageRow, iteration_page, manifest_page, rollout_page, rollout_rows
+from flows.pages import iteration_page, manifest_page, rollout_page, rollout_rows, seconds_of, stage_line
 from flows.tasks import metrics_text
 from schemas.manifest import StageManifest
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe
@@ -127,13 +126,13 @@ class Observer:
             artifacts.update(self.progress, percent)
 
     def _iteration(self, artifacts: Artifacts, result: IterationResult, pages: Mapping[str, UUID]) -> None:
-        rows = [
-            stage_row(
-                self._task_name(label, result), built, label in result.news and not built.reused, pages.get(label)
-            )
-            for label, built in by_stage(result)
+        stages = by_stage(result)
+        lines = [
+            line_of(self._task_name(label, result), built, label in result.news and not built.reused, pages.get(label))
+            for label, built in stages
         ]
-        page = iteration_page(self.run.name, self.run.store.url, summary_line(result), rows)
+        paths = [built.ref.path for _, built in stages]
+        page = iteration_page(self.run.name, self.run.store.url, summary_line(result), lines, paths)
         about = f"Iteration {result.iteration} of {self.run.label}: its stages and where to go from here"
         artifacts.create("markdown", page, artifact_key(self.run.name, "iteration"), about)
 
@@ -175,12 +174,6 @@ def is_long(built: Built) -> bool:
     return seconds_of(built.manifest) >= LONG_SECONDS
 
 
-def seconds_of(manifest: StageManifest) -> float:
-    """How long the stage took, from its start to its commit."""
-    started, committed = manifest.provenance.started, manifest.provenance.committed
-    return (datetime.fromisoformat(committed) - datetime.fromisoformat(started)).total_seconds()
-
-
 def by_stage(result: IterationResult) -> list[tuple[str, Built]]:
     """The iteration's own stages in order of commit, then those built once for the run."""
     items = sorted(result.built.items(), key=lambda item: item[1].manifest.provenance.committed)
@@ -188,20 +181,14 @@ def by_stage(result: IterationResult) -> list[tuple[str, Built]]:
     return own + [item for item in items if item[1].manifest.iteration != result.iteration]
 
 
-def stage_row(task: str, built: Built, made: bool, page: UUID | None) -> StageRow:
-    """A row of the iteration's page; without links if the UI's address is unknown."""
+def line_of(task: str, built: Built, made: bool, page: UUID | None) -> str:
+    """A stage as a line of the iteration's page; without links if the UI's address is unknown."""
     manifest, ui = built.manifest, PREFECT_UI_URL.value()
     task_run = manifest.provenance.prefect_task_run_id
-    return StageRow(
-        task=task,
-        state="Committed" if made else "Reused",
-        rows=sum(table.rows for table in manifest.tables.values()),
-        seconds=seconds_of(manifest),
-        metrics=metrics_text(manifest.stage, manifest.metrics),
-        path=built.ref.path,
-        task_url=f"{ui}/runs/task-run/{task_run}" if ui and task_run else "",
-        page_url=f"{ui}/artifacts/artifact/{page}" if ui and page else "",
-    )
+    task_url = f"{ui}/runs/task-run/{task_run}" if ui and task_run else ""
+    page_url = f"{ui}/artifacts/artifact/{page}" if ui and page else ""
+    numbers = metrics_text(manifest.stage, manifest.metrics)
+    return stage_line(task, "Committed" if made else "Reused", manifest, numbers, task_url, page_url)
 
 
 def summary_line(result: IterationResult) -> str:

@@ -12,7 +12,6 @@ import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -74,41 +73,45 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class StageRow:
-    """A stage of one iteration, as its page lists it. URLs are empty where there is nothing to link to."""
-
-    task: str
-    state: str
-    rows: int
-    seconds: float
-    metrics: str
-    path: str
-    task_url: str
-    page_url: str
-
-
-def iteration_page(run: str, store: str, summary: str, stages: Sequence[StageRow]) -> str:
-    """The page of one iteration: its stages with task runs and manifests, and commands for more detail."""
+def iteration_page(run: str, store: str, summary: str, stages: Sequence[str], paths: Sequence[str]) -> str:
+    """The page of one iteration: `stages` (see `stage_line`), their manifests, and commands for more detail."""
     head_row = "| task run | state | manifest | rows | seconds | numbers |\n| --- | --- | --- | ---: | ---: | --- |"
-    rows = [
-        f"| {_link(s.task, s.task_url)} | {s.state} | {_link('manifest', s.page_url) if s.page_url else ''} "
-        f"| {s.rows:,} | {s.seconds:.2f} | {escape_markdown(head(s.metrics, NUMBERS_CUT))} |"
-        for s in stages
-    ]
-    title = f"# {escape_markdown(f'Run {run}')}"
-    return "\n\n".join([title, escape_markdown(summary), "\n".join([head_row, *rows]), _deeper(run, store, stages)])
-
-
-def _deeper(run: str, store: str, stages: Sequence[StageRow]) -> str:
-    paths = "\n".join(f"    {s.path}" for s in stages)
     commands = _commands(
         store,
         f"arealflow report {run}",
         f'arealflow sql {run} "SELECT prompt, completion, reward, verdict FROM samples ORDER BY reward LIMIT 10"',
         f'arealflow sql {run} "SELECT iteration, stage, committed, metrics FROM stages"',
     )
-    return f"## Deeper\n\n{commands}\n\n## Manifests\n\nBelow {escape_markdown(store)}:\n\n{paths}"
+    parts = (
+        f"# {escape_markdown(f'Run {run}')}",
+        escape_markdown(summary),
+        "\n".join([head_row, *stages]),
+        f"## Deeper\n\n{commands}",
+        f"## Manifests\n\nBelow {escape_markdown(store)}:",
+        "\n".join(f"    {path}" for path in paths),
+    )
+    return "\n\n".join(parts)
+
+
+def stage_line(task: str, state: str, manifest: StageManifest, numbers: str, task_url: str, page_url: str) -> str:
+    """A stage as a line of the iteration's table; a URL is empty where there is nothing to link to."""
+    rows, seconds = sum(table.rows for table in manifest.tables.values()), seconds_of(manifest)
+    page = _link("manifest", page_url) if page_url else ""
+    cells = (
+        _link(task, task_url),
+        state,
+        page,
+        f"{rows:,}",
+        f"{seconds:.2f}",
+        escape_markdown(head(numbers, NUMBERS_CUT)),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def seconds_of(manifest: StageManifest) -> float:
+    """How long the stage took, from its start to its commit."""
+    started, committed = manifest.provenance.started, manifest.provenance.committed
+    return (datetime.fromisoformat(committed) - datetime.fromisoformat(started)).total_seconds()
 
 
 def _commands(store: str, *commands: str) -> str:

@@ -25,7 +25,7 @@ from prefect.settings import PREFECT_API_URL
 
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 
-LOOK_SECONDS: Final = 2.0
+POLL_SECONDS: Final = 2.0
 RESUME_SECONDS: Final = 0.1
 #: A flow run can be neither paused nor resumed meanwhile. RuntimeError: Prefect's client cannot connect.
 _AWAY: Final = (httpx.HTTPError, ObjectNotFound, RuntimeError)
@@ -61,13 +61,13 @@ class Pauses:
                     time.sleep(RESUME_SECONDS)
 
     def _watch(self) -> None:
-        while not self._over.wait(LOOK_SECONDS):
+        while not self._over.wait(POLL_SECONDS):
             with suppress(*_AWAY), get_client(sync_client=True) as client:
-                self._look(client)
-                while not self._over.wait(LOOK_SECONDS):
-                    self._look(client)
+                self._poll(client)
+                while not self._over.wait(POLL_SECONDS):
+                    self._poll(client)
 
-    def _look(self, client: SyncPrefectClient) -> None:
+    def _poll(self, client: SyncPrefectClient) -> None:
         state = client.read_flow_run(UUID(self.flow_run)).state
         held, stops = is_held(state), is_stopping(state)
         if stops != self._stopping:

@@ -11,9 +11,12 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+
+from areal_tasks.data.sampler import GOLDEN, mix64
 
 LayoutKind = Literal["packed", "padded"]
 
@@ -134,32 +137,13 @@ def minibatches(kept: Bool[Tensor, " B"], count: int, seed: int, iteration: int)
 
     Sizes differ by at most one. A sample that is not kept gets `LEFT_OUT`. Groups are not kept together.
     """
+    state = mix64((mix64(seed - GOLDEN) ^ iteration) - GOLDEN)
     rows = torch.nonzero(kept)[:, 0]
-    order = rows[torch.argsort(_scramble(rows, seed, iteration), stable=True)]
+    numbers = mix64(rows.numpy().astype(np.uint64) * GOLDEN + state)  # SplitMix64's
+    order = rows[torch.argsort(torch.from_numpy(numbers.view(np.int64)), stable=True)]
     found = torch.full((len(kept),), LEFT_OUT, dtype=torch.int64)
     found[order] = torch.arange(len(rows)) * count // max(len(rows), 1)
     return found
-
-
-def _scramble(rows: Int[Tensor, " n"], seed: int, iteration: int) -> Int[Tensor, " n"]:
-    """A pseudo-random number for each row: SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), in wrapping arithmetic."""
-    state = _mix(_mix(torch.tensor([seed])) ^ iteration)
-    return _mix(state + (rows + 1) * _signed(0x9E3779B97F4A7C15))
-
-
-def _mix(x: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Int[Tensor, " n"], bits: int) -> Int[Tensor, " n"]:
-    """Logical shift to the right; torch's own keeps the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(x: int) -> int:
-    return x - (1 << 64) if x >= 1 << 63 else x
 
 
 def micro_batches(lengths: Int[Tensor, " n"], budget: int, kind: LayoutKind, multiple_of: int = 1) -> Int[Tensor, " n"]:

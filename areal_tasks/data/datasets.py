@@ -1,7 +1,6 @@
 """Rows of a data set: from a Hugging Face name, a local file, an object-store URL, or generated (`sums://`).
 
-All errors in the data are reported here, with file and line, before any model is loaded.
-"""
+All errors in the data are reported here, with file and line, before any model is loaded."""
 
 from __future__ import annotations
 
@@ -17,13 +16,18 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from areal_tasks.data.sums import sums
+from areal_tasks.data.sampler import permutation
 from schemas.errors import UserError
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
 from schemas.recipe.sections import Data
 from schemas.recipe.sources import SPLIT, source_kind
 
 Pairs = Iterator[tuple[str, str]]
+SCHEME: Final = "sums://"
+MIN_TERMS: Final = 2
+MAX_TERMS: Final = 5
+_ORDER_SEED: Final = 20_240
+_ORDER: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ def _where(data: Data, split: str) -> str:
     return f"data.source '{data.source}', split '{split}',"
 
 
-# ── files and URLs ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files and URLs ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _file_pairs(data: Data, split: str) -> Pairs:
@@ -133,7 +137,7 @@ _FORMATS: Final[dict[str, Callable[[bytes, Data, str], Pairs]]] = {
 }
 
 
-# ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _pair(row: Any, data: Data, place: str) -> tuple[str, str]:
@@ -162,7 +166,7 @@ def _text(row: Mapping[str, Any], column: str, place: str) -> str:
     return value
 
 
-# ── Hugging Face data sets ──────────────────────────────────────────────────────────────────────────────────────────
+# ── Hugging Face data sets ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _hub_pairs(data: Data, split: str) -> Pairs:
@@ -190,8 +194,42 @@ def _hub_rows(data: Data, split: str) -> Any:
         ) from error
 
 
-def _sums_pairs(data: Data, split: str) -> Pairs:
-    return sums(data.source, split)
+# ── sums ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-_READERS: Final[dict[str, Callable[[Data, str], Pairs]]] = {"sums": _sums_pairs, "file": _file_pairs, "hub": _hub_pairs}
+def terms_of(url: str) -> int:
+    """The number of terms in `url`. UserError if it is not `sums://TERMS`."""
+    text = url.removeprefix(SCHEME)
+    if not text.isdecimal() or not MIN_TERMS <= int(text) <= MAX_TERMS:
+        raise UserError(
+            f"data.source: '{url}' should be {SCHEME}TERMS with {MIN_TERMS} to {MAX_TERMS} terms, such as {SCHEME}4"
+        )
+    return int(text)
+
+
+def sums(url: str, split: str) -> Iterator[tuple[str, str]]:
+    """The (prompt, answer) rows of a split, `train` or `test`; the two share no prompt."""
+    terms = terms_of(url)
+    total = 10**terms
+    for offset in _offsets(split, total):
+        yield _sum(permutation(offset, total, _ORDER_SEED, 0, _ORDER), terms)
+
+
+def _offsets(split: str, total: int) -> range:
+    held_out = total // 10
+    splits = {"test": range(held_out), "train": range(held_out, total)}
+    if split not in splits:
+        raise UserError(f"{SCHEME} has the splits train and test, not '{split}'")
+    return splits[split]
+
+
+def _sum(number: int, terms: int) -> tuple[str, str]:
+    digits = f"{number:0{terms}d}"
+    return "+".join(digits) + "=", str(sum(map(int, digits)))
+
+
+_READERS: Final[dict[str, Callable[[Data, str], Pairs]]] = {
+    "sums": lambda data, split: sums(data.source, split),
+    "file": _file_pairs,
+    "hub": _hub_pairs,
+}

@@ -13,8 +13,13 @@ Older runs keep theirs: a run's record names its order (`schemas.manifest.PROMPT
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final, TypeVar
 
+from numpy.typing import NDArray
+
+Words = TypeVar("Words", int, NDArray[Any])  # numbers of 64 bits without sign
+
+GOLDEN: Final = 0x9E3779B97F4A7C15
 _MASK64: Final = 2**64 - 1
 _ROUNDS: Final = 8
 _ORDER: Final = 0x6F72646572  # domains: an order and a sampling seed never share a stream
@@ -24,9 +29,12 @@ _SHUFFLE: Final = 0x73687566666C65
 SHUFFLED: Final = 64
 
 
-def mix64(x: int) -> int:
-    """SplitMix64's finaliser on `x` + golden ratio: a bijection of 64-bit integers (Steele et al., OOPSLA 2014)."""
-    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+def mix64(x: Words) -> Words:
+    """SplitMix64's finaliser on `x` + golden ratio: a bijection of 64-bit integers (Steele et al., OOPSLA 2014).
+
+    `x`: one number, or an array of them.
+    """
+    x = (x + GOLDEN) & _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
     return x ^ (x >> 31)

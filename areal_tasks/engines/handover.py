@@ -10,7 +10,7 @@ from areal_tasks.engines.trainer.commands import Publish, Written
 from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.launchers.choice import on_this_machine
 from areal_tasks.launchers.gpus import Placement
-from areal_tasks.launchers.needs import server_needs, trainer_needs
+from areal_tasks.launchers.placement import server_needs, trainer_needs
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.objects.files import commit_weights
 from areal_tasks.store.paths import weights_attempt

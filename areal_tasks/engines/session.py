@@ -23,7 +23,7 @@ from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.launchers.choice import on_this_machine
 from areal_tasks.launchers.cluster import Resources
 from areal_tasks.launchers.gpus import Placement, assigned, check_joins, describe, place_recipe, visible_gpus
-from areal_tasks.launchers.needs import server_needs, trainer_needs, worker_needs
+from areal_tasks.launchers.placement import server_needs, trainer_needs, worker_needs
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.store.history.journal import append

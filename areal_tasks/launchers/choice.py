@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from areal_tasks.launchers.cluster import Cluster
-from areal_tasks.launchers.inline import InlineLauncher
-from areal_tasks.launchers.local import LocalLauncher
+from areal_tasks.launchers.local import InlineLauncher, LocalLauncher
 from areal_tasks.launchers.protocol import Launcher
 from areal_tasks.store.backend import Store
 from areal_tasks.user_code import find_object

@@ -23,6 +23,9 @@ class Resources:
     gpus: int = 0
     memory_mb: int = 0
 
+    def __sub__(self, taken: Resources) -> Resources:
+        return Resources(self.cpus - taken.cpus, self.gpus - taken.gpus, self.memory_mb - taken.memory_mb)
+
 
 ANY: Final = Resources()
 #: Exit code of what was on a machine that is lost.

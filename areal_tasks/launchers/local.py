@@ -1,25 +1,66 @@
-"""Services as processes of this machine. Each has a session, a scratch folder and a log file of its own."""
+"""Services on this machine: processes, each with a session, a scratch folder and a log file of its own; or threads."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import uvicorn
+
 from areal_tasks.engines.lifeline import LIFELINE, SCRATCH
-from areal_tasks.engines.service import SPEC, TOKEN
+from areal_tasks.engines.service import SPEC, TOKEN, make_server
 from areal_tasks.launchers.protocol import Job
-from areal_tasks.launchers.usage import Usage, measure
+from areal_tasks.launchers.usage import Usage, machine, measure
 
 #: Where torch keeps compiled code. By default that is below TMPDIR, which is removed with the service.
 INDUCTOR_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
+
+
+class InlineHandle:
+    """A service in a thread."""
+
+    def __init__(self, server: uvicorn.Server, thread: threading.Thread) -> None:
+        self.server = server
+        self.thread = thread
+
+    def exit_code(self) -> int | None:
+        return None if self.thread.is_alive() else 1
+
+    def waiting(self) -> str:
+        return ""
+
+    def usage(self) -> Usage | None:
+        return machine()
+
+    def stop(self, grace_seconds: float = 5.0) -> None:
+        self.server.should_exit = True
+        self.thread.join(grace_seconds)
+
+
+class InlineLauncher:
+    """Starts each service's app in a thread with an event loop of its own."""
+
+    authority = ""
+
+    def start(self, job: Job) -> InlineHandle:
+        app = importlib.import_module(f"{job.module}.process").make_app(job.spec)
+        server, listener = make_server(app, job.spec, job.token)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name=job.spec.name, daemon=True)
+        thread.start()
+        return InlineHandle(server, thread)
+
+    def close(self) -> None:
+        """Nothing to do: threads end with this process."""
 
 
 class LocalHandle:

@@ -1,7 +1,7 @@
-"""Where the services of a recipe would fit on the machines of a cluster: a proposal, first fit, in the order of starts.
+"""What services need of a machine, and where they would fit on the machines of a cluster.
 
-The cluster system decides in the end. The proposal names what waits, what for, and what can never run.
-"""
+That is a proposal, first fit, in the order of starts: the cluster system decides in the end. The proposal names what
+waits, what for, and what can never run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,44 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from areal_tasks.engines.starting import trainer_names
 from areal_tasks.launchers.cluster import Machine, Resources
+from schemas.recipe.launcher import Needs
+from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
+
+
+def service_needs(recipe: Recipe, external: bool) -> dict[str, Resources]:
+    """What each service of a recipe needs, in the order in which they start. `external` servers run already."""
+    found: dict[str, Resources] = {}
+    if not isinstance(recipe, EvaluateRecipe):
+        found |= dict.fromkeys(trainer_names(recipe), trainer_needs(recipe))
+    if isinstance(recipe, RlhfRecipe):
+        found |= {f"rollout-{i}": worker_needs(recipe) for i in range(recipe.rollout.workers)}
+    if not isinstance(recipe, SftRecipe) and not external:
+        found |= {f"inference-{i}": server_needs(recipe) for i in range(recipe.inference.servers)}
+    return found
+
+
+def trainer_needs(recipe: RlhfRecipe | SftRecipe) -> Resources:
+    """On each of its machines. A GPU for each rank there; none for a model in float32, as recipes for CPUs have it."""
+    on_cpus = recipe.model.dtype == "float32"
+    return _needs(recipe.launcher.resources.trainer, 0 if on_cpus else recipe.trainer.ranks // recipe.trainer.nodes)
+
+
+def server_needs(recipe: RlhfRecipe | EvaluateRecipe) -> Resources:
+    """A GPU for each part of the model; none for the embedded server."""
+    on_cpus = recipe.inference.engine == "embedded"
+    return _needs(recipe.launcher.resources.inference, 0 if on_cpus else recipe.inference.tensor_parallel)
+
+
+def worker_needs(recipe: Recipe) -> Resources:
+    """No GPU."""
+    return _needs(recipe.launcher.resources.rollout, 0)
+
+
+def _needs(stated: Needs, gpus: int) -> Resources:
+    return Resources(stated.cpus, gpus if stated.gpus < 0 else stated.gpus, stated.memory_mb)
+
 
 #: Fields of Resources, the scarcest first, and how a message names them.
 KINDS: Final = {"gpus": "GPUs", "cpus": "CPUs", "memory_mb": "MB of memory"}
@@ -42,7 +79,7 @@ def propose(asked: Mapping[str, Resources], machines: Sequence[Machine], grows: 
     found = []
     for service, needs in asked.items():
         if (name := _first(needs, able)) is not None:
-            able[name] = _less(able[name], needs)
+            able[name] -= needs
             found.append(Proposal(service, needs, "fits", name))
         else:
             left = {machine.name: able.get(machine.name, machine.free) for machine in machines}
@@ -113,7 +150,7 @@ def _fit_together(asked: Iterable[Resources], machines: Sequence[Machine]) -> bo
     for needs in sorted(alone, key=lambda needs: [getattr(needs, kind) for kind in KINDS], reverse=True):
         if (name := _first(needs, empty)) is None:
             return False
-        empty[name] = _less(empty[name], needs)
+        empty[name] -= needs
     return True
 
 
@@ -128,10 +165,6 @@ def _fits(needs: Resources, left: Resources) -> bool:
 def _lacking(needs: Resources, left: Resources) -> list[str]:
     """The kinds of which there is too little. 0 needs nothing, also where less than nothing is left."""
     return [kind for kind in KINDS if getattr(needs, kind) > max(0, getattr(left, kind))]
-
-
-def _less(free: Resources, taken: Resources) -> Resources:
-    return Resources(free.cpus - taken.cpus, free.gpus - taken.gpus, free.memory_mb - taken.memory_mb)
 
 
 def _most(machines: Sequence[Machine]) -> Resources:

@@ -32,10 +32,10 @@ from areal_tasks.launchers.cluster import LOST
 
 POLL_SECONDS: Final = 0.1
 BEAT_SECONDS: Final = 1.0
-LOOK_SECONDS: Final = 1.0
+ANSWER_SECONDS: Final = 1.0
 END_SECONDS: Final = 10.0
 MOST_BYTES: Final = 1 << 16
-#: A task ends itself when its driver has not looked at it for so long, because Ray on a node that is cut off goes on.
+#: A task ends itself when its driver has not polled it for so long, because Ray on a node that is cut off goes on.
 LEASE_SECONDS: Final = 60.0
 #: Runs a command that the kernel kills (PR_SET_PDEATHSIG, SIGKILL) when the thread that started it ends.
 TIED: Final = """
@@ -56,7 +56,7 @@ class Runner:
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.printed = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the actor)
         self.delivered = 0
-        self.looked = time.monotonic()
+        self.polled = time.monotonic()
         inherited = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"}
         self.child = subprocess.Popen(
             [sys.executable, "-c", TIED, str(os.getpid()), *command],
@@ -68,9 +68,9 @@ class Runner:
         )
         threading.Thread(target=self._end_unwatched, daemon=True).start()
 
-    def look(self, seconds: float) -> tuple[str, int | None]:
-        """What it has printed since the last look, and its exit code; waits so long for its end."""
-        self.looked = time.monotonic()
+    def poll(self, seconds: float) -> tuple[str, int | None]:
+        """What it has printed since the last poll, and its exit code; waits so long for its end."""
+        self.polled = time.monotonic()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.child.wait(seconds)
         code = self.child.poll()
@@ -81,19 +81,19 @@ class Runner:
         return text, code if ended else None
 
     def _end_unwatched(self) -> None:
-        while time.monotonic() < self.looked + LEASE_SECONDS:
-            time.sleep(LOOK_SECONDS)
+        while time.monotonic() < self.polled + LEASE_SECONDS:
+            time.sleep(ANSWER_SECONDS)
         os._exit(1)  # the command ends with this process
 
 
 @dataclass
 class Started:
-    """A task: what it occupies, its placement group and actor, and the look at it that is under way."""
+    """A task: what it occupies, its placement group and actor, and the poll that is under way."""
 
     bundle: dict[str, float]
     group: Any
     actor: Any
-    look: Any
+    poll: Any
     runs: bool = False
     cancelled: bool = False
 
@@ -104,7 +104,7 @@ class Started:
 
 
 class Driver:
-    """Carries out orders, and reports what happens to tasks."""
+    """Executes orders, and reports what happens to tasks."""
 
     def __init__(self, events: TextIO) -> None:
         self.events = events
@@ -116,8 +116,8 @@ class Driver:
     def run(self) -> None:
         """Until there is an order to end."""
         self.say("connected")
-        while self._obey():
-            self._look()
+        while self._execute_orders():
+            self._poll()
             self._beat()
         for task in self.tasks.values():
             task.end()
@@ -133,15 +133,15 @@ class Driver:
         time.sleep(END_SECONDS)
         os._exit(1)
 
-    def _obey(self) -> bool:
-        """Carry out the orders that have come; False: to end."""
+    def _execute_orders(self) -> bool:
+        """Execute the orders that have arrived; False: to end."""
         with contextlib.suppress(queue.Empty):
             while (order := self.orders.get(timeout=0 if self.tasks else POLL_SECONDS))["order"] != "end":
-                self._carry_out(order)
+                self._execute(order)
             return False
         return True
 
-    def _carry_out(self, order: dict[str, Any]) -> None:
+    def _execute(self, order: dict[str, Any]) -> None:
         match order["order"]:
             case "submit":
                 self._submit(order)
@@ -165,21 +165,21 @@ class Driver:
             self.tasks[name].cancelled = True
             self.tasks[name].end()
 
-    def _look(self) -> None:
-        """Hear of the tasks that have printed or ended, or whose second is over."""
-        looks = {task.look: name for name, task in self.tasks.items()}
-        heard = ray.wait(list(looks), num_returns=1, timeout=POLL_SECONDS)[0] if looks else []
-        for look in heard:
-            self._hear(looks[look])
+    def _poll(self) -> None:
+        """Report the tasks that have printed or ended, or whose second is over."""
+        polls = {task.poll: name for name, task in self.tasks.items()}
+        done = ray.wait(list(polls), num_returns=1, timeout=POLL_SECONDS)[0] if polls else []
+        for poll in done:
+            self._report(polls[poll])
 
-    def _hear(self, name: str) -> None:
+    def _report(self, name: str) -> None:
         task = self.tasks[name]
         printed, code = outcome(task)
         if not task.runs or printed:
             self.say("runs", name=name, printed=printed)
             task.runs = True
         if code is None:
-            task.look = task.actor.look.remote(LOOK_SECONDS)
+            task.poll = task.actor.poll.remote(ANSWER_SECONDS)
             return
         del self.tasks[name]
         task.end()
@@ -216,13 +216,13 @@ def start(name: str, bundle: dict[str, float], command: list[str], environment: 
     }
     hidden = {} if "GPU" in bundle else {"CUDA_VISIBLE_DEVICES": ""}  # else Ray sets it
     actor = ray.remote(Runner).options(**options).remote(command, {**environment, **hidden})
-    return Started(bundle, group, actor, actor.look.remote(0.0))
+    return Started(bundle, group, actor, actor.poll.remote(0.0))
 
 
 def outcome(task: Started) -> tuple[str, int | None]:
-    """What a finished look says: what was printed, and the exit code."""
+    """What a finished poll says: what was printed, and the exit code."""
     try:
-        found: tuple[str, int | None] = ray.get(task.look, timeout=END_SECONDS)
+        found: tuple[str, int | None] = ray.get(task.poll, timeout=END_SECONDS)
         return found
     except RayError as error:
         return ("", -signal.SIGKILL) if task.cancelled else (f"{error}\n", LOST)

@@ -1,7 +1,7 @@
 """Services on machines of a cluster, each behind a node agent: the flow's half of their leases.
 
 The flow finds an agent by its record in the store, starts the service through it, and renews the lease with each
-question how the service is. What the agent reports of the service's log is appended to the log here. A service whose
+poll of the service. What the agent reports of the service's log is appended to the log here. A service whose
 agent has not answered for `launcher.lease_seconds` counts as ended; by then the agent ends it, or has.
 """
 
@@ -14,11 +14,9 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Coroutine
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 from pydantic import BaseModel
@@ -26,7 +24,7 @@ from pydantic import BaseModel
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.tls import Identity, Trust, introducing
 from areal_tasks.launchers.cluster import LOST, TAKEN_BACK, Cluster, Submitted, Task
-from areal_tasks.launchers.node.messages import JOB, Look, NodeJob, Start, State, Stop, difference, software
+from areal_tasks.launchers.node import JOB, NodeJob, Poll, Start, State, Stop, difference, software
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.usage import Usage
 from areal_tasks.store.backend import Missing, Store, Unavailable
@@ -38,8 +36,8 @@ from schemas.recipe.launcher import Launcher as Settings
 
 log = logging.getLogger(__name__)
 
-FIND_SECONDS: Final = 0.3  # between two looks for an agent's record
-LOOK_SECONDS: Final = 5.0  # an agent answers after so long if the service runs and logs nothing
+FIND_SECONDS: Final = 0.3  # between two checks for an agent's record
+ANSWER_SECONDS: Final = 5.0  # an agent answers after so long if the service runs and logs nothing
 RETRY_SECONDS: Final = 0.5
 CONNECT_SECONDS: Final = 5.0
 
@@ -54,10 +52,10 @@ class RemoteHandle:
         self._code: int | None = None
         self._node: NodeRecord | None = None
         self._trust: Trust = True
-        self._ran = False  # the cluster system has said so
+        self._ran = False  # as the cluster system has reported
         self._read = 0  # bytes of the service's log that are here
         self._usage: Usage | None = None  # as the agent last reported it
-        self._keeping = launcher.submit(self._keep())
+        self._leasing = launcher.loop.submit(self._hold_lease())
 
     def exit_code(self) -> int | None:
         return self._code
@@ -69,16 +67,16 @@ class RemoteHandle:
         return self._usage if self._code is None else None
 
     def stop(self, grace_seconds: float = 5.0) -> None:
-        self._keeping.cancel()
+        self._leasing.cancel()
         if self._node is not None and self._code is None:
             with suppress(aiohttp.ClientError, TimeoutError, OSError):
-                self._launcher.run(
+                self._launcher.loop.run(
                     self._ask("stop", Stop(grace_seconds=grace_seconds), grace_seconds + CONNECT_SECONDS)
                 )
         self._submitted.cancel()
         self._code = LOST if self._code is None else self._code
 
-    async def _keep(self) -> None:
+    async def _hold_lease(self) -> None:
         """Start the service through its agent, and keep its lease until it ends."""
         try:
             code = await self._start()
@@ -102,12 +100,12 @@ class RemoteHandle:
         address = found.url.removeprefix("https://").rpartition(":")[0].strip("[]")
         order = Start(token=self._job.token, certificate=self._launcher.identity.sign(found.certificate, address))
         log.info("service %s starts on %s", self._job.spec.name, found.host)
-        return None if await self._insist("start", order) is not None else self._silent()
+        return None if await self._ask_within_lease("start", order) is not None else self._silent()
 
     async def _renew(self) -> int:
         """The service's exit code, once it has ended or its agent has been silent for too long."""
         while True:
-            answer = await self._insist("look", Look(seconds=LOOK_SECONDS, log_from=self._read))
+            answer = await self._ask_within_lease("poll", Poll(seconds=ANSWER_SECONDS, log_from=self._read))
             if answer is None:
                 return self._silent()
             self._ran = self._ran or not self._submitted.waiting()
@@ -117,12 +115,12 @@ class RemoteHandle:
             if state.exit_code is not None:
                 return state.exit_code
 
-    async def _insist(self, what: str, order: BaseModel) -> bytes | None:
+    async def _ask_within_lease(self, what: str, order: BaseModel) -> bytes | None:
         """The agent's answer; None: it gave none until the lease was over, or its task has ended or waits again."""
         until = time.monotonic() + self._launcher.settings.lease_seconds
         while time.monotonic() < until:
             with suppress(aiohttp.ClientError, TimeoutError, OSError):
-                return await self._ask(what, order, CONNECT_SECONDS + LOOK_SECONDS)
+                return await self._ask(what, order, CONNECT_SECONDS + ANSWER_SECONDS)
             if self._submitted.exit_code() is not None or self._waits_again():
                 return None
             await asyncio.sleep(RETRY_SECONDS)
@@ -135,7 +133,7 @@ class RemoteHandle:
 
     def _silent(self) -> int:
         """The exit code of a service whose agent no longer answers."""
-        self._note(f"the agent on {self._host} no longer answers; {self._task_says()}")
+        self._note(f"the agent on {self._host} no longer answers; {self._task_state()}")
         return TAKEN_BACK if self._waits_again() or self._submitted.exit_code() == TAKEN_BACK else LOST
 
     async def _ask(self, what: str, order: BaseModel, seconds: float) -> bytes:
@@ -152,7 +150,7 @@ class RemoteHandle:
             return read_record(store, node_path(spec.run, spec.owner, spec.name, spec.restart), NodeRecord)
         return None
 
-    def _task_says(self) -> str:
+    def _task_state(self) -> str:
         code = self._submitted.exit_code()
         if code is None and self._waits_again():
             return f"its task waits again: {self._submitted.waiting()}"
@@ -187,8 +185,8 @@ class RemoteLauncher:
         self._me = Identity("flow")
         self._shown = self.identity.sign(self._me.certificate)
         self._cluster = cluster
-        self._loop = LoopThread("leases")
-        self.session = self._loop.run(self._session())
+        self.loop = LoopThread("leases")
+        self.session = self.loop.run(self._session())
 
     @property
     def authority(self) -> str:
@@ -224,15 +222,9 @@ class RemoteLauncher:
         """How the flow connects to an agent: each proves itself to the other."""
         return introducing(node.certificate, self._me, self._shown)
 
-    def submit(self, work: Coroutine[Any, Any, None]) -> Future[None]:
-        return self._loop.submit(work)
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self._loop.run(work)
-
     def close(self) -> None:
-        self._loop.run(self.session.close())
-        self._loop.stop()
+        self.loop.run(self.session.close())
+        self.loop.stop()
         self._cluster.close()
 
     async def _session(self) -> aiohttp.ClientSession:

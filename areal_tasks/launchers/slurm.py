@@ -27,9 +27,9 @@ from schemas.recipe.launcher import Slurm
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS: Final = 5.0  # between two looks at all jobs
+POLL_SECONDS: Final = 5.0  # between two queries of all jobs
 COMMAND_SECONDS: Final = 60.0
-FAREWELL_SECONDS: Final = 90  # before its time limit, a job is asked to end: a rollout worker writes what is finished
+FLUSH_SECONDS: Final = 90  # before its time limit, a job is asked to end: a rollout worker writes what is finished
 NODE_FOLDER: Final = "/tmp"  # of the nodes
 STATUS: Final = "JobID:|,State:|,Reason:|,exit_code:|,NodeList:|"
 BEGINS: Final = "Slurm step begins on "
@@ -115,7 +115,7 @@ class Jobs:
         _need("sbatch", "squeue", "scancel")
         self._settings = settings
         self._jobs: list[Job] = []
-        self._possible: set[Resources] = set()  # Slurm has said that it can ever run them
+        self._possible: set[Resources] = set()  # which Slurm accepts
         self._closed = threading.Event()
         self._watch = threading.Thread(target=self._watch_jobs, name="slurm", daemon=True)
         self._watch.start()
@@ -162,13 +162,13 @@ class Jobs:
             raise _refused(task, error.stderr) from None
 
     def _watch_jobs(self) -> None:
-        while not self._closed.wait(LOOK_SECONDS):
+        while not self._closed.wait(POLL_SECONDS):
             try:
-                self._look()
-            except Exception as error:  # the next look may be better, and without looks jobs would live for ever
+                self._query()
+            except Exception as error:  # the next query may succeed; without queries a job would never end here
                 log.warning("the states of Slurm's jobs are not known: %s", _said(error))
 
-    def _look(self) -> None:
+    def _query(self) -> None:
         """Ask once for all jobs. Slurm forgets one some minutes after its end."""
         jobs = [job for job in self._jobs if job.exit_code() is None]
         if jobs:
@@ -266,7 +266,7 @@ def _limits(settings: Slurm) -> list[str]:
     """Options of jobs alone. A job that has lost its node is not requeued: its flow submits another."""
     named = {name: getattr(settings, name) for name in ("partition", "account", "qos", "time", "constraint")}
     stated = [f"--{name}={value}" for name, value in named.items() if value]
-    return ["--no-requeue", "--output=/dev/null", f"--signal=B:TERM@{FAREWELL_SECONDS}", *stated]
+    return ["--no-requeue", "--output=/dev/null", f"--signal=B:TERM@{FLUSH_SECONDS}", *stated]
 
 
 def _script(task: Task, settings: Slurm) -> str:

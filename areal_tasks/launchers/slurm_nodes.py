@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from operator import sub
 from typing import Final
 
 from areal_tasks.launchers.cluster import Machine, Resources
@@ -32,7 +34,7 @@ def _machine(row: Sequence[str]) -> Machine:
     name, _, cpus, memory, used_memory, gres, used_gres, state, *_ = row
     _, idle, _, total = map(int, cpus.split("/"))
     has = Resources(total, gpus(gres), int(memory))
-    free = Resources(idle, has.gpus - gpus(used_gres), has.memory_mb - int(used_memory))
+    free = has - Resources(total - idle, gpus(used_gres), int(used_memory))
     return Machine(name, has, free, "" if state in ABLE else f"in state {state}")
 
 
@@ -42,7 +44,7 @@ def allocated_nodes(ask: Ask, job: str) -> list[Machine]:
     steps = ask(["scontrol", "--oneliner", "show", "step", job]).splitlines()
     used = [(where, needs) for step in steps for where, needs in _step(ask, step)]
     return [
-        Machine(name, share, _less(share, [needs for where, needs in used if where == name]))
+        Machine(name, share, reduce(sub, (needs for where, needs in used if where == name), share))
         for nodes, share in _shares(details)
         for name in _names(ask, nodes)
     ]
@@ -67,14 +69,6 @@ def _step(ask: Ask, line: str) -> Iterator[tuple[str, Resources]]:
 def _names(ask: Ask, nodes: str) -> list[str]:
     """`n[1-2]` as `n1`, `n2`."""
     return ask(["scontrol", "show", "hostnames", nodes]).split() if "[" in nodes else nodes.split(",")
-
-
-def _less(share: Resources, used: Sequence[Resources]) -> Resources:
-    return Resources(
-        share.cpus - sum(one.cpus for one in used),
-        share.gpus - sum(one.gpus for one in used),
-        share.memory_mb - sum(one.memory_mb for one in used),
-    )
 
 
 def _count(ids: str) -> int:

@@ -1,17 +1,73 @@
-"""The curves of a run: SQL queries, and the charts in which their columns are lines."""
+"""The curves of a run: SQL queries, and the charts in which their columns are lines: short lists of numbers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import duckdb
 import numpy as np
+from numpy.typing import NDArray
 
-from areal_tasks.report.series import Numbers, Series, thin
 from schemas.recipe.filters import REASONS
 from schemas.views import judged
+
+DIGITS: Final = 5  # significant; a screen shows three
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart; `low` and `high` bound the band around it, where it has one."""
+
+    name: str
+    x: Numbers
+    y: Numbers
+    low: Numbers | None = None
+    high: Numbers | None = None
+
+    def payload(self) -> dict[str, Any]:
+        """As the page reads it."""
+        band = {} if self.low is None or self.high is None else {"lo": rounded(self.low), "hi": rounded(self.high)}
+        return {"name": self.name, "x": rounded(self.x), "y": rounded(self.y), **band}
+
+
+def thin(series: Series, points: int) -> Series:
+    """At most `points` points: means of neighbours, with their least and greatest values as the band."""
+    if len(series.x) <= points:
+        return series
+    parts = np.array_split(np.arange(len(series.x)), points)
+    low, high = (series.y if bound is None else bound for bound in (series.low, series.high))
+    return Series(
+        series.name,
+        np.array([series.x[part].mean() for part in parts]),
+        np.array([_finite(np.mean, series.y[part]) for part in parts]),
+        np.array([_finite(np.min, low[part]) for part in parts]),
+        np.array([_finite(np.max, high[part]) for part in parts]),
+    )
+
+
+def _finite(reduce: Any, values: Numbers) -> float:
+    """`reduce` over the finite values; NaN where there are none."""
+    finite = values[np.isfinite(values)]
+    return float(reduce(finite)) if len(finite) else math.nan
+
+
+def rounded(values: Numbers) -> list[float | None]:
+    return [number(value) for value in values.tolist()]
+
+
+def number(value: float | None, digits: int = DIGITS) -> float | None:
+    """A number rounded to `digits` significant digits; None if it is not finite."""
+    if value is None or not math.isfinite(value):
+        return None
+    short = float(f"{value:.{digits}g}")
+    if not math.isfinite(short):  # the largest numbers may round to infinity
+        return None
+    return int(short) if short.is_integer() and abs(short) < 1e16 else short
 
 
 @dataclass(frozen=True)
@@ -23,7 +79,7 @@ class Chart:
     about: str
     percent: bool = False
     scale: Literal["linear", "log", "either"] = "linear"  # of the y axis; "either" begins linear
-    zero: bool = False  # the y axis begins at zero
+    zero: bool = True  # the y axis begins at zero
     stacked: bool = False  # areas on top of each other, one chart per run
 
 
@@ -49,63 +105,53 @@ class Source:
 
 
 CHARTS: Final = (
-    Chart("reward", "Reward", "Mean over the samples of an iteration that could be judged."),
-    Chart("accuracy", "Accuracy", "Share of correct answers: held-out evaluations, and training samples.", True),
+    Chart("reward", "Reward", "Mean over the samples of an iteration that could be judged.", zero=False),
     Chart(
-        "length",
-        "Length",
-        "Generated tokens of a sample: mean; the band holds 80 % of the samples.",
-        scale="either",
-        zero=True,
+        "accuracy",
+        "Accuracy",
+        "Share of correct answers: held-out evaluations, and training samples.",
+        True,
+        zero=False,
     ),
-    Chart("truncated", "Truncated", "Share of samples that ended at the length limit.", True, zero=True),
+    Chart(
+        "length", "Length", "Generated tokens of a sample: mean; the band holds 80 % of the samples.", scale="either"
+    ),
+    Chart("truncated", "Truncated", "Share of samples that ended at the length limit.", True),
     Chart(
         "loss",
         "Loss",
         "Mean over an iteration's optimizer steps; the band is their least and greatest.",
         scale="either",
+        zero=False,
     ),
+    Chart("kl", "KL", "Against the reference, and against the policy that sampled, in nats per token.", scale="either"),
+    Chart("entropy", "Entropy", "Of the policy over the vocabulary, in nats per token.", scale="either"),
+    Chart("clip", "Clip fraction", "Share of tokens whose ratio the clip cut.", True),
     Chart(
-        "kl",
-        "KL",
-        "Against the reference, and against the policy that sampled, in nats per token.",
-        scale="either",
-        zero=True,
+        "grad_norm",
+        "Gradient norm",
+        "Before clipping; the band is the least and greatest step.",
+        scale="log",
+        zero=False,
     ),
-    Chart("entropy", "Entropy", "Of the policy over the vocabulary, in nats per token.", scale="either", zero=True),
-    Chart("clip", "Clip fraction", "Share of tokens whose ratio the clip cut.", True, zero=True),
-    Chart("grad_norm", "Gradient norm", "Before clipping; the band is the least and greatest step.", scale="log"),
-    Chart("lr", "Learning rate", "Of the last optimizer step of an iteration.", scale="either", zero=True),
-    Chart("signal", "Groups without signal", "Share of groups whose rewards are all equal.", True, zero=True),
-    Chart(
-        "unjudged",
-        "Not judged",
-        "Share of samples without a readable answer, or whose verifier failed.",
-        True,
-        zero=True,
-    ),
-    Chart(
-        "rejected",
-        "Rejected groups",
-        "Groups that failed, or that filters rejected, since the iteration before.",
-        zero=True,
-    ),
-    Chart("dropped", "Dropped", "Share of samples that training left out.", True, zero=True),
-    Chart("lag", "Token lag", "Versions between the weights that sampled a token and those trained.", zero=True),
+    Chart("lr", "Learning rate", "Of the last optimizer step of an iteration.", scale="either"),
+    Chart("signal", "Groups without signal", "Share of groups whose rewards are all equal.", True),
+    Chart("unjudged", "Not judged", "Share of samples without a readable answer, or whose verifier failed.", True),
+    Chart("rejected", "Rejected groups", "Groups that failed, or that filters rejected, since the iteration before."),
+    Chart("dropped", "Dropped", "Share of samples that training left out.", True),
+    Chart("lag", "Token lag", "Versions between the weights that sampled a token and those trained."),
     Chart(
         "weights",
         "Behaviour weights",
         "Effective sample size, and tokens whose weight is capped or masked, as shares of the tokens.",
         True,
-        zero=True,
     ),
-    Chart("stale_kv", "Stale KV cache", "Share of tokens sampled over the KV cache of older weights.", True, zero=True),
+    Chart("stale_kv", "Stale KV cache", "Share of tokens sampled over the KV cache of older weights.", True),
     Chart(
         "lags",
         "Samples by lag",
         "Versions between a sample's oldest token and the weights trained: shares, by generated tokens.",
         True,
-        zero=True,
         stacked=True,
     ),
     Chart(
@@ -113,17 +159,12 @@ CHARTS: Final = (
         "Train–inference mismatch",
         "Trainer against server, on tokens of the trainer's own version or that a server has scored, in nats.",
         scale="log",
+        zero=False,
     ),
-    Chart(
-        "outside",
-        "Ratio outside",
-        "Share of tokens whose ratio trainer / server is not within [0.9, 1.1].",
-        True,
-        zero=True,
-    ),
-    Chart("skipped", "Skipped steps", "Steps that were skipped because loss or gradient was not finite.", zero=True),
-    Chart("throughput", "Throughput", "Tokens per second of the whole iteration.", scale="either", zero=True),
-    Chart("stages", "Time per stage", "Seconds of each stage; stages may run concurrently.", zero=True, stacked=True),
+    Chart("outside", "Ratio outside", "Share of tokens whose ratio trainer / server is not within [0.9, 1.1].", True),
+    Chart("skipped", "Skipped steps", "Steps that were skipped because loss or gradient was not finite."),
+    Chart("throughput", "Throughput", "Tokens per second of the whole iteration.", scale="either"),
+    Chart("stages", "Time per stage", "Seconds of each stage; stages may run concurrently.", stacked=True),
 )
 
 _SAMPLES: Final = f"""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
 import duckdb
 
+from areal_tasks.report.cost import Table
 from areal_tasks.store.fork import origin_of
+from areal_tasks.store.history.diff import leaves
 from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.runs import Run
 from areal_tasks.store.starts import read_owners
@@ -21,20 +22,15 @@ MOST: Final = 200  # starts and log records that are shown, the newest ones
 UNSET: Final = "—"
 SPLITS: Final = {"prompts": "that are trained on", "eval_prompts": "held out"}
 
-Table = list[list[str]]  # the first row names the columns
 
+def makers_of(connection: duckdb.DuckDBPyConnection) -> dict[str, list[str]]:
+    """The code versions and hosts that made a run's commits, in order of first use.
 
-@dataclass(frozen=True)
-class Makers:
-    """The code versions and hosts that made a run's commits, in order of first use."""
-
-    codes: Sequence[str] = ()
-    hosts: Sequence[str] = ()
-
-
-def makers_of(connection: duckdb.DuckDBPyConnection) -> Makers:
-    """Queries the view `commits`, which does not read every commit of a long run."""
-    return Makers(*(_in_order(connection, column) for column in ("code_version", "host")))
+    Queries the view `commits`, which does not read every commit of a long run.
+    """
+    query = "SELECT {0} FROM commits GROUP BY 1 ORDER BY min(iteration)"
+    found = {column: connection.execute(query.format(column)).fetchall() for column in ("code_version", "host")}
+    return {column: [str(row[0]) for row in rows] for column, rows in found.items()}
 
 
 def dropped_prompts(connection: duckdb.DuckDBPyConnection) -> Table:
@@ -50,13 +46,8 @@ def dropped_prompts(connection: duckdb.DuckDBPyConnection) -> Table:
     return [["prompts left out as too long", ", ".join(counts)]] if counts else []
 
 
-def _in_order(connection: duckdb.DuckDBPyConnection, column: str) -> list[str]:
-    query = f"SELECT {column} FROM commits GROUP BY 1 ORDER BY min(iteration)"
-    return [str(row[0]) for row in connection.execute(query).fetchall()]
-
-
-def run_facts(run: Run, head: IterationCommit | None, makers: Makers) -> dict[str, Any]:
-    """All facts of the page about a run; `head` is its last commit."""
+def run_facts(run: Run, head: IterationCommit | None, makers: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """All facts of the page about a run; `head` is its last commit, `makers` see `makers_of`."""
     return {
         "name": run.name,
         "flow": run.record.flow,
@@ -94,18 +85,18 @@ def planned_iterations(run: Run) -> int:
     return int(recipe.get("schedule", {}).get("iterations", 0))
 
 
-def _facts(run: Run, head: IterationCommit | None, makers: Makers) -> Table:
+def _facts(run: Run, head: IterationCommit | None, makers: Mapping[str, Sequence[str]]) -> Table:
     made = run.record.provenance
     rows = [
         ["store", run.store.url],
         ["flow", run.record.flow],
         ["seed", str(run.record.seed)],
         ["created", f"{moment(made.committed)} on {made.host}"],
-        ["code", ", ".join(distinct([made.code_version, *makers.codes]))],
+        ["code", ", ".join(distinct([made.code_version, *makers.get("code_version", ())]))],
     ]
     if head is not None:
         rows += [
-            ["hosts", ", ".join(makers.hosts)],
+            ["hosts", ", ".join(makers["host"])],
             ["last commit", f"iteration {head.iteration}, {moment(head.provenance.committed)}"],
             ["weights", f"version {head.weights.version}" + ("" if head.weights.written else ", not written")],
             ["newest checkpoint", f"version {head.checkpoint.version}" if head.checkpoint else "none"],
@@ -143,20 +134,9 @@ def moment(time: str) -> str:
 
 
 def flat_recipe(run: Run) -> dict[str, str]:
-    """The recipe in force at the end, by dotted path."""
-    return dict(flatten(read_recorded(run.segments[-1].recipe))) if run.segments else {}
-
-
-def flatten(values: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
-    """(dotted path, value as text) of every leaf."""
-    found: list[tuple[str, str]] = []
-    for name, value in values.items():
-        path = f"{before}{name}"
-        if isinstance(value, Mapping) and value:
-            found += flatten(value, f"{path}.")
-        else:
-            found.append((path, value if isinstance(value, str) else json.dumps(value)))
-    return found
+    """The recipe in force at the end, as text by dotted path."""
+    values = leaves(read_recorded(run.segments[-1].recipe)) if run.segments else ()
+    return {path: value if isinstance(value, str) else json.dumps(value) for path, value in values}
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> Table:

@@ -1,48 +1,155 @@
-"""The page: a template, a style sheet, a script and the data in one file that loads nothing."""
+"""The page: a template, a style sheet, a script and the data in one file that loads nothing.
+
+The data is bounded in bytes: first the curves and facts, then as many samples as fit.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import html
+import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
-from typing import Final
+from typing import Any, Final
 
-from areal_tasks.report.data import Report, make_report
+from areal_tasks.report.cost import cost_facts, cost_of, spent_of, stage_rows, time_payload
+from areal_tasks.report.curves import CHARTS, curves
+from areal_tasks.report.facts import differences, dropped_prompts, makers_of, moment, run_facts
+from areal_tasks.report.samples import available, encode_sample, pick, read_samples
+from areal_tasks.report.tokens import vocabulary
 from areal_tasks.store.backend import Store
+from areal_tasks.store.catalog import Catalog
+from areal_tasks.store.provenance import now
+from areal_tasks.store.query import Session
+from areal_tasks.store.runs import load_run
+from schemas.errors import UserError
+
+POINTS: Final = 600  # per line, for one run; several runs share them
+FEWEST_POINTS: Final = 100
 
 #: The modules of the script; each uses only earlier ones.
 MODULES: Final = (
-    "dom.js",
-    "format.js",
-    "data.js",
-    "scales.js",
-    "chart.js",
-    "stack.js",
-    "curves.js",
-    "facts.js",
-    "cost.js",
-    "time.js",
-    "tokens.js",
-    "detail.js",
-    "filters.js",
-    "rollouts.js",
-    "main.js",
+    *("dom.js", "format.js", "data.js", "scales.js", "chart.js", "stack.js", "curves.js", "facts.js", "cost.js"),
+    *("time.js", "tokens.js", "detail.js", "filters.js", "rollouts.js", "main.js"),
 )
-
-MAX_BYTES: Final = 5_000_000
-SAMPLES: Final = 400
 
 _IMPORT: Final = re.compile(r"^import .*?;\n", re.MULTILINE | re.DOTALL)
 _EXPORT: Final = re.compile(r"^export ", re.MULTILINE)
 _SLOT: Final = re.compile(r"\{\{(\w+)\}\}")
 
+Payload = dict[str, Any]
 
-def make_page(
-    store: Store, names: Sequence[str], samples: int = SAMPLES, max_bytes: int = MAX_BYTES
-) -> tuple[str, Report]:
+
+@dataclass(frozen=True)
+class Report:
+    """The page's data, and the number of samples in it and in the runs."""
+
+    payload: Payload
+    embedded: int  # samples in the page
+    available: int  # samples of the runs
+
+    @property
+    def text(self) -> str:
+        """The data as JSON that is safe inside a `<script>` element."""
+        return to_json(self.payload)
+
+
+def make_report(store: Store, names: Sequence[str], samples: int, max_bytes: int) -> Report:
+    """The data of a page about these runs of at most `max_bytes`, with up to `samples` samples of each.
+
+    Raises:
+        UserError: a run is named twice or does not exist, a shard that the curves or the choice of samples need is
+            damaged, or not even the curves fit.
+    """
+    if len(set(names)) < len(names):
+        raise UserError(f"Each run once: {', '.join(names)}.")
+    catalogs = [Catalog(load_run(store, name)) for name in names]
+    points = max(FEWEST_POINTS, POINTS // len(names))
+    runs = [_run_data(store, catalog, points, samples) for catalog in catalogs]
+    page = {"made": moment(now()), "charts": [chart.__dict__ for chart in CHARTS]}
+    payload: Payload = {**page, "differences": differences(runs), "runs": runs}
+    _fit(payload, max_bytes)
+    return Report(payload, sum(len(run["samples"]) for run in runs), sum(run["available"] for run in runs))
+
+
+def _run_data(store: Store, catalog: Catalog, points: int, samples: int) -> Payload:
+    nothing: Payload = {
+        "cost": None,
+        "time": None,
+        "curves": {},
+        "samples": [],
+        "vocabulary": {},
+        "available": 0,
+        "problems": [],
+    }
+    head = catalog.run.head()
+    if head is None:
+        return run_facts(catalog.run, None, {}) | nothing
+    with Session(store, catalog.run.name) as session:
+        makers, dropped, cost = session.ask(lambda c: (makers_of(c), dropped_prompts(c), cost_of(c, catalog.run.name)))
+        spent = session.ask(spent_of)
+        lines, picked, count = session.ask(lambda c: (curves(c, points), pick(c, samples), available(c)))
+    facts = run_facts(catalog.run, head, makers)
+    facts["facts"] += dropped
+    rows, problems = read_samples(catalog, picked)
+    encoded = [encode_sample(key, row, picked[key]) for key, row in rows]
+    texts, problem = vocabulary(catalog, {i for sample in encoded for i in sample["tokens"]["ids"]})
+    samples_found = {"available": count, "problems": [*problems, *([problem] if problem else [])]}
+    return facts | {
+        "cost": {"facts": cost_facts(cost), "stages": stage_rows(cost)},
+        "time": time_payload(spent, int(facts["recipe"].get("rollout.max_head_offpolicyness", 0))),
+        "curves": lines,
+        "samples": encoded,
+        "vocabulary": texts,
+        **samples_found,
+    }
+
+
+def _fit(payload: Payload, max_bytes: int) -> None:
+    """Drop samples from the end of each run's list, and token texts that only they use, until the page fits."""
+    everything = [(run, run["samples"], run["vocabulary"]) for run in payload["runs"]]
+    for run, _, _ in everything:
+        run["samples"], run["vocabulary"] = [], {}
+    left = max_bytes - _bytes_of(payload)
+    if left < 0:
+        raise UserError(
+            f"The curves and facts alone take {-left} bytes more than the {max_bytes} there is room for: "
+            "raise --max-mb, or report fewer runs."
+        )
+    for run, samples, texts in everything:
+        run["samples"], run["vocabulary"] = fitting(samples, texts, left // len(everything))
+
+
+def fitting(samples: Sequence[Payload], texts: dict[int, str], room: int) -> tuple[list[Payload], dict[int, str]]:
+    """As many samples from the beginning as fit into `room` bytes together with the texts of their tokens."""
+    kept: list[Payload] = []
+    known: dict[int, str] = {}
+    for sample in samples:
+        new = {i: texts[i] for i in set(sample["tokens"]["ids"]) - known.keys() if i in texts}
+        room -= _bytes_of(sample) + _bytes_of(new) + 2
+        if room < 0:
+            break
+        kept.append(sample)
+        known |= new
+    return kept, known
+
+
+def _bytes_of(value: Any) -> int:
+    return len(to_json(value).encode())
+
+
+def to_json(value: Any) -> str:
+    """JSON without characters that HTML may interpret as markup, or an old script engine as a line end."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def make_page(store: Store, names: Sequence[str], samples: int, max_bytes: int) -> tuple[str, Report]:
     """The HTML of the report on these runs, at most `max_bytes` long, and its data. UserError: see `make_report`."""
     frame = len(render(" · ".join(names), "").encode())
     report = make_report(store, names, samples, max_bytes - frame)

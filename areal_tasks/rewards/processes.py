@@ -16,8 +16,7 @@ from typing import Any, Final
 
 import psutil
 
-from areal_tasks.rewards.protocol import Row
-from areal_tasks.rewards.worker import Result
+from areal_tasks.rewards.protocol import Result, Row
 from schemas.errors import UserError
 
 #: Limit for importing a verifier's module.

@@ -55,3 +55,16 @@ def as_verdict(answer: object) -> Verdict:
         raise TypeError(f"the verifier returned {type(answer).__name__}; it must return a Verdict or a number")
     reward = float(answer)
     return Verdict(reward, "correct" if reward > 0 else "incorrect")
+
+
+class Result(NamedTuple):
+    """One line from a worker; `last` if the process ends after it. `cpu`: CPU seconds of the process so far, including
+    children that have ended."""
+
+    reward: float
+    verdict: str
+    parsed: str
+    detail: str
+    seconds: float
+    cpu: float
+    last: bool

@@ -19,9 +19,9 @@ import httpx
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.paths import iteration_commit
 from areal_tasks.store.query import run_sql
-from flows.cli.deploy import prefect
 from flows.cli.machine import start
 from flows.cli.processes import environment, running
+from flows.cli.projects import prefect
 
 ENDED: Final = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
 ROOT: Final = Path(__file__).resolve().parents[2]

@@ -13,8 +13,7 @@ from areal_tasks.store.changes import ask, find_change, last_change, waiting_cha
 from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.starts import goes_on
-from flows.cli.audit import RunName
-from flows.cli.inspect import AsJson, StoreUrl, show
+from flows.cli.output import AsJson, RunName, StoreUrl, show
 from schemas.errors import UserError
 from schemas.manifest import Change
 from schemas.recipe.live import changes_of, live_values

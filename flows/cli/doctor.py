@@ -16,8 +16,8 @@ from areal_tasks.store.backend import open_store
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.objects.inventory import remove, remove_folders
 from arealflow.packages import namesakes
-from flows.cli.inspect import AsJson, StoreUrl, show
 from flows.cli.machine import DEFAULT_PORT, free_port
+from flows.cli.output import AsJson, StoreUrl, show
 from flows.cli.processes import named_server, running, ui_url
 from flows.credentials import NEEDED, in_environment, kept_by_prefect, on_s3, use
 from flows.home import home

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import pyarrow as pa
 import pyarrow.csv
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.query import Session, check_statement
 from areal_tasks.store.runs import Run, RunSummary, list_runs, load_run
 from areal_tasks.store.waits import standing_waits
+from flows.cli.output import AsJson, Overrides, RecipeName, StoreUrl, show
 from flows.home import logs_folder
 from flows.pages import clock_text
 from schemas.errors import UserError
@@ -31,19 +30,10 @@ if TYPE_CHECKING:
     from areal_tasks.stages.stage import Stage
     from schemas.recipe.recipe import Recipe
 
-StoreUrl = Annotated[
-    str, typer.Option("--store", help="Folder or URL of the store; else AREALFLOW_STORE, else the default folder.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-#: Characters of a cell of `arealflow sql`, whose rows may hold whole texts.
-CELL = 100
-
 
 def plan(
-    recipe: Annotated[str, typer.Argument(help="Name of a recipe in deployments/, or a YAML file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.field=value …; run=NAME shows a run's state.")
-    ] = None,
+    recipe: RecipeName,
+    overrides: Overrides = None,
     placement: Annotated[
         bool, typer.Option("--placement", help="Show on which machines and GPUs services run, instead.")
     ] = False,
@@ -223,39 +213,3 @@ def readable_runs(store: Store) -> list[str]:
     if not readable:
         raise UserError(f"There is no run in {store.url} that can be queried.")
     return readable
-
-
-def show(rows: Sequence[Mapping[str, Any]], as_json: bool, title: str = "", vertical: bool = False) -> None:
-    """Print rows as JSON or as a table. With `vertical`, long cells are cut, or a wide table is printed as lines."""
-    if as_json:
-        typer.echo(json.dumps(list(rows), default=str, indent=1))
-        return
-    if title:
-        typer.echo(title)
-    table = table_of(rows, CELL if vertical else 0)
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
-    if vertical and console.measure(table, options=console.options.update(max_width=10**6)).maximum > console.width:
-        for number, row in enumerate(rows, 1):
-            lines = (f"{name}: {_text(value)}".replace("\n", "\n    ") for name, value in row.items())
-            typer.echo("\n".join([f"── row {number} ──", *lines]))
-    else:
-        console.print(table)
-
-
-def table_of(rows: Sequence[Mapping[str, Any]], longest: int = 0) -> Table:
-    """Rows as a table for a terminal, with cells of at most `longest` characters (0: of any length)."""
-    table = Table()
-    for name in rows[0] if rows else ["(no rows)"]:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(value, longest) for value in row.values()))
-    return table
-
-
-def _text(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _cell(value: Any, longest: int) -> str:
-    text = _text(value)
-    return text if not longest or len(text) <= longest else f"{text[: longest - 1]}…"

@@ -99,7 +99,7 @@ class Keeper:
             self.worker.start(self.api_url, self.stopped)
             ending.start()
         else:
-            self.flow_runs.look()
+            self.flow_runs.check()
 
 
 def server_command(api_url: str) -> list[str]:
@@ -130,7 +130,7 @@ class FlowRuns:
     since: float = field(default_factory=kept_since)
     gone: dict[str, float] = field(default_factory=dict)  # state id -> when its flow run was first without a process
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Poll once and handle what is found. Raises httpx.HTTPError while the server is down."""
         self.since = min(self.since, time.time())  # the clock may have been set back
         runs = find_flow_runs(self.api_url, *GONE_SECONDS, "CRASHED")

@@ -16,9 +16,9 @@ import typer
 
 from areal_tasks.engines.ports import probe_port
 from flows.cli import automations, processes
-from flows.cli.deploy import deploy_all, deployment_names, print_commands, warn_of_namesakes
 from flows.cli.keeper import beginning, server_command, stop_flow_runs
 from flows.cli.processes import alive, end, flow_processes, parts, python, running, spawn, ui_url
+from flows.cli.projects import deploy_all, deployment_names, print_commands, warn_of_namesakes
 from flows.home import home, last_lines
 from schemas.errors import UserError
 

@@ -11,9 +11,8 @@ from typing import Any, Final
 from areal_tasks.engines.external import external_servers
 from areal_tasks.launchers.choice import make_cluster, on_this_machine
 from areal_tasks.launchers.cluster import Listing, Machine
-from areal_tasks.launchers.gpus import place_recipe, visible_gpus
-from areal_tasks.launchers.needs import service_needs
-from areal_tasks.launchers.placement import Proposal, propose
+from areal_tasks.launchers.gpus import assigned, place_recipe, visible_gpus
+from areal_tasks.launchers.placement import propose, service_needs
 from areal_tasks.store import paths
 from areal_tasks.store.commit import find_record
 from areal_tasks.store.history.journal import read_log
@@ -21,7 +20,8 @@ from areal_tasks.store.parallel import parallel
 from areal_tasks.store.runs import Run
 from areal_tasks.store.starts import read_owners
 from areal_tasks.store.waits import standing_waits
-from flows.cli.inspect import next_recipe, show
+from flows.cli.inspect import next_recipe
+from flows.cli.output import show
 from schemas.errors import UserError
 from schemas.manifest import ENDINGS, NodeRecord, OwnerRecord, ServiceRecord
 from schemas.recipe.recipe import Recipe
@@ -40,7 +40,11 @@ def plan_placement(recipe: Recipe, as_json: bool) -> None:
     found = propose(
         service_needs(recipe, bool(external_servers())), machines_of(recipe), recipe.launcher.ray.autoscaling
     )
-    show([proposal_row(one) for one in found], as_json, f"{title}: a proposal; the cluster system decides in the end")
+    rows = [
+        {"service": one.service, "state": one.state, "node": one.machine, **asdict(one.needs), "why": one.why}
+        for one in found
+    ]
+    show(rows, as_json, f"{title}: a proposal; the cluster system decides in the end")
     if refused := [one for one in found if one.state == "refused"]:
         more = f" (and {len(refused) - 1} more)" if refused[1:] else ""
         raise UserError(f"this recipe does not fit the cluster: {refused[0].service}{more}: {refused[0].why}")
@@ -49,14 +53,10 @@ def plan_placement(recipe: Recipe, as_json: bool) -> None:
 def local_rows(recipe: Recipe, visible: Sequence[str]) -> list[dict[str, Any]]:
     """The services of a recipe on this machine, with their GPUs. Raises UserError as `place_recipe`."""
     external = external_servers()
-    placement = place_recipe(recipe, visible, bool(external))
-    gpus = {"trainer": placement.trainer} | {f"inference-{i}": some for i, some in enumerate(placement.servers)}
-    rows = [local_row(name, gpus.get(name, ())) for name in service_needs(recipe, bool(external))]
+    gpus, here = assigned(place_recipe(recipe, visible, bool(external))), socket.gethostname()
+    services = service_needs(recipe, bool(external))
+    rows = [{"service": name, "node": here, "gpus": gpus.get(name, "")} for name in services]
     return rows + [{"service": url, "node": "runs already", "gpus": ""} for url in external]
-
-
-def local_row(service: str, gpus: Sequence[str]) -> dict[str, Any]:
-    return {"service": service, "node": socket.gethostname(), "gpus": ", ".join(gpus)}
 
 
 def machines_of(recipe: Recipe) -> list[Machine]:
@@ -71,10 +71,6 @@ def machines_of(recipe: Recipe) -> list[Machine]:
         f"launcher.type: {recipe.launcher.type} has no method machines(), so where services would run is not known "
         "before they do (docs/guides/machines.md)"
     )
-
-
-def proposal_row(one: Proposal) -> dict[str, Any]:
-    return {"service": one.service, "state": one.state, "node": one.machine, **asdict(one.needs), "why": one.why}
 
 
 # ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,6 +17,7 @@ import psutil
 
 from areal_tasks.store.backend import store_url
 from flows.home import home
+from schemas.errors import UserError
 
 #: Environment variable of each server, worker and keeper that says which it is.
 PART: Final = "AREALFLOW_PART"
@@ -80,6 +81,13 @@ def running() -> str:
 def named_server() -> str:
     """The API URL in PREFECT_API_URL, else that of `up`'s server; empty without either."""
     return os.environ.get("PREFECT_API_URL") or running()
+
+
+def needed_server() -> str:
+    """As `named_server`. UserError if there is none."""
+    if not (api_url := named_server()):
+        raise UserError("no Prefect server runs here: start it with `arealflow up`, or name one in PREFECT_API_URL")
+    return api_url
 
 
 def ui_url(api_url: str) -> str:

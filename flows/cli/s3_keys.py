@@ -8,7 +8,7 @@ from typing import Annotated, Final
 import httpx
 import typer
 
-from flows.cli.alerts import server
+from flows.cli.processes import needed_server
 from flows.credentials import BLOCK, NEEDED, of_environment
 from schemas.errors import UserError
 
@@ -26,7 +26,7 @@ def s3_keys(
     """
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    api_url = server()
+    api_url = needed_server()
     try:
         with temporary_settings({PREFECT_API_URL: api_url}):
             outcome = remove_keys() if remove else keep_keys()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areal_tasks.data.datasets import sums
 from areal_tasks.data.scratch import character_tokenizer, make_scratch
-from areal_tasks.data.sums import sums
 from schemas.errors import UserError
 from schemas.recipe.sections import ScratchModel
 

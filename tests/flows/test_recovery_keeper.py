@@ -51,7 +51,7 @@ def sleepers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[keeper
     monkeypatch.setattr(keeper, "RESTART_SECONDS", 0.0)
     monkeypatch.setattr(httpx, "get", lambda url, timeout: httpx.Response(200, request=httpx.Request("GET", url)))
     kept = keeper.Keeper("http://127.0.0.1:1/api", threading.Event())
-    monkeypatch.setattr(kept.flow_runs, "look", lambda: None)
+    monkeypatch.setattr(kept.flow_runs, "check", lambda: None)
     kept.poll()
     kept.poll()
     yield kept
@@ -108,7 +108,7 @@ def test_the_keeper_goes_on_after_a_poll_that_failed(
         raise ValueError("no JSON")
 
     monkeypatch.setattr(keeper, "spawn", fails_once)
-    monkeypatch.setattr(sleepers.flow_runs, "look", answers_no_json)
+    monkeypatch.setattr(sleepers.flow_runs, "check", answers_no_json)
     [dead] = sleepers.worker.processes
     dead.kill()
     wait_until(lambda: not alive(dead))
@@ -205,7 +205,7 @@ def test_the_automation_runs_a_crashed_flow_run_again(server: Server) -> None:
 def test_a_crashed_flow_run_is_run_again_unless_a_person_has_switched_that_off(server: Server) -> None:
     there = automations.find(server.api, automations.RECOVERY)
     assert there is not None
-    look = keeper.FlowRuns(server.api)
+    flow_runs = keeper.FlowRuns(server.api)
     server.enable(False)
     automations.install(server.api)
     again = automations.find(server.api, automations.RECOVERY)
@@ -213,10 +213,10 @@ def test_a_crashed_flow_run_is_run_again_unless_a_person_has_switched_that_off(s
     run = server.flow_run()
     for kind in ("PENDING", "RUNNING", "CRASHED"):
         server.set(run, kind)
-    look.look()
+    flow_runs.check()
     assert server.state(run)[0] == "Crashed"
     server.enable(True)
-    look.look()
+    flow_runs.check()
     assert server.state(run) == ("AwaitingRetry", "Crashed; run again by the keeper of `arealflow up`")
     server.set(run, "CANCELLED")
 
@@ -229,15 +229,15 @@ def test_a_flow_run_without_a_process_is_found_out(server: Server, monkeypatch: 
     server.set(cancelled, "CANCELLING")
     monkeypatch.setattr(keeper, "flow_processes", lambda: {psutil.Process(): lively})
     monkeypatch.setattr(keeper, "GONE_SECONDS", dict.fromkeys(keeper.GONE_SECONDS, 1800.0))
-    look = keeper.FlowRuns(server.api)
-    look.look()
-    look.look()
+    flow_runs = keeper.FlowRuns(server.api)
+    flow_runs.check()
+    flow_runs.check()
     assert server.state(lost)[0] == "Running"
-    look.gone = {state: since - 3600.0 for state, since in look.gone.items()}
-    look.look()
+    flow_runs.gone = {state: since - 3600.0 for state, since in flow_runs.gone.items()}
+    flow_runs.check()
     assert server.state(cancelled)[0] == "Cancelled" and server.state(lively)[0] == "Running"
     assert server.state(lost) == ("Crashed", "The flow run's process is gone and no worker has reported it.")
-    look.look()
+    flow_runs.check()
     assert server.state(lost)[0] == "AwaitingRetry"
     for run in (lost, lively):
         server.set(run, "CANCELLED")
@@ -250,7 +250,7 @@ def test_crashes_count_from_the_first_keeper_since_the_last_down(server: Server)
     keeper.FlowRuns(server.api)
     for kind in ("PENDING", "RUNNING", "CRASHED"):
         server.set(later, kind)
-    keeper.FlowRuns(server.api).look()  # of a keeper that was started again
+    keeper.FlowRuns(server.api).check()  # of a keeper that was started again
     assert server.state(earlier)[0] == "Crashed" and server.state(later)[0] == "AwaitingRetry"
     server.set(later, "CANCELLED")
     keeper.beginning().unlink()  # as `down` does
@@ -262,23 +262,23 @@ def test_a_clock_that_is_set_back_hides_no_crash(server: Server) -> None:
     ahead = time.time() + 3600.0
     keeper.kept_since()
     os.utime(keeper.beginning(), (ahead, ahead))  # `up` began before the clock was set back
-    look = keeper.FlowRuns(server.api)
-    look.look()
+    flow_runs = keeper.FlowRuns(server.api)
+    flow_runs.check()
     run = server.flow_run()
     for kind in ("PENDING", "RUNNING", "CRASHED"):
         server.set(run, kind)
-    look.look()
+    flow_runs.check()
     assert server.state(run)[0] == "AwaitingRetry"
     server.set(run, "CANCELLED")
 
 
 def test_a_flow_run_that_crashes_at_once_is_not_run_again_for_ever(server: Server) -> None:
     run = server.flow_run()
-    look = keeper.FlowRuns(server.api)
+    flow_runs = keeper.FlowRuns(server.api)
     for crash in range(keeper.CRASHES):
         server.set(run, "PENDING")
         server.set(run, "CRASHED")
-        look.look()
+        flow_runs.check()
         name, message = server.state(run)
         assert name == ("Failed" if crash == keeper.CRASHES - 1 else "AwaitingRetry")
     assert "Crashed 5 times in a row and committed nothing meanwhile" in message
@@ -290,14 +290,14 @@ def test_a_flow_run_that_its_worker_does_not_end_is_cancelled(server: Server, mo
         server.set(run, kind)
     flow, other = (psutil.Popen(SLEEPER, env=os.environ | {FLOW_RUN: name}) for name in (run, "other"))
     wait_until(lambda: len(flow_processes()) == 2)
-    look = keeper.FlowRuns(server.api)
-    look.look()
+    flow_runs = keeper.FlowRuns(server.api)
+    flow_runs.check()
     assert flow.poll() is None and server.state(run)[0] == "Cancelling"
     monkeypatch.setattr(keeper, "STUCK_SECONDS", 0.0)  # as after some time
-    look.look()
+    flow_runs.check()
     assert not alive(flow) and other.poll() is None
     monkeypatch.setattr(keeper, "GONE_SECONDS", dict.fromkeys(keeper.GONE_SECONDS, 0.0))
-    look.look()
+    flow_runs.check()
     assert server.state(run)[0] == "Cancelled"
     other.kill()
     other.wait()
@@ -305,11 +305,11 @@ def test_a_flow_run_that_its_worker_does_not_end_is_cancelled(server: Server, mo
 
 def test_what_crashed_while_it_was_cancelled_is_not_run_again(server: Server) -> None:
     run = server.flow_run()
-    look = keeper.FlowRuns(server.api)
+    flow_runs = keeper.FlowRuns(server.api)
     for kind in ("PENDING", "RUNNING", "CANCELLING"):
         server.set(run, kind)
     server.ask(f"/flow_runs/{run}/set_state", {"state": {"type": "CRASHED"}, "force": True})
-    look.look()
+    flow_runs.check()
     assert server.state(run) == ("Cancelled", "It crashed while it was being cancelled.")
 
 

@@ -15,9 +15,8 @@ import pytest
 from waiting import LIMIT, alive, wait_until
 
 from flows import server
-from flows.cli import temporary
-from flows.cli.temporary import TemporaryServer
 from flows.home import home
+from flows.server import TemporaryServer
 from schemas.errors import UserError
 
 
@@ -27,7 +26,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory, api: str) -> Iterator[Tempor
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AREALFLOW_HOME", str(tmp_path_factory.mktemp("fresh")))
         found = TemporaryServer()
-        found.wait()
+        found.wait(LIMIT)
     yield found
     found.stop()
 
@@ -56,7 +55,7 @@ def test_it_has_not_noted_that_blocks_are_registered(fresh: TemporaryServer) -> 
 
 def test_it_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
     program = (
-        "import os, signal; from flows.cli.temporary import TemporaryServer; server = TemporaryServer(); "
+        "import os, signal; from flows.server import TemporaryServer; server = TemporaryServer(); "
         "print(server._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     environment = os.environ | {"AREALFLOW_HOME": str(tmp_path)}
@@ -70,12 +69,12 @@ def test_one_that_does_not_start_shows_its_log(tmp_path: Path, monkeypatch: pyte
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no disk left\nexit 1\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(temporary.sys, "executable", str(broken))
+    monkeypatch.setattr(server.sys, "executable", str(broken))
     found = TemporaryServer()
     with pytest.raises(
         UserError, match=r"(?s)temporary Prefect server did not start; last lines of .*server.log:\nno disk left"
     ):
-        found.wait()
+        found.wait(LIMIT)
     found.stop()
 
 

@@ -14,7 +14,7 @@ from areal_tasks.store import paths
 from areal_tasks.store.history.journal import append
 from areal_tasks.store.runs import Run, open_run
 from areal_tasks.store.system import SystemLog
-from flows.cli import top
+from flows.cli import services
 from flows.cli.main import main
 
 ROW = {"service": "trainer", "busy": 0.4, "doing": "", "waits_for": "groups", "state_seconds": 7.2, "cpu": 1.5}
@@ -36,21 +36,21 @@ def written(run: Run, *rows: dict[str, Any]) -> None:
 def test_the_newest_sample_of_a_run_that_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(top, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(services, "FRESH_SECONDS", 0.0)
     run = open_run(store_in(tmp_path), "r", tiny())
     early, late = datetime(2026, 1, 1, 10), datetime(2026, 1, 1, 11, 4, 31)
     written(run, {"time": early, "busy": 0.1}, {"time": late, "running": 3, "at_once": 8})
     called(run, monkeypatch)
     text = " ".join(capsys.readouterr().out.split())
     assert "run r · start 1 · sampled 11:04:31 UTC" in text and "40 %" in text and "10 %" not in text
-    assert "waits for groups" in text and "7 s" in text and "150 %" in text and "5 MB" in text and "3 of 8" in text
+    assert "waits for groups" in text and "7 s" in text and "150 %" in text and "5.0 MB" in text and "3 of 8" in text
     assert run.store.exists(paths.watch("r", 1, 1))
 
 
 def test_the_flow_is_first_and_services_are_in_order_of_their_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(top, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(services, "FRESH_SECONDS", 0.0)
     run = open_run(store_in(tmp_path), "r", tiny())
     wanted = ["flow", "inference-2", "inference-10", "rollout-0", "trainer"]
     written(run, *({"time": datetime(2026, 1, 1), "service": name} for name in reversed(wanted)))
@@ -61,7 +61,7 @@ def test_the_flow_is_first_and_services_are_in_order_of_their_numbers(
 def test_after_the_end_nothing_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(top, "POLL_SECONDS", 1e9)  # a wait would last for ever
+    monkeypatch.setattr(services, "POLL_SECONDS", 1e9)  # a wait would last for ever
     run = open_run(store_in(tmp_path), "r", tiny())
     written(run, {"time": datetime(2026, 1, 1)})
     append(run.store, "r", "finished", {"owner": 1})

@@ -22,8 +22,7 @@ from areal_tasks.store.runs import load_run
 from arealflow.packages import INSTALLED, PACKAGES
 from flows.cli import main
 from flows.cli.automations import ask, install
-from flows.cli.deploy import deploy_all, deployment_names, print_commands, project
-from flows.cli.init import FILES, filled, recipe_name
+from flows.cli.projects import FILES, deploy_all, deployment_names, filled, print_commands, project, recipe_name
 from flows.deploy import enter
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe, parse_recipe
@@ -134,7 +133,7 @@ def test_a_recipe_that_is_none_is_refused_before_a_server_is_looked_for(
     for command in ("deploy", "up"):
         with pytest.raises(UserError, match=r"recipe file 'nosuch\.yaml' does not exist"):
             call(monkeypatch, command, "nosuch.yaml")
-    with pytest.raises(UserError, match="no Prefect server to deploy to: start it with `arealflow up`"):
+    with pytest.raises(UserError, match="no Prefect server runs here: start it with `arealflow up`"):
         call(monkeypatch, "deploy", "quickstart")
     assert list(work.iterdir()) == []
 

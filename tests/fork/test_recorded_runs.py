@@ -11,9 +11,9 @@ from replays import kept, replay
 from stage_driver import digests, drive, store_in
 
 from areal_tasks.engines.session import Engines
-from areal_tasks.report.facts import flatten
 from areal_tasks.stages.loop import Loop
 from areal_tasks.store.fork import Origin, parent_values
+from areal_tasks.store.history import diff
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.history.diff import diff_runs
 from areal_tasks.store.keys import semantic_values
@@ -152,5 +152,5 @@ def test_a_replay_that_trains_nothing_takes_the_recorded_proximal_logprobs(resum
 @pytest.mark.parametrize("name", NAMES)
 def test_every_semantic_field_has_a_value_in_a_recorded_recipe(unpacked: Path, name: str) -> None:
     """A field that was added later says what was computed before it existed (`before`)."""
-    values = dict(flatten(load_run(store_in(unpacked), name).recipe_at(0)))
+    values = dict(diff.leaves(load_run(store_in(unpacked), name).recipe_at(0)))
     assert {path for path, _, info in leaves(recipes()[name]) if is_semantic(info)} <= values.keys()

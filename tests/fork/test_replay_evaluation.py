@@ -10,7 +10,7 @@ import pytest
 from replays import kept, replay, segments
 from stage_driver import drive, store_in, tiny, tiny_evaluation
 
-from areal_tasks.report.data import make_report
+from areal_tasks.report.page import make_report
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.jobs import Job, run_directly
 from areal_tasks.store.fork import Origin, check_forkable

@@ -9,7 +9,7 @@ import pytest
 from replays import kept, replay
 from stage_driver import finished, store_in, tiny
 
-from areal_tasks.report.data import make_report
+from areal_tasks.report.page import make_report
 from areal_tasks.store.query import run_sql
 
 JUDGED = "reward.verifier=exact"

@@ -12,7 +12,7 @@ from areal_tasks.launchers.cluster import Resources, Submitted, Task
 from schemas.errors import UserError
 from schemas.recipe.launcher import Launcher
 
-slurm.LOOK_SECONDS = 0.2  # type: ignore[misc]
+slurm.POLL_SECONDS = 0.2  # type: ignore[misc]
 tasks: dict[str, Submitted] = {}
 cluster = slurm.slurm(Launcher(slurm=json.loads(sys.argv[1])))
 

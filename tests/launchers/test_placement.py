@@ -260,4 +260,4 @@ def test_a_run_whose_flow_has_ended(run: Run, capsys: pytest.CaptureFixture[str]
     assert "state" in json.loads(capsys.readouterr().out)[0]
     append(run.store, "r", "finished", {"owner": run.owner})
     placement.run_placement(run, [], True)
-    assert json.loads(capsys.readouterr().out)[0] == placement.local_row("trainer", ())
+    assert json.loads(capsys.readouterr().out)[0] == {"service": "trainer", "node": socket.gethostname(), "gpus": ""}

@@ -329,10 +329,10 @@ def test_a_character_of_which_a_part_is_printed_is_shown_once_it_is_whole(
     code = "import os, sys; os.write(1, b'caf\\xc3'); open(sys.argv[1]).read(); os.write(1, b'\\xa9\\xff')"
     runner = Runner([sys.executable, "-c", code, str(go_on)], {})
     wait_until(lambda: os.fstat(runner.printed.fileno()).st_size == 4, "the first part")
-    assert runner.look(0.0) == ("caf", None)
+    assert runner.poll(0.0) == ("caf", None)
     go_on.write_text("")
     runner.child.wait(LIMIT)
-    assert runner.look(0.0) == ("é\ufffd", 0)
+    assert runner.poll(0.0) == ("é\ufffd", 0)
 
 
 def test_a_driver_that_is_silent_counts_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

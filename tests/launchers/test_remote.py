@@ -22,9 +22,9 @@ from waiting import LIMIT, alive, wait_until
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.tls import Identity, introducing
+from areal_tasks.launchers import node as node_agent
 from areal_tasks.launchers.cluster import LOST, TAKEN_BACK
-from areal_tasks.launchers.node import messages
-from areal_tasks.launchers.node.agent import Agent, address_in
+from areal_tasks.launchers.node import Agent, address_in
 from areal_tasks.launchers.remote import RemoteHandle
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
 from areal_tasks.store import service_logs
@@ -102,7 +102,7 @@ def test_an_agent_answers_its_flow_alone(begin: Begin, store: Store) -> None:
     agent = node(store, "ready")
     stranger = Identity("flow")
     shown = Identity("arealflow", authority=True).sign(stranger.certificate)
-    body = messages.Stop(grace_seconds=0).model_dump_json()
+    body = node_agent.Stop(grace_seconds=0).model_dump_json()
     trusting = ssl.create_default_context(cadata=agent.certificate)
     for context in (trusting, introducing(agent.certificate, stranger, shown)):
         with pytest.raises(httpx.HTTPError):
@@ -115,7 +115,7 @@ def test_what_the_cluster_system_sees_holds_no_secret(begin: Begin, store: Store
     supervisor.wait(["ready"])
     agent = psutil.Process(node(store, "ready").pid)
     seen = " ".join([*agent.cmdline(), *agent.environ().values()])
-    assert messages.JOB in agent.environ()
+    assert node_agent.JOB in agent.environ()
     assert supervisor.token not in seen and "PRIVATE KEY" not in seen
 
 
@@ -156,7 +156,7 @@ def test_a_service_ends_when_its_lease_is_not_renewed(
     handle = supervisor.services["ready"].handle
     assert isinstance(handle, RemoteHandle)
     assert list(tmp_path.glob("node/arealflow-node-ready-*/agent/key.pem"))
-    handle._keeping.cancel()  # as when the flow is lost
+    handle._leasing.cancel()  # as when the flow is lost
     wait_until(lambda: not alive(pid) and not alive(agent))
     assert not list(tmp_path.glob("node/*")), "keys and logs are removed"
 
@@ -211,8 +211,8 @@ def test_a_start_that_the_cluster_system_repeats_ends(begin: Begin, store: Store
 def test_a_question_that_has_waited_for_too_long_renews_no_lease(tmp_path: Path) -> None:
     agent = agent_in(tmp_path, lease_seconds=5.0)
     agent._renewed -= 10.0
-    asyncio.run(agent.look(messages.Look(seconds=0.0, log_from=0)))
-    agent.start(messages.Start(token="", certificate=""))
+    asyncio.run(agent.poll(node_agent.Poll(seconds=0.0, log_from=0)))
+    agent.start(node_agent.Start(token="", certificate=""))
     assert agent.lost and agent._handle is None
 
 
@@ -224,7 +224,7 @@ def test_services_speak_over_ipv6(begin: Begin, store: Store) -> None:
 
 
 def test_other_software_on_a_machine_is_named(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = messages.software() | {"torch": "1.0"}
+    own = node_agent.software() | {"torch": "1.0"}
     monkeypatch.setattr("areal_tasks.launchers.remote.software", lambda: own)
     supervisor = begin("ready")
     with pytest.raises(ServiceFailed, match=r"has other software than .*: torch .* instead of 1\.0"):
@@ -246,20 +246,20 @@ def test_a_store_on_this_machine_is_refused(tmp_path: Path) -> None:
 def agent_in(folder: Path, lease_seconds: float = LIMIT) -> Agent:
     spec = ServiceSpec(name="ready", restart=0, store_url="", run="r", owner=1, recipe={})
     known = {"authority": "", "network": NETWORK, "lease_seconds": lease_seconds}
-    return Agent(messages.NodeJob(module=MODULE, spec=spec, threads=1, **known), Identity("agent"), "", folder)
+    return Agent(node_agent.NodeJob(module=MODULE, spec=spec, threads=1, **known), Identity("agent"), "", folder)
 
 
 def test_the_parts_of_a_log_end_between_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("areal_tasks.launchers.node.agent.LOG_BYTES", 5)
+    monkeypatch.setattr("areal_tasks.launchers.node.LOG_BYTES", 5)
     agent, log, read, at = agent_in(tmp_path), tmp_path / "service.log", "", 0
     written = "añéï€".encode()
     for size in range(len(written) + 1):
         log.write_bytes(written[:size])
-        state = asyncio.run(agent.look(messages.Look(seconds=0.0, log_from=at)))
+        state = asyncio.run(agent.poll(node_agent.Poll(seconds=0.0, log_from=at)))
         read, at = read + state.log, state.log_from
     log.write_bytes(written + b"\xff\xc3")
     monkeypatch.setattr(agent, "_exit_code", lambda: 0)
-    last = asyncio.run(agent.look(messages.Look(seconds=0.0, log_from=at)))
+    last = asyncio.run(agent.poll(node_agent.Poll(seconds=0.0, log_from=at)))
     assert (read, last.log, last.exit_code) == ("añéï€", "\ufffd\ufffd", 0)
 
 
@@ -269,7 +269,7 @@ def test_an_agent_frees_what_the_flow_has_read_of_a_long_log(tmp_path: Path, mon
     for n in range(600):
         with log.open("a") as file:
             file.write(f"{n} {'x' * 20_000}\n")
-        state = asyncio.run(agent.look(messages.Look(seconds=0.0, log_from=at)))
+        state = asyncio.run(agent.poll(node_agent.Poll(seconds=0.0, log_from=at)))
         read, at = read + state.log, state.log_from
         assert log.stat().st_blocks * 512 <= 5 << 20
     assert read == "".join(f"{n} {'x' * 20_000}\n" for n in range(600)) and at == log.stat().st_size

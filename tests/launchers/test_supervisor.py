@@ -22,8 +22,7 @@ from waiting import LIMIT, alive, wait_until
 from areal_tasks.engines.service import AWAY, TOKEN, ServiceSpec, make_server, register
 from areal_tasks.launchers import starts
 from areal_tasks.launchers.cluster import TAKEN_BACK, ClusterAway
-from areal_tasks.launchers.inline import InlineLauncher
-from areal_tasks.launchers.local import LocalHandle, LocalLauncher
+from areal_tasks.launchers.local import InlineLauncher, LocalHandle, LocalLauncher
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.supervisor import LONGEST_PAUSE_SECONDS, Ready, ServiceFailed, Supervisor
 from areal_tasks.store.backend import Store, Unavailable, open_store

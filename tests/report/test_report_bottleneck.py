@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_tasks.report.bottleneck import Spent, bottleneck, time_payload
+from areal_tasks.report.cost import Spent, bottleneck, time_payload
 
 
 def trainer(train: float, **waits: float) -> Spent:

@@ -11,8 +11,7 @@ from playwright.sync_api import Browser, Page, expect
 from report_runs import WORDS, Row, make_run, sample, store_of
 from waiting import LIMIT
 
-from areal_tasks.report.data import make_report, to_json
-from areal_tasks.report.page import make_page, render
+from areal_tasks.report.page import make_page, make_report, render, to_json
 from areal_tasks.store.backend import Store
 from areal_tasks.store.runs import open_run
 from schemas.recipe.load import load_recipe
@@ -94,7 +93,7 @@ def show(browser: Browser, store: Store, folder: Path) -> Iterator[Any]:
     def opened(*names: str, size: dict[str, int] = WIDE, dark: bool = False) -> Opened:
         target = folder / f"{'-'.join(names)}.html"
         if not target.exists():
-            target.write_text(make_page(store, names)[0], encoding="utf-8", newline="")
+            target.write_text(make_page(store, names, 400, 5_000_000)[0], encoding="utf-8", newline="")
         context = browser.new_context(viewport=size, color_scheme="dark" if dark else "light")  # type: ignore[arg-type]
         context.set_default_timeout(1000 * LIMIT)
         contexts.append((context, seen := Opened(context.new_page())))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from stage_driver import finished, store_in, tiny, tiny_sft
 
 from areal_tasks.engines.session import Engines
 from areal_tasks.report.cost import Cost, Start, cost_of
-from areal_tasks.report.data import make_report
+from areal_tasks.report.page import make_report
 from areal_tasks.store import paths
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.fork import Origin
@@ -101,22 +100,6 @@ def test_what_a_fork_shares_with_its_parent_costs_it_nothing(tmp_path: Path) -> 
     run = finished(tmp_path, "tiny", tiny())
     found = cost(open_run(run.store, "child", tiny(), origin=Origin("tiny", 2)))
     assert (found.generated, found.trained, found.iterations, found.stages) == (0, 0, 0, {})
-
-
-def test_costs_of_several_runs_are_added(tmp_path: Path) -> None:
-    one, other = cost(finished(tmp_path, "tiny", tiny())), cost(finished(tmp_path, "taught", tiny_sft()))
-    both = Cost() + one + other
-    assert both.trained == one.trained + other.trained and both.seconds == pytest.approx(one.seconds + other.seconds)
-    assert both.stages["train"] == pytest.approx(one.stages["train"] + other.stages["train"])
-    assert list(both.stages.values()) == sorted(both.stages.values(), reverse=True)
-
-
-def test_one_line() -> None:
-    starts = [Start(60, "finished", 2, "log"), Start(40, "last commit", 0, "recipe")]
-    found = Cost(90_000, 1_000, 80_000, 200_000, 10, {"train": 50, "rollout": 25, "verify": 5}, starts)
-    line = "91,000 tokens generated, 80,000 trained, 100 s (train 50.0 %, rollout 25.0 %), {}"
-    assert str(found) == line.format("120 GPU seconds")
-    assert str(replace(found, starts=[Start(100, "finished", 0, "recipe")])) == line.format("on the CPU")
 
 
 def test_the_page_says_where_its_figures_are_from(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from stage_driver import drive, tiny, tiny_evaluation, tiny_sft
 from stage_driver import store_in as driven
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from areal_tasks.report import rollouts, tokens
-from areal_tasks.report.data import Payload, make_report
+from areal_tasks.report import samples, tokens
+from areal_tasks.report.curves import Series, number, thin
 from areal_tasks.report.facts import differences
-from areal_tasks.report.series import Series, number, thin
+from areal_tasks.report.page import Payload, make_report
 from areal_tasks.report.tokens import texts_of
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.fork import Origin
@@ -182,20 +182,20 @@ def test_no_samples_are_embedded_where_none_are_asked_for(store: Store) -> None:
 
 @given(st.lists(st.booleans(), max_size=40))
 def test_stretches_say_where_the_mask_is_true(mask: list[bool]) -> None:
-    own = [i for start, length in rollouts.stretches(mask) for i in range(start, start + length)]
+    own = [i for start, length in samples.stretches(mask) for i in range(start, start + length)]
     assert own == [i for i, true in enumerate(mask) if true]
 
 
 def test_long_samples_keep_beginning_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts, "MAX_TOKENS", 8)
+    monkeypatch.setattr(samples, "MAX_TOKENS", 8)
     ids = list(range(100))
     long = {"input_ids": ids, "loss_mask": [i > 1 for i in ids], "logprobs": [-float(i) for i in ids]}
-    tokens = rollouts.encode_tokens(long)
+    tokens = samples.encode_tokens(long)
     assert tokens["ids"] == [0, 1, 2, 3, 4, 5, 98, 99] and tokens["cut"] == [6, 92]
     assert tokens["lp"] == [-2, -3, -4, -5, -98, -99] and tokens["own"] == [[2, 6]]
     text = "a" * 30_000 + "end"
-    assert rollouts.cut_text(text).endswith("aend") and "10003 characters left out" in rollouts.cut_text(text)
-    assert rollouts.cut_text("short") == "short"
+    assert samples.cut_text(text).endswith("aend") and "10003 characters left out" in samples.cut_text(text)
+    assert samples.cut_text("short") == "short"
 
 
 # ── tokens ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -15,8 +15,7 @@ from report_runs import Row, make_run, rows, store_of
 from typer.testing import CliRunner
 
 from areal_tasks.report import page
-from areal_tasks.report.data import to_json
-from areal_tasks.report.page import MODULES, bundle, make_page, policy, render
+from areal_tasks.report.page import MODULES, bundle, make_page, policy, render, to_json
 from areal_tasks.store.backend import Store
 from flows.cli.main import app
 from schemas.errors import UserError
@@ -47,7 +46,7 @@ def test_the_page_is_no_larger_than_asked_for(store: Store, limit: int) -> None:
 def test_a_page_that_cannot_fit_says_what_to_do(store: Store) -> None:
     make_run(store, "a", [rows(0)])
     with pytest.raises(UserError, match="--max-mb"):
-        make_page(store, ["a"], max_bytes=50_000)
+        make_page(store, ["a"], 400, 50_000)
 
 
 @given(st.dictionaries(st.text(), st.text() | st.floats(allow_nan=False, allow_infinity=False) | st.none()))
@@ -60,7 +59,7 @@ def test_data_is_json_that_holds_no_markup(value: Row) -> None:
 def test_hostile_texts_stay_inside_the_data(store: Store) -> None:
     hostile = "</script><script>hacked=1</script><!-- {{script}} --><img src=x onerror=hacked=1>"
     make_run(store, "a", [rows(0, prompt=hostile, completion=hostile, detail=hostile)])
-    html, _ = make_page(store, ["a"])
+    html, _ = make_page(store, ["a"], 400, 5_000_000)
     assert html.count("</script>") == 2 and html.count("<script") == 2 and "<img" not in html and "<!--" not in html
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
     assert data is not None and json.loads(data[1])["runs"][0]["samples"][0]["prompt"] == hostile
@@ -98,7 +97,7 @@ def test_a_report_needs_neither_torch_nor_prefect(store: Store) -> None:
     make_run(store, "a", [rows(0)])
     code = (
         "import sys; from areal_tasks.report.page import make_page; from areal_tasks.store.backend import open_store\n"
-        f"html, report = make_page(open_store({store.url!r}), ['a'])\n"
+        f"html, report = make_page(open_store({store.url!r}), ['a'], 400, 5_000_000)\n"
         "assert report.payload['runs'][0]['vocabulary'], report\n"
         "print(sorted({'torch', 'prefect', 'transformers'} & set(sys.modules)))"
     )

@@ -19,8 +19,7 @@ import psutil
 import pytest
 from waiting import LIMIT, alive, wait_until
 
-from areal_tasks.rewards.job import Job
-from areal_tasks.rewards.pool import VerifierPool, VerifyResult
+from areal_tasks.rewards.pool import Job, VerifierPool, VerifyResult
 from areal_tasks.rewards.processes import Forkserver, Worker
 from areal_tasks.rewards.protocol import Row
 from schemas.errors import UserError

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from stage_driver import drive, store_in, tiny
 
-from areal_tasks.report.data import make_report
+from areal_tasks.report.page import make_report
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.jobs import IterationResult, Job, run_directly
 from areal_tasks.stages.prompts import dropped_eval_prompts

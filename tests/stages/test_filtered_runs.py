@@ -9,7 +9,7 @@ import pytest
 from stage_driver import GROUPS, digests, drive, finished, left_over, start_driver, store_in, tiny
 from waiting import wait_until
 
-from areal_tasks.report.data import make_report
+from areal_tasks.report.page import make_report
 from areal_tasks.rollout.settled import Settled, settled_after
 from areal_tasks.stages.generation import groups_of
 from areal_tasks.store.fork import Origin

@@ -24,8 +24,8 @@ from areal_tasks.store.history.audit import audit
 from areal_tasks.store.objects.inventory import remove
 from areal_tasks.store.runs import Run, open_run
 from areal_tasks.store.service_logs import LogCopy, LogName, ServiceLog, rotate
-from flows.cli import logs as command
-from flows.service_logs import ServiceLogs
+from flows.background import ServiceLogs
+from flows.cli import services as command
 from schemas.errors import UserError
 
 TRAINER = LogName("trainer", 1, 0)

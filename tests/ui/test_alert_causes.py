@@ -7,24 +7,26 @@ import random
 
 import pytest
 
-from flows.alerts import (
-    Alert,
-    Earlier,
-    Watch,
-    behaviour_clipped,
-    engines_disagree,
-    few_effective_samples,
-    kl_explosion,
-    old_samples,
-    reward_collapse,
-    verifier_failures,
-)
+from flows.alerts import Alert, Earlier, Watch, beyond, reward_collapse
 from schemas.recipe.sections import Alerts
 
 
 def causes(of: Watch, rewards: list[float]) -> list[tuple[int, str]]:
     """(iteration, cause) of every alert that these rewards lead to."""
     return [(k, alert.cause) for k, reward in enumerate(rewards) for alert in of({"verify": {"reward": reward}})]
+
+
+def alone(stage: str, metrics: dict[str, float], eta: int = 0, **settings: float) -> Alert | None:
+    """The one alert that these metrics of a stage raise; None without any."""
+    found = list(
+        beyond(
+            *({name: metrics if name == stage else {} for name in ("verify", "train")}).values(),
+            eta,
+            Alerts.model_validate(settings),
+        )
+    )
+    assert len(found) < 2
+    return found[0] if found else None
 
 
 def test_a_collapse_is_seen_within_a_window_and_said_once() -> None:
@@ -80,20 +82,20 @@ def test_a_collapse_names_figures_and_setting() -> None:
     ],
 )
 def test_kl(metrics: dict[str, float], said: str) -> None:
-    alert = kl_explosion(metrics, 1.0)
+    alert = alone("train", metrics, max_kl=1.0)
     assert (alert.message if alert else "").startswith(said) and bool(alert) == bool(said)
 
 
 def test_timeouts_and_errors_count_together() -> None:
-    alert = verifier_failures({"timeout": 0.04, "error": 0.04, "unparseable": 0.5}, 0.05)
+    alert = alone("verify", {"timeout": 0.04, "error": 0.04, "unparseable": 0.5}, max_unverified=0.05)
     assert alert is not None and alert.value == pytest.approx(0.08)
-    assert verifier_failures({"timeout": 0.05, "error": 0.0}, 0.05) is None
-    assert verifier_failures({}, 0.05) is None
+    assert alone("verify", {"timeout": 0.05, "error": 0.0}, max_unverified=0.05) is None
+    assert alone("verify", {}) is None
 
 
 @pytest.mark.parametrize(("gap", "wrong"), [(0.2, True), (math.nan, True), (0.05, False)])
 def test_engines_that_disagree(gap: float, wrong: bool) -> None:
-    assert (engines_disagree({"logprob_gap_mean": gap}, 0.05) is not None) == wrong
+    assert (alone("train", {"logprob_gap_mean": gap}, max_logprob_gap=0.05) is not None) == wrong
 
 
 def test_engines_that_disagree_by_what_a_server_has_scored() -> None:
@@ -105,22 +107,22 @@ def test_engines_that_disagree_by_what_a_server_has_scored() -> None:
 
 @pytest.mark.parametrize(("share", "wrong"), [(0.3, True), (math.nan, True), (0.5, False), (1.0, False)])
 def test_few_effective_samples(share: float, wrong: bool) -> None:
-    alert = few_effective_samples({"effective_sample_size": share}, 0.5)
-    assert (alert is not None) == wrong and few_effective_samples({}, 0.5) is None
+    alert = alone("train", {"effective_sample_size": share}, min_effective_sample_size=0.5)
+    assert (alert is not None) == wrong
     assert alert is None or "(alerts.min_effective_sample_size 0.5)" in alert.message
 
 
 @pytest.mark.parametrize(("share", "wrong"), [(0.2, True), (math.nan, True), (0.1, False), (0.0, False)])
 def test_clipped_behaviour_weights(share: float, wrong: bool) -> None:
-    alert = behaviour_clipped({"behaviour_clipped": share}, 0.1)
-    assert (alert is not None) == wrong and behaviour_clipped({}, 0.1) is None
+    alert = alone("train", {"behaviour_clipped": share}, max_behaviour_clipped=0.1)
+    assert (alert is not None) == wrong
     assert alert is None or "(alerts.max_behaviour_clipped 0.1)" in alert.message
 
 
 @pytest.mark.parametrize(("lag", "wrong"), [(7.0, True), (6.0, False), (2.0, False)])
 def test_samples_far_older_than_the_bound(lag: float, wrong: bool) -> None:
-    alert = old_samples({"lag_max": lag}, 4.0, 2)
-    assert (alert is not None) == wrong and old_samples({}, 4.0, 2) is None
+    alert = alone("train", {"lag_max": lag}, eta=2, max_lag_beyond=4.0)
+    assert (alert is not None) == wrong
     assert alert is None or "(alerts.max_lag_beyond 4)" in alert.message
 
 

@@ -17,7 +17,7 @@ from stage_driver import tiny
 from waiting import wait_until
 from webhook import Webhook
 
-from flows.cli.alerts import BLOCK, WEBHOOK_VARIABLE, filled, install_alerts, remove_alerts, save_block
+from flows.cli.automations import BLOCK, WEBHOOK_VARIABLE, filled, install_alerts, remove_alerts, save_block
 from schemas.errors import UserError
 from schemas.recipe.load import parse_recipe
 

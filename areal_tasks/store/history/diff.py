@@ -132,7 +132,7 @@ def field_changes(a: Run, b: Run, length_a: int, length_b: int) -> list[FieldCha
 
 
 def _changes(k: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[FieldChange]:
-    left, right = dict(_leaves(a)), dict(_leaves(b))
+    left, right = dict(leaves(a)), dict(leaves(b))
     semantic = _semantic(a) | _semantic(b)
     for field in sorted(left.keys() | right.keys()):
         pair = left.get(field, _UNSET), right.get(field, _UNSET)
@@ -140,10 +140,11 @@ def _changes(k: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[FieldChan
             yield FieldChange(k, field, *pair, semantic=field in semantic)
 
 
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted path and the value of each field."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -153,9 +154,9 @@ def _semantic(recipe: dict[str, Any]) -> set[str]:
     try:
         parsed = RECIPES[recipe["flow"]].model_validate(recipe)
     except (ValidationError, KeyError):
-        return {field for field, _ in _leaves(recipe)}
+        return {field for field, _ in leaves(recipe)}
     values = semantic_values(parsed)
-    return {field for field, _ in _leaves(recipe) if any(field == v or field.startswith(f"{v}.") for v in values)}
+    return {field for field, _ in leaves(recipe) if any(field == v or field.startswith(f"{v}.") for v in values)}
 
 
 def _code_changes(a: Sequence[IterationCommit], b: Sequence[IterationCommit]) -> list[tuple[int, str, str]]:

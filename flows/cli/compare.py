@@ -1,26 +1,21 @@
-"""`arealflow diff`: where two runs first differ, and how their curves compare."""
+"""`arealflow diff` and `report`: two runs compared line by line; curves and rollouts of runs as an HTML page."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.history.diff import Difference, diff_runs
-from areal_tasks.store.history.diff_curves import Section
-from flows.cli.inspect import AsJson, StoreUrl
-
-Name = Annotated[str, typer.Argument(help="Name of a run.")]
+from flows.cli.output import AsJson, RunName, StoreUrl, show_compared
+from schemas.errors import UserError
 
 
-def diff(a: Name, b: Name, store: StoreUrl = "", as_json: AsJson = False) -> None:
+def diff(a: RunName, b: RunName, store: StoreUrl = "", as_json: AsJson = False) -> None:
     """Where two runs first differ (recipe, code, inputs, outputs), and how their curves compare."""
     found = diff_runs(open_store(store), a, b)
     if as_json:
@@ -30,10 +25,10 @@ def diff(a: Name, b: Name, store: StoreUrl = "", as_json: AsJson = False) -> Non
         typer.echo(line)
     if found.fields:
         typer.echo()
-        show_sections([Section("recipe", [_field_row(found, change) for change in map(asdict, found.fields)])])
+        show_compared("recipe", [_field_row(found, change) for change in map(asdict, found.fields)])
     if not found.same:
         typer.echo()
-        show_sections([found.curves])
+        show_compared(found.curves.title, found.curves.rows)
 
 
 def as_values(found: Difference) -> dict[str, Any]:
@@ -88,20 +83,28 @@ def _field_row(found: Difference, change: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def show_sections(sections: Sequence[Section]) -> None:
-    """Print comparisons as tables; long cells are folded."""
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
-    for section in sections:
-        table = Table(title=section.title, title_justify="left")
-        for name in section.rows[0] if section.rows else ["(no rows)"]:
-            table.add_column(name, overflow="fold")
-        for row in section.rows:
-            table.add_row(*(cell(value) for value in row.values()))
-        console.print(table)
+def report(
+    runs: Annotated[list[str], typer.Argument(help="Names of runs; several are shown side by side.")],
+    out: Annotated[Path | None, typer.Option(help="The file to write; else report-RUN.html here.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Samples of each run that the page holds, at most.")] = 400,
+    max_mb: Annotated[float, typer.Option(min=0.5, max=500, help="Size of the page in MB, at most.")] = 5.0,
+    store: StoreUrl = "",
+) -> None:
+    """One self-contained HTML page of curves and rollouts, readable offline."""
+    from areal_tasks.report.page import make_page  # here: it imports DuckDB and numpy
+
+    target = out or Path(f"report-{'-'.join(runs)}.html")
+    html, made = make_page(open_store(store), runs, samples, int(max_mb * 1e6))
+    _write_page(target, html)
+    size = target.stat().st_size / 1e6
+    typer.echo(f"{target}: {size:.2f} MB, {made.embedded} of {made.available} samples. Open it in any browser.")
+    for run in made.payload["runs"]:
+        for line in (*([run["state"]] if not run["state"].startswith("Finished") else []), *run["problems"]):
+            typer.echo(f"{run['name']}: {line}")
 
 
-def cell(value: Any) -> str:
-    """A value as text in a table cell."""
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _write_page(target: Path, html: str) -> None:
+    try:
+        target.write_text(html, encoding="utf-8", newline="")
+    except OSError as error:
+        raise UserError(f"{target} cannot be written ({error.strerror}): name another file with --out.") from error

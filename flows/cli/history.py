@@ -1,4 +1,4 @@
-"""`arealflow audit`: checks that every byte of a run is what was written, and signs or verifies its root hash."""
+"""`arealflow audit` and `log`: whether a run is what was written, who signed it, and who did what to it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.history.audit import Report
 from areal_tasks.store.history.audit import audit as check
+from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.history.signing import Verified, sign, unsigned_lines, verify
-from flows.cli.inspect import AsJson, StoreUrl
+from areal_tasks.store.opening import check_name
+from areal_tasks.store.runs import load_run
+from flows.cli.output import AsJson, RunName, StoreUrl, show
 from schemas.errors import UserError
-from schemas.manifest import Signature
-
-RunName = Annotated[str, typer.Argument(help="Name of the run.")]
+from schemas.manifest import LogRecord, Signature
 
 
 def audit(
@@ -150,3 +152,32 @@ def _left_out(report: Report, newest: Verified, lines: int) -> str:
     if not left:
         return f"{signed}, which is all"
     return f"{signed}; NOT signed: {' and '.join(left)}. `arealflow audit {report.run} --sign KEY` signs them"
+
+
+def log(run: RunName, store: StoreUrl = "", as_json: AsJson = False) -> None:
+    """The log of a run, also of a removed one, oldest line first."""
+    place = open_store(store)
+    lines = read_log(place, _known(place, run))
+    show([line.model_dump() if as_json else _log_row(line) for line in lines], as_json)
+
+
+def _known(store: Store, run: str) -> str:
+    """`run`, if a run of this name exists or was removed; else UserError with the names of the runs."""
+    check_name(run)
+    return run if store.exists(paths.run_tombstone(run)) else load_run(store, run).name
+
+
+def _log_row(line: LogRecord) -> dict[str, object]:
+    return {
+        "n": line.n,
+        "time": line.time[:19],
+        "action": line.action,
+        "who": f"{line.user}@{line.host}",
+        "flow run": line.prefect_flow_run_id or "-",
+        "details": ", ".join(f"{name} {_short(value)}" for name, value in line.details.items()),
+    }
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return f"{text[:12]}…" if len(text) == 64 else text

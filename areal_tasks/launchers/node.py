@@ -1,4 +1,4 @@
-"""The process that a cluster system starts on a machine, for one start of one service.
+"""The node agent: the process that a cluster system starts on a machine, for one start of one service.
 
 It makes a key, records in the store where it listens, and waits for the flow, which proves itself by a certificate of
 its authority. From the flow it gets the token, a certificate, and from then on a lease: when that is not renewed, the
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import hashlib
 import logging
 import os
 import signal
@@ -19,25 +20,27 @@ import sys
 import tempfile
 import threading
 import time
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from ipaddress import ip_address, ip_network
 from pathlib import Path
+from platform import python_version
 from types import FrameType
 from typing import Any, Final
 
 import uvicorn
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_tasks.engines.ports import listen, url_host
-from areal_tasks.engines.service import store_may_be_away
+from areal_tasks.engines.service import ServiceSpec, store_may_be_away
 from areal_tasks.engines.tls import AUTHORITY, CERTIFICATE, KEY, Identity
 from areal_tasks.launchers.cluster import TAKEN_BACK
 from areal_tasks.launchers.gpus import visible_gpus
 from areal_tasks.launchers.local import LocalHandle, LocalLauncher
-from areal_tasks.launchers.node.messages import JOB, Look, NodeJob, Start, State, Stop, software
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.usage import Usage
 from areal_tasks.store.backend import Exists, open_store
@@ -50,8 +53,86 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 0.1
 LOG_BYTES: Final = 1 << 18  # of a service's log in one answer
-FAREWELL_SECONDS: Final = 70.0  # for a rollout worker to write what is finished: longer than it allows itself
-STOP_SECONDS: Final = 5.0
+FLUSH_SECONDS: Final = 70.0  # for a rollout worker to write what is finished: longer than it allows itself
+JOB: Final = "AREAL_NODE_JOB"
+#: Packages whose versions change what a service computes, or whether its messages are understood.
+PACKAGES: Final = ("torch", "transformers", "tokenizers", "numpy", "pyarrow", "pydantic", "sglang", "deepspeed")
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NodeJob(Message):
+    """What an agent gets at its start, through the cluster system. Contains no secret."""
+
+    module: str
+    spec: ServiceSpec
+    threads: int
+    authority: str = Field(description="the flow's certificate: only who shows one that it has signed is answered")
+    network: str = Field(description="see `launcher.network`")
+    lease_seconds: float
+
+
+class Start(Message):
+    """/start: start the service, unless it has been started."""
+
+    token: str = Field(repr=False)
+    certificate: str = Field(description="for the agent's key, by the flow's authority")
+
+
+class Poll(Message):
+    """/poll, which renews the lease: answered at the service's end, else after `seconds`."""
+
+    seconds: float
+    log_from: int = Field(description="the position in the service's log from which it is wanted")
+
+
+class State(Message):
+    """Answer to /poll: the next part of the log, and after the last part the exit code of a service that has ended."""
+
+    exit_code: int | None
+    log: str
+    log_from: int
+    usage: Usage | None = Field(description="what the service takes of this machine, while it runs")
+
+
+class Stop(Message):
+    """/stop: end the service, and then the agent."""
+
+    grace_seconds: float
+
+
+@cache
+def software() -> dict[str, str]:
+    """What must be the same on all machines of a run: the code's digest, and versions of Python and packages."""
+    return {"arealflow": _code_digest(), "python": python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def difference(mine: dict[str, str], theirs: dict[str, str]) -> str:
+    """How a machine's software differs from this one's, in words; empty if it does not."""
+    names = [name for name in mine if mine[name] != theirs.get(name)]
+    return ", ".join(f"{name} {theirs.get(name) or 'none'} instead of {mine[name] or 'none'}" for name in names)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _code_digest() -> str:
+    """A digest of this program's files, for a checkout may be changed without a change of version."""
+    root = Path(__file__).resolve().parents[2]
+    files = sorted(path for room in ("areal_tasks", "schemas") for path in (root / room).rglob("*.py"))
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+# ── the process ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Agent:
@@ -88,9 +169,9 @@ class Agent:
                 )
                 self._handle.gpus = _given_gpus()
 
-    async def look(self, order: Look) -> State:
+    async def poll(self, order: Poll) -> State:
         """Renew the lease; wait for the service's end. The flow has the log before the position that it asks from."""
-        if not self.lost:  # a question may have waited while this process, or its machine, stood still
+        if not self.lost:  # the request may have waited while this process, or its machine, was stopped
             self._renewed = time.monotonic()
         rotate(self._log, order.log_from)
         self._measure()
@@ -131,7 +212,7 @@ class Agent:
         """End the service as when the flow has ended: through its lifeline."""
         self._launcher.close()
         if self._handle is not None:
-            until = time.monotonic() + FAREWELL_SECONDS
+            until = time.monotonic() + FLUSH_SECONDS
             while self._handle.exit_code() is None and time.monotonic() < until:
                 time.sleep(POLL_SECONDS)
             self._handle.stop(0.0)
@@ -143,13 +224,13 @@ class Agent:
         async def start(request: Request) -> Response:
             return await _in_thread(self.start, Start.model_validate_json(await request.body()))
 
-        async def look(request: Request) -> Response:
-            return _answer(await self.look(Look.model_validate_json(await request.body())))
+        async def poll(request: Request) -> Response:
+            return _answer(await self.poll(Poll.model_validate_json(await request.body())))
 
         async def stop(request: Request) -> Response:
             return await _in_thread(self.stop, Stop.model_validate_json(await request.body()))
 
-        return Starlette(routes=[Route(f"/{f.__name__}", f, methods=["POST"]) for f in (start, look, stop)])
+        return Starlette(routes=[Route(f"/{f.__name__}", f, methods=["POST"]) for f in (start, poll, stop)])
 
 
 def _given_gpus() -> tuple[str, ...]:
@@ -227,7 +308,7 @@ def _run_in(folder: Path, job: NodeJob) -> int:
     try:
         open_store(spec.store_url).create(node_path(spec.run, spec.owner, spec.name, spec.restart), record.encode())
     except Exists:
-        log.error("this start of %s has been here before: the cluster system has begun it again; ending", spec.name)
+        log.error("this start of %s has run here before: the cluster system has started it again; ending", spec.name)
         return TAKEN_BACK
     signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -254,3 +335,7 @@ def main() -> None:
         except UserError as error:
             sys.exit(f"error: {error}")
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,38 +1,119 @@
-"""`arealflow top`: what the services of a run do now, from any machine that reads and writes its store."""
+"""`arealflow logs` and `top`: what the services of a run have written and what they do now, from any machine."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+from rich import filesize
 from rich.console import Console, Group
 from rich.live import Live
 
-from areal_tasks.store.backend import StoreError, open_store
+from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.runs import Run, load_run
+from areal_tasks.store.service_logs import LogName, ServiceLog, service_logs
 from areal_tasks.store.system import newest_owner, newest_record, read_samples, watch
-from flows.cli.audit import RunName
-from flows.cli.inspect import AsJson, StoreUrl, show, table_of
+from flows.cli.output import AsJson, RunName, StoreUrl, show, table_of
+from flows.home import logs_folder
 from schemas.errors import UserError
 from schemas.manifest import ENDINGS
+
+FOLLOW_SECONDS: Final = 2.0
+
+
+def logs(
+    run: RunName,
+    service: Annotated[str, typer.Argument(help="Name of a service, such as trainer; none: a list of the logs.")] = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written, until Ctrl-C.")] = False,
+    tail: Annotated[int, typer.Option("--tail", min=0, help="Only the last N lines; 0: all.")] = 0,
+    store: StoreUrl = "",
+    as_json: AsJson = False,
+) -> None:
+    """The log of a service's newest start, or a list of the logs of all services of a run."""
+    place, folder = open_store(store), logs_folder()
+    name = load_run(place, run).name
+    found = service_logs(place, name, folder)
+    if not service:
+        show([_log_row(log) for log in found], as_json, f"logs of services · run {name}")
+        return
+    mine = _logs_of(found, service)
+    if not mine and not follow:
+        raise UserError(_none_of(found, service, name))
+    if not mine:
+        typer.echo(f"{_none_of(found, service, name)}; waiting for one", err=True)
+    while not mine:
+        time.sleep(FOLLOW_SECONDS)
+        mine = _logs_of(service_logs(place, name, folder), service)
+    newest = mine[-1]
+    at = newest.tail(tail) if tail else 0
+    _write_log(newest, at)
+    if follow:
+        _follow(place, name, folder, newest.name, newest.size)
+
+
+def _follow(store: Store, run: str, folder: Path, name: LogName, at: int) -> None:
+    """Write what is added to a service's log, and the logs of its later starts."""
+    try:
+        while True:
+            time.sleep(FOLLOW_SECONDS)
+            for log in service_logs(store, run, folder):
+                if log.name.service == name.service and log.name >= name:
+                    at = at if log.name == name else _note_start(log.name)
+                    _write_log(log, at)
+                    name, at = log.name, max(at, log.size)
+    except KeyboardInterrupt:
+        return
+
+
+def _note_start(name: LogName) -> int:
+    typer.echo(f"── {name.service} starts again: owner {name.owner}, restart {name.restart}", err=True)
+    return 0
+
+
+def _logs_of(found: Sequence[ServiceLog], service: str) -> list[ServiceLog]:
+    return [log for log in found if log.name.service == service]
+
+
+def _none_of(found: Sequence[ServiceLog], service: str, run: str) -> str:
+    """That a service has no log, with the names of the services that have one."""
+    names = ", ".join(dict.fromkeys(log.name.service for log in found))
+    others = f"there are logs of {names}" if names else "no service of it has one (threads log in the flow's log)"
+    return f"run {run!r} has no log of a service {service!r} yet: {others}"
+
+
+def _write_log(log: ServiceLog, at: int) -> None:
+    for data in log.read_from(at):
+        sys.stdout.buffer.write(data)
+    sys.stdout.flush()
+
+
+def _log_row(log: ServiceLog) -> dict[str, Any]:
+    return {
+        "service": log.name.service,
+        "owner": log.name.owner,
+        "restart": log.name.restart,
+        "bytes": log.size,
+        "where": str(log.file) if log.file else "store",
+    }
+
 
 Row = dict[str, Any]
 
 POLL_SECONDS: Final = 2.0
-#: Between two records that say that the samples are watched: the flow heeds each for longer.
+#: Between two records that say that the samples are watched: the flow acts on each for longer.
 WATCH_SECONDS: Final = 45.0
 #: How long a single table waits for a sample that is newer than the stored ones.
 FRESH_SECONDS: Final = 15.0
 
 
 class Watcher:
-    """Reads the newest samples of a run, and has its flow store them at once."""
+    """Reads the newest samples of a run, and asks its flow to store them at once."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -47,7 +128,7 @@ class Watcher:
         end = next((line for line in lines if line.action in ENDINGS), None)
         return f"{end.action} at {end.time[:19]} UTC" if end else ""
 
-    def look(self) -> bool:
+    def refresh(self) -> bool:
         """Read the newest sample; whether there is a new one."""
         if (owner := newest_owner(self.run)) != self.owner:
             self.owner, self._record, self._asked = owner, 0, 0.0
@@ -60,7 +141,7 @@ class Watcher:
         return True
 
     def ask(self) -> None:
-        """Have the flow store its samples at once, if it has not been told so lately."""
+        """Ask the flow to store its samples at once, unless it was asked a short time ago."""
         now = time.monotonic()
         if self.owner and now - self._asked > WATCH_SECONDS:
             with suppress(StoreError):  # no permission to write: the samples come less often
@@ -76,28 +157,26 @@ def top(
 ) -> None:
     """What each service of a run does or waits for, its queue, and what it takes of its machine; until Ctrl-C."""
     watcher = Watcher(load_run(open_store(store), run))
-    watcher.look()
+    watcher.refresh()
     ended = watcher.ended()
     if not ended:
         watcher.ask()
     if ended or once or as_json or not sys.stdout.isatty():
-        _print(watcher, ended, as_json)
+        _print_sample(watcher, ended, as_json)
     else:
         with suppress(KeyboardInterrupt):
             _live(watcher)
 
 
-def _print(watcher: Watcher, ended: str, as_json: bool) -> None:
+def _print_sample(watcher: Watcher, ended: str, as_json: bool) -> None:
     """Print the newest sample; of a run that goes on, one that is taken now if it comes soon."""
     until = time.monotonic() + FRESH_SECONDS
-    while not ended and time.monotonic() < until and not watcher.look():
+    while not ended and time.monotonic() < until and not watcher.refresh():
         time.sleep(POLL_SECONDS / 4)
     if not watcher.rows:
         raise UserError(f"there are no samples of the services of run {watcher.run.name!r} yet")
-    if as_json:
-        typer.echo(json.dumps(watcher.rows, default=str, indent=1))
-    else:
-        show([row_of(row) for row in watcher.rows], False, title_of(watcher.run.name, watcher.rows[0], ended))
+    rows = watcher.rows if as_json else [row_of(row) for row in watcher.rows]
+    show(rows, as_json, title_of(watcher.run.name, watcher.rows[0], ended))
 
 
 def _live(watcher: Watcher) -> None:
@@ -113,12 +192,12 @@ def _notes(watcher: Watcher) -> Iterator[str]:
     since = time.monotonic()
     while not (ended := watcher.ended()):
         watcher.ask()
-        if watcher.look():
+        if watcher.refresh():
             since = time.monotonic()
         silent = time.monotonic() - since
         yield f"no new sample for {silent:.0f} s" if silent > FRESH_SECONDS else ""
         time.sleep(POLL_SECONDS)
-    watcher.look()
+    watcher.refresh()
     yield ended
 
 
@@ -138,8 +217,8 @@ def row_of(row: Mapping[str, Any]) -> dict[str, str]:
         "now": row["doing"] or f"waits for {row['waits_for']}",
         "for": f"{row['state_seconds']:.0f} s",
         "CPU": _percent(row["cpu"]),
-        "memory": _bytes(row["memory"]),
-        "GPU": " ".join(filter(None, (_percent(row["gpu"]), _bytes(row["gpu_memory"])))),
+        "memory": _size(row["memory"]),
+        "GPU": " ".join(filter(None, (_percent(row["gpu"]), _size(row["gpu_memory"])))),
         "running": "" if row["running"] is None else f"{row['running']}{at_once}",
         "waiting": "" if row["waiting"] is None else str(row["waiting"]),
     }
@@ -155,7 +234,5 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}".replace("%", " %")
 
 
-def _bytes(number: int | None) -> str:
-    if number is None:
-        return ""
-    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
+def _size(number: int | None) -> str:
+    return "" if number is None else filesize.decimal(number)

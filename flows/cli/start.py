@@ -1,0 +1,255 @@
+"""`arealflow run`, `fork` and `replay`: a flow in this process and terminal.
+
+The Prefect server that runs records it, else a temporary one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, Final, cast
+
+import httpx
+import typer
+
+from areal_tasks.importing import importing
+from areal_tasks.stages.preflight import check_code, check_engines, check_inputs
+from areal_tasks.store.backend import open_store, store_url
+from areal_tasks.store.first_start import check_first_start
+from areal_tasks.store.fork import Origin, ReplayEnd, ReplayStart, check_forkable, parent_values
+from areal_tasks.store.keys import digest_json
+from areal_tasks.store.paths import run_record
+from areal_tasks.store.runs import Run, load_run
+from flows.cli import processes
+from flows.cli.output import AsJson, Overrides, RecipeName, StoreUrl, show_compared
+from flows.cli.projects import is_file
+from flows.credentials import in_environment, on_s3
+from flows.home import add_import_folder, home
+from flows.server import TemporaryServer
+from schemas.errors import UserError
+from schemas.recipe.load import load_recipe, parse_recipe, run_and_changes
+from schemas.recipe.recipe import Recipe
+
+#: Modules of services that run as threads of this process.
+INLINE: Final = ("areal_tasks.engines.trainer.process", "areal_tasks.engines.embedded.process")
+
+
+def run_recipe(recipe: Recipe, name: str, **parameters: Any) -> dict[str, Any]:
+    """Run the recipe's flow in this process; returns what it returns, raises what it raises."""
+    services = INLINE if recipe.launcher.type == "inline" else ()
+    return call_flow(recipe.flow, recipe, run=name, imports=services, **parameters)
+
+
+def call_flow(name: str, *arguments: Any, imports: Sequence[str] = (), **parameters: Any) -> dict[str, Any]:
+    """Run the flow `name` in this process; returns what it returns, raises what it raises.
+
+    Imports Prefect, the flow and `imports`, which takes seconds. Without a Prefect server, one starts meanwhile.
+    """
+    server = None
+    if api_url := processes.named_server():
+        check_server(api_url)
+    else:
+        server = TemporaryServer()
+        api_url = server.api_url
+    with importing():
+        flow = getattr(import_module(f"flows.{name}"), name)
+        for module in imports:
+            import_module(module)
+        import_module("flows.startup").mark("imports")
+    with prefect_settings(api_url, server is not None):
+        if server is not None:
+            server.wait(processes.START_SECONDS)
+        return cast("dict[str, Any]", flow(*arguments, **parameters))
+
+
+def check_server(api_url: str) -> None:
+    """UserError if the Prefect server at `api_url` does not answer."""
+    try:
+        httpx.get(f"{api_url}/health", timeout=30).raise_for_status()
+    except httpx.HTTPError as error:
+        remedy = "Start it, or unset PREFECT_API_URL: then `arealflow run` finds or starts a server itself."
+        raise UserError(f"no Prefect server answers at {api_url}: {error or type(error).__name__}. {remedy}") from error
+
+
+def prefect_settings(api_url: str, temporary: bool) -> AbstractContextManager[Any]:
+    """Prefect's settings for a flow recorded by the server at `api_url`; a temporary server has no UI."""
+    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_UI_URL, temporary_settings
+
+    own = {PREFECT_HOME: home() / "prefect", PREFECT_UI_URL: ""} if temporary else {}
+    return temporary_settings({PREFECT_API_URL: api_url, **own})
+
+
+def run(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    store: Annotated[
+        str, typer.Option("--store", help="Folder or URL of the store, as store.url; else the recipe's.")
+    ] = "",
+) -> None:
+    """Run a recipe in this process; its services are threads unless launcher.type is given."""
+    name, changes = run_and_changes(overrides)
+    loaded = in_threads(recipe, [*changes, *in_store(store, changes)])
+    if is_file(recipe):
+        add_import_folder(Path(recipe).parent)
+    check_start(loaded, name)
+    result = run_recipe(loaded, name)
+    typer.echo(outcome(result))
+
+
+def check_start(recipe: Recipe, name: str, origin: Origin | None = None) -> None:
+    """What the flow checks as it starts, so that Prefect's log does not repeat the UserError. `origin`: of a child."""
+    add_import_folder(Path.cwd())
+    check_engines(recipe)
+    if not on_s3(recipe.store.url) or in_environment() or not may_keep_keys():
+        check_inputs(recipe, name, origin)
+    check_code(recipe)
+
+
+def may_keep_keys() -> bool:
+    """Whether Prefect may keep S3 keys, which only the flow asks for: a server runs, or there is a database for one."""
+    named = processes.named_server() or os.environ.get("PREFECT_API_DATABASE_CONNECTION_URL")
+    return bool(named) or (home() / "prefect" / "prefect.db").exists()
+
+
+def in_store(store: str, changes: Sequence[str]) -> list[str]:
+    """`--store` as a change of the recipe. UserError if the changes name another store."""
+    if not store:
+        return []
+    named = [change.removeprefix("store.url=") for change in changes if change.startswith("store.url=")]
+    if any(store_url(other) != store_url(store) for other in named):
+        raise UserError(f"--store {store} and store.url={named[0]} name two stores: give one of them")
+    return [f"store.url={json.dumps(store, ensure_ascii=False)}"]  # JSON is YAML
+
+
+def in_threads(recipe: str, changes: Sequence[str]) -> Recipe:
+    """The recipe, with its services as threads unless a change sets the launcher.
+
+    Raises:
+        UserError: the recipe is invalid, or its services need processes.
+    """
+    loaded = load_recipe(recipe, changes)
+    if any(change.startswith(("launcher.type=", "launcher=")) for change in changes):
+        return loaded
+    try:
+        return load_recipe(recipe, ["launcher.type=inline", *changes])
+    except UserError as error:
+        raise UserError(without_threads(recipe, loaded)) from error
+
+
+def without_threads(recipe: str, loaded: Recipe) -> str:
+    """The error message for a recipe whose services cannot be threads, with what to do instead."""
+    return (
+        f"`arealflow run` runs services as threads of its own process, and those of {recipe} need processes. Run "
+        f"it with `arealflow up {shlex.quote(recipe)}` and `prefect deployment run {loaded.flow}/{Path(recipe).stem}`; "
+        f"or here, with launcher.type={loaded.launcher.type}"
+    )
+
+
+def outcome(result: dict[str, Any]) -> str:
+    """The message after a run: what is committed where, and the command that reads it."""
+    elsewhere = "" if result["store"] == open_store().url else f" --store {shlex.quote(result['store'])}"
+    done = f"run {result['run']}: {result['iterations']} iterations in {result['store']}"
+    return f"{done}\nread it: arealflow report {result['run']}{elsewhere}"
+
+
+def fork(
+    parent: Annotated[str, typer.Argument(metavar="RUN", help="Name of the run to fork.")],
+    at: Annotated[int, typer.Option("--at", min=0, help="First iteration that is the child's own.")],
+    overrides: Overrides = None,
+    store: StoreUrl = "",
+    as_json: AsJson = False,
+) -> None:
+    """Continue a run from an iteration as a new run, with or without changes; earlier history is shared, not copied."""
+    name, changes = run_and_changes(overrides)
+    there = load_run(open_store(store), parent)
+    check_forkable(there, at)
+    recipe, origin = parse_recipe(parent_values(there, at), parent, changes), Origin(parent, at)
+    name = name or child_name(f"{parent}-at-{at}", changes)
+    if not there.store.exists(run_record(name)):
+        check_first_start(there, origin)  # the flow checks it too, some seconds later
+    check_start(recipe, name, origin)
+
+    typer.echo(f"run {name} is {origin}{changes_text(changes)}", err=as_json)
+    result = run_recipe(recipe, name, fork=f"{parent}@{at}")
+    typer.echo(json.dumps(result | parentage(origin), default=str, indent=1) if as_json else outcome(result))
+
+
+def parentage(origin: Origin) -> dict[str, Any]:
+    """A child's origin as values for JSON: `iteration` is its first own one."""
+    values = {"kind": origin.kind, "parent": origin.parent, "iteration": origin.iteration}
+    if origin.kind == "fork":
+        return values
+    replayed = {"from": origin.replay_from, "until": origin.replay_until, "counterfactual": origin.counterfactual}
+    return values | replayed
+
+
+def child_name(stem: str, settings: list[str]) -> str:
+    """A name that depends only on stem and settings, so that repeating a command resumes its run."""
+    return f"{stem}-{digest_json(sorted(settings))[:6]}" if settings else stem
+
+
+def changes_text(changes: list[str]) -> str:
+    """The changes as the end of a sentence."""
+    return f", with {' '.join(changes)}" if changes else ", unchanged"
+
+
+def replay(
+    run: Annotated[str, typer.Argument(help="Name of the run to replay.")],
+    start: Annotated[ReplayStart, typer.Option("--from", help="First stage that is built again.")],
+    overrides: Overrides = None,
+    until: Annotated[
+        ReplayEnd, typer.Option("--until", metavar="[verify|advantage]", help="Last stage that is built; default: all.")
+    ] = "",
+    at: Annotated[int, typer.Option("--at", min=0, help="First iteration that is replayed.")] = 0,
+    on_policy: Annotated[bool, typer.Option("--on-policy", help="Generate again where weights differ.")] = False,
+    store: StoreUrl = "",
+    as_json: AsJson = False,
+) -> None:
+    """Build only the stages that a change affects again, keeping the recorded rollouts; compare with the original."""
+    name, changes = run_and_changes(overrides)
+    there = load_run(open_store(store), run)
+    origin = Origin(run, at, "replay", not on_policy, start, until)
+    settings = [
+        *changes,
+        *([until] if until else []),
+        *([f"at {at}"] if at else []),
+        *(["on policy"] if on_policy else []),
+    ]
+    name = name or child_name(f"{run}-{start}", settings)
+    check_replay(there, origin, name, changes)
+
+    typer.echo(f"run {name} is {origin}{changes_text(changes)}", err=as_json)
+    result = call_flow(
+        "replay",
+        run,
+        start,
+        overrides=shlex.join(changes),
+        run=name,
+        until=until,
+        at=at,
+        on_policy=on_policy,
+        store=there.store.url,
+    )
+    print_comparison(result | parentage(origin), as_json)
+
+
+def check_replay(there: Run, origin: Origin, name: str, changes: Sequence[str]) -> None:
+    """UserError unless the flow can start this replay."""
+    from areal_tasks.stages.replay import replay_segments  # here: it imports torch, as the flow does
+
+    check_start(replay_segments(there, origin, name, changes)[-1][1], name, origin)
+
+
+def print_comparison(result: dict[str, Any], as_json: bool) -> None:
+    """Print the comparison, as tables or JSON."""
+    if as_json:
+        typer.echo(json.dumps(result, default=str, indent=1))
+        return
+    for section in result["comparison"]:
+        show_compared(**section)
+    typer.echo(f"run {result['run']}: {result['iterations']} iterations in {result['store']}")
