@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe, SftRecipe
-
-Message = str | None
 
 SERVICE: Final = "the service sets it"
 ONE_PROCESS: Final = "the bearer token protects a single HTTP process, which the service starts"
@@ -46,78 +44,51 @@ OPENING_FLAGS: Final = dict.fromkeys(
 )
 
 
-def flags_allowed(r: RlhfRecipe | EvaluateRecipe) -> Message:
+def check_flags(r: RlhfRecipe | EvaluateRecipe) -> Iterator[str]:
+    """SGLang's flags are written as the recipe needs them, and none is the service's own."""
     for key, value in r.inference.flags.items():
         name = key.strip("-").replace("_", "-")
         if r.launcher.network and (reason := OPENING_FLAGS.get(name)):
-            return f"inference.flags: a recipe cannot set {key} with launcher.network; leave it out, since {reason}"
-        if reason := RESERVED_FLAGS.get(name):
+            yield f"inference.flags: a recipe cannot set {key} with launcher.network; leave it out, since {reason}"
+        elif reason := RESERVED_FLAGS.get(name):
             hint = f"set {reason} instead" if "." in reason or reason == "seed" else f"leave it out, since {reason}"
-            return f"inference.flags: a recipe cannot set {key}; {hint}"
-        if key != key.strip("-"):
-            return f"inference.flags: write {key.strip('-')} without the dashes"
-        if value is False or value is None:
-            return f"inference.flags: {key}: {str(value).lower()} has no effect; leave it out"
-    return None
+            yield f"inference.flags: a recipe cannot set {key}; {hint}"
+        elif key != key.strip("-"):
+            yield f"inference.flags: write {key.strip('-')} without the dashes"
+        elif value is False or value is None:
+            yield f"inference.flags: {key}: {str(value).lower()} has no effect; leave it out"
 
 
-def gpus_suffice(r: RlhfRecipe | EvaluateRecipe) -> Message:
-    needed, gpus = r.inference.servers * r.inference.tensor_parallel, r.inference.gpus
-    if gpus and len(gpus) != needed:
-        return (
-            f"inference.gpus: names {len(gpus)}, but {r.inference.servers} servers of {r.inference.tensor_parallel} "
-            f"GPUs each need {needed}; name one for each, or leave it out"
+def check_servers(r: RlhfRecipe | EvaluateRecipe) -> Iterator[str]:
+    """Each server has its GPUs, a port and a process."""
+    gpus, width, servers = r.inference.gpus, r.inference.tensor_parallel, r.inference.servers
+    if gpus and len(gpus) != servers * width:
+        yield (
+            f"inference.gpus: names {len(gpus)}, but {servers} servers of {width} "
+            f"GPUs each need {servers * width}; name one for each, or leave it out"
         )
-    return None
-
-
-def gpus_differ(r: RlhfRecipe | EvaluateRecipe) -> Message:
-    gpus, width = r.inference.gpus, r.inference.tensor_parallel
-    groups = [gpus[at : at + width] for at in range(0, len(gpus), width)]
-    if any(len(set(group)) < len(group) for group in groups):
-        return "inference.gpus: one server's GPUs must differ; only different servers may share a GPU"
-    return None
-
-
-def trainer_gpus_suffice(r: RlhfRecipe | SftRecipe | EvaluateRecipe) -> Message:
-    if r.flow != "evaluate" and r.trainer.gpus and len(set(r.trainer.gpus)) != r.trainer.ranks:
-        return (
-            f"trainer.gpus: names {len(set(r.trainer.gpus))} GPUs for {r.trainer.ranks} ranks; "
-            "name one for each rank, or leave it out"
-        )
-    return None
-
-
-def memory_is_shared(r: RlhfRecipe | EvaluateRecipe) -> Message:
-    if r.flow != "rlhf" or not (r.inference.release_memory and r.inference.gpus and r.trainer.gpus):
-        return None
-    if set(r.inference.gpus) & set(r.trainer.gpus):
-        return None
-    return (
-        "inference.release_memory: has no effect, since inference.gpus and trainer.gpus have none in common; "
-        "leave it out, or name the trainer's GPUs in inference.gpus"
-    )
-
-
-def ports_exist(r: RlhfRecipe | EvaluateRecipe) -> Message:
-    last = r.inference.first_port + r.inference.servers - 1
-    if r.inference.first_port and last > 65535:
-        return f"inference.first_port: {r.inference.servers} servers from {r.inference.first_port} need ports to {last}"
-    return None
-
-
-def sglang_is_a_process(r: RlhfRecipe | EvaluateRecipe) -> Message:
+    if any(len(set(group)) < len(group) for group in (gpus[at : at + width] for at in range(0, len(gpus), width))):
+        yield "inference.gpus: one server's GPUs must differ; only different servers may share a GPU"
+    if r.inference.first_port and (last := r.inference.first_port + servers - 1) > 65535:
+        yield f"inference.first_port: {servers} servers from {r.inference.first_port} need ports to {last}"
     if r.inference.engine == "sglang" and r.launcher.type == "inline":
-        return "launcher.type: inline runs services in threads, and SGLang needs processes; use local"
-    return None
+        yield "launcher.type: inline runs services in threads, and SGLang needs processes; use local"
 
 
-INFERENCE_CHECKS: Final[tuple[Callable[[Any], Message], ...]] = (
-    flags_allowed,
-    gpus_suffice,
-    gpus_differ,
-    trainer_gpus_suffice,
-    memory_is_shared,
-    ports_exist,
-    sglang_is_a_process,
-)
+def check_trainer_gpus(r: RlhfRecipe | SftRecipe) -> Iterator[str]:
+    """Each rank has a GPU."""
+    if (gpus := len(set(r.trainer.gpus))) and gpus != r.trainer.ranks:
+        yield f"trainer.gpus: names {gpus} GPUs for {r.trainer.ranks} ranks; name one for each rank, or leave it out"
+
+
+def check_shared_memory(r: RlhfRecipe) -> Iterator[str]:
+    """Servers that release their memory share a GPU with the trainer."""
+    servers, trainer = set(r.inference.gpus), set(r.trainer.gpus)
+    if r.inference.release_memory and servers and trainer and not servers & trainer:
+        yield (
+            "inference.release_memory: has no effect, since inference.gpus and trainer.gpus have none in common; "
+            "leave it out, or name the trainer's GPUs in inference.gpus"
+        )
+
+
+INFERENCE_CHECKS: Final = (check_flags, check_servers)
