@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import pyarrow as pa
@@ -88,28 +87,8 @@ def _errors(store: Store, path: str) -> Iterator[None]:
 
 
 def remove(store: Store, paths: Sequence[str]) -> None:
-    """Remove files permanently; missing ones are no error. Attempts' folders that become empty are removed too.
-
-    No other folder is: a running flow may be about to write into it.
-    """
-    if store.local("") is None:
-        _remove_objects(store, paths)
-        return
-    with _errors(store, paths[0] if paths else ""):
-        for path in paths:
-            with suppress(FileNotFoundError):
-                os.unlink(store.uri(path))
-    for folder in {Path(path).parent for path in paths}:
-        _remove_empty(store, folder)
-
-
-def _remove_empty(store: Store, folder: Path) -> None:
-    while any(part.startswith("attempt=") for part in folder.parts):
-        try:
-            Path(store.uri(str(folder))).rmdir()
-        except OSError:  # not empty, or gone
-            return
-        folder = folder.parent
+    """Remove files permanently; missing ones are no error. Attempts' folders that become empty are removed too."""
+    parallel(store.remove, paths)
 
 
 def remove_folders(store: Store, prefix: str) -> None:
@@ -119,17 +98,3 @@ def remove_folders(store: Store, prefix: str) -> None:
     for folder, _, _ in os.walk(store.uri(prefix), topdown=False):
         with suppress(OSError):  # not empty
             os.rmdir(folder)
-
-
-def _remove_objects(store: Store, paths: Sequence[str]) -> None:
-    from areal_tasks.store.objects.s3 import S3Backend
-
-    backend = store.backend
-    if not isinstance(backend, S3Backend):
-        raise TypeError(f"files of {store.url} cannot be removed")
-
-    def delete(path: str) -> None:
-        bucket, key, _ = backend.fs.split_path(f"{backend.root}/{path}")
-        backend.retried(path, lambda: backend.fs.call_s3("delete_object", Bucket=bucket, Key=key))
-
-    parallel(delete, paths)

@@ -19,7 +19,7 @@ from typing import Final
 
 from pyarrow.fs import FileSystem, LocalFileSystem
 
-from areal_tasks.store.backend import Content, Exists, Missing, StoreError
+from areal_tasks.store.backend import Content, Exists, Missing, Store, StoreError
 
 _REMEDIES: Final = {
     errno.ENOSPC: "the disk is full: free some space (or choose another store with --store), then run again",
@@ -41,10 +41,11 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class LocalBackend:
+class LocalBackend(Store):
     """Objects below the folder `root`. Names that begin with a dot are unfinished files, which no listing shows."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, url: str, root: Path) -> None:
+        super().__init__(url)
         self.root = str(root)
 
     def read(self, path: str) -> bytes:
@@ -111,6 +112,16 @@ class LocalBackend:
         except Missing:
             return []
 
+    def remove(self, path: str) -> None:
+        """Attempts' folders that become empty are removed too; no other: a flow may be about to write into it."""
+        with self._errors(path), suppress(FileNotFoundError):
+            os.unlink(self._at(path))
+        folder = os.path.dirname(path)
+        with suppress(OSError):  # not empty, or gone
+            while "attempt=" in folder:
+                os.rmdir(self._at(folder))
+                folder = os.path.dirname(folder)
+
     def local(self, path: str) -> Path | None:
         return Path(self._at(path))
 
@@ -148,16 +159,6 @@ class LocalBackend:
             raise Missing(self._at(path)) from error
         except OSError as error:
             raise unusable(self._at(path), error) from error
-
-    def list(self, prefix: str) -> list[str]:
-        top = self._at(prefix)
-        found = [
-            os.path.relpath(os.path.join(folder, name), self.root)
-            for folder, _, names in os.walk(top)
-            for name in names
-            if not name.startswith(".")
-        ]
-        return sorted(found)
 
 
 def unusable(where: str, error: OSError) -> StoreError:
