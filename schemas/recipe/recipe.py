@@ -7,9 +7,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from schemas.recipe.checks import BASE_CHECKS, GRPO_CHECKS, TRAINING_CHECKS, check_evaluation, refuse_problems
+from schemas.recipe.checks import BASE_CHECKS, EVALUATION_CHECKS, GRPO_CHECKS, TRAINING_CHECKS, refuse_problems
 from schemas.recipe.fields import Section, section, semantic
-from schemas.recipe.inference_checks import INFERENCE_CHECKS, check_shared_memory, check_trainer_gpus
 from schemas.recipe.launcher import Launcher
 from schemas.recipe.sections import (
     Alerts,
@@ -54,10 +53,7 @@ class BaseRecipe(Section):
 class RlhfRecipe(BaseRecipe):
     """Reinforcement learning from verified rewards: rollout → verify → advantage → train → publish."""
 
-    CHECKS = (
-        *(*BASE_CHECKS, *TRAINING_CHECKS, check_trainer_gpus, check_evaluation),
-        *(*INFERENCE_CHECKS, check_shared_memory, *GRPO_CHECKS),
-    )
+    CHECKS = (*BASE_CHECKS, *TRAINING_CHECKS, *EVALUATION_CHECKS, *GRPO_CHECKS)
 
     flow: Literal["rlhf"] = Field("rlhf", description=FLOW)
     rollout: Rollout = section(Rollout, "Sampling.")
@@ -74,7 +70,7 @@ class RlhfRecipe(BaseRecipe):
 class SftRecipe(BaseRecipe):
     """Supervised fine-tuning: batch → train → publish."""
 
-    CHECKS = (*BASE_CHECKS, *TRAINING_CHECKS, check_trainer_gpus)
+    CHECKS = (*BASE_CHECKS, *TRAINING_CHECKS)
 
     flow: Literal["sft"] = Field("sft", description=FLOW)
     algorithm: Sft = section(Sft, "Batches of demonstrations.")
@@ -85,7 +81,7 @@ class SftRecipe(BaseRecipe):
 class EvaluateRecipe(BaseRecipe):
     """Evaluation of one set of weights on the held-out split."""
 
-    CHECKS = (*BASE_CHECKS, check_evaluation, *INFERENCE_CHECKS)
+    CHECKS = (*BASE_CHECKS, *EVALUATION_CHECKS)
 
     flow: Literal["evaluate"] = Field("evaluate", description=FLOW)
     workflow: Workflow = section(Workflow, "How one sample is produced.")

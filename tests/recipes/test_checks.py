@@ -145,6 +145,37 @@ REFUSED = [
     ("evaluation.max_new_tokens", "quickstart", "evaluation={max_new_tokens: 5}", "nothing is evaluated"),
     ("evaluation.group_seconds", "quickstart", "evaluation={group_seconds: 9}", "nothing is evaluated"),
     ("evaluation.stop", "quickstart", "evaluation={stop: [x]}", "nothing is evaluated"),
+    *(
+        (override.split("=")[0], "gsm8k", f"inference.servers=2 & inference.tensor_parallel=2 & {override}", message)
+        for override, message in (
+            ("inference.flags={api-key: x}", "a recipe cannot set api-key; leave it out, since the bearer token"),
+            ("inference.flags={tp_size: 2}", "a recipe cannot set tp_size; set inference.tensor_parallel instead"),
+            ("inference.flags={random-seed: 2}", "a recipe cannot set random-seed; set seed instead"),
+            ("inference.flags={host: 0.0.0.0}", "a recipe cannot set host; leave it out, since the service sets it"),
+            ("inference.flags={--host: 0.0.0.0}", "a recipe cannot set --host"),
+            ("inference.flags={ssl-keyfile: k}", "a recipe cannot set ssl-keyfile; leave it out, since the service"),
+            ("inference.flags={--log-level: info}", "write log-level without the dashes"),
+            ("inference.flags={disable-radix-cache: false}", "disable-radix-cache: false has no effect; leave it"),
+            ("inference.gpus=[0]", "names 1, but 2 servers of 2 GPUs each need 4"),
+            ("inference.gpus=[0,0,1,2]", "one server's GPUs must differ"),
+            ("trainer.gpus=[0,1]", "names 2 GPUs for 1 ranks"),
+            ("inference.first_port=65535", "2 servers from 65535 need ports to 65536"),
+            ("launcher.type=inline", "SGLang needs processes; use local"),
+        )
+    ),
+    (
+        "inference.flags",
+        "gsm8k",
+        "inference.flags={kv_events_config: x} & launcher={type: slurm, network: 10.0.0.0/24}",
+        r"cannot set kv_events_config with launcher\.network; leave it out, since",
+    ),
+    (
+        "inference.release_memory",
+        "gsm8k",
+        "inference.release_memory=true & inference.gpus=[0] & trainer.gpus=[1]",
+        r"has no effect, since inference\.gpus and trainer\.gpus",
+    ),
+    ("trainer.gpus", "sft-gsm8k", "trainer={gpus: [0, 1, 2], ranks: 2}", "names 3 GPUs for 2 ranks"),
     ("rollout.top_p", "quickstart", "rollout.top_p=0.9", "a trainer cannot reproduce the probabilities of truncated"),
     ("rollout.top_k", "quickstart", "rollout.top_k=50", "sampled from the whole vocabulary"),
     ("rollout.min_p", "quickstart", "rollout.min_p=0.1", "sampled from the whole vocabulary"),
