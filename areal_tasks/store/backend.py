@@ -147,6 +147,13 @@ class Store(ABC):
         return sorted(info.path.removeprefix(f"{root}/") for info in shown)
 
 
+def damaged(store: Store, path: str, how: str) -> StoreError:
+    """The error for a file whose bytes are not those that were recorded for it."""
+    return StoreError(
+        f"{store.uri(path)} is damaged: {how}. Restore this file from a backup; every other file is unharmed."
+    )
+
+
 def default_url() -> str:
     """`AREALFLOW_STORE`, else the folder `store` in `AREALFLOW_HOME` (default: `./.arealflow`)."""
     home = Path(os.environ.get("AREALFLOW_HOME", ".arealflow"))

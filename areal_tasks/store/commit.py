@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 from pydantic import ValidationError
 
-from areal_tasks.store.backend import Exists, Missing, Newer, Store, StoreError
+from areal_tasks.store.backend import Exists, Missing, Newer, Store, StoreError, damaged
 from schemas.manifest import SCHEMA_VERSION, Claimed, StoredRecord, is_sealed, seal_holds
 
 R = TypeVar("R", bound=StoredRecord)
@@ -78,10 +78,7 @@ def verified(store: Store, path: str, sha256: str) -> bytes:
     if hashlib.sha256(data).hexdigest() != sha256:
         data = store.read(path)  # it may have been corrupted in transit
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise StoreError(
-            f"{store.uri(path)} is damaged: its {len(data)} bytes do not have the SHA-256 that was recorded for it. "
-            "Restore this file from a backup; every other file is unharmed."
-        )
+        raise damaged(store, path, f"its {len(data)} bytes do not have the SHA-256 that was recorded for it")
     return data
 
 

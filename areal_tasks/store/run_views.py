@@ -11,10 +11,9 @@ import duckdb
 
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.catalog import DERIVED, Catalog
-from areal_tasks.store.objects.verified_files import check_whole
-from areal_tasks.store.record_tables import log_table, segments_table, spool_table
+from areal_tasks.store.objects.inventory import check_whole
+from areal_tasks.store.record_tables import log_table, segments_table, spool_table, starts_table
 from areal_tasks.store.scan import Lazy, derived_dataset, table_dataset
-from areal_tasks.store.starts import starts_table
 from areal_tasks.store.system import system_table
 from schemas.manifest import FileRef
 from schemas.views import LOG, SEGMENTS, SHARED, SPOOL, STARTS, SYSTEM, VIEWS, View

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from areal_tasks.store import paths
@@ -22,9 +22,10 @@ from areal_tasks.store.commit import (
     read_record,
     read_verified,
 )
-from areal_tasks.store.first_start import check_all_kept, check_first_start
 from areal_tasks.store.fork import (
     Origin,
+    check_all_kept,
+    check_first_start,
     check_iteration,
     commits_needed,
     leave_reference,
@@ -45,7 +46,7 @@ from areal_tasks.store.opening import (
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.retention.tombstones import check_run_kept
-from areal_tasks.store.search import last_present
+from areal_tasks.store.search import last_number
 from schemas.errors import UserError
 from schemas.manifest import (
     PROMPT_ORDER,
@@ -115,7 +116,7 @@ class Run:
         The search begins at `known`, so that a start that has just read it asks once.
         """
         begin = self.known.iteration if self.known else self.first - 1
-        last = last_present(lambda k: self.store.exists(paths.iteration_commit(self.name, k)), begin + 1)
+        last = last_number(self.store, partial(paths.iteration_commit, self.name), begin + 1)
         if self.known is not None and last == begin:
             return self.known
         return self.commit(last) if last >= 0 else None

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.first_start import check_first_start
-from areal_tasks.store.fork import Origin, check_forkable, parent_values
+from areal_tasks.store.fork import Origin, check_first_start, check_forkable, parent_values
 from areal_tasks.store.keys import digest_json
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import load_run

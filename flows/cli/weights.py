@@ -12,9 +12,16 @@ import typer
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.history.journal import append
 from areal_tasks.store.objects.files import materialise, read_weights
-from areal_tasks.store.retention.tags import protect_weights, tag_weights
 from areal_tasks.store.runs import Run, load_run
-from areal_tasks.store.weights import WeightsVersion, compare_folders, export_weights, find_weights, list_weights
+from areal_tasks.store.weights import (
+    WeightsVersion,
+    compare_folders,
+    export_weights,
+    find_weights,
+    list_weights,
+    protect_weights,
+    tag_weights,
+)
 from flows.cli.audit import RunName
 from flows.cli.inspect import AsJson, StoreUrl, show
 from schemas.errors import UserError

@@ -29,9 +29,8 @@ from areal_tasks.store.retention.compact import compact_all
 from areal_tasks.store.retention.gc import Item, Rule, _attempts, _used_by_stages, plan
 from areal_tasks.store.retention.gc_live import read_run
 from areal_tasks.store.retention.gc_remove import execute, interrupted, remove_run, whole_run
-from areal_tasks.store.retention.tags import protect_weights, tag_weights
 from areal_tasks.store.runs import list_runs, load_run, open_run
-from areal_tasks.store.weights import find_weights
+from areal_tasks.store.weights import find_weights, protect_weights, tag_weights
 from flows.cli import main
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef

@@ -21,7 +21,7 @@ from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.catalog import DERIVED, Catalog
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.history.audit import audit
-from areal_tasks.store.objects import verified_files
+from areal_tasks.store.objects import inventory
 from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.query import Session, run_sql
 from areal_tasks.store.retention.compact import Compactor, compact, compact_all, due
@@ -277,7 +277,7 @@ def test_no_altered_byte_of_a_merged_file_changes_an_answer(
     """In a large file, headers of pages have bytes whose change alters nothing."""
     run = begun(local, 2)
     made = compact_all(run)
-    monkeypatch.setattr(verified_files, "WHOLE_BYTES", whole_bytes)
+    monkeypatch.setattr(inventory, "WHOLE_BYTES", whole_bytes)
     [file] = made.tables["scalars"].files
     path = Path(local.uri(file.path))
     whole = path.read_bytes()
@@ -304,7 +304,7 @@ def test_a_damaged_header_of_a_page_of_a_large_file_hides_no_row(
 ) -> None:
     """No checksum covers these headers, and Arrow skips a page of a type that it does not know."""
     run = begun(local, 2)
-    monkeypatch.setattr(verified_files, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(inventory, "WHOLE_BYTES", 0)
     [file] = compact_all(run).tables["scalars"].files
     path = Path(local.uri(file.path))
     whole = path.read_bytes()
@@ -348,7 +348,7 @@ def test_a_compaction_of_an_earlier_version_is_used(
     body = b'{\n "seal": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body[2:]
     only(run).unlink()
     local.create(paths.compaction("run", 0, 3, 1, short_digest(body)), body)
-    monkeypatch.setattr(verified_files, "WHOLE_BYTES", whole_bytes)
+    monkeypatch.setattr(inventory, "WHOLE_BYTES", whole_bytes)
     assert covered(run) == [(0, 3)] and damaged_copies(local) == []
     check_same(local)
     path.write_bytes(data[:50] + bytes([data[50] ^ 1]) + data[51:])

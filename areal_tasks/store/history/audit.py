@@ -10,10 +10,8 @@ from functools import partial
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError
-from areal_tasks.store.history.audit_bytes import Progress, Work
-from areal_tasks.store.history.audit_history import Link, audit_history, audit_log
-from areal_tasks.store.history.audit_records import Defect, Findings
-from areal_tasks.store.history.audit_spool import audit_spool, check_groups
+from areal_tasks.store.history.audit_history import Link, audit_history, audit_log, audit_spool, check_groups
+from areal_tasks.store.history.audit_records import Defect, Findings, Progress, Work
 from areal_tasks.store.history.signing import root_hash
 from areal_tasks.store.keys import combine_digests
 from areal_tasks.store.objects.files import common_folder

@@ -10,13 +10,14 @@ import hashlib
 import os
 import socket
 from collections.abc import Mapping
+from functools import partial
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Store
 from areal_tasks.store.commit import commit_once, new_attempt, read_record
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import now
-from areal_tasks.store.search import last_present
+from areal_tasks.store.search import last_number
 from schemas.manifest import ACTIONS, LogRecord
 
 Details = Mapping[str, bool | int | float | str]
@@ -60,7 +61,7 @@ def read_log(store: Store, run: str, after: int = 0) -> list[LogRecord]:
 
 def log_length(store: Store, run: str) -> int:
     """How many lines the log has; O(log n) reads and no listing."""
-    return last_present(lambda n: store.exists(paths.log(run, n)), 1)
+    return last_number(store, partial(paths.log, run))
 
 
 def log_digest(store: Store, run: str, n: int) -> str:

@@ -1,6 +1,6 @@
-"""Listing all files below a folder of the store, unfinished ones included; hashing large files in pieces; removal.
+"""Files of the store for `audit`, `gc` and SQL: listing, removing, hashing and verifying them.
 
-Mainly for `audit` and `gc`: other readers go through manifests and list nothing.
+Other readers go through manifests and list nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from typing import Final
 import pyarrow as pa
 from pyarrow.fs import FileSelector, FileType
 
-from areal_tasks.store.backend import Missing, Store, StoreError
+from areal_tasks.store.backend import Missing, Store, StoreError, damaged
+from areal_tasks.store.commit import verified
 from areal_tasks.store.parallel import parallel
+from areal_tasks.store.shards import footer_holds
+from schemas.manifest import FileRef
 
 _PIECE: Final = 4 << 20
 
@@ -98,3 +101,45 @@ def remove_folders(store: Store, prefix: str) -> None:
     for folder, _, _ in os.walk(store.uri(prefix), topdown=False):
         with suppress(OSError):  # not empty
             os.rmdir(folder)
+
+
+# ── verifying ───────────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# The SHA-256 of a file covers only the whole of it. Of shards and merged tables SQL reads only parts, so a small one is
+# read whole, in one request, and hashed; of a large one the length and the footer's checksum are verified, and Arrow
+# verifies the checksum of each page that it decodes (`scanned_files.py`). A large one without such checksums, which
+# earlier versions wrote, is hashed once before its scan.
+
+
+#: Hashing that many bytes takes about as long as opening one Parquet file, half a millisecond.
+WHOLE_BYTES: Final = 1 << 20
+
+
+def is_small(file: FileRef) -> bool:
+    """Whether the file is read whole, and so verified by its SHA-256."""
+    return file.bytes <= WHOLE_BYTES
+
+
+def check_file(store: Store, file: FileRef) -> None:
+    """StoreError, with the file's name, if it is missing or altered; of a large one, length and footer count."""
+    if is_small(file):
+        verified(store, file.path, file.sha256)
+        return
+    check_size(store, file)
+    with open_file(store, file.path) as opened:
+        if footer_holds(opened, file.bytes):
+            return
+    check_whole(store, file)
+
+
+def check_size(store: Store, file: FileRef) -> None:
+    """StoreError, with the file's name, if it is missing or has another length than recorded."""
+    if (size := store.size(file.path)) != file.bytes:
+        raise damaged(store, file.path, f"its {size} bytes are not the {file.bytes} that were recorded for it")
+
+
+def check_whole(store: Store, file: FileRef) -> None:
+    """StoreError, with the file's name, unless all its bytes are those that were recorded."""
+    expected = (file.sha256, file.bytes)
+    if not any(file_digest(store, file.path) == expected for _ in range(2)):  # it may be corrupted in transit
+        raise damaged(store, file.path, "its bytes do not have the SHA-256 that was recorded for it")

@@ -14,9 +14,9 @@ from areal_tasks.store.commit import find_record, read_record
 from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.objects.inventory import Entry, clock, entries
 from areal_tasks.store.reachable import attempts_of, history, named_weights, reachable
-from areal_tasks.store.retention.tags import read_tags
 from areal_tasks.store.runs import Run, list_runs, load_run
 from areal_tasks.store.search import last_present
+from areal_tasks.store.weights import read_tags
 from schemas.manifest import ENDINGS, IterationCommit, Reference, RunRecord, StageManifest, WeightsManifest, WeightsRef
 
 #: A reference is left before its child begins: for this long, it counts although the child does not exist yet.
