@@ -47,11 +47,6 @@ class Prefill:
         return len(self.batch.tokens) - 1 - self.cursor
 
 
-def _report(job: Job, error: BaseException | None) -> None:
-    if isinstance(error, Exception):
-        job.done(error)
-
-
 class Engine:
     """Owns the model, in a thread of its own. Every public method may be called from any thread."""
 
@@ -91,10 +86,12 @@ class Engine:
             self._command(self._close).result()
         self._thread.join()
 
-    def submit(self, job: Job) -> None:
-        """Queue a job."""
+    def submit(self, sequences: list[Sequence]) -> Future[None]:
+        """Queue sequences; the future ends when all have finished."""
+        job = Job(sequences)
         accepted = self._command(lambda: self._accept_job(job))
-        accepted.add_done_callback(lambda f: _report(job, f.exception()))
+        accepted.add_done_callback(lambda f: job.done.set_exception(f.exception()) if f.exception() else None)
+        return job.done
 
     def abort(self, wanted: Callable[[Sequence], bool]) -> Future[int]:
         """Finish the wanted sequences with the tokens they have; returns how many there were."""
@@ -313,7 +310,7 @@ class Engine:
         job = self._jobs.pop(sequence)
         job.left -= 1
         if job.left == 0:
-            job.done(None)
+            job.done.set_result(None)
 
     # -- commands, run in the thread ----------------------------------------------------------------------------
 
@@ -389,7 +386,7 @@ class Engine:
             self._slots.release(slot)
         self.runner.cache.clear()
         for job in jobs.values():
-            job.done(error)
+            job.done.set_exception(error)
 
     def _close(self) -> None:
         self._abort(lambda sequence: True)

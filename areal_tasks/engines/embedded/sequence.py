@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Final, Literal, TypeVar
 
@@ -89,14 +90,15 @@ def _add_run(runs: list[tuple[T, int]], value: T, count: int) -> None:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """The sequences of one HTTP request; `done` is called once, in the engine's thread, when all have finished."""
+    """The sequences of one HTTP request. `done` gets its result when all have finished."""
 
     sequences: list[Sequence]
-    done: Callable[[Exception | None], None]
+    done: Future[None] = field(default_factory=Future)
     left: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.left = len(self.sequences)
+        self.done.set_running_or_notify_cancel()  # it cannot be cancelled
 
 
 @dataclass(eq=False, slots=True)
