@@ -56,7 +56,7 @@ class RunViews:
     def unused(self, words: Set[str]) -> set[str]:
         """The joined tables none of whose columns is among `words`."""
         joins = [join for view in self.views for join in view.joins]
-        used = {join.table for join in joins if any(column.source in words for column in join.columns)}
+        used = {join.table for join in joins if not words.isdisjoint(join.columns.values())}
         return {join.table for join in joins} - used
 
     def drop_damaged_compactions(self) -> bool:
