@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
+from collections.abc import Callable
 from typing import Final, TypeVar
 
 from pydantic import ValidationError
@@ -40,6 +41,13 @@ def commit_once(store: Store, path: str, record: C) -> tuple[C, bool]:
     except StoreError as error:
         there = _read_back(store, path, record, error)
     return there, there.attempt == record.attempt
+
+
+def append_record(store: Store, path: Callable[[int], str], n: int, make: Callable[[int], C]) -> C:
+    """Commit `make(n)` as record n, or under the next number that no other writer has taken; returns it."""
+    while not commit_once(store, path(n), record := make(n))[1]:
+        n += 1
+    return record
 
 
 def _read_back(store: Store, path: str, record: C, error: StoreError) -> C:

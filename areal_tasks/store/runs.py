@@ -14,6 +14,7 @@ from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Store, StoreError
 from areal_tasks.store.changes import changed_fields
 from areal_tasks.store.commit import (
+    append_record,
     bytes_digest,
     commit_once,
     decode,
@@ -375,10 +376,9 @@ def _join(store: Store, child: str, origin: Origin) -> Run:
 
 def _claim(store: Store, name: str, last: int, prefect_flow_run_id: str) -> int:
     """Claim the next owner number after `last`, or a later one if others have claimed since, and return it."""
-    n, mine = last, False
-    while not mine:
-        n += 1
-        record = OwnerRecord(
+
+    def owner(n: int) -> OwnerRecord:
+        return OwnerRecord(
             n=n,
             attempt=new_attempt(),
             host=socket.gethostname(),
@@ -386,8 +386,8 @@ def _claim(store: Store, name: str, last: int, prefect_flow_run_id: str) -> int:
             started=now(),
             prefect_flow_run_id=prefect_flow_run_id,
         )
-        _, mine = commit_once(store, paths.owner(name, n), record)
-    return n
+
+    return append_record(store, partial(paths.owner, name), last + 1, owner).n
 
 
 def _extended(run: Run, recipe: BaseRecipe) -> Run:

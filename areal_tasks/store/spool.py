@@ -12,7 +12,7 @@ from typing import Literal
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import commit_once, find_record, new_attempt, read_record
+from areal_tasks.store.commit import append_record, commit_once, find_record, new_attempt, read_record
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.search import last_number
@@ -31,10 +31,11 @@ def number_of_starts(store: Store, run: str) -> int:
 
 def open_start(store: Store, run: str, owner: int, made_with: str) -> int:
     """Claim the number of the next start; its first record has the settings with which its groups are made."""
-    number = number_of_starts(store, run)
-    while not commit_once(store, paths.spool_record(run, number, 0), _record("opened", number, 0, owner, made_with))[1]:
-        number += 1
-    return number
+    first = number_of_starts(store, run)
+    opened = append_record(
+        store, lambda n: paths.spool_record(run, n, 0), first, lambda n: _record("opened", n, 0, owner, made_with)
+    )
+    return opened.start
 
 
 def made_with(store: Store, run: str, start: int) -> str:

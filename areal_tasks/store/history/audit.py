@@ -47,19 +47,6 @@ _MANIFEST = re.compile(r"(iteration=\d+/stage=\w+/[0-9a-f]+|(weights|checkpoints
 
 
 @dataclass(frozen=True)
-class Removed:
-    """Weights or a checkpoint that a user removed on purpose: not damage."""
-
-    kind: str
-    version: int
-    path: str
-    bytes: int
-    user: str
-    time: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Report:
     """An audit's result. `root` is the run's root hash; empty if a file that it covers is missing or damaged."""
 
@@ -69,7 +56,7 @@ class Report:
     files: int
     bytes: int
     defects: tuple[Defect, ...]
-    removed: tuple[Removed, ...]
+    removed: tuple[Tombstone, ...]  # weights and checkpoints that a user removed on purpose: not damage
     unselected_files: int
     unselected_bytes: int
     old_schema: bool = field(metadata={"help": "schema 1 has no seals: unreferenced records are only parsed"})
@@ -113,7 +100,7 @@ def audit(store: Store, name: str, progress: Progress = lambda done, total: None
         files=len(found.seen),
         bytes=work.done,
         defects=tuple(sorted(set(found.defects), key=lambda defect: defect.path)),
-        removed=tuple(_removed(tombstone) for tombstone in tombstones.values()),
+        removed=tuple(tombstones.values()),
         unselected_files=len(
             [entry for entry in stray if not _MANIFEST.fullmatch(entry.path.removeprefix(f"{name}/"))]
         ),
@@ -224,19 +211,6 @@ def _tombstones(found: Findings, name: str, links: Sequence[Link]) -> dict[str, 
     runs = dict.fromkeys([name, *(link.commit.run for link in links if link.commit)])
     read = [found.folder(f"{run}/tombstones", Tombstone) for run in runs]
     return {tombstone.path: tombstone for records in read for tombstone in records.values()}
-
-
-def _removed(tombstone: Tombstone) -> Removed:
-    provenance = tombstone.provenance
-    return Removed(
-        tombstone.kind,
-        tombstone.version,
-        tombstone.path,
-        tombstone.bytes,
-        f"{tombstone.user}@{provenance.host}",
-        provenance.committed,
-        tombstone.reason,
-    )
 
 
 # ── what no commit names ────────────────────────────────────────────────────────────────────────────────────────────

@@ -14,7 +14,7 @@ from functools import partial
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Store
-from areal_tasks.store.commit import commit_once, new_attempt, read_record
+from areal_tasks.store.commit import append_record, new_attempt, read_record
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import now
 from areal_tasks.store.search import last_number
@@ -34,10 +34,9 @@ def append(
     """
     if action not in ACTIONS:
         raise ValueError(f"unknown action {action!r}: a log records {', '.join(ACTIONS)}")
-    n, mine = log_length(store, run), False
-    while not mine:
-        n += 1
-        record = LogRecord(
+
+    def line(n: int) -> LogRecord:
+        return LogRecord(
             n=n,
             attempt=new_attempt(),
             action=action,
@@ -49,8 +48,8 @@ def append(
             details=dict(details or {}),
             previous=log_digest(store, run, n - 1),
         )
-        _, mine = commit_once(store, paths.log(run, n), record)
-    return record
+
+    return append_record(store, partial(paths.log, run), log_length(store, run) + 1, line)
 
 
 def read_log(store: Store, run: str, after: int = 0) -> list[LogRecord]:
