@@ -98,6 +98,11 @@ def _rows_per_shard(table: pa.Table, max_rows: int) -> int:
 def _write_shard(store: Store, path: str, table: pa.Table) -> ShardRef:
     data = encode(table)
     store.put(path, data)
+    return shard_ref(path, data, table)
+
+
+def shard_ref(path: str, data: bytes, table: pa.Table) -> ShardRef:
+    """The reference to a table that was encoded as `data` for `path`."""
     digest = hashlib.sha256(data).hexdigest()
     return ShardRef(path=path, sha256=digest, bytes=len(data), rows=table.num_rows, tokens=_tokens(table))
 

@@ -7,7 +7,6 @@ someone watches, who says so by numbered records too.
 from __future__ import annotations
 
 import getpass
-import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -23,8 +22,8 @@ from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run
 from areal_tasks.store.search import last_number, last_owner
-from areal_tasks.store.shards import encode
-from schemas.manifest import ShardRef, SystemRecord, WatchRecord
+from areal_tasks.store.shards import encode, shard_ref
+from schemas.manifest import SystemRecord, WatchRecord
 from schemas.views import SYSTEM
 
 Row = dict[str, Any]
@@ -60,13 +59,7 @@ class SystemLog:
         """The rows as a shard, and its record."""
         began, owner, table = now(), self.run.owner, pa.Table.from_pylist(self._rows, schema=SYSTEM)
         data, self._rows = encode(table), []
-        shard = ShardRef(
-            path=paths.system(self.run.name, owner, n, "parquet"),
-            sha256=hashlib.sha256(data).hexdigest(),
-            bytes=len(data),
-            rows=table.num_rows,
-            tokens=0,
-        )
+        shard = shard_ref(paths.system(self.run.name, owner, n, "parquet"), data, table)
         return data, SystemRecord(owner=owner, n=n, shard=shard, provenance=make_provenance(owner, began)).encode()
 
     def newly_watched(self) -> bool:
