@@ -183,7 +183,11 @@ def check_groups(
         if rows is not None and rows != named:
             found.report(path, f"names these samples of groups: {_counts(named)}; its shards hold {_counts(rows)}")
     damaged = {defect.path for defect in found.defects}
-    rejected = {run: _rejected(records) for run, records in spools.items() if not _any_below(damaged, paths.spool(run))}
+    rejected = {
+        run: {group.index for record in records.values() for group in record.rejected}
+        for run, records in spools.items()
+        if not any(path.startswith(f"{paths.spool(run)}/") for path in damaged)
+    }
     before: Settled | None = Settled()
     for link in links:
         commit = link.commit if link.path not in damaged else None
@@ -206,14 +210,6 @@ def _taken(work: Work, commit: IterationCommit, manifests: Mapping[str, StageMan
     rollouts = [manifests[ref.path] for ref in commit.stages if ref.stage == "rollout" and ref.path in manifests]
     rows = _rows(work, rollouts[0].tables) if rollouts and "next_group" in commit.state else None
     return set(rows) if rows is not None else None
-
-
-def _rejected(records: Records) -> set[int]:
-    return {group.index for record in records.values() for group in record.rejected}
-
-
-def _any_below(damaged: Iterable[str], folder: str) -> bool:
-    return any(path.startswith(f"{folder}/") for path in damaged)
 
 
 def _contradictions(before: Settled, taken: set[int], after: Settled, rejected: set[int] | None) -> Iterator[str]:

@@ -168,13 +168,10 @@ def compare_replay(store: Store, name: str) -> list[Section]:
     if "advantage" in stages:
         shapes = [_column(store, one, _ADVANTAGES.format(where), "advantage") for one in names]
         sections.append(compare_distributions("advantage of a sample", shapes[0], shapes[1], names))
-    curves = [{n: _within(c, run.first, head.iteration) for n, c in read_curves(store, one).items()} for one in names]
-    both = [{name: curve for name, curve in part.items() if name in curves[0] and name in curves[1]} for part in curves]
-    return [*sections, compare_curves(both[0], both[1], names)]
-
-
-def _within(curve: dict[int, float], first: int, last: int) -> dict[int, float]:
-    return {k: value for k, value in curve.items() if first <= k <= last + 1}
+    curves, built = [read_curves(store, one) for one in names], range(run.first, head.iteration + 2)
+    common = curves[0].keys() & curves[1].keys()
+    parts = [{name: {k: v for k, v in part[name].items() if k in built} for name in common} for part in curves]
+    return [*sections, compare_curves(parts[0], parts[1], names)]
 
 
 def _counts(run: Run, last: int) -> dict[str, list[int]]:
@@ -193,11 +190,11 @@ def _built(counts: dict[str, list[int]]) -> Section:
 
 def _same_rollouts(a: Run, b: Run, last: int) -> bool:
     """Whether both runs judged the same completions in every iteration."""
-    return all(_rollout(a, k) == _rollout(b, k) for k in range(b.first, last + 1))
-
-
-def _rollout(run: Run, k: int) -> list[str]:
-    return [ref.digest for ref in run.commit(k).stages if ref.stage == "rollout"]
+    digests = [
+        [ref.digest for k in range(b.first, last + 1) for ref in run.commit(k).stages if ref.stage == "rollout"]
+        for run in (a, b)
+    ]
+    return digests[0] == digests[1]
 
 
 def _judgements(store: Store, names: tuple[str, str], judged: str, where: str, same: bool) -> list[Section]:

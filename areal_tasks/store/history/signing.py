@@ -108,7 +108,7 @@ def verify(store: Store, name: str, key_file: Path | None = None) -> list[Verifi
     Raises:
         UserError: the file holds no Ed25519 key, or none of the signatures is by it.
     """
-    key = _key(key_file, private=False) if key_file else None
+    key: Any = _key(key_file, private=False) if key_file else None
     public = key.public_key() if hasattr(key, "public_key") else key
     known = public.public_bytes_raw().hex() if public else ""
     found = sorted(read_signatures(store, name), key=lambda s: (s.iteration, s.log_records))
