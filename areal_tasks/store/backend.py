@@ -70,7 +70,7 @@ def recorded(operation: Callable[..., Any]) -> Callable[..., Any]:
 class Store(ABC):
     """A store at a URL. Every failure is a `StoreError`. `RECORDED` operations are listed in the ledger."""
 
-    RECORDED: ClassVar = ("read", "create", "settle", "put", "put_file", "put_pieces", "fetch_file", "size", "children")
+    RECORDED: ClassVar = ("read", "create", "settle", "put_file", "put_pieces", "fetch_file", "size", "children")
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -92,16 +92,15 @@ class Store(ABC):
         """Make a created object, and all that was written before it, survive a power cut."""
 
     @abstractmethod
-    def put(self, path: str, data: bytes) -> None:
-        """Write a durable object under a name that no other process uses (below a fresh attempt)."""
+    def put_pieces(self, path: str, pieces: Content) -> None:
+        """Write a durable object of the concatenated pieces, which are not copied first.
+
+        No other process uses its name, which is below a fresh attempt.
+        """
 
     @abstractmethod
     def put_file(self, path: str, source: Path) -> None:
-        """As `put`, from a local file of any size."""
-
-    @abstractmethod
-    def put_pieces(self, path: str, pieces: Content) -> None:
-        """As `put`, from concatenated pieces of any size, which are not copied first."""
+        """As `put_pieces`, from a local file of any size."""
 
     @abstractmethod
     def fetch_file(self, path: str, target: Path) -> str:
@@ -130,6 +129,10 @@ class Store(ABC):
     @abstractmethod
     def uri(self, path: str) -> str:
         """`path` as messages name it."""
+
+    def put(self, path: str, data: bytes) -> None:
+        """As `put_pieces`."""
+        self.put_pieces(path, [data])
 
     def exists(self, path: str) -> bool:
         """Whether there is an object under this path."""

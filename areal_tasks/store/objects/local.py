@@ -30,7 +30,9 @@ _REMEDIES: Final = {
     errno.EPERM: "the file system refuses it (no hard links?): choose a store on a POSIX file system, or s3://",
     errno.EOPNOTSUPP: "the file system has no hard links: choose a store on a POSIX file system, or s3://",
     errno.ENOENT: "no folder can be created there: choose another store with --store",
-    errno.ENOTDIR: "a file stands where a folder should be: choose another store with --store",
+    **dict.fromkeys(
+        (errno.ENOTDIR, errno.EEXIST), "a file stands where a folder should be: choose another store with --store"
+    ),
     errno.EIO: "the disk reported an input/output error: check it, then run again",
 }
 
@@ -57,7 +59,7 @@ class LocalBackend(Store):
         folder, name = os.path.split(final)
         partial = f"{folder}/.{name}.{uuid.uuid4().hex}"
         with self._errors(path):
-            self._write(partial, data)
+            _write(partial, [data])
             try:
                 os.link(partial, final)  # atomic and exclusive, unlike a rename
             except FileExistsError:
@@ -69,11 +71,6 @@ class LocalBackend(Store):
         with self._errors(path):
             _sync(os.path.dirname(self._at(path)))
 
-    def put(self, path: str, data: bytes) -> None:
-        final = self._at(path)
-        with self._errors(path):
-            self._write(final, data)
-
     def put_file(self, path: str, source: Path) -> None:
         final = self._at(path)
         with self._errors(path):
@@ -83,18 +80,8 @@ class LocalBackend(Store):
             _sync(final)
 
     def put_pieces(self, path: str, pieces: Content) -> None:
-        final = self._at(path)
         with self._errors(path):
-            os.makedirs(os.path.dirname(final), exist_ok=True)
-            try:
-                with open(final, "wb") as file:
-                    for piece in pieces:
-                        file.write(piece)
-                _sync(final)
-            except OSError:
-                with suppress(OSError):  # the first error is the one to report
-                    os.unlink(final)
-                raise
+            _write(self._at(path), pieces)
 
     def fetch_file(self, path: str, target: Path) -> str:
         with self._errors(path):
@@ -134,23 +121,6 @@ class LocalBackend(Store):
     def _at(self, path: str) -> str:
         return f"{self.root}/{path}" if path else self.root
 
-    def _write(self, path: str, data: bytes) -> None:
-        """Write a new, durable file, creating its folders as needed."""
-        try:
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        except FileNotFoundError:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        try:
-            _write_all(fd, data)
-            os.fsync(fd)
-        except OSError:
-            with suppress(OSError):  # the first error is the one to report
-                os.unlink(path)
-            raise
-        finally:
-            os.close(fd)
-
     @contextmanager
     def _errors(self, path: str) -> Iterator[None]:
         try:
@@ -167,10 +137,19 @@ def unusable(where: str, error: OSError) -> StoreError:
     return StoreError(f"The store's file {where} cannot be used: {remedy}.")
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
+def _write(path: str, pieces: Content) -> None:
+    """Write a durable file, creating its folders as needed; nothing is left of one that cannot be finished."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    try:
+        with open(path, "wb") as file:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        with suppress(OSError):  # the first error is the one to report
+            os.unlink(path)
+        raise
 
 
 def _sync(path: str) -> None:

@@ -106,9 +106,6 @@ class S3Backend(Store):
     def settle(self, path: str) -> None:
         """Nothing to do: S3 acknowledges a put once the object is durable."""
 
-    def put(self, path: str, data: bytes) -> None:
-        self.bulk.put(path, [data])
-
     def put_file(self, path: str, source: Path) -> None:
         self.bulk.put_file(path, source)
 

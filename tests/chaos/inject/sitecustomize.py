@@ -42,7 +42,7 @@ class Armed(MetaPathFinder):
 
 
 def wrapped(write: Any) -> Any:
-    if write.__name__ not in ("create", "put", "put_file", "put_pieces"):
+    if write.__name__ not in ("create", "put_file", "put_pieces"):
         return write
 
     @wraps(write)
