@@ -17,14 +17,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 from botocore.exceptions import IncompleteReadError, ResponseStreamingError
 from urllib3.exceptions import HTTPError
 
 from areal_tasks.store.backend import Content, Missing, StoreError
-
-T = TypeVar("T")
 
 #: Larger files are transferred in parts of this size, or larger ones where S3 would not take so many.
 PART_BYTES: Final = 16 << 20
@@ -34,23 +32,18 @@ _HASH_BYTES: Final = 1 << 20
 _THREADS: Final = 32  # of a store: they wait for the network
 
 
-class Call(Protocol):
-    """Calls `request`, again where that may help; errors are StoreErrors that name the path."""
-
-    def __call__(self, path: str, request: Callable[[], T]) -> T: ...
-
-
 @dataclass
 class Bulk:
     """Transfers by a client of botocore; one for all threads of a process. `at` names an object as its commands do.
 
+    `call` makes a request, again where that may help; errors are StoreErrors that name the path.
     A part is sent with its CRC32, which the server checks; requests are signed without a hash of their bodies. Fetched
     bytes are hashed as they arrive. Bytes lie in the caller's memory, or in a file, and a run of them in each thread.
     """
 
     client: Any
     at: Callable[[str], dict[str, Any]]
-    call: Call
+    call: Callable[[str, Callable[[], Any]], Any]
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS, "s3"))
 
     def put(self, path: str, pieces: Content) -> None:
