@@ -25,7 +25,7 @@ from areal_tasks.store.objects import inventory
 from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.query import Session, run_sql
 from areal_tasks.store.retention.compact import Compactor, compact, compact_all, due
-from areal_tasks.store.retention.compacted import believed, listed, short_digest
+from areal_tasks.store.retention.compacted import believed, listed
 from areal_tasks.store.runs import Run, load_run, open_run
 from schemas.compaction import SCALAR_TABLES, Compaction
 from schemas.tables import TABLES
@@ -347,7 +347,7 @@ def test_a_compaction_of_an_earlier_version_is_used(
     body = json.dumps(record, indent=1).encode()
     body = b'{\n "seal": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body[2:]
     only(run).unlink()
-    local.create(paths.compaction("run", 0, 3, 1, short_digest(body)), body)
+    local.create(paths.compaction("run", 0, 3, 1, hashlib.sha256(body).hexdigest()[:32]), body)
     monkeypatch.setattr(inventory, "WHOLE_BYTES", whole_bytes)
     assert covered(run) == [(0, 3)] and damaged_copies(local) == []
     check_same(local)

@@ -18,7 +18,6 @@ from areal_tasks.store.objects.files import common_folder
 from areal_tasks.store.objects.inventory import entries
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.reachable import INITIAL, Reached, files_of, named_weights, reachable
-from areal_tasks.store.retention.compacted import short_digest
 from areal_tasks.store.runs import load_run
 from areal_tasks.store.service_logs import stored_parts
 from schemas.compaction import Compaction
@@ -254,16 +253,9 @@ def _logs(found: Findings, name: str) -> None:
 def _compactions(found: Findings, work: Work, name: str) -> None:
     """Check compactions, derived copies that make queries fast; their sources are checked separately."""
     remedy = "nothing: it is a copy; remove it and compact the run again"
-    for child in found.store.children(paths.compactions(name)):
-        path = f"{paths.compactions(name)}/{child}"
-        data = found.read(path, remedy) if child.endswith(".json") else None
-        if data is None:
-            continue
-        if not child.endswith(f"-{short_digest(data)}.json"):
-            found.report(path, "altered: its bytes do not have the digest in its name", remedy)
-        elif (record := found.decode(path, Compaction, data, remedy)) is not None:
-            for file in files_of(record):
-                work.add_file(file, path, remedy)
+    for path, record in found.folder(paths.compactions(name), Compaction, remedy).items():
+        for file in files_of(record):
+            work.add_file(file, path, remedy)
 
 
 def _unselected(found: Findings, name: str, stray: Sequence[str]) -> None:

@@ -99,10 +99,10 @@ class Findings:
                 self.report(path_of(n), f"holds record {getattr(record, 'n', n)}, not {n}")
         return {n: record for n, record in found.items() if record is not None}
 
-    def folder(self, folder: str, model: type[R]) -> dict[str, R]:
+    def folder(self, folder: str, model: type[R], affects: str = "") -> dict[str, R]:
         """The records directly in `folder`, by path."""
         paths = [f"{folder}/{name}" for name in self.store.children(folder) if name.endswith(".json")]
-        found = {path: self.record(path, model) for path in paths}
+        found = {path: self.record(path, model, affects=affects) for path in paths}
         return {path: record for path, record in found.items() if record is not None}
 
     def downstream(self, manifest: str) -> str:
