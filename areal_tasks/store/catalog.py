@@ -23,7 +23,7 @@ from areal_tasks.store.objects.scanned_files import read_file
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import utc
 from areal_tasks.store.reachable import Reached, reachable
-from areal_tasks.store.retention.compacted import believed
+from areal_tasks.store.retention.compacted import valid_compactions
 from areal_tasks.store.runs import Run
 from areal_tasks.store.search import last_number
 from schemas.compaction import CompactFile, Compaction
@@ -103,7 +103,7 @@ class Catalog:
     def regions(self) -> list[Region]:
         """The whole history, in order and without gaps."""
         found, at = list[Region](), 0
-        for compaction in believed(self.run) if self.compacted else []:
+        for compaction in valid_compactions(self.run) if self.compacted else []:
             if compaction.first > at:
                 found.append(Region(self.run, at, compaction.first))
             found.append(Region(self.run, compaction.first, compaction.stop, compaction))

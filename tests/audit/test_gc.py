@@ -114,7 +114,7 @@ def test_an_attempt_that_was_committed_after_all_stays(folder: Path) -> None:
     data = store.read(ref.path)
     Path(store.uri(ref.path)).unlink()
     [item] = [item for item in plan(store, AT_ONCE) if "stage=verify" in item.path]
-    store.create(ref.path, data)  # a writer that was believed dead
+    store.create(ref.path, data)  # a writer that was valid_compactions dead
     assert execute(store, [item]) == [] and audit(store, "r").sound
 
 

@@ -25,7 +25,7 @@ from areal_tasks.store.objects import inventory
 from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.query import Session, run_sql
 from areal_tasks.store.retention.compact import Compactor, compact, compact_all, due
-from areal_tasks.store.retention.compacted import believed, listed
+from areal_tasks.store.retention.compacted import listed, valid_compactions
 from areal_tasks.store.runs import Run, load_run, open_run
 from schemas.compaction import SCALAR_TABLES, Compaction
 from schemas.tables import TABLES
@@ -90,7 +90,7 @@ def check_same(store: Store, run: str = "run") -> None:
 
 
 def covered(run: Run) -> list[tuple[int, int]]:
-    return [(c.first, c.stop) for c in believed(load_run(run.store, run.name))]
+    return [(c.first, c.stop) for c in valid_compactions(load_run(run.store, run.name))]
 
 
 # ── the same answers ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -416,6 +416,6 @@ def test_a_damaged_compaction_is_made_anew(local: Store) -> None:
     path = Path(local.uri(made.tables["scalars"].files[0].path))
     path.write_bytes(b"x" * path.stat().st_size)
     again = compact_all(run)
-    assert believed(run) == [again]
+    assert valid_compactions(run) == [again]
     assert again.tables["scalars"].files[0].sha256 == made.tables["scalars"].files[0].sha256
     check_same(local)

@@ -31,7 +31,7 @@ def listed(store: Store, run: str) -> list[Named]:
     return [Named(f"{paths.compactions(run)}/{m[0]}", int(m[1]), int(m[2]), int(m[3])) for m in matches if m]
 
 
-def believed(run: Run) -> list[Compaction]:
+def valid_compactions(run: Run) -> list[Compaction]:
     """The largest valid compactions of the run's history, in order and without overlap.
 
     A parent's compactions count if they end no later than where the child begins.
