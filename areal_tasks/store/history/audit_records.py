@@ -145,7 +145,6 @@ class Work:
     jobs: list[Callable[[], None]] = field(default_factory=list)
     total: int = 0
     done: int = 0
-    files: int = 0
     groups: dict[str, Counter[int]] = field(default_factory=dict)  # rows by group, of the shards of tables `rollout`
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -169,7 +168,6 @@ class Work:
         fresh = [file for file in files if file.path not in self.found.seen]
         self.found.seen.update(file.path for file in fresh)
         self.total += sum(file.bytes for file in fresh)
-        self.files += len(fresh)
         return bool(fresh)
 
     def _tick(self, read: int) -> None:
