@@ -44,19 +44,15 @@ class Server:
 
     def app(self) -> Starlette:
         """The ASGI application."""
-        posts = {
-            "/generate": self.generate,
-            "/pause_generation": self.pause,
-            "/continue_generation": self.resume,
-            "/update_weights_from_disk": self.update_weights,
-        }
-        gets = {
-            "/health_generate": self.health,
-            "/server_info": self.server_info,
-            "/model_info": self.model_info,
-        }
-        routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
-        routes += [Route(path, handler, methods=["GET"]) for path, handler in gets.items()]
+        routes = [
+            Route("/generate", self.generate, methods=["POST"]),
+            Route("/pause_generation", self.pause, methods=["POST"]),
+            Route("/continue_generation", self.resume, methods=["POST"]),
+            Route("/update_weights_from_disk", self.update_weights, methods=["POST"]),
+            Route("/health_generate", self.health, methods=["GET"]),
+            Route("/server_info", self.server_info, methods=["GET"]),
+            Route("/model_info", self.model_info, methods=["GET"]),
+        ]
         return Starlette(routes=routes, exception_handlers=dict.fromkeys((UserError, NotFinite, RuntimeError), _failed))
 
     async def generate(self, request: Request) -> Response:

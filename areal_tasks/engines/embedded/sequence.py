@@ -68,10 +68,6 @@ class Sequence:
             now.stale_kv = [*self.stale_kv]
             self.listener(now)
 
-    def so_far(self) -> list[int]:
-        """Prompt and output: what the cache must hold to continue."""
-        return self.prompt + self.output
-
     def record(self, tokens: list[int], logprobs: list[float], version: str, stale_kv: bool) -> None:
         """Append tokens that were sampled with `version`; `stale_kv`: older weights computed some of the cache."""
         if tokens:
@@ -125,7 +121,7 @@ def share_prompts(sequences: list[Sequence]) -> list[Batch]:
     """Batches of sequences that start from the same tokens, in order of arrival."""
     batches: dict[tuple[int, ...], Batch] = {}
     for sequence in sequences:
-        tokens = sequence.so_far()
+        tokens = sequence.prompt + sequence.output  # what the cache must hold to continue
         batches.setdefault(tuple(tokens), Batch(tokens, [])).sequences.append(sequence)
     return list(batches.values())
 
