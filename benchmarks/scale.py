@@ -33,7 +33,7 @@ from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.query import Session
 from areal_tasks.store.retention.compact import compact_all
-from areal_tasks.store.retention.compacted import believed
+from areal_tasks.store.retention.compacted import valid_compactions
 from areal_tasks.store.runs import Run, load_run
 from benchmarks.scale_rows import flat_rows
 from benchmarks.scale_run import bytes_below, write_naive, write_run
@@ -160,7 +160,7 @@ def naive_bytes_a_token(iterations: int, samples: int) -> float:
 
 def files_opened(run: Run) -> int:
     """Files that a question to `scalars` opens: run.json, a segment; of each compaction manifest, commit and files."""
-    return 2 + sum(2 + len(found.tables["scalars"].files) for found in believed(run))
+    return 2 + sum(2 + len(found.tables["scalars"].files) for found in valid_compactions(run))
 
 
 def cold(url: str, query: str) -> float:

@@ -13,8 +13,7 @@ from areal_tasks.stages.preflight import check_code, check_engines
 from areal_tasks.stages.replay import replay_segments
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.fork import Origin, ReplayEnd, ReplayStart
-from areal_tasks.store.history.diff_curves import Section
-from areal_tasks.store.history.diff_replay import compare_replay
+from areal_tasks.store.history.diff_curves import Section, compare_replay
 from areal_tasks.store.runs import load_run
 from flows.credentials import take_s3_keys
 from flows.execute import begin_flow, execute, split_overrides

@@ -35,9 +35,9 @@ class CompactTable(Record):
 
 
 class Compaction(StoredRecord):
-    """`compact/<first>-<stop>-<generation>-<digest>.json`: derived tables of the iterations `first` to `stop` - 1.
+    """`compact/<first>-<stop>-<generation>-<attempt>.json`: derived tables of the iterations `first` to `stop` - 1.
 
-    The name has the first half of the SHA-256 of the bytes; the last generation of a range counts.
+    The last generation of a range counts.
     `last` is the SHA-256 of the commit of iteration `stop` - 1; commits are a hash chain, so it identifies all of them.
     Tables: copies of the run's tables, and `commits`, `stages` and `shards`, which replace commits and manifests.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -158,29 +158,34 @@ SEGMENTS: Final = pa.schema(  # one row per recipe of the run and of its parents
 )
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of a view that is read from a joined table; NULL of type `kind` if the table is not joined."""
-
-    name: str
-    source: str
-    kind: str
-    unnested: bool = False
-
-    def select(self, table: str, joined: bool) -> str:
-        """The column's text in the SELECT list."""
-        if not joined:
-            return f"NULL::{self.kind} AS {self.name}"
-        value = f"{table}.{self.source}"
-        return f"{f'unnest({value})' if self.unnested else value} AS {self.name}"
+#: What DuckDB calls these types.
+_KINDS: Final = {
+    pa.int32(): "INTEGER",
+    pa.int64(): "BIGINT",
+    pa.float32(): "FLOAT",
+    pa.float64(): "DOUBLE",
+    pa.bool_(): "BOOLEAN",
+    pa.string(): "VARCHAR",
+}
 
 
 @dataclass(frozen=True)
 class Join:
-    """A table that a view joins by iteration and sample, if the run has it."""
+    """A table that a view joins by iteration and sample, if the run has it. Lists are unnested.
+
+    `columns`: by the view's name for it, the table's column.
+    """
 
     table: str
-    columns: tuple[Column, ...]
+    columns: Mapping[str, str]
+
+    def select(self, joined: bool) -> Iterator[str]:
+        """The columns' texts in the SELECT list; NULL if the table is not joined."""
+        for name, source in self.columns.items():
+            kind, value = TABLES[self.table].field(source).type, f"{self.table}.{source}"
+            if pa.types.is_list(kind):
+                kind, value = kind.value_type, f"unnest({value})"
+            yield f", {value if joined else f'NULL::{_KINDS[kind]}'} AS {name}"
 
 
 @dataclass(frozen=True)
@@ -204,9 +209,9 @@ class View:
         """
         used = [join for join in self.joins if self.complete or join.table in tables]
         joined = [join.table for join in used if join.table in tables - spared]
-        columns = [column.select(join.table, join.table in joined) for join in used for column in join.columns]
+        columns = "".join(text for join in used for text in join.select(join.table in joined))
         joins = "".join(f" LEFT JOIN {table} USING (iteration, sample_id)" for table in joined)
-        text = self.sql.format(columns="".join(f", {column}" for column in columns), joins=joins)
+        text = self.sql.format(columns=columns, joins=joins)
         return f"CREATE OR REPLACE VIEW {schema}.{self.name} AS {text}"
 
 
@@ -214,12 +219,9 @@ def _view(name: str, needs: str, sql: str, *joins: Join) -> View:
     return View(name, frozenset(needs.split()), sql, joins)
 
 
-def _texts(table: str, *names: str) -> Join:
-    return Join(table, tuple(Column(name, name, "VARCHAR") for name in names))
-
-
-def _per_token(table: str, **sources: str) -> Join:
-    return Join(table, tuple(Column(name, source, "FLOAT", unnested=True) for name, source in sources.items()))
+def _join(table: str, *names: str, **sources: str) -> Join:
+    """Columns of a table, some under other names."""
+    return Join(table, {name: name for name in names} | sources)
 
 
 def judged(table: str) -> str:
@@ -236,24 +238,12 @@ _GAP: Final = (
 _LAG: Final = "CASE WHEN scalars.num_generated > 0 THEN scalars.iteration - scalars.version_min END AS lag"
 
 #: What the optimizer did with a demonstration.
-_TRAINED: Final = Join(
-    "train_samples",
-    (
-        Column("micro_batch", "micro_batch", "INTEGER"),
-        *(Column(name, name, "FLOAT") for name in ("sample_ratio", "sample_clip_fraction", "sample_kl", "sample_loss")),
-    ),
+_TRAINED: Final = _join(
+    "train_samples", "micro_batch", "sample_ratio", "sample_clip_fraction", "sample_kl", "sample_loss"
 )
 
 #: Name of the view of the table `scalars` that a replay which ends early shares with its parent.
 SHARED: Final = "shared_scalars"
-_KINDS: Final = {
-    pa.int32(): "INTEGER",
-    pa.int64(): "BIGINT",
-    pa.float32(): "FLOAT",
-    pa.float64(): "DOUBLE",
-    pa.bool_(): "BOOLEAN",
-    pa.string(): "VARCHAR",
-}
 
 
 def _late_scalars() -> tuple[View, View]:
@@ -264,11 +254,8 @@ def _late_scalars() -> tuple[View, View]:
     early = {name: [f.name for f in scalar_fields(TABLES[name])] for name in ("rollout", "verify")}
     columns = [f"{table}.{name}" for table, names in early.items() for name in names if name != "sample_id"]
     known = {name for names in early.values() for name in names}
-    late = {
-        table: [f for f in scalar_fields(TABLES[table]) if f.name not in known]
-        for table in ("advantage", "train_samples")
-    }
-    joins = tuple(Join(table, tuple(Column(f.name, f.name, _KINDS[f.type]) for f in late[table])) for table in late)
+    late = {name: [f.name for f in scalar_fields(TABLES[name])] for name in ("advantage", "train_samples")}
+    joins = tuple(_join(table, *(name for name in names if name not in known)) for table, names in late.items())
     joined = (
         f"SELECT rollout.iteration, rollout.sample_id, {', '.join(columns)}{{columns}}"
         " FROM rollout JOIN verify USING (iteration, sample_id){joins}"
@@ -285,8 +272,8 @@ VIEWS: Final = (
         "samples",
         "scalars rollout",
         f"SELECT scalars.* REPLACE ({judged('scalars')}, {_GAP}), {_LAG}{{columns}} FROM scalars{{joins}}",
-        _texts("rollout", "prompt", "completion", "answer"),
-        _texts("verify", "parsed", "detail"),
+        _join("rollout", "prompt", "completion", "answer"),
+        _join("verify", "parsed", "detail"),
     ),
     _view(
         "samples",
@@ -307,9 +294,9 @@ VIEWS: Final = (
         "SELECT iteration, sample_id, group_id, prompt_id, unnest(range(len(input_ids))) AS position,"
         " unnest(input_ids) AS token_id, unnest(loss_mask) AS loss_mask, unnest(logprobs) AS logprob,"
         " unnest(versions) AS version, coalesce(unnest(stale_kv), false) AS stale_kv{columns} FROM rollout{joins})",
-        _per_token("advantage", advantage="advantages", **{"return": "returns"}),
-        _per_token("proximal", prox_logprob="prox_logprobs"),
-        _per_token("reference", ref_logprob="ref_logprobs"),
+        _join("advantage", advantage="advantages", **{"return": "returns"}),
+        _join("proximal", prox_logprob="prox_logprobs"),
+        _join("reference", ref_logprob="ref_logprobs"),
     ),
     _view(
         "tokens",

@@ -26,6 +26,7 @@ from areal_tasks.engines.tls import CERTIFICATE, KEY
 from areal_tasks.store.backend import Unavailable, open_store
 from areal_tasks.store.paths import service as service_path
 from areal_tasks.store.runs import Run
+from schemas.errors import UserError
 from schemas.manifest import ServiceRecord, WeightsRef
 from schemas.recipe.recipe import Recipe
 
@@ -78,13 +79,15 @@ def read_spec() -> ServiceSpec:
 
 
 @contextmanager
-def store_may_be_away() -> Iterator[None]:
-    """Ends the process with AWAY if the store cannot be reached: a later restart may succeed."""
+def exit_with_reason() -> Iterator[None]:
+    """Ends the process with the reason on a UserError; with AWAY if the store is away: a later restart may succeed."""
     try:
         yield
     except Unavailable as error:
         print(error, file=sys.stderr, flush=True)
         sys.exit(AWAY)
+    except UserError as error:
+        sys.exit(f"error: {error}")
 
 
 class BearerAuth:

@@ -36,7 +36,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_tasks.engines.ports import listen, url_host
-from areal_tasks.engines.service import ServiceSpec, store_may_be_away
+from areal_tasks.engines.service import ServiceSpec, exit_with_reason
 from areal_tasks.engines.tls import AUTHORITY, CERTIFICATE, KEY, Identity
 from areal_tasks.launchers.cluster import TAKEN_BACK
 from areal_tasks.launchers.gpus import visible_gpus
@@ -329,11 +329,8 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    with store_may_be_away():
-        try:
-            code = run(NodeJob.model_validate_json(os.environ.pop(JOB)))
-        except UserError as error:
-            sys.exit(f"error: {error}")
+    with exit_with_reason():
+        code = run(NodeJob.model_validate_json(os.environ.pop(JOB)))
     sys.exit(code)
 
 

@@ -13,8 +13,8 @@ from areal_tasks.report.cost import Table
 from areal_tasks.store.fork import origin_of
 from areal_tasks.store.history.diff import leaves
 from areal_tasks.store.history.journal import read_log
+from areal_tasks.store.record_tables import read_owners
 from areal_tasks.store.runs import Run
-from areal_tasks.store.starts import read_owners
 from schemas.manifest import IterationCommit, Segment
 from schemas.recipe.recorded import read_recorded
 

@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final
 
 import pyarrow as pa
@@ -21,11 +21,11 @@ from areal_tasks.store.backend import StoreError
 from areal_tasks.store.commit import read_verified
 from areal_tasks.store.objects.scanned_files import read_file
 from areal_tasks.store.parallel import parallel
+from areal_tasks.store.provenance import utc
 from areal_tasks.store.reachable import Reached, reachable
-from areal_tasks.store.record_tables import utc
-from areal_tasks.store.retention.compacted import believed
+from areal_tasks.store.retention.compacted import valid_compactions
 from areal_tasks.store.runs import Run
-from areal_tasks.store.search import last_present
+from areal_tasks.store.search import last_number
 from schemas.compaction import CompactFile, Compaction
 from schemas.manifest import IterationCommit, Provenance, ShardRef, StageManifest, StageRef
 from schemas.tables import TABLES
@@ -103,7 +103,7 @@ class Catalog:
     def regions(self) -> list[Region]:
         """The whole history, in order and without gaps."""
         found, at = list[Region](), 0
-        for compaction in believed(self.run) if self.compacted else []:
+        for compaction in valid_compactions(self.run) if self.compacted else []:
             if compaction.first > at:
                 found.append(Region(self.run, at, compaction.first))
             found.append(Region(self.run, compaction.first, compaction.stop, compaction))
@@ -114,7 +114,7 @@ class Catalog:
     def _length(self, known: int) -> int:
         """How many iterations are committed: at least `known`."""
         first = max(known, self.run.first)
-        return last_present(lambda k: self.run.store.exists(paths.iteration_commit(self.run.name, k)), first) + 1
+        return last_number(self.run.store, partial(paths.iteration_commit, self.run.name), first) + 1
 
     @cached_property
     def stages_of(self) -> dict[str, set[str]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
+from collections.abc import Callable
 from typing import Final, TypeVar
 
 from pydantic import ValidationError
 
-from areal_tasks.store.backend import Exists, Missing, Newer, Store, StoreError
+from areal_tasks.store.backend import Exists, Missing, Newer, Store, StoreError, damaged
 from schemas.manifest import SCHEMA_VERSION, Claimed, StoredRecord, is_sealed, seal_holds
 
 R = TypeVar("R", bound=StoredRecord)
@@ -40,6 +41,13 @@ def commit_once(store: Store, path: str, record: C) -> tuple[C, bool]:
     except StoreError as error:
         there = _read_back(store, path, record, error)
     return there, there.attempt == record.attempt
+
+
+def append_record(store: Store, path: Callable[[int], str], n: int, make: Callable[[int], C]) -> C:
+    """Commit `make(n)` as record n, or under the next number that no other writer has taken; returns it."""
+    while not commit_once(store, path(n), record := make(n))[1]:
+        n += 1
+    return record
 
 
 def _read_back(store: Store, path: str, record: C, error: StoreError) -> C:
@@ -78,10 +86,7 @@ def verified(store: Store, path: str, sha256: str) -> bytes:
     if hashlib.sha256(data).hexdigest() != sha256:
         data = store.read(path)  # it may have been corrupted in transit
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise StoreError(
-            f"{store.uri(path)} is damaged: its {len(data)} bytes do not have the SHA-256 that was recorded for it. "
-            "Restore this file from a backup; every other file is unharmed."
-        )
+        raise damaged(store, path, f"its {len(data)} bytes do not have the SHA-256 that was recorded for it")
     return data
 
 

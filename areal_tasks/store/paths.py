@@ -143,9 +143,9 @@ def compactions(run: str) -> str:
     return f"{run}/compact"
 
 
-def compaction(run: str, first: int, stop: int, generation: int, digest: str) -> str:
-    """The manifest of a compaction of the iterations from `first` to before `stop`; `digest` is of its bytes."""
-    return f"{compactions(run)}/{first:06d}-{stop:06d}-{generation:03d}-{digest}.json"
+def compaction(run: str, first: int, stop: int, generation: int, attempt: str) -> str:
+    """The record of a compaction of the iterations from `first` to before `stop`."""
+    return f"{compactions(run)}/{first:06d}-{stop:06d}-{generation:03d}-{attempt}.json"
 
 
 def compact_attempt(run: str, attempt: str) -> str:

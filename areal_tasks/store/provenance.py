@@ -17,6 +17,11 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
+def utc(text: str) -> datetime:
+    """A record's time as the views have it: in UTC, without a time zone."""
+    return datetime.fromisoformat(text).astimezone(UTC).replace(tzinfo=None)
+
+
 def make_provenance(
     owner: int, started: str, *, prefect_flow_run_id: str = "", prefect_task_run_id: str = ""
 ) -> Provenance:

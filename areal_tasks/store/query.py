@@ -8,7 +8,6 @@ on S3 alike.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self, TypeVar
 
 import duckdb
@@ -51,9 +50,7 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.connection.close()
 
     def sql(self, query: str) -> pa.Table:

@@ -11,10 +11,9 @@ import duckdb
 
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.catalog import DERIVED, Catalog
-from areal_tasks.store.objects.verified_files import check_whole
-from areal_tasks.store.record_tables import log_table, segments_table, spool_table
+from areal_tasks.store.objects.inventory import check_whole
+from areal_tasks.store.record_tables import log_table, segments_table, spool_table, starts_table
 from areal_tasks.store.scan import Lazy, derived_dataset, table_dataset
-from areal_tasks.store.starts import starts_table
 from areal_tasks.store.system import system_table
 from schemas.manifest import FileRef
 from schemas.views import LOG, SEGMENTS, SHARED, SPOOL, STARTS, SYSTEM, VIEWS, View
@@ -57,7 +56,7 @@ class RunViews:
     def unused(self, words: Set[str]) -> set[str]:
         """The joined tables none of whose columns is among `words`."""
         joins = [join for view in self.views for join in view.joins]
-        used = {join.table for join in joins if any(column.source in words for column in join.columns)}
+        used = {join.table for join in joins if not words.isdisjoint(join.columns.values())}
         return {join.table for join in joins} - used
 
     def drop_damaged_compactions(self) -> bool:

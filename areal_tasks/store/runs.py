@@ -7,13 +7,14 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Store, StoreError
 from areal_tasks.store.changes import changed_fields
 from areal_tasks.store.commit import (
+    append_record,
     bytes_digest,
     commit_once,
     decode,
@@ -22,9 +23,10 @@ from areal_tasks.store.commit import (
     read_record,
     read_verified,
 )
-from areal_tasks.store.first_start import check_all_kept, check_first_start
 from areal_tasks.store.fork import (
     Origin,
+    check_all_kept,
+    check_first_start,
     check_iteration,
     commits_needed,
     leave_reference,
@@ -45,7 +47,7 @@ from areal_tasks.store.opening import (
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.retention.tombstones import check_run_kept
-from areal_tasks.store.search import last_present
+from areal_tasks.store.search import last_number
 from schemas.errors import UserError
 from schemas.manifest import (
     PROMPT_ORDER,
@@ -115,7 +117,7 @@ class Run:
         The search begins at `known`, so that a start that has just read it asks once.
         """
         begin = self.known.iteration if self.known else self.first - 1
-        last = last_present(lambda k: self.store.exists(paths.iteration_commit(self.name, k)), begin + 1)
+        last = last_number(self.store, partial(paths.iteration_commit, self.name), begin + 1)
         if self.known is not None and last == begin:
             return self.known
         return self.commit(last) if last >= 0 else None
@@ -374,10 +376,9 @@ def _join(store: Store, child: str, origin: Origin) -> Run:
 
 def _claim(store: Store, name: str, last: int, prefect_flow_run_id: str) -> int:
     """Claim the next owner number after `last`, or a later one if others have claimed since, and return it."""
-    n, mine = last, False
-    while not mine:
-        n += 1
-        record = OwnerRecord(
+
+    def owner(n: int) -> OwnerRecord:
+        return OwnerRecord(
             n=n,
             attempt=new_attempt(),
             host=socket.gethostname(),
@@ -385,8 +386,8 @@ def _claim(store: Store, name: str, last: int, prefect_flow_run_id: str) -> int:
             started=now(),
             prefect_flow_run_id=prefect_flow_run_id,
         )
-        _, mine = commit_once(store, paths.owner(name, n), record)
-    return n
+
+    return append_record(store, partial(paths.owner, name), last + 1, owner).n
 
 
 def _extended(run: Run, recipe: BaseRecipe) -> Run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import pyarrow as pa
@@ -28,39 +29,34 @@ _ITERATION: Final = pa.field("iteration", pa.int32(), nullable=False)
 
 @dataclass(frozen=True)
 class CheckedScan:
-    """A scanner for DuckDB: the fragments that may match the filter, checked and scanned some at a time."""
+    """A scanner for DuckDB: the fragments that may match the filter, checked and scanned some at a time.
+
+    `recording` keeps the error that ends the scan: DuckDB reports only that some scan has failed.
+    """
 
     dataset: ds.Dataset
     filter: ds.Expression | None
     options: dict[str, Any]
     check: Check
+    recording: Callable[[], AbstractContextManager[None]]
 
     def to_reader(self) -> pa.RecordBatchReader:
         """The batches as a stream. A reader that stops early has opened few files."""
         return pa.RecordBatchReader.from_batches(self._scanner([]).projected_schema, self._batches())
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
-        left, names = list(self.dataset.get_fragments(self.filter)), self.options["columns"]
+        names = self.options["columns"]
         witness = [] if names is None else witnesses(self.dataset.schema, names)
-        for start in range(0, len(left), _AT_ONCE):
-            for batch in self._scanner(self.check(left[start : start + _AT_ONCE]), witness).to_reader():
-                yield batch.select(names) if witness else batch
+        with self.recording():
+            left = list(self.dataset.get_fragments(self.filter))
+            for start in range(0, len(left), _AT_ONCE):
+                for batch in self._scanner(self.check(left[start : start + _AT_ONCE]), witness).to_reader():
+                    yield batch.select(names) if witness else batch
 
     def _scanner(self, fragments: Sequence[Any], witness: Sequence[str] = ()) -> ds.Scanner:
         part = ds.FileSystemDataset(fragments, self.dataset.schema, self.dataset.format, self.dataset.filesystem)
         columns = [*self.options["columns"], *witness] if witness else self.options["columns"]
         return part.scanner(filter=self.filter, **self.options | {"columns": columns})
-
-
-@dataclass(frozen=True)
-class RecordingScan(CheckedScan):
-    """A scan that records the error that ended it: DuckDB reports only that some scan has failed."""
-
-    recording: Callable[[], AbstractContextManager[None]]
-
-    def _batches(self) -> Iterator[pa.RecordBatch]:
-        with self.recording():
-            yield from super()._batches()
 
 
 class Lazy(ds.InMemoryDataset):  # type: ignore[misc]
@@ -78,11 +74,7 @@ class Lazy(ds.InMemoryDataset):  # type: ignore[misc]
             dataset = self.build()
             if isinstance(dataset, ds.InMemoryDataset):
                 return dataset.scanner(columns=columns, filter=filter, **options)
-            return RecordingScan(dataset, filter, {"columns": columns, **options}, self._checked, self.recording)
-
-    def _checked(self, fragments: Sequence[Any]) -> Sequence[Any]:
-        with self.recording():
-            return self.check(fragments)
+            return CheckedScan(dataset, filter, {"columns": columns, **options}, self.check, self.recording)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -136,11 +128,4 @@ def table_dataset(catalog: Catalog, table: str) -> Lazy:
 
 def derived_dataset(schema: pa.Schema, make: Callable[[], pa.Table]) -> Lazy:
     """A table that `make` computes on the first scan."""
-    made: list[pa.Table] = []
-
-    def build() -> ds.Dataset:
-        if not made:
-            made.append(make())
-        return ds.InMemoryDataset(made[0])
-
-    return Lazy(schema, build)
+    return Lazy(schema, cache(lambda: ds.InMemoryDataset(make())))

@@ -7,8 +7,10 @@ there, against the history that follows. Later records show that it is missing, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
+from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError
 
 _AHEAD: Final = (2, 3, 5, 9, 17, 33, 65)  # distances beyond the end at which no record should exist
@@ -29,9 +31,19 @@ def last_present(present: Callable[[int], bool], first: int = 0) -> int:
     return low
 
 
+def last_number(store: Store, path: Callable[[int], str], first: int = 1) -> int:
+    """The last number from `first` on whose record exists, or `first - 1`; O(log n) requests and no listing."""
+    return last_present(lambda n: store.exists(path(n)), first)
+
+
+def last_owner(store: Store, run: str) -> int:
+    """The number of the last start of a run's flow; 0: there was none."""
+    return last_number(store, partial(paths.owner, run))
+
+
 def end_of(store: Store, path: Callable[[int], str], first: int) -> int:
     """The last number from `first` on whose record exists; StoreError if there are some beyond a gap."""
-    last = last_present(lambda n: store.exists(path(n)), first)
+    last = last_number(store, path, first)
     beyond = any(store.exists(path(last + ahead)) for ahead in _AHEAD)
     if beyond and not store.exists(path(last + 1)):  # else another start has just written it
         raise missing_before(store, path(last + 1))

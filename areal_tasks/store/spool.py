@@ -7,14 +7,15 @@ numbered without gaps too, so that all records of a run are found without a list
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import commit_once, find_record, new_attempt, read_record
+from areal_tasks.store.commit import append_record, commit_once, find_record, new_attempt, read_record
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.search import last_present
+from areal_tasks.store.search import last_number
 from schemas.errors import UserError
 from schemas.manifest import RejectedGroup, SpooledGroup, SpoolRecord, TableRef
 
@@ -25,15 +26,16 @@ class StartClosed(UserError):
 
 def number_of_starts(store: Store, run: str) -> int:
     """How many starts have recorded something; O(log n) requests."""
-    return last_present(lambda n: store.exists(paths.spool_record(run, n, 0))) + 1
+    return last_number(store, lambda n: paths.spool_record(run, n, 0), 0) + 1
 
 
 def open_start(store: Store, run: str, owner: int, made_with: str) -> int:
     """Claim the number of the next start; its first record has the settings with which its groups are made."""
-    number = number_of_starts(store, run)
-    while not commit_once(store, paths.spool_record(run, number, 0), _record("opened", number, 0, owner, made_with))[1]:
-        number += 1
-    return number
+    first = number_of_starts(store, run)
+    opened = append_record(
+        store, lambda n: paths.spool_record(run, n, 0), first, lambda n: _record("opened", n, 0, owner, made_with)
+    )
+    return opened.start
 
 
 def made_with(store: Store, run: str, start: int) -> str:
@@ -79,11 +81,8 @@ def read_start(store: Store, run: str, start: int, first: int = 0) -> list[Spool
 
 def read_spool(store: Store, run: str) -> list[SpoolRecord]:
     """All records of a run, in order."""
-
-    def last(start: int) -> int:
-        return last_present(lambda n: store.exists(paths.spool_record(run, start, n)))
-
-    lasts = parallel(last, range(number_of_starts(store, run)))
+    starts = range(number_of_starts(store, run))
+    lasts = parallel(lambda start: last_number(store, partial(paths.spool_record, run, start), 0), starts)
     places = [(start, n) for start, end in enumerate(lasts) for n in range(end + 1)]
     return parallel(lambda place: read_record(store, paths.spool_record(run, *place), SpoolRecord), places)
 

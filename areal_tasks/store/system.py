@@ -7,9 +7,9 @@ someone watches, who says so by numbered records too.
 from __future__ import annotations
 
 import getpass
-import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import pyarrow as pa
@@ -21,9 +21,9 @@ from areal_tasks.store.commit import read_record, verified
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run
-from areal_tasks.store.search import last_present
-from areal_tasks.store.shards import encode
-from schemas.manifest import ShardRef, SystemRecord, WatchRecord
+from areal_tasks.store.search import last_number, last_owner
+from areal_tasks.store.shards import encode, shard_ref
+from schemas.manifest import SystemRecord, WatchRecord
 from schemas.views import SYSTEM
 
 Row = dict[str, Any]
@@ -59,13 +59,7 @@ class SystemLog:
         """The rows as a shard, and its record."""
         began, owner, table = now(), self.run.owner, pa.Table.from_pylist(self._rows, schema=SYSTEM)
         data, self._rows = encode(table), []
-        shard = ShardRef(
-            path=paths.system(self.run.name, owner, n, "parquet"),
-            sha256=hashlib.sha256(data).hexdigest(),
-            bytes=len(data),
-            rows=table.num_rows,
-            tokens=0,
-        )
+        shard = shard_ref(paths.system(self.run.name, owner, n, "parquet"), data, table)
         return data, SystemRecord(owner=owner, n=n, shard=shard, provenance=make_provenance(owner, began)).encode()
 
     def newly_watched(self) -> bool:
@@ -79,14 +73,9 @@ class SystemLog:
 # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def newest_owner(run: Run) -> int:
-    """The number of the last start of the run's flow; 0: there was none."""
-    return last_present(lambda n: run.store.exists(paths.owner(run.name, n)), 1)
-
-
 def newest_record(run: Run, owner: int, known: int = 0) -> int:
     """The number of the last record of a start, of which `known` are known to be there; 0: there is none."""
-    return last_present(lambda n: run.store.exists(paths.system(run.name, owner, n)), known + 1)
+    return last_number(run.store, partial(paths.system, run.name, owner), known + 1)
 
 
 def read_samples(run: Run, owner: int, n: int) -> pa.Table:
@@ -97,7 +86,7 @@ def read_samples(run: Run, owner: int, n: int) -> pa.Table:
 
 def system_table(run: Run) -> pa.Table:
     """The rows of the view `system`: of this run, not of its parents."""
-    owners = range(1, newest_owner(run) + 1)
+    owners = range(1, last_owner(run.store, run.name) + 1)
     lasts = parallel(lambda owner: newest_record(run, owner), owners)
     places = [(owner, n) for owner, last in zip(owners, lasts, strict=True) for n in range(1, last + 1)]
     return pa.concat_tables([SYSTEM.empty_table(), *parallel(lambda place: read_samples(run, *place), places)])
@@ -106,7 +95,7 @@ def system_table(run: Run) -> pa.Table:
 def watch(store: Store, run: str, owner: int) -> None:
     """Have this start of the flow store its samples at once, for a while."""
     record = WatchRecord(user=getpass.getuser(), provenance=make_provenance(owner, now())).encode()
-    n = last_present(lambda n: store.exists(paths.watch(run, owner, n)), 1)
+    n = last_number(store, partial(paths.watch, run, owner))
     while True:
         n += 1
         with suppress(Exists):

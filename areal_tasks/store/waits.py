@@ -10,6 +10,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Final
 
 import psutil
@@ -19,7 +20,7 @@ from areal_tasks.store.backend import Exists
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.provenance import now
 from areal_tasks.store.runs import Run
-from areal_tasks.store.search import last_present
+from areal_tasks.store.search import last_number, last_owner
 from schemas.manifest import Wait, WaitsRecord
 
 #: How late a record may be: the store is slow, or another machine's clock is wrong.
@@ -40,8 +41,8 @@ def tell_waits(run: Run, n: int, record: WaitsRecord) -> None:
 def standing_waits(run: Run) -> WaitsRecord | None:
     """What the run waits for now; None if there is no long wait, or if the process that waited is gone."""
     store, name = run.store, run.name
-    owner = last_present(lambda n: store.exists(paths.owner(name, n)), 1)
-    n = last_present(lambda n: store.exists(paths.waits(name, owner, n)), 1)
+    owner = last_owner(store, name)
+    n = last_number(store, partial(paths.waits, name, owner))
     record = read_record(store, paths.waits(name, owner, n), WaitsRecord) if n else None
     return record if record and record.waits and holds(record, datetime.now(UTC)) else None
 

@@ -11,8 +11,8 @@ import typer
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.changes import ask, find_change, last_change, waiting_changes
 from areal_tasks.store.history.journal import read_log
+from areal_tasks.store.record_tables import goes_on
 from areal_tasks.store.runs import Run, load_run
-from areal_tasks.store.starts import goes_on
 from flows.cli.output import AsJson, RunName, StoreUrl, show
 from schemas.errors import UserError
 from schemas.manifest import Change

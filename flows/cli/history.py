@@ -77,6 +77,7 @@ def _with_progress(store: Store, run: str) -> Report:
 def _as_json(store: Store, report: Report, signatures: list[Verified]) -> dict[str, Any]:
     return {
         **asdict(report),
+        "removed": [tombstone.model_dump() for tombstone in report.removed],
         "sound": report.sound,
         "signatures": [
             {
@@ -96,9 +97,9 @@ def _print(report: Report, signatures: list[Verified], coverage: str) -> None:
     for defect in report.defects:
         typer.echo(str(defect))
     for removed in report.removed:
-        typer.echo(
-            f"{removed.path}: files removed by {removed.user} on {removed.time[:19]} ({removed.reason}); no damage"
-        )
+        made = removed.provenance
+        by = f"{removed.user}@{made.host} on {made.committed[:19]}"
+        typer.echo(f"{removed.path}: files removed by {by} ({removed.reason}); no damage")
     for found in signatures:
         if found.known or found.problem:
             typer.echo(_verdict(found))

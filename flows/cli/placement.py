@@ -17,8 +17,8 @@ from areal_tasks.store import paths
 from areal_tasks.store.commit import find_record
 from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.parallel import parallel
+from areal_tasks.store.record_tables import read_owners
 from areal_tasks.store.runs import Run
-from areal_tasks.store.starts import read_owners
 from areal_tasks.store.waits import standing_waits
 from flows.cli.inspect import next_recipe
 from flows.cli.output import show

@@ -18,9 +18,16 @@ from areal_tasks.store.objects.files import materialise, read_weights
 from areal_tasks.store.retention.compact import compact_all
 from areal_tasks.store.retention.gc import Item, Rule, plan
 from areal_tasks.store.retention.gc_remove import execute, interrupted, remove_run, whole_run
-from areal_tasks.store.retention.tags import protect_weights, tag_weights
 from areal_tasks.store.runs import Run, load_run
-from areal_tasks.store.weights import WeightsVersion, compare_folders, export_weights, find_weights, list_weights
+from areal_tasks.store.weights import (
+    WeightsVersion,
+    compare_folders,
+    export_weights,
+    find_weights,
+    list_weights,
+    protect_weights,
+    tag_weights,
+)
 from flows.cli.output import AsJson, RunName, StoreUrl, show
 from schemas.compaction import SCALAR_TABLES
 from schemas.errors import UserError

@@ -17,8 +17,9 @@ from rich.live import Live
 from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.runs import Run, load_run
+from areal_tasks.store.search import last_owner
 from areal_tasks.store.service_logs import LogName, ServiceLog, service_logs
-from areal_tasks.store.system import newest_owner, newest_record, read_samples, watch
+from areal_tasks.store.system import newest_record, read_samples, watch
 from flows.cli.output import AsJson, RunName, StoreUrl, show, table_of
 from flows.home import logs_folder
 from schemas.errors import UserError
@@ -130,7 +131,7 @@ class Watcher:
 
     def refresh(self) -> bool:
         """Read the newest sample; whether there is a new one."""
-        if (owner := newest_owner(self.run)) != self.owner:
+        if (owner := last_owner(self.run.store, self.run.name)) != self.owner:
             self.owner, self._record, self._asked = owner, 0, 0.0
         newest = newest_record(self.run, self.owner, self._record) if self.owner else 0
         if newest == self._record:

@@ -20,8 +20,7 @@ import typer
 from areal_tasks.importing import importing
 from areal_tasks.stages.preflight import check_code, check_engines, check_inputs
 from areal_tasks.store.backend import open_store, store_url
-from areal_tasks.store.first_start import check_first_start
-from areal_tasks.store.fork import Origin, ReplayEnd, ReplayStart, check_forkable, parent_values
+from areal_tasks.store.fork import Origin, ReplayEnd, ReplayStart, check_first_start, check_forkable, parent_values
 from areal_tasks.store.keys import digest_json
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import Run, load_run

@@ -1,13 +1,12 @@
 """Checks that need more than one field of a recipe: contradictions, and settings without effect.
 
-Each check is a small pure function from a recipe to a message (or None), listed in one of the tables below. They run in
-pydantic's validators, so that the Prefect form is checked too. To add a check, add it to a table.
-"""
+Each function yields a message for every problem that it finds in a recipe. They run in pydantic's validators, so that
+the Prefect form is checked too."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,14 +20,12 @@ if TYPE_CHECKING:
 
 #: pydantic's error type under which all problems of a recipe are raised at once.
 PROBLEMS: Final = "recipe_problems"
-Message = str | None
 
 
-def refuse_problems(recipe: BaseRecipe, checks: Iterable[Callable[[Any], Message]]) -> None:
+def refuse_problems(recipe: BaseRecipe, checks: Iterable[Callable[[Any], Iterable[str]]]) -> None:
     """Raise one pydantic error that lists every problem of `recipe`, if there is any."""
-    secret = no_credentials(recipe)
-    problems = [secret] if secret else [message for check in checks if (message := check(recipe))]
-    problems += [] if secret else idle_knobs(recipe)  # other messages might repeat the secret
+    secrets = list(credentials(recipe))  # other messages might repeat them
+    problems = secrets or [message for check in (*checks, idle_knobs) for message in check(recipe)]
     if problems:
         raise PydanticCustomError(PROBLEMS, "{text}", {"text": "\n".join(problems), "problems": problems})
 
@@ -36,254 +33,166 @@ def refuse_problems(recipe: BaseRecipe, checks: Iterable[Callable[[Any], Message
 # ── every flow ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def one_model(r: BaseRecipe) -> Message:
-    given = [name for name in ("path", "scratch", "warm_start") if getattr(r.model, name)]
-    if len(given) == 1:
-        return None
-    found = f"both {' and '.join(given)} are given; clear one" if given else "none is given"
-    return f"model: exactly one of path, scratch and warm_start is needed; {found}"
-
-
-def warm_start_flow(r: BaseRecipe) -> Message:
-    if r.model.warm_start and r.flow != "rlhf":
-        return f"model.warm_start: only an rlhf recipe can start warm; a {r.flow} recipe needs path or scratch"
-    return None
-
-
-def run_path(r: BaseRecipe) -> Message:
-    if r.model.path.startswith("run://") and not re.fullmatch(r"run://[a-z0-9][a-z0-9._-]*(@\d+)?", r.model.path):
-        return f"model.path: '{r.model.path}' should look like run://NAME or run://NAME@VERSION"
-    return None
-
-
-def scratch_heads(r: BaseRecipe) -> Message:
-    spec = r.model.scratch
-    if spec and spec.hidden % (2 * spec.heads):
-        return (
-            f"model.scratch: hidden {spec.hidden} should be an even multiple of heads {spec.heads}, "
-            "since rotary embeddings rotate pairs of a head's dimensions"
-        )
-    return None
-
-
-def scratch_alphabet(r: BaseRecipe) -> Message:
-    spec = r.model.scratch
-    if spec and len(set(spec.alphabet)) < len(spec.alphabet):
-        return "model.scratch.alphabet: a character occurs twice; name each once"
-    return None
-
-
-def scratch_sums(r: BaseRecipe) -> Message:
-    spec = r.model.scratch
-    if spec and source_kind(r.data.source) == "sums" and (missing := set("0123456789+=") - set(spec.alphabet)):
-        return f"model.scratch.alphabet: sums need the characters {''.join(sorted(missing))} too"
-    return None
-
-
-def scratch_chat(r: BaseRecipe) -> Message:
-    if r.model.scratch and r.data.chat:
-        return "data.chat: a scratch model has no chat template; set data.chat to false"
-    return None
-
-
-def template_prompt(r: BaseRecipe) -> Message:
-    if "{prompt}" not in r.data.template:
-        return "data.template: must contain {prompt}, where the row's prompt goes"
-    return None
-
-
-def source_named(r: BaseRecipe) -> Message:
-    source = r.data.source
-    if not source:
-        return "data.source: is empty; name a data set, a file, a URL or sums://TERMS"
-    if source_kind(source) == "file" and PurePosixPath(source).suffix not in SUFFIXES:
-        return f"data.source: '{source}' should end with {', '.join(SUFFIXES)}"
-    return None
-
-
-def split_placeholder(r: BaseRecipe) -> Message:
-    if source_kind(r.data.source) != "file" and SPLIT in r.data.source:
-        return f"data.source: {SPLIT} is for files; a data set's splits are named by train_split and eval_split"
-    return None
-
-
-def no_credentials(r: BaseRecipe) -> Message:
+def credentials(r: BaseRecipe) -> Iterator[str]:
     """A recipe is stored with its run and shown by Prefect, so it must contain no secret."""
     for field, url in (("store.url", r.store.url), ("data.source", r.data.source)):
         if holds_credentials(url):
-            return f"{field}: holds credentials; replace them, and put them into the environment (AWS_ACCESS_KEY_ID, …)"
-    return None
+            yield f"{field}: holds credentials; replace them, and put them into the environment (AWS_ACCESS_KEY_ID, …)"
 
 
-def network_named(r: BaseRecipe) -> Message:
+def check_model(r: BaseRecipe) -> Iterator[str]:
+    """The initial weights are named once; a scratch model can be built and fits its data."""
+    given, spec = [name for name in ("path", "scratch", "warm_start") if getattr(r.model, name)], r.model.scratch
+    if len(given) != 1:
+        found = f"both {' and '.join(given)} are given; clear one" if given else "none is given"
+        yield f"model: exactly one of path, scratch and warm_start is needed; {found}"
+    if r.model.warm_start and r.flow != "rlhf":
+        yield f"model.warm_start: only an rlhf recipe can start warm; a {r.flow} recipe needs path or scratch"
+    if r.model.path.startswith("run://") and not re.fullmatch(r"run://[a-z0-9][a-z0-9._-]*(@\d+)?", r.model.path):
+        yield f"model.path: '{r.model.path}' should look like run://NAME or run://NAME@VERSION"
+    if spec and spec.hidden % (2 * spec.heads):
+        yield (
+            f"model.scratch: hidden {spec.hidden} should be an even multiple of heads {spec.heads}, "
+            "since rotary embeddings rotate pairs of a head's dimensions"
+        )
+    if spec and len(set(spec.alphabet)) < len(spec.alphabet):
+        yield "model.scratch.alphabet: a character occurs twice; name each once"
+    if spec and source_kind(r.data.source) == "sums" and (missing := set("0123456789+=") - set(spec.alphabet)):
+        yield f"model.scratch.alphabet: sums need the characters {''.join(sorted(missing))} too"
+    if spec and r.data.chat:
+        yield "data.chat: a scratch model has no chat template; set data.chat to false"
+
+
+def check_data(r: BaseRecipe) -> Iterator[str]:
+    """The source can be read, and the template has a place for the prompt."""
+    source, kind = r.data.source, source_kind(r.data.source)
+    if "{prompt}" not in r.data.template:
+        yield "data.template: must contain {prompt}, where the row's prompt goes"
+    if not source:
+        yield "data.source: is empty; name a data set, a file, a URL or sums://TERMS"
+    elif kind == "file" and PurePosixPath(source).suffix not in SUFFIXES:
+        yield f"data.source: '{source}' should end with {', '.join(SUFFIXES)}"
+    if kind != "file" and SPLIT in source:
+        yield f"data.source: {SPLIT} is for files; a data set's splits are named by train_split and eval_split"
+
+
+def check_network(r: BaseRecipe) -> Iterator[str]:
+    """Services of several machines need a network; those of one use loopback."""
     here = r.launcher.type in ("local", "inline")
     if here and r.launcher.network:
-        return f"launcher.network: has no effect with launcher.type {r.launcher.type}, whose services use loopback"
+        yield f"launcher.network: has no effect with launcher.type {r.launcher.type}, whose services use loopback"
     if not here and not r.launcher.network:
-        return (
+        yield (
             f"launcher.network: launcher.type {r.launcher.type} needs the network in which services listen, such as "
             "10.0.0.0/24 (`ip -brief address` lists this machine's)"
         )
-    return None
-
-
-BASE_CHECKS: Final[tuple[Callable[[BaseRecipe], Message], ...]] = (
-    one_model,
-    warm_start_flow,
-    run_path,
-    scratch_heads,
-    scratch_alphabet,
-    scratch_sums,
-    scratch_chat,
-    template_prompt,
-    source_named,
-    split_placeholder,
-    network_named,
-)
 
 
 # ── training ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def micro_batch_holds_sample(r: RlhfRecipe | SftRecipe) -> Message:
-    if r.trainer.micro_batch_tokens < r.model.max_length:
-        return (
-            f"trainer.micro_batch_tokens: {r.trainer.micro_batch_tokens} holds no sample of model.max_length "
-            f"{r.model.max_length} tokens; raise it or shorten the samples"
-        )
-    return None
-
-
-def ranks_on_nodes(r: RlhfRecipe | SftRecipe) -> Message:
-    if r.trainer.ranks % r.trainer.nodes:
-        return f"trainer.nodes: {r.trainer.ranks} ranks cannot be split evenly over {r.trainer.nodes} machines"
-    if r.trainer.nodes > 1 and not r.launcher.network:
-        return f"trainer.nodes: {r.trainer.nodes} machines need a launcher.type of several, such as slurm or ray"
-    return None
-
-
-def replicas_of_ranks(r: RlhfRecipe | SftRecipe) -> Message:
+def check_ranks(r: RlhfRecipe | SftRecipe) -> Iterator[str]:
+    """Ranks can be split over machines and copies of the weights."""
     trainer = r.trainer
+    if trainer.ranks % trainer.nodes:
+        yield f"trainer.nodes: {trainer.ranks} ranks cannot be split evenly over {trainer.nodes} machines"
+    elif trainer.nodes > 1 and not r.launcher.network:
+        yield f"trainer.nodes: {trainer.nodes} machines need a launcher.type of several, such as slurm or ray"
     if trainer.replicas == 1 or trainer.backend != "fsdp2":
-        return None
+        return
     if trainer.ranks % trainer.replicas:
-        return f"trainer.replicas: {trainer.ranks} ranks cannot be split evenly over {trainer.replicas} copies"
-    if trainer.replicas % trainer.nodes:
-        return (
+        yield f"trainer.replicas: {trainer.ranks} ranks cannot be split evenly over {trainer.replicas} copies"
+    elif trainer.replicas % trainer.nodes:
+        yield (
             f"trainer.replicas: {trainer.replicas} copies would be split across {trainer.nodes} machines; make it a "
             "multiple of trainer.nodes, so that each copy is inside one machine"
         )
-    return None
 
 
-def schedule_decays(r: RlhfRecipe | SftRecipe) -> Message:
-    if r.trainer.lr_schedule != "constant" and r.trainer.lr_final == 1:
-        return f"trainer.lr_schedule: {r.trainer.lr_schedule} has no effect with lr_final 1; set lr_final below 1"
-    return None
-
-
-def warmup_ends(r: RlhfRecipe | SftRecipe) -> Message:
+def check_training(r: RlhfRecipe | SftRecipe) -> Iterator[str]:
+    """A sample fits into a pass, and the learning rate's schedule into the run."""
+    trainer = r.trainer
+    if trainer.micro_batch_tokens < r.model.max_length:
+        yield (
+            f"trainer.micro_batch_tokens: {trainer.micro_batch_tokens} holds no sample of model.max_length "
+            f"{r.model.max_length} tokens; raise it or shorten the samples"
+        )
+    if trainer.lr_schedule != "constant" and trainer.lr_final == 1:
+        yield f"trainer.lr_schedule: {trainer.lr_schedule} has no effect with lr_final 1; set lr_final below 1"
     steps = r.schedule.iterations * (r.algorithm.minibatches if r.flow == "rlhf" else r.algorithm.steps)
-    if r.trainer.warmup_steps >= steps:
-        return f"trainer.warmup_steps: {r.trainer.warmup_steps} is not over within the run's {steps} steps; lower it"
-    return None
+    if trainer.warmup_steps >= steps:
+        yield f"trainer.warmup_steps: {trainer.warmup_steps} is not over within the run's {steps} steps; lower it"
 
 
-def weights_every_written(r: RlhfRecipe | SftRecipe) -> Message:
-    if r.flow != "rlhf" or r.trainer.weights_every == 1:
-        return None
-    if r.inference.engine == "embedded" or r.inference.transport == "store":
-        return (
+def check_weights_every(r: RlhfRecipe) -> Iterator[str]:
+    """Servers that get weights only through the store need every version there."""
+    if r.trainer.weights_every > 1 and (r.inference.engine == "embedded" or r.inference.transport == "store"):
+        yield (
             f"trainer.weights_every: {r.trainer.weights_every} would keep new weights from the servers, which get them "
             "only through the store; set it to 1, or inference.engine to sglang and inference.transport to auto"
         )
-    return None
-
-
-TRAINING_CHECKS: Final[tuple[Callable[[Any], Message], ...]] = (
-    micro_batch_holds_sample,
-    ranks_on_nodes,
-    replicas_of_ranks,
-    schedule_decays,
-    warmup_ends,
-    weights_every_written,
-)
 
 
 # ── generation ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def evaluation_fits(r: RlhfRecipe | EvaluateRecipe) -> Message:
-    if evaluates(r) and r.evaluation.max_new_tokens >= r.model.max_length:
-        return _no_room("evaluation", r.evaluation.max_new_tokens, r.model.max_length)
-    return None
+def check_sampling(part: str, r: RlhfRecipe | EvaluateRecipe) -> Iterator[str]:
+    """Completions of the section `part` fit into the model's context and can have a length."""
+    settings, length = getattr(r, part), r.model.max_length
+    if settings.max_new_tokens >= length and (part == "rollout" or evaluates(r)):
+        yield (
+            f"{part}.max_new_tokens: {settings.max_new_tokens} leaves no room for a prompt in model.max_length "
+            f"{length}; lower one or raise the other"
+        )
+    if "" in settings.stop:
+        yield f"{part}.stop: an empty string ends every completion; remove it"
 
 
-def _no_room(part: str, new_tokens: int, length: int) -> str:
-    return (
-        f"{part}.max_new_tokens: {new_tokens} leaves no room for a prompt in model.max_length {length}; "
-        "lower one or raise the other"
-    )
-
-
-def evaluation_samples(r: RlhfRecipe | EvaluateRecipe) -> Message:
+def check_evaluation(r: RlhfRecipe | EvaluateRecipe) -> Iterator[str]:
+    """Evaluated completions differ, and a verifier's two limits agree."""
+    yield from check_sampling("evaluation", r)
     if r.evaluation.samples > 1 and r.evaluation.temperature == 0:
-        return "evaluation.samples: several greedy completions are all the same; set evaluation.temperature above 0"
-    return None
-
-
-def evaluation_stops(r: RlhfRecipe | EvaluateRecipe) -> Message:
-    return "evaluation.stop: an empty string ends every completion; remove it" if "" in r.evaluation.stop else None
-
-
-def wall_after_cpu(r: RlhfRecipe | EvaluateRecipe) -> Message:
+        yield "evaluation.samples: several greedy completions are all the same; set evaluation.temperature above 0"
     cpu, wall = r.reward.timeout_seconds, r.reward.wall_seconds
     if 0 < wall < cpu:
-        return (
+        yield (
             f"reward.wall_seconds: {wall:g} ends a verifier before it can use reward.timeout_seconds {cpu:g} of CPU; "
             "raise one or lower the other"
         )
-    return None
 
 
-EVALUATION_CHECKS: Final[tuple[Callable[[Any], Message], ...]] = (
-    evaluation_fits,
-    evaluation_samples,
-    evaluation_stops,
-    wall_after_cpu,
-)
+def check_held_out(r: RlhfRecipe) -> Iterator[str]:
+    """A run evaluates on rows that it does not train on."""
+    if evaluates(r) and not splits(r):
+        yield (
+            f"evaluation.every: data.source '{r.data.source}' is one file, so that evaluation would read the training "
+            f"data; use {SPLIT} in its name or set every to 0"
+        )
+    elif evaluates(r) and r.data.train_split == r.data.eval_split:
+        yield (
+            f"data.eval_split: '{r.data.eval_split}' is the training split; "
+            "name a held-out split or set evaluation.every to 0"
+        )
 
 
 # ── GRPO ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def rollout_fits(r: RlhfRecipe) -> Message:
-    if r.rollout.max_new_tokens >= r.model.max_length:
-        return _no_room("rollout", r.rollout.max_new_tokens, r.model.max_length)
-    return None
-
-
-def rollout_stops(r: RlhfRecipe) -> Message:
-    return "rollout.stop: an empty string ends every completion; remove it" if "" in r.rollout.stop else None
-
-
-def group_has_spread(r: RlhfRecipe) -> Message:
+def check_grpo(r: RlhfRecipe) -> Iterator[str]:
+    """The batch can be split, and its rewards say something."""
     if r.rollout.group_size == 1 and r.algorithm.reward_norm != "none":
-        return (
+        yield (
             f"rollout.group_size: a group of 1 has no mean or deviation of its own, so algorithm.reward_norm "
             f"{r.algorithm.reward_norm} makes every advantage 0; raise group_size or set reward_norm to none"
         )
-    return None
-
-
-def minibatches_divide(r: RlhfRecipe) -> Message:
     samples = r.rollout.groups * r.rollout.group_size
     if samples % r.algorithm.minibatches:
-        return (
+        yield (
             f"algorithm.minibatches: {r.algorithm.minibatches} does not divide rollout.groups · group_size = {samples}"
             f"; the nearest that do: {_divisors_near(samples, r.algorithm.minibatches)}"
         )
-    return None
+    if r.algorithm.kl != "none" and r.algorithm.kl_coef == 0:
+        yield f"algorithm.kl: {r.algorithm.kl} has no effect with kl_coef 0; set kl_coef above 0 or kl to none"
 
 
 def _divisors_near(number: int, wanted: int) -> str:
@@ -292,69 +201,117 @@ def _divisors_near(number: int, wanted: int) -> str:
     return str(below) if above == below else f"{below}, {above}"
 
 
-def kl_has_weight(r: RlhfRecipe) -> Message:
-    if r.algorithm.kl != "none" and r.algorithm.kl_coef == 0:
-        return f"algorithm.kl: {r.algorithm.kl} has no effect with kl_coef 0; set kl_coef above 0 or kl to none"
-    return None
-
-
-def held_out(r: RlhfRecipe) -> Message:
-    if not evaluates(r):
-        return None
-    if not splits(r):
-        return (
-            f"evaluation.every: data.source '{r.data.source}' is one file, so that evaluation would read the training "
-            f"data; use {SPLIT} in its name or set every to 0"
-        )
-    if r.data.train_split == r.data.eval_split:
-        return (
-            f"data.eval_split: '{r.data.eval_split}' is the training split; "
-            "name a held-out split or set evaluation.every to 0"
-        )
-    return None
-
-
-GRPO_CHECKS: Final[tuple[Callable[[RlhfRecipe], Message], ...]] = (
-    rollout_fits,
-    rollout_stops,
-    group_has_spread,
-    minibatches_divide,
-    kl_has_weight,
-    held_out,
-)
-
-
-# ── asynchronous generation ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-def memory_is_not_lent(r: RlhfRecipe) -> Message:
+def check_rollout(r: RlhfRecipe) -> Iterator[str]:
+    """Servers can generate all the time with η > 0, and filters leave some groups."""
+    yield from check_sampling("rollout", r)
+    filters = r.rollout.filters
     if r.rollout.max_head_offpolicyness > 0 and r.inference.release_memory:
-        return (
+        yield (
             "inference.release_memory: servers cannot release their memory while they generate; "
             "set rollout.max_head_offpolicyness to 0, or inference.release_memory to false"
         )
-    return None
+    if r.rollout.group_size == 1 and filters.equal_rewards:
+        yield "rollout.filters.equal_rewards: rejects every group of rollout.group_size 1; clear it or raise the size"
+    if filters.min_success > filters.max_success:
+        yield (
+            f"rollout.filters.min_success: {filters.min_success:g} is above max_success {filters.max_success:g}, so "
+            "that every group is rejected"
+        )
 
 
-def groups_differ(r: RlhfRecipe) -> Message:
-    if r.rollout.group_size == 1 and r.rollout.filters.equal_rewards:
-        return "rollout.filters.equal_rewards: rejects every group of rollout.group_size 1; clear it or raise the size"
-    return None
+# ── GPUs, ports, and SGLang's flags ───────────────────────────────────────────────────────────────────────────────────
 
 
-def success_window(r: RlhfRecipe) -> Message:
-    low, high = r.rollout.filters.min_success, r.rollout.filters.max_success
-    if low > high:
-        return f"rollout.filters.min_success: {low:g} is above max_success {high:g}, so that every group is rejected"
-    return None
+SERVICE: Final = "the service sets it"
+ONE_PROCESS: Final = "the bearer token protects a single HTTP process, which the service starts"
+SAMPLING: Final = "the recipe's sections rollout and evaluation set sampling parameters"
 
+#: Flags of SGLang that a recipe must not set, and the reason or the field to use instead.
+RESERVED_FLAGS: Final = {
+    **dict.fromkeys(("model", "model-path"), "model.path"),
+    **dict.fromkeys(("tp", "tp-size", "tensor-parallel-size"), "inference.tensor_parallel"),
+    "mem-fraction-static": "inference.memory_fraction",
+    "port": "inference.first_port",
+    "enable-memory-saver": "inference.release_memory",
+    "dtype": "model.dtype",
+    "context-length": "model.max_length",
+    "random-seed": "seed",
+    **dict.fromkeys(("host", "weight-version", "skip-server-warmup", "config", "base-gpu-id", "gpu-id-step"), SERVICE),
+    **dict.fromkeys(("api-key", "admin-api-key", "tokenizer-worker-num", "grpc-mode", "smg-grpc-mode"), ONE_PROCESS),
+    **dict.fromkeys(("grpc-port", "use-ray", "encoder-only"), ONE_PROCESS),
+    **dict.fromkeys(("nnodes", "node-rank", "dist-init-addr", "nccl-init-addr"), "a server is on one machine"),
+    **dict.fromkeys(("dp", "dp-size", "data-parallel-size"), "inference.servers"),
+    **dict.fromkeys(("pp-size", "pipeline-parallel-size"), "inference.tensor_parallel"),
+    **dict.fromkeys(("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-keyfile-password"), SERVICE),
+    "enable-ssl-refresh": SERVICE,
+    "skip-tokenizer-init": "responses contain text",
+    "preferred-sampling-params": SAMPLING,
+}
 
-ROLLOUT_CHECKS: Final[tuple[Callable[[Any], Message], ...]] = (
-    memory_is_not_lent,
-    groups_differ,
-    success_window,
+#: Flags that are allowed on loopback only.
+OPENING_FLAGS: Final = dict.fromkeys(
+    (
+        *("disaggregation-mode", "language-only", "kv-events-config", "enable-elastic-expert-backup"),
+        "remote-instance-weight-loader-start-seed-via-transfer-engine",
+    ),
+    "SGLang would listen there at a port that no token protects",
 )
 
+
+def check_flags(r: RlhfRecipe | EvaluateRecipe) -> Iterator[str]:
+    """SGLang's flags are written as the recipe needs them, and none is the service's own."""
+    for key, value in r.inference.flags.items():
+        name = key.strip("-").replace("_", "-")
+        if r.launcher.network and (reason := OPENING_FLAGS.get(name)):
+            yield f"inference.flags: a recipe cannot set {key} with launcher.network; leave it out, since {reason}"
+        elif reason := RESERVED_FLAGS.get(name):
+            hint = f"set {reason} instead" if "." in reason or reason == "seed" else f"leave it out, since {reason}"
+            yield f"inference.flags: a recipe cannot set {key}; {hint}"
+        elif key != key.strip("-"):
+            yield f"inference.flags: write {key.strip('-')} without the dashes"
+        elif value is False or value is None:
+            yield f"inference.flags: {key}: {str(value).lower()} has no effect; leave it out"
+
+
+def check_servers(r: RlhfRecipe | EvaluateRecipe) -> Iterator[str]:
+    """Each server has its GPUs, a port and a process."""
+    gpus, width, servers = r.inference.gpus, r.inference.tensor_parallel, r.inference.servers
+    if gpus and len(gpus) != servers * width:
+        yield (
+            f"inference.gpus: names {len(gpus)}, but {servers} servers of {width} "
+            f"GPUs each need {servers * width}; name one for each, or leave it out"
+        )
+    if any(len(set(group)) < len(group) for group in (gpus[at : at + width] for at in range(0, len(gpus), width))):
+        yield "inference.gpus: one server's GPUs must differ; only different servers may share a GPU"
+    if r.inference.first_port and (last := r.inference.first_port + servers - 1) > 65535:
+        yield f"inference.first_port: {servers} servers from {r.inference.first_port} need ports to {last}"
+    if r.inference.engine == "sglang" and r.launcher.type == "inline":
+        yield "launcher.type: inline runs services in threads, and SGLang needs processes; use local"
+
+
+def check_trainer_gpus(r: RlhfRecipe | SftRecipe) -> Iterator[str]:
+    """Each rank has a GPU."""
+    if (gpus := len(set(r.trainer.gpus))) and gpus != r.trainer.ranks:
+        yield f"trainer.gpus: names {gpus} GPUs for {r.trainer.ranks} ranks; name one for each rank, or leave it out"
+
+
+def check_shared_memory(r: RlhfRecipe) -> Iterator[str]:
+    """Servers that release their memory share a GPU with the trainer."""
+    servers, trainer = set(r.inference.gpus), set(r.trainer.gpus)
+    if r.inference.release_memory and servers and trainer and not servers & trainer:
+        yield (
+            "inference.release_memory: has no effect, since inference.gpus and trainer.gpus have none in common; "
+            "leave it out, or name the trainer's GPUs in inference.gpus"
+        )
+
+
+# ── all of them ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+BASE_CHECKS: Final = (check_model, check_data, check_network)
+TRAINING_CHECKS: Final = (check_training, check_ranks, check_trainer_gpus)
+EVALUATION_CHECKS: Final = (check_evaluation, check_flags, check_servers)
+GRPO_CHECKS: Final = (check_weights_every, check_grpo, check_held_out, check_rollout, check_shared_memory)
 
 #: Keys that other systems have and a recipe refuses, with the reason.
 REFUSED_KEYS: Final = {

@@ -100,7 +100,7 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict
             raise UserError(f"override '{override}' should look like section.field=value, such as rollout.groups=8")
         value = parse_yaml(text, f"override '{override}'") if text.strip() else ""
         keys = key.strip().split(".")
-        _set(result, keys, value, override, same_field(_section_at(model, keys[:-1]), keys[-1]))
+        set_value(result, keys, value, override, same_field(_section_at(model, keys[:-1]), keys[-1]))
     return result
 
 
@@ -164,7 +164,10 @@ def _model_of(values: Mapping[str, Any], origin: str) -> type[RlhfRecipe] | type
     return RECIPES[flow]
 
 
-def _set(values: dict[str, Any], keys: Sequence[str], value: Any, override: str, replaced: Iterable[str]) -> None:
+def set_value(
+    values: dict[str, Any], keys: Sequence[str], value: Any, override: str, replaced: Iterable[str] = ()
+) -> None:
+    """Set a value of nested ones, in place, and remove those that it has `replaced`; errors name the `override`."""
     for depth, key in enumerate(keys[:-1], 1):
         if values.get(key) is None:
             values[key] = {}

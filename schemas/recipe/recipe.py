@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from schemas.recipe.checks import (
-    BASE_CHECKS,
-    EVALUATION_CHECKS,
-    GRPO_CHECKS,
-    ROLLOUT_CHECKS,
-    TRAINING_CHECKS,
-    refuse_problems,
-)
+from schemas.recipe.checks import BASE_CHECKS, EVALUATION_CHECKS, GRPO_CHECKS, TRAINING_CHECKS, refuse_problems
 from schemas.recipe.fields import Section, section, semantic
-from schemas.recipe.inference_checks import INFERENCE_CHECKS, trainer_gpus_suffice
 from schemas.recipe.launcher import Launcher
 from schemas.recipe.sections import (
     Alerts,
@@ -40,7 +32,7 @@ FLOW = "The flow that runs this recipe."
 class BaseRecipe(Section):
     """The fields that every flow has."""
 
-    CHECKS: ClassVar[tuple[Callable[[Any], str | None], ...]] = BASE_CHECKS
+    CHECKS: ClassVar[tuple[Callable[[Any], Iterable[str]], ...]] = BASE_CHECKS
 
     name: str = Field(
         description="Name of the recipe, and of its runs unless `run` names them.", pattern=r"^[a-z0-9][a-z0-9._-]*$"
@@ -61,7 +53,7 @@ class BaseRecipe(Section):
 class RlhfRecipe(BaseRecipe):
     """Reinforcement learning from verified rewards: rollout → verify → advantage → train → publish."""
 
-    CHECKS = (*BASE_CHECKS, *TRAINING_CHECKS, *EVALUATION_CHECKS, *INFERENCE_CHECKS, *GRPO_CHECKS, *ROLLOUT_CHECKS)
+    CHECKS = (*BASE_CHECKS, *TRAINING_CHECKS, *EVALUATION_CHECKS, *GRPO_CHECKS)
 
     flow: Literal["rlhf"] = Field("rlhf", description=FLOW)
     rollout: Rollout = section(Rollout, "Sampling.")
@@ -78,7 +70,7 @@ class RlhfRecipe(BaseRecipe):
 class SftRecipe(BaseRecipe):
     """Supervised fine-tuning: batch → train → publish."""
 
-    CHECKS = (*BASE_CHECKS, *TRAINING_CHECKS, trainer_gpus_suffice)
+    CHECKS = (*BASE_CHECKS, *TRAINING_CHECKS)
 
     flow: Literal["sft"] = Field("sft", description=FLOW)
     algorithm: Sft = section(Sft, "Batches of demonstrations.")
@@ -89,7 +81,7 @@ class SftRecipe(BaseRecipe):
 class EvaluateRecipe(BaseRecipe):
     """Evaluation of one set of weights on the held-out split."""
 
-    CHECKS = (*BASE_CHECKS, *EVALUATION_CHECKS, *INFERENCE_CHECKS)
+    CHECKS = (*BASE_CHECKS, *EVALUATION_CHECKS)
 
     flow: Literal["evaluate"] = Field("evaluate", description=FLOW)
     workflow: Workflow = section(Workflow, "How one sample is produced.")

@@ -17,7 +17,7 @@ from schemas.recipe.fields import (
     nested_section,
     with_current_names,
 )
-from schemas.recipe.load import RECIPES, parse_recipe
+from schemas.recipe.load import RECIPES, parse_recipe, set_value
 from schemas.recipe.recipe import BaseRecipe
 
 R = TypeVar("R", bound=BaseRecipe)
@@ -55,7 +55,7 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
     """The recipe with these values, by dotted path. UserError if it is inconsistent with them."""
     nested = recipe.model_dump(mode="json")
     for path, value in values.items():
-        _put(nested, path, value)
+        set_value(nested, path.split("."), value, path)
     found = parse_recipe(nested, recipe.name)
     assert isinstance(found, type(recipe)), "the flow is the same"
     return found
@@ -82,10 +82,3 @@ def value_at(values: Mapping[str, Any], path: str) -> Any:
     for name in path.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
-
-
-def _put(values: dict[str, Any], path: str, value: Any) -> None:
-    *sections, name = path.split(".")
-    for section in sections:
-        values = values[section]
-    values[name] = value

@@ -49,15 +49,17 @@ _TABLE: Final = "| field | type | default | bounds | kind | description |\n|---|
 
 def render() -> str:
     """The whole page."""
-    parts = [_HEAD, _overview()]
-    for path, model in sorted(_sections().items(), key=lambda item: _rank(item[0])):
-        parts.append(f"## {path}\n\n{_doc(model)} {_used_by(path)}\n\n{_table(model)}\n")
+    parts, seen = [_HEAD, _overview()], set[str]()
+    for (path, model), flows in sorted(_sections().items(), key=lambda item: _rank(item[0][0])):
+        title = f"{path} ({model.__name__.lower()})" if path in seen else path
+        seen.add(path)
+        parts.append(f"## {title}\n\n{_doc(model)} ({', '.join(flows)})\n\n{_table(model)}\n")
     return "\n".join([*parts, _rules()])
 
 
 def _rank(path: str) -> int:
     """Sort key of a section, the same for its nested ones; `sorted` keeps the order of equal keys."""
-    top = path.partition(" (")[0].split(".")[0]
+    top = path.split(".")[0]
     return FIRST.index(top) if top in FIRST else len(FIRST)
 
 
@@ -67,17 +69,13 @@ def _overview() -> str:
     return "\n".join(["## The top level", "", *rows, "", _TABLE, *fields, ""])
 
 
-def _sections() -> dict[str, type[Section]]:
-    """Every section by its dotted path, each once, nested ones after their parent section."""
-    found: dict[str, type[Section]] = {}
-    for model in RECIPES.values():
-        for path, section in _nested("", model):
-            found.setdefault(_key(path, section, found), section)
+def _sections() -> dict[tuple[str, type[Section]], list[str]]:
+    """Every section by its dotted path and type, with the flows that have it; nested ones after their parent."""
+    found: dict[tuple[str, type[Section]], list[str]] = {}
+    for flow, model in RECIPES.items():
+        for section in _nested("", model):
+            found.setdefault(section, []).append(flow)
     return found
-
-
-def _key(path: str, section: type[Section], found: dict[str, type[Section]]) -> str:
-    return path if found.get(path, section) is section else f"{path} ({section.__name__.lower()})"
 
 
 def _nested(prefix: str, model: type[Section]) -> Iterator[tuple[str, type[Section]]]:
@@ -85,20 +83,6 @@ def _nested(prefix: str, model: type[Section]) -> Iterator[tuple[str, type[Secti
         if (section := nested_section(info)) is not None:
             yield f"{prefix}{name}", section
             yield from _nested(f"{prefix}{name}.", section)
-
-
-def _used_by(path: str) -> str:
-    top, _, kind = path.partition(" (")
-    flows = [flow for flow, model in RECIPES.items() if _has(model, top.split(".")[0], kind.rstrip(")"))]
-    return f"({', '.join(flows)})"
-
-
-def _has(model: type[Section], name: str, kind: str) -> bool:
-    info = model.model_fields.get(name)
-    section = nested_section(info) if info else None
-    if section is None:
-        return False
-    return section.__name__.lower() == kind if kind else section is _sections()[name]
 
 
 def _doc(model: type[Section]) -> str:

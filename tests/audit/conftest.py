@@ -14,8 +14,8 @@ from areal_tasks.store.backend import Store
 from areal_tasks.store.catalog import Catalog
 from areal_tasks.store.history.journal import append
 from areal_tasks.store.retention.compact import compact
-from areal_tasks.store.retention.tags import tag_weights
 from areal_tasks.store.runs import load_run
+from areal_tasks.store.weights import tag_weights
 
 SCHEMA_1 = Path(__file__).parents[1] / "fixtures" / "schema-1" / "run.tar.xz"
 

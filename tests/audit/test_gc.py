@@ -29,9 +29,8 @@ from areal_tasks.store.retention.compact import compact_all
 from areal_tasks.store.retention.gc import Item, Rule, _attempts, _used_by_stages, plan
 from areal_tasks.store.retention.gc_live import read_run
 from areal_tasks.store.retention.gc_remove import execute, interrupted, remove_run, whole_run
-from areal_tasks.store.retention.tags import protect_weights, tag_weights
 from areal_tasks.store.runs import list_runs, load_run, open_run
-from areal_tasks.store.weights import find_weights
+from areal_tasks.store.weights import find_weights, protect_weights, tag_weights
 from flows.cli import main
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
@@ -115,7 +114,7 @@ def test_an_attempt_that_was_committed_after_all_stays(folder: Path) -> None:
     data = store.read(ref.path)
     Path(store.uri(ref.path)).unlink()
     [item] = [item for item in plan(store, AT_ONCE) if "stage=verify" in item.path]
-    store.create(ref.path, data)  # a writer that was believed dead
+    store.create(ref.path, data)  # a writer that was valid_compactions dead
     assert execute(store, [item]) == [] and audit(store, "r").sound
 
 

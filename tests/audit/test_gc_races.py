@@ -18,9 +18,9 @@ from areal_tasks.store.retention.compact import compact
 from areal_tasks.store.retention.compacted import listed
 from areal_tasks.store.retention.gc import Rule, plan
 from areal_tasks.store.retention.gc_remove import execute
-from areal_tasks.store.retention.tags import find_tag, tag_weights
 from areal_tasks.store.retention.tombstones import write_tombstone
 from areal_tasks.store.runs import load_run, open_run
+from areal_tasks.store.weights import find_tag, tag_weights
 from schemas.errors import UserError
 from schemas.manifest import Reference
 

@@ -18,7 +18,7 @@ from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.history.journal import append, read_log, user
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.retention.tags import find_tag, protect_weights, read_tags, tag_weights
+from areal_tasks.store.weights import find_tag, protect_weights, read_tags, tag_weights
 from schemas.errors import UserError
 from schemas.manifest import LogRecord, RunRecord, WeightsRef, seal_holds
 

@@ -15,7 +15,7 @@ from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.history.diff import diff_runs
-from areal_tasks.store.history.diff_replay import compare_replay
+from areal_tasks.store.history.diff_curves import compare_replay
 from areal_tasks.store.history.journal import append
 from areal_tasks.store.objects.inventory import entries
 from areal_tasks.store.query import run_sql

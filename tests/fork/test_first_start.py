@@ -12,8 +12,7 @@ from replays import kept
 from stage_driver import drive, store_in, tiny, tiny_sft
 
 from areal_tasks.store.backend import Store
-from areal_tasks.store.first_start import check_first_start, loaded_weights
-from areal_tasks.store.fork import Origin
+from areal_tasks.store.fork import Origin, check_first_start, loaded_weights
 from areal_tasks.store.history.journal import append
 from areal_tasks.store.retention.gc import Rule, plan
 from areal_tasks.store.retention.gc_remove import execute

@@ -16,7 +16,7 @@ from areal_tasks.stages.jobs import Job, run_directly
 from areal_tasks.stages.replay import loop_of
 from areal_tasks.store import paths
 from areal_tasks.store.fork import Origin, check_iteration, parent_values
-from areal_tasks.store.history.diff_replay import compare_replay
+from areal_tasks.store.history.diff_curves import compare_replay
 from areal_tasks.store.history.journal import append
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.retention.gc import Rule

@@ -16,7 +16,7 @@ from areal_tasks.stages.jobs import Job, run_directly
 from areal_tasks.store.fork import Origin, check_forkable
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.history.diff import diff_runs
-from areal_tasks.store.history.diff_replay import compare_replay
+from areal_tasks.store.history.diff_curves import compare_replay
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import load_run
 from schemas.errors import UserError

@@ -32,7 +32,7 @@ class Held:
         self._decode()
         self._count += 1
         if (stop := self._passes.get(self._count)) is not None:
-            running = [(owner, slot) for slot, owner in enumerate(self.engine._slots.owner) if owner is not None]
+            running = [(owner, slot) for slot, owner in self.engine._slots.owner.items()]
             self.lengths.append({one: len(one.output) + int(self.engine._slots.count[i]) for one, i in running})
             stop.set()
             self._stand()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from waiting import LIMIT
 
 from areal_tasks.engines.embedded.engine import Engine
 from areal_tasks.engines.embedded.runner import Runner, find_detokenizer
-from areal_tasks.engines.embedded.sequence import Job, SamplingParams, Sequence, make_sequence
+from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, make_sequence
 
 VOCABULARY = ["<s>", "</s>", "<pad>", *"0123456789+=abcdefgh"]
 MAX_LENGTH = 160
@@ -36,23 +35,14 @@ class Running:
 
     def __init__(self, engine: Engine, sequences: list[Sequence]) -> None:
         self.sequences = sequences
-        self._errors: list[Exception | None] = []
-        self._ended = threading.Event()
-        engine.submit(Job(sequences, self._done))
-
-    def _done(self, error: Exception | None) -> None:
-        self._errors.append(error)
-        self._ended.set()
+        self._done = engine.submit(sequences)
 
     @property
     def ended(self) -> bool:
-        return self._ended.is_set()
+        return self._done.done()
 
     def wait(self, seconds: float = LIMIT) -> list[Sequence]:
-        assert self._ended.wait(seconds), "the engine did not finish"
-        if self._errors[0] is not None:
-            raise self._errors[0]
-        assert self._errors == [None]
+        self._done.result(seconds)
         return self.sequences
 
 

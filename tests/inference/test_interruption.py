@@ -173,7 +173,7 @@ def test_the_mark_stays_with_its_sequence(steps: list[tuple[str, int]]) -> None:
     """When slots are taken, left, taken again, and their sequences moved."""
     slots, begun, updates = Slots(8, 8, 4), dict[Sequence, int](), 0
     for step, which in steps:
-        held = [slot for slot, owner in enumerate(slots.owner) if owner is not None]
+        held = sorted(slots.owner)
         if step == "take" and slots.vacancies:
             sequence = Sequence([3], SamplingParams(), 0, frozenset(), 4)
             slots.active[slots.take(sequence)] = True
@@ -185,8 +185,8 @@ def test_the_mark_stays_with_its_sequence(steps: list[tuple[str, int]]) -> None:
             slots.release(held[which % len(held)])
         elif step == "compact" and held and (free := [slot for slot in range(held[-1]) if slot not in held]):
             slots.move(np.array(held[-1:]), np.array(free[:1]))
-        for slot, owner in enumerate(slots.owner):
-            assert owner is None or bool(slots.stale[slot]) == (begun[owner] < updates)
+        for slot, owner in slots.owner.items():
+            assert bool(slots.stale[slot]) == (begun[owner] < updates)
 
 
 # ── the server, by the client ───────────────────────────────────────────────────────────────────────────────────────

@@ -20,7 +20,7 @@ from areal_tasks.engines.client import GenerateRequest, GenerateResult, Inferenc
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rollout.worker.apart import Blocked, IsolatedWorkflow
 from areal_tasks.stages.evaluate import run_groups
-from areal_tasks.store.digest import content_digest
+from areal_tasks.store.shards import content_digest
 from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext, load_workflow, samples_to_table
 from areal_tasks.workflows.single_turn import sample_of
 from schemas.errors import UserError

@@ -2,56 +2,69 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
 from schemas.errors import UserError
-from schemas.recipe.checks import BASE_CHECKS, EVALUATION_CHECKS, GRPO_CHECKS, TRAINING_CHECKS
+from schemas.recipe import checks
 from schemas.recipe.derived import interruption
 from schemas.recipe.idle import IDLE
-from schemas.recipe.load import load_recipe
-from schemas.recipe.recipe import RlhfRecipe
+from schemas.recipe.load import RECIPES, load_recipe
+from schemas.recipe.recipe import BaseRecipe, RlhfRecipe
 
-#: (the check or idle field, recipe, overrides, message)
+#: (field, recipe, overrides, message)
 REFUSED = [
-    ("one_model", "quickstart", "model.warm_start=''", "exactly one of path, scratch and warm_start.*none is given"),
-    ("one_model", "quickstart", "model.path=x", "both path and warm_start are given"),
-    ("warm_start_flow", "quickstart-sft", "model={warm_start: x, max_length: 16}", "only an rlhf recipe can"),
-    ("run_path", "gsm8k", "model.path=run://a/b", "should look like run://NAME or run://NAME@VERSION"),
-    ("scratch_heads", "quickstart-sft", "model.scratch.heads=3", "an even multiple of heads 3"),
-    ("scratch_alphabet", "quickstart-sft", "model.scratch.alphabet='0123456789+=='", "occurs twice"),
-    ("scratch_sums", "quickstart-sft", "model.scratch.alphabet='012+='", "need the characters 3456789 too"),
-    ("scratch_chat", "quickstart-sft", "data.chat=true", "a scratch model has no chat template"),
-    ("template_prompt", "gsm8k", "data.template='{question}'", r"data\.template: must contain \{prompt\}"),
-    ("source_named", "quickstart", "data.source=''", r"data\.source: is empty; name a data set"),
-    ("source_named", "quickstart", "data.source=s3://bucket/rows.csv", r"should end with \.jsonl, \.json, \.parquet"),
-    ("split_placeholder", "quickstart", "data.source='owner/{split}'", "is for files"),
-    ("network_named", "quickstart", "launcher.type=slurm", "needs the network in which services listen, such as"),
-    ("network_named", "quickstart", "launcher.network=10.0.0.0/24", "has no effect with launcher.type local"),
-    ("replicas_of_ranks", "gsm8k", "trainer={backend: fsdp2, ranks: 4, replicas: 3}", "4 ranks cannot be split evenly"),
+    ("model", "quickstart", "model.warm_start=''", "exactly one of path, scratch and warm_start.*none is given"),
+    ("model", "quickstart", "model.path=x", "both path and warm_start are given"),
+    ("model.warm_start", "quickstart-sft", "model={warm_start: x, max_length: 16}", "only an rlhf recipe can"),
+    ("model.path", "gsm8k", "model.path=run://a/b", "should look like run://NAME or run://NAME@VERSION"),
+    ("model.scratch", "quickstart-sft", "model.scratch.heads=3", "an even multiple of heads 3"),
+    ("model.scratch.alphabet", "quickstart-sft", "model.scratch.alphabet='0123456789+=='", "occurs twice"),
+    ("model.scratch.alphabet", "quickstart-sft", "model.scratch.alphabet='012+='", "need the characters 3456789 too"),
+    ("data.chat", "quickstart-sft", "data.chat=true", "a scratch model has no chat template"),
+    ("data.template", "gsm8k", "data.template='{question}'", r"data\.template: must contain \{prompt\}"),
+    ("data.source", "quickstart", "data.source=''", r"data\.source: is empty; name a data set"),
+    ("data.source", "quickstart", "data.source=s3://bucket/rows.csv", r"should end with \.jsonl, \.json, \.parquet"),
+    ("data.source", "quickstart", "data.source='owner/{split}'", "is for files"),
+    ("launcher.network", "quickstart", "launcher.type=slurm", "needs the network in which services listen, such as"),
+    ("launcher.network", "quickstart", "launcher.network=10.0.0.0/24", "has no effect with launcher.type local"),
+    ("trainer.replicas", "gsm8k", "trainer={backend: fsdp2, ranks: 4, replicas: 3}", "4 ranks cannot be split evenly"),
     (
-        *("replicas_of_ranks", "quickstart"),
+        *("trainer.replicas", "quickstart"),
         "trainer={backend: fsdp2, ranks: 12, nodes: 4, replicas: 6} & launcher={type: slurm, network: 10.0.0.0/24}",
         "6 copies would be split across 4 machines",
     ),
     ("trainer.replicas", "quickstart", "trainer.replicas=2", "unless trainer.backend is fsdp2"),
-    ("ranks_on_nodes", "quickstart", "trainer.nodes=2", "1 ranks cannot be split evenly over 2 machines"),
-    ("micro_batch_holds_sample", "gsm8k", "trainer.micro_batch_tokens=512", "holds no sample of model.max_length 1024"),
-    ("schedule_decays", "gsm8k", "trainer.lr_schedule=cosine", "has no effect with lr_final 1; set lr_final below 1"),
-    ("warmup_ends", "quickstart", "trainer.warmup_steps=1000", "1000 is not over within the run's 1000 steps"),
-    ("warmup_ends", "quickstart-sft", "trainer.warmup_steps=125", "within the run's 125 steps"),
-    ("evaluation_fits", "gsm8k", "evaluation.max_new_tokens=1024", "no room for a prompt in model.max_length 1024"),
-    ("evaluation_samples", "evaluate-gsm8k", "evaluation.samples=4", "greedy completions are all the same; set"),
-    ("evaluation_stops", "quickstart", "evaluation.stop=['']", "evaluation.stop: an empty string"),
-    ("wall_after_cpu", "gsm8k", "reward.wall_seconds=5", "before it can use reward.timeout_seconds 10 of CPU"),
-    ("rollout_fits", "quickstart", "rollout.max_new_tokens=16", r"rollout\.max_new_tokens: 16 leaves no room"),
-    ("rollout_stops", "quickstart", "rollout.stop=['']", "rollout.stop: an empty string"),
-    ("group_has_spread", "quickstart", "rollout.group_size=1", "a group of 1 .*set reward_norm to none"),
-    ("minibatches_divide", "quickstart", "algorithm.minibatches=7", "7 does not .* = 256; the nearest that do: 4, 8"),
-    ("minibatches_divide", "quickstart", "algorithm.minibatches=257", "the nearest that do: 256"),
-    ("kl_has_weight", "quickstart", "algorithm.kl=loss", "loss has no effect with kl_coef 0; set kl_coef above 0"),
-    ("held_out", "quickstart", "data.eval_split=train", "'train' is the training split; name a held-out split"),
-    ("held_out", "quickstart", "data.source=rows.jsonl", "one file, so that evaluation would read the training data"),
+    ("trainer.nodes", "quickstart", "trainer.nodes=2", "1 ranks cannot be split evenly over 2 machines"),
+    ("trainer.micro_batch_tokens", "gsm8k", "trainer.micro_batch_tokens=512", "no sample of model.max_length 1024"),
+    ("trainer.lr_schedule", "gsm8k", "trainer.lr_schedule=cosine", "no effect with lr_final 1; set lr_final below 1"),
+    ("trainer.warmup_steps", "quickstart", "trainer.warmup_steps=1000", "1000 is not over within the run's 1000 steps"),
+    ("trainer.warmup_steps", "quickstart-sft", "trainer.warmup_steps=125", "within the run's 125 steps"),
+    ("evaluation.max_new_tokens", "gsm8k", "evaluation.max_new_tokens=1024", "leaves no room for a prompt"),
+    ("evaluation.samples", "evaluate-gsm8k", "evaluation.samples=4", "greedy completions are all the same; set"),
+    ("evaluation.stop", "quickstart", "evaluation.stop=['']", "evaluation.stop: an empty string"),
+    ("reward.wall_seconds", "gsm8k", "reward.wall_seconds=5", "before it can use reward.timeout_seconds 10 of CPU"),
+    ("rollout.max_new_tokens", "quickstart", "rollout.max_new_tokens=16", "16 leaves no room for a prompt"),
+    ("rollout.stop", "quickstart", "rollout.stop=['']", "rollout.stop: an empty string"),
+    ("rollout.group_size", "quickstart", "rollout.group_size=1", "a group of 1 .*set reward_norm to none"),
+    ("algorithm.minibatches", "quickstart", "algorithm.minibatches=7", "7 does not .* = 256; the nearest that do: 4"),
+    ("algorithm.minibatches", "quickstart", "algorithm.minibatches=257", "the nearest that do: 256"),
+    ("algorithm.kl", "quickstart", "algorithm.kl=loss", "loss has no effect with kl_coef 0; set kl_coef above 0"),
+    ("data.eval_split", "quickstart", "data.eval_split=train", "'train' is the training split; name a held-out split"),
+    ("evaluation.every", "quickstart", "data.source=rows.jsonl", "evaluation would read the training data"),
+    ("store.url", "quickstart", "store.url=s3://user:secret@host/x", "holds credentials; replace them"),
+    (
+        "inference.release_memory",
+        "gsm8k",
+        "rollout.max_head_offpolicyness=1 & inference.release_memory=true",
+        "cannot release their memory while they generate",
+    ),
+    ("trainer.nodes", "gsm8k", "trainer={ranks: 2, nodes: 2}", "2 machines need a launcher.type of several"),
     ("rollout.bound", "quickstart", "rollout.bound=admission", "groups wait for new weights"),
     ("rollout.interruption", "quickstart", "rollout.interruption=abort", "groups wait for new weights"),
     (
@@ -74,13 +87,13 @@ REFUSED = [
     ("rollout.filters.arguments", "quickstart", "rollout.filters.arguments.x=1", "without rollout.filters.function"),
     ("rollout.filters.max_rejected", "quickstart", "rollout.filters.max_rejected=9", "without a filter"),
     (
-        "groups_differ",
+        "rollout.filters.equal_rewards",
         "quickstart",
         "rollout={group_size: 1, filters: {equal_rewards: true}}",
         "rejects every group of rollout.group_size 1",
     ),
     (
-        "success_window",
+        "rollout.filters.min_success",
         "quickstart",
         "rollout.filters={min_success: 0.6, max_success: 0.5}",
         "min_success: 0.6 is above max_success 0.5",
@@ -122,7 +135,7 @@ REFUSED = [
     ("inference.transport", "quickstart", "inference.transport=nccl", "only SGLang uses it"),
     ("inference.prove_weights", "quickstart", "inference.prove_weights=false", "only SGLang uses it"),
     ("inference.flags", "quickstart", "inference.flags={attention-backend: triton}", "only SGLang uses it"),
-    ("weights_every_written", "quickstart", "trainer.weights_every=5", "would keep new weights from the servers"),
+    ("trainer.weights_every", "quickstart", "trainer.weights_every=5", "would keep new weights from the servers"),
     ("trainer.lr_final", "gsm8k", "trainer.lr_final=0.1", "set it to linear or cosine"),
     ("trainer.zero_stage", "gsm8k", "trainer.zero_stage=3", "unless trainer.backend is deepspeed"),
     ("trainer.cpu_offload", "quickstart", "trainer.cpu_offload=true", "with trainer.backend local, or with"),
@@ -133,28 +146,78 @@ REFUSED = [
     ("evaluation.max_new_tokens", "quickstart", "evaluation={max_new_tokens: 5}", "nothing is evaluated"),
     ("evaluation.group_seconds", "quickstart", "evaluation={group_seconds: 9}", "nothing is evaluated"),
     ("evaluation.stop", "quickstart", "evaluation={stop: [x]}", "nothing is evaluated"),
+    *(
+        (override.split("=")[0], "gsm8k", f"inference.servers=2 & inference.tensor_parallel=2 & {override}", message)
+        for override, message in (
+            ("inference.flags={api-key: x}", "a recipe cannot set api-key; leave it out, since the bearer token"),
+            ("inference.flags={tp_size: 2}", "a recipe cannot set tp_size; set inference.tensor_parallel instead"),
+            ("inference.flags={random-seed: 2}", "a recipe cannot set random-seed; set seed instead"),
+            ("inference.flags={host: 0.0.0.0}", "a recipe cannot set host; leave it out, since the service sets it"),
+            ("inference.flags={--host: 0.0.0.0}", "a recipe cannot set --host"),
+            ("inference.flags={ssl-keyfile: k}", "a recipe cannot set ssl-keyfile; leave it out, since the service"),
+            ("inference.flags={--log-level: info}", "write log-level without the dashes"),
+            ("inference.flags={disable-radix-cache: false}", "disable-radix-cache: false has no effect; leave it"),
+            ("inference.gpus=[0]", "names 1, but 2 servers of 2 GPUs each need 4"),
+            ("inference.gpus=[0,0,1,2]", "one server's GPUs must differ"),
+            ("trainer.gpus=[0,1]", "names 2 GPUs for 1 ranks"),
+            ("inference.first_port=65535", "2 servers from 65535 need ports to 65536"),
+            ("launcher.type=inline", "SGLang needs processes; use local"),
+        )
+    ),
+    (
+        "inference.flags",
+        "gsm8k",
+        "inference.flags={kv_events_config: x} & launcher={type: slurm, network: 10.0.0.0/24}",
+        r"cannot set kv_events_config with launcher\.network; leave it out, since",
+    ),
+    (
+        "inference.release_memory",
+        "gsm8k",
+        "inference.release_memory=true & inference.gpus=[0] & trainer.gpus=[1]",
+        r"has no effect, since inference\.gpus and trainer\.gpus",
+    ),
+    ("trainer.gpus", "sft-gsm8k", "trainer={gpus: [0, 1, 2], ranks: 2}", "names 3 GPUs for 2 ranks"),
     ("rollout.top_p", "quickstart", "rollout.top_p=0.9", "a trainer cannot reproduce the probabilities of truncated"),
     ("rollout.top_k", "quickstart", "rollout.top_k=50", "sampled from the whole vocabulary"),
     ("rollout.min_p", "quickstart", "rollout.min_p=0.1", "sampled from the whole vocabulary"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("check", "recipe", "override", "message"), REFUSED)
-def test_refused(check: str, recipe: str, override: str, message: str) -> None:
+@pytest.mark.parametrize(("field", "recipe", "override", "message"), REFUSED)
+def test_refused(field: str, recipe: str, override: str, message: str) -> None:
     with pytest.raises(UserError, match=message.replace("{split}", r"\{split\}")) as caught:
         load_recipe(recipe, override.split(" & "))
-    if "." in check:
-        assert f"- {check}: " in str(caught.value)
+    assert f"- {field}: " in str(caught.value)
 
 
-def test_every_check_has_a_case() -> None:
-    checks = {check.__name__ for check in (*BASE_CHECKS, *TRAINING_CHECKS, *EVALUATION_CHECKS, *GRPO_CHECKS)}
-    assert checks | {row.field for row in IDLE} <= {case[0] for case in REFUSED}
+def test_every_message_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = {node.lineno for node in ast.walk(ast.parse(inspect.getsource(checks))) if isinstance(node, ast.Yield)}
+    seen: set[int] = set()
+
+    def noting(check: Callable[[Any], Iterator[str]]) -> Callable[[BaseRecipe], Iterator[str]]:
+        def noted(recipe: BaseRecipe) -> Iterator[str]:
+            messages = check(recipe)
+            for message in messages:
+                seen.add(innermost_line(messages))
+                yield message
+
+        return noted
+
+    for model in RECIPES.values():
+        monkeypatch.setattr(model, "CHECKS", [noting(check) for check in model.CHECKS])
+    monkeypatch.setattr(checks, "credentials", noting(checks.credentials))
+    for _, recipe, override, _ in REFUSED:
+        with pytest.raises(UserError):
+            load_recipe(recipe, override.split(" & "))
+    assert lines <= seen
+    assert {row.field for row in IDLE} <= {case[0] for case in REFUSED}
 
 
-def test_servers_that_generate_all_the_time_keep_their_memory() -> None:
-    with pytest.raises(UserError, match="cannot release their memory while they generate"):
-        load_recipe("gsm8k", ["rollout.max_head_offpolicyness=1", "inference.release_memory=true"])
+def innermost_line(generator: Any) -> int:
+    """The line of the `yield` at which a generator, or the one that it delegates to, has stopped."""
+    while inspect.isgenerator(generator.gi_yieldfrom):
+        generator = generator.gi_yieldfrom
+    return int(generator.gi_frame.f_lineno)
 
 
 @pytest.mark.parametrize(

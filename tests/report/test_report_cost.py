@@ -18,9 +18,9 @@ from areal_tasks.store.commit import read_record
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.history.journal import append, read_log
 from areal_tasks.store.query import Session
+from areal_tasks.store.record_tables import asked_gpus
 from areal_tasks.store.runs import Run, open_run
 from areal_tasks.store.shards import read_table
-from areal_tasks.store.starts import asked_gpus
 from schemas.manifest import OwnerRecord, StageManifest
 
 

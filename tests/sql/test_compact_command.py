@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.query import Session, run_sql
-from areal_tasks.store.retention.compacted import believed
+from areal_tasks.store.retention.compacted import valid_compactions
 from areal_tasks.store.runs import open_run
 from areal_tasks.store.shards import write_table
 from benchmarks.scale import SCALAR, ask_naive, same
@@ -34,7 +34,7 @@ def test_it_says_what_it_merged(local: Store) -> None:
     done = RUNNER.invoke(app, ["compact", "run", "--store", local.url, "--json"])
     rows = {row["table"]: row for row in json.loads(done.stdout)}
     assert (rows["scalars"]["rows"], rows["scalars"]["files"], rows["commits"]["rows"]) == (48, 1, 3)
-    assert "rollout" not in rows and [(c.first, c.stop) for c in believed(run)] == [(0, 3)]
+    assert "rollout" not in rows and [(c.first, c.stop) for c in valid_compactions(run)] == [(0, 3)]
 
 
 def test_all_merges_every_table(local: Store) -> None:

@@ -21,11 +21,11 @@ from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.catalog import DERIVED, Catalog
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.history.audit import audit
-from areal_tasks.store.objects import verified_files
+from areal_tasks.store.objects import inventory
 from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.query import Session, run_sql
 from areal_tasks.store.retention.compact import Compactor, compact, compact_all, due
-from areal_tasks.store.retention.compacted import believed, listed, short_digest
+from areal_tasks.store.retention.compacted import listed, valid_compactions
 from areal_tasks.store.runs import Run, load_run, open_run
 from schemas.compaction import SCALAR_TABLES, Compaction
 from schemas.tables import TABLES
@@ -90,7 +90,7 @@ def check_same(store: Store, run: str = "run") -> None:
 
 
 def covered(run: Run) -> list[tuple[int, int]]:
-    return [(c.first, c.stop) for c in believed(load_run(run.store, run.name))]
+    return [(c.first, c.stop) for c in valid_compactions(load_run(run.store, run.name))]
 
 
 # ── the same answers ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -277,7 +277,7 @@ def test_no_altered_byte_of_a_merged_file_changes_an_answer(
     """In a large file, headers of pages have bytes whose change alters nothing."""
     run = begun(local, 2)
     made = compact_all(run)
-    monkeypatch.setattr(verified_files, "WHOLE_BYTES", whole_bytes)
+    monkeypatch.setattr(inventory, "WHOLE_BYTES", whole_bytes)
     [file] = made.tables["scalars"].files
     path = Path(local.uri(file.path))
     whole = path.read_bytes()
@@ -304,7 +304,7 @@ def test_a_damaged_header_of_a_page_of_a_large_file_hides_no_row(
 ) -> None:
     """No checksum covers these headers, and Arrow skips a page of a type that it does not know."""
     run = begun(local, 2)
-    monkeypatch.setattr(verified_files, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(inventory, "WHOLE_BYTES", 0)
     [file] = compact_all(run).tables["scalars"].files
     path = Path(local.uri(file.path))
     whole = path.read_bytes()
@@ -347,8 +347,8 @@ def test_a_compaction_of_an_earlier_version_is_used(
     body = json.dumps(record, indent=1).encode()
     body = b'{\n "seal": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body[2:]
     only(run).unlink()
-    local.create(paths.compaction("run", 0, 3, 1, short_digest(body)), body)
-    monkeypatch.setattr(verified_files, "WHOLE_BYTES", whole_bytes)
+    local.create(paths.compaction("run", 0, 3, 1, hashlib.sha256(body).hexdigest()[:32]), body)
+    monkeypatch.setattr(inventory, "WHOLE_BYTES", whole_bytes)
     assert covered(run) == [(0, 3)] and damaged_copies(local) == []
     check_same(local)
     path.write_bytes(data[:50] + bytes([data[50] ^ 1]) + data[51:])
@@ -416,6 +416,6 @@ def test_a_damaged_compaction_is_made_anew(local: Store) -> None:
     path = Path(local.uri(made.tables["scalars"].files[0].path))
     path.write_bytes(b"x" * path.stat().st_size)
     again = compact_all(run)
-    assert believed(run) == [again]
+    assert valid_compactions(run) == [again]
     assert again.tables["scalars"].files[0].sha256 == made.tables["scalars"].files[0].sha256
     check_same(local)

@@ -28,7 +28,7 @@ from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run, open_run
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
-from schemas.recipe.checks import weights_every_written
+from schemas.recipe.checks import check_weights_every
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import Recipe, RlhfRecipe
 
@@ -114,7 +114,7 @@ def stop_at(label: str) -> Execute:
 @pytest.fixture
 def rarely(monkeypatch: pytest.MonkeyPatch) -> Recipe:
     """A recipe that writes each tenth version, as none with the embedded engine may."""
-    allowed = tuple(check for check in RlhfRecipe.CHECKS if check is not weights_every_written)
+    allowed = tuple(check for check in RlhfRecipe.CHECKS if check is not check_weights_every)
     monkeypatch.setattr(RlhfRecipe, "CHECKS", allowed)
     return tiny(trainer={"weights_every": 10}, evaluation={"every": 10})
 

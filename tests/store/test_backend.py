@@ -75,11 +75,11 @@ def test_an_interrupted_create_leaves_nothing_to_see(local_store: Store, monkeyp
 def test_a_disk_that_refuses_is_explained(
     local_store: Store, monkeypatch: pytest.MonkeyPatch, code: int, remedy: str
 ) -> None:
-    def refuse(fd: int, data: object) -> int:
+    def refuse(fd: int) -> None:
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch, pytest.raises(StoreError, match=remedy):
-        patch.setattr(os, "write", refuse)
+        patch.setattr(os, "fsync", refuse)
         local_store.create("run/a.json", b"data")
     assert list(Path(local_store.uri("run")).iterdir()) == []  # not even a partial file
 

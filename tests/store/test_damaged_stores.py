@@ -15,7 +15,7 @@ from stage_driver import Digests, digests_of, drive, finished, store_in, tiny
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.history.audit import audit
-from areal_tasks.store.objects import verified_files
+from areal_tasks.store.objects import inventory
 from areal_tasks.store.objects.inventory import entries, remove
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import load_run
@@ -118,7 +118,7 @@ LARGE: dict[str, Damage] = DAMAGES | {
 def test_a_large_shard_is_not_read_whole_and_named_all_the_same(
     place: Store, damage: Damage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verified_files, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(inventory, "WHOLE_BYTES", 0)
     run = load_run(place, "r")
     ref = next(ref for ref in run.commit(0).stages if ref.stage == "rollout")
     path = run.read_stage(ref).tables["rollout"].shards[0].path

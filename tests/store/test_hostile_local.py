@@ -18,9 +18,8 @@ from store_builders import build, recipe, table
 from areal_tasks.store import provenance, shards
 from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.commit import read_verified
-from areal_tasks.store.objects import verified_files
-from areal_tasks.store.objects.inventory import open_file
-from areal_tasks.store.objects.verified_files import check_file
+from areal_tasks.store.objects import inventory
+from areal_tasks.store.objects.inventory import check_file, open_file
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import load_run, open_run
 from areal_tasks.store.shards import content_digest, encode, footer_holds, read_table, write_table
@@ -81,7 +80,7 @@ def test_no_altered_bit_of_a_shard_makes_sql_tell_something_else(
     local_store: Store, whole_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small shards are hashed whole; in large ones the footer and each page that is read have checksums."""
-    monkeypatch.setattr(verified_files, "WHOLE_BYTES", whole_bytes)
+    monkeypatch.setattr(inventory, "WHOLE_BYTES", whole_bytes)
     build(open_run(local_store, "run", recipe()), range(2), {"verify": ("verify",)})
     query = "SELECT count(*) AS n, sum(hash(reward)) AS rewards, sum(hash(detail)) AS details FROM verify"
     expected, run = run_sql(local_store, "run", query), load_run(local_store, "run")
@@ -127,7 +126,7 @@ def older(data: bytes) -> bytes:
 def test_a_large_file_of_an_earlier_version_is_verified_as_a_whole(
     local_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verified_files, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(inventory, "WHOLE_BYTES", 0)
     named = table("verify").set_column(0, "sample_id", pa.array(["arealsum"] * 16))  # not taken for the checksum's mark
     data = older(encode(named))
     file = FileRef(path="file", sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))

@@ -122,9 +122,8 @@ def test_an_upload_that_fails_leaves_no_parts_though_its_removal_fails_at_first(
     faults.answer, faults.left = ERROR_503, 999
     faults.spoils = lambda method, path: "partNumber" in path or (method == "DELETE" and next(deletions, False))
     with pytest.raises(Unavailable, match="SlowDown"):
-        faulty.backend.put_pieces("run/attempt=2/weights", [bytes(s3_bulk.PART_BYTES + 1)])
-    bulk = faulty.backend.bulk  # type: ignore[attr-defined]
-    left = bulk._client().list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
+        faulty.put_pieces("run/attempt=2/weights", [bytes(s3_bulk.PART_BYTES + 1)])
+    left = faulty.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
     assert not [upload["Key"] for upload in left if upload["Key"].endswith("run/attempt=2/weights")]
 
 

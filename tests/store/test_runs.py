@@ -46,10 +46,10 @@ def test_the_head_is_found_without_listing(local_store: Store, monkeypatch: pyte
     run = opened(local_store)
     build(run, range(40), {})
     asked: list[str] = []
-    backend = type(local_store.backend)
+    backend = type(local_store)
     size = backend.size
     monkeypatch.setattr(backend, "size", lambda self, path: asked.append(path) or size(self, path))
-    for listing in ("list", "children"):
+    for listing in ("arrow", "children"):
         monkeypatch.delattr(backend, listing)
     head = run.head()
     assert head is not None and head.iteration == 39 and len(asked) <= 13
@@ -58,7 +58,7 @@ def test_the_head_is_found_without_listing(local_store: Store, monkeypatch: pyte
 def test_a_start_asks_for_each_record_once(local_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     build(opened(local_store), range(40), {})
     asked: dict[str, list[str]] = {"size": [], "read": []}
-    backend = type(local_store.backend)
+    backend = type(local_store)
     for name, paths_asked in asked.items():
         ask = getattr(backend, name)
         monkeypatch.setattr(

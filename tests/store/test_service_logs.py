@@ -51,16 +51,16 @@ def append(folder: Path, name: LogName, data: bytes) -> Path:
 class Failing:
     """A store whose puts fail as listed: before (`lost`) or after (`unanswered`) they are stored."""
 
-    def __init__(self, backend: Any, faults: Iterator[str]) -> None:
-        self._backend, self._faults = backend, faults
+    def __init__(self, store: Store, faults: Iterator[str]) -> None:
+        self._store, self._faults = store, faults
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
+        return getattr(self._store, name)
 
     def create(self, path: str, data: bytes) -> None:
         fault = next(self._faults)
         if fault != "lost":
-            self._backend.create(path, data)
+            self._store.create(path, data)
         if fault != "stored":
             raise Unavailable("the store is away")
 
@@ -76,7 +76,7 @@ def test_parts_are_the_log_whatever_puts_fail(written: list[bytes], faults: list
         patch.setattr(service_logs, "PART_BYTES", 7)
         folder, sound = Path(name) / "logs", open_store((Path(name) / "store").as_uri())
         failing = itertools.chain(faults, itertools.repeat("stored"))
-        store = replace(sound, backend=Failing(sound.backend, failing))  # type: ignore[arg-type]
+        store: Any = Failing(sound, failing)
         copy, whole = LogCopy(store, "run", TRAINER, append(folder, TRAINER, b"")), b""
         for data in [*written, *[b""] * len(faults)]:
             append(folder, TRAINER, data)
@@ -156,7 +156,7 @@ def test_a_store_that_is_away_disturbs_nothing(
 ) -> None:
     monkeypatch.setattr(ServiceLogs, "seconds", 0.01)
     faults = itertools.chain(["lost", "unanswered"], itertools.repeat("stored"))
-    failing = replace(local_store, backend=Failing(local_store.backend, faults))  # type: ignore[arg-type]
+    failing: Any = Failing(local_store, faults)
     run = replace(open_run(local_store, "run", recipe()), store=failing)
     with ServiceLogs(run, tmp_path, LOG):
         append(tmp_path, TRAINER, b"one\n")

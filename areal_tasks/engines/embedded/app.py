@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import orjson
@@ -25,16 +25,13 @@ from areal_tasks.engines.embedded.api import (
 )
 from areal_tasks.engines.embedded.engine import Engine, NotFinite
 from areal_tasks.engines.embedded.runner import read_weights_folder
-from areal_tasks.engines.embedded.sequence import Job, SamplingParams, Sequence, make_sequence
+from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, make_sequence
 from areal_tasks.engines.fetching import weights_folder
 from areal_tasks.store.backend import Store, Unavailable
 from schemas.errors import UserError
 
 HEALTH_SECONDS: Final = 20.0
 HEALTH_POLL_SECONDS: Final = 0.02
-#: The errors that a request may fail with.
-FAILURES: Final = (Unavailable, UserError, NotFinite, RuntimeError)
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Server:
@@ -47,26 +44,23 @@ class Server:
 
     def app(self) -> Starlette:
         """The ASGI application."""
-        posts = {
-            "/generate": self.generate,
-            "/pause_generation": self.pause,
-            "/continue_generation": self.resume,
-            "/update_weights_from_disk": self.update_weights,
-        }
-        gets = {
-            "/health_generate": self.health,
-            "/server_info": self.server_info,
-            "/model_info": self.model_info,
-        }
-        routes = [Route(path, _guarded(h), methods=["POST"]) for path, h in posts.items()]
-        return Starlette(routes=routes + [Route(path, _guarded(h), methods=["GET"]) for path, h in gets.items()])
+        routes = [
+            Route("/generate", self.generate, methods=["POST"]),
+            Route("/pause_generation", self.pause, methods=["POST"]),
+            Route("/continue_generation", self.resume, methods=["POST"]),
+            Route("/update_weights_from_disk", self.update_weights, methods=["POST"]),
+            Route("/health_generate", self.health, methods=["GET"]),
+            Route("/server_info", self.server_info, methods=["GET"]),
+            Route("/model_info", self.model_info, methods=["GET"]),
+        ]
+        return Starlette(routes=routes, exception_handlers=dict.fromkeys((UserError, NotFinite, RuntimeError), _failed))
 
     async def generate(self, request: Request) -> Response:
         body = parse(Generate, await request.body())
         asked = open_request(body, self.engine)
         if body.stream:
             return stream(self.engine, asked)
-        finished = asyncio.ensure_future(self._finish(asked))
+        finished = asyncio.wrap_future(self.engine.submit(asked))
         disconnected = asyncio.ensure_future(_disconnect(request))
         await asyncio.wait({finished, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         disconnected.cancel()
@@ -75,17 +69,6 @@ class Server:
             return _json({"error": "the client disconnected"}, 499)
         finished.result()
         return Response(answer(asked, self.engine.detokenizer, self.engine.version), media_type="application/json")
-
-    async def _finish(self, sequences: list[Sequence]) -> None:
-        """Have the engine generate, and wait until all sequences have ended."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-
-        def done(error: Exception | None) -> None:
-            loop.call_soon_threadsafe(_resolve, future, error)
-
-        self.engine.submit(Job(sequences, done))
-        await future
 
     async def pause(self, request: Request) -> Response:
         body = parse(Pause, await request.body())
@@ -124,7 +107,7 @@ class Server:
         """Whether the engine makes a step in time. With a long queue, the probe's own token may come much later."""
         before, deadline = self.engine.steps, time.monotonic() + HEALTH_SECONDS
         probe = make_sequence([0], SamplingParams(max_new_tokens=1), frozenset(), self.engine.runner.max_length)
-        work = asyncio.ensure_future(self._finish([probe]))
+        work = asyncio.wrap_future(self.engine.submit([probe]))
         while self.engine.steps == before and time.monotonic() < deadline:
             await asyncio.wait({work}, timeout=HEALTH_POLL_SECONDS)
         if work.done():
@@ -144,36 +127,19 @@ class Server:
         return _json({"weight_version": self.engine.version})
 
 
-def status_of(error: Exception) -> int:
+def status_of(error: BaseException) -> int:
     """HTTP status: 400 for the caller's mistake, 500 for damaged weights, 503 when the engine or the store is gone."""
     if isinstance(error, NotFinite):
         return 500
     return 400 if isinstance(error, UserError) and not isinstance(error, Unavailable) else 503
 
 
-def _guarded(handler: Handler) -> Handler:
-    """Errors as JSON, with the status that `status_of` gives them."""
-
-    async def guarded(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except FAILURES as error:
-            return _json({"error": str(error)}, status_of(error))
-
-    return guarded
+async def _failed(request: Request, error: Exception) -> Response:
+    return _json({"error": str(error)}, status_of(error))
 
 
 def _json(content: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(content), status_code=status, media_type="application/json")
-
-
-def _resolve(future: asyncio.Future[None], error: Exception | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
 
 
 async def _disconnect(request: Request) -> None:
@@ -195,29 +161,29 @@ def stream(engine: Engine, asked: list[Sequence]) -> Response:
 
 
 async def _events(engine: Engine, sequence: Sequence) -> AsyncIterator[bytes]:
-    updates: asyncio.Queue[Sequence | Exception] = asyncio.Queue()
+    updates: asyncio.Queue[Sequence | BaseException] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
-    def put(update: Sequence | Exception) -> None:
+    def put(update: Sequence | BaseException) -> None:
         loop.call_soon_threadsafe(updates.put_nowait, update)
 
     sequence.listener = put
-    engine.submit(Job([sequence], lambda error: put(error or sequence)))
-    latest: Sequence | Exception | None = None
+    engine.submit([sequence]).add_done_callback(lambda f: put(f.exception() or sequence))
+    latest: Sequence | BaseException | None = None
     while latest is None or (isinstance(latest, Sequence) and latest.finish is None):
         latest = await _newest(updates)
         yield b"data: " + _event(engine, latest) + b"\n\n"
     yield b"data: [DONE]\n\n"
 
 
-async def _newest(updates: asyncio.Queue[Sequence | Exception]) -> Sequence | Exception:
+async def _newest(updates: asyncio.Queue[Sequence | BaseException]) -> Sequence | BaseException:
     newest = await updates.get()
     while not updates.empty():
         newest = updates.get_nowait()
     return newest
 
 
-def _event(engine: Engine, latest: Sequence | Exception) -> bytes:
+def _event(engine: Engine, latest: Sequence | BaseException) -> bytes:
     if isinstance(latest, Sequence):
         return partial_answer(latest, engine.detokenizer, engine.version)
     return orjson.dumps({"error": {"message": str(latest), "code": status_of(latest)}})

@@ -47,11 +47,6 @@ class Prefill:
         return len(self.batch.tokens) - 1 - self.cursor
 
 
-def _report(job: Job, error: BaseException | None) -> None:
-    if isinstance(error, Exception):
-        job.done(error)
-
-
 class Engine:
     """Owns the model, in a thread of its own. Every public method may be called from any thread."""
 
@@ -91,10 +86,12 @@ class Engine:
             self._command(self._close).result()
         self._thread.join()
 
-    def submit(self, job: Job) -> None:
-        """Queue a job."""
+    def submit(self, sequences: list[Sequence]) -> Future[None]:
+        """Queue sequences; the future ends when all have finished."""
+        job = Job(sequences)
         accepted = self._command(lambda: self._accept_job(job))
-        accepted.add_done_callback(lambda f: _report(job, f.exception()))
+        accepted.add_done_callback(lambda f: job.done.set_exception(f.exception()) if f.exception() else None)
+        return job.done
 
     def abort(self, wanted: Callable[[Sequence], bool]) -> Future[int]:
         """Finish the wanted sequences with the tokens they have; returns how many there were."""
@@ -282,23 +279,15 @@ class Engine:
         for slot in self._slots.with_strings.intersection(rows.tolist()):
             self._finish_at_string(slot)
         for slot in full.tolist():
-            sequence = self._slots.owner[slot]
-            if sequence is not None:
-                self._finish_slot(slot, {"type": "length", "length": sequence.limit})
+            if slot in self._slots.owner:  # no stop string has ended it
+                self._finish_slot(slot, {"type": "length", "length": self._slots.owner[slot].limit})
         for slot in self._slots.with_listener.intersection(rows.tolist()):
-            self._notify(slot)
-
-    def _notify(self, slot: int) -> None:
-        sequence = self._slots.owner[slot]
-        self._slots.settle(slot, self.version)
-        if sequence is not None:
-            sequence.notify()
+            self._slots.settle(slot, self.version)
+            self._slots.owner[slot].notify()
 
     def _finish_at_string(self, slot: int) -> None:
-        sequence = self._slots.owner[slot]
-        if sequence is None or self.detokenizer is None:
-            return
-        stops = sequence.params.stop
+        stops = self._slots.owner[slot].params.stop
+        assert self.detokenizer is not None, "requests with stop strings are refused without one"
         found = self.detokenizer.find_stop(self._slots.tail(slot, tail_length(stops)), stops)
         if found is not None:
             self._finish_slot(slot, {"type": "stop", "matched": found})
@@ -307,15 +296,14 @@ class Engine:
         sequence = self._slots.owner[slot]
         self._slots.settle(slot, self.version)
         self._slots.release(slot)
-        if sequence is not None:
-            self._finish(sequence, reason)
+        self._finish(sequence, reason)
 
     def _finish(self, sequence: Sequence, reason: dict[str, object]) -> None:
         sequence.finish = reason
         job = self._jobs.pop(sequence)
         job.left -= 1
         if job.left == 0:
-            job.done(None)
+            job.done.set_result(None)
 
     # -- commands, run in the thread ----------------------------------------------------------------------------
 
@@ -329,7 +317,7 @@ class Engine:
     def _abort(self, wanted: Callable[[Sequence], bool]) -> int:
         self._requeue(self._cancel_prefills())
         reason: dict[str, object] = {"type": "abort", "message": "aborted"}
-        running = [i for i in np.flatnonzero(self._slots.active).tolist() if self._wants(i, wanted)]
+        running = [slot for slot, sequence in self._slots.owner.items() if wanted(sequence)]
         queued = [s for batch in self._queue for s in batch.sequences if wanted(s)]
         for slot in running:
             self._finish_slot(slot, reason)
@@ -338,10 +326,6 @@ class Engine:
         kept = [Batch(b.tokens, [s for s in b.sequences if s.finish is None]) for b in self._queue]
         self._queue = deque(b for b in kept if b.sequences)
         return len(running) + len(queued)
-
-    def _wants(self, slot: int, wanted: Callable[[Sequence], bool]) -> bool:
-        sequence = self._slots.owner[slot]
-        return sequence is not None and wanted(sequence)
 
     def _pause(self, mode: PauseMode) -> None:
         self.paused = True
@@ -355,11 +339,9 @@ class Engine:
         """Put all running sequences back at the front of the queue."""
         back = self._cancel_prefills()
         for slot in np.flatnonzero(self._slots.active).tolist():
-            sequence = self._slots.owner[slot]
+            back.append(self._slots.owner[slot])
             self._slots.settle(slot, self.version)
             self._slots.release(slot)
-            if sequence is not None:
-                back.append(sequence)
         self._requeue(back)
 
     def _cancel_prefills(self) -> list[Sequence]:
@@ -394,7 +376,7 @@ class Engine:
             self._slots.release(slot)
         self.runner.cache.clear()
         for job in jobs.values():
-            job.done(error)
+            job.done.set_exception(error)
 
     def _close(self) -> None:
         self._abort(lambda sequence: True)

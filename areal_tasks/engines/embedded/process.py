@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable
 
 import torch
@@ -16,8 +15,8 @@ from areal_tasks.engines.embedded.engine import Engine
 from areal_tasks.engines.embedded.runner import Runner, find_detokenizer
 from areal_tasks.engines.ends import end_tokens
 from areal_tasks.engines.fetching import weights_folder
-from areal_tasks.engines.service import ServiceSpec, read_spec, serve, store_may_be_away
-from areal_tasks.store.backend import Unavailable, open_store
+from areal_tasks.engines.service import ServiceSpec, exit_with_reason, read_spec, serve
+from areal_tasks.store.backend import open_store
 from areal_tasks.store.objects.files import read_weights
 from schemas.errors import UserError
 from schemas.recipe.sections import Inference, Model
@@ -58,11 +57,5 @@ def main() -> None:
     """Serve until terminated; exits with the reason if the model cannot be served."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     spec = read_spec()
-    with store_may_be_away():
-        try:
-            app = make_app(spec, _end)
-        except Unavailable:
-            raise
-        except UserError as error:
-            sys.exit(f"error: {error}")
-        serve(app, spec)
+    with exit_with_reason():
+        serve(make_app(spec, _end), spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Final, Literal, TypeVar
 
@@ -104,14 +105,15 @@ def _add_run(runs: list[tuple[T, int]], value: T, count: int) -> None:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """The sequences of one HTTP request; `done` is called once, in the engine's thread, when all have finished."""
+    """The sequences of one HTTP request. `done` gets its result when all have finished."""
 
     sequences: list[Sequence]
-    done: Callable[[Exception | None], None]
+    done: Future[None] = field(default_factory=Future)
     left: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.left = len(self.sequences)
+        self.done.set_running_or_notify_cancel()  # it cannot be cancelled
 
 
 @dataclass(eq=False, slots=True)
@@ -140,7 +142,7 @@ def share_prompts(sequences: list[Sequence]) -> list[Batch]:
     """Batches of sequences that start from the same tokens, in order of arrival."""
     batches: dict[tuple[int, ...], Batch] = {}
     for sequence in sequences:
-        tokens = sequence.so_far()
+        tokens = sequence.prompt + sequence.output  # what the cache must hold to continue
         batches.setdefault(tuple(tokens), Batch(tokens, [])).sequences.append(sequence)
     return list(batches.values())
 

@@ -28,7 +28,7 @@ class Slots:
         self.stop_ids = np.full((rows, 1), -1, np.int64)
         self.tokens = np.zeros((rows, length), np.int64)
         self.logprobs = np.zeros((rows, length), np.float32)
-        self.owner: list[Sequence | None] = [None] * rows
+        self.owner: dict[int, Sequence] = {}  # of the slots that are taken
         self.with_strings: set[int] = set()  # slots whose sequence has stop strings
         self.with_listener: set[int] = set()  # slots whose sequence has a listener
         self.with_given: set[int] = set()  # slots whose sequence has given tokens
@@ -70,7 +70,7 @@ class Slots:
         self.stop_ids[slot, : len(stop_ids)] = sorted(stop_ids)
 
     def release(self, slot: int) -> None:
-        self.owner[slot] = None
+        del self.owner[slot]
         self.active[slot] = False
         self.position[slot] = 0
         self.temperature[slot] = 0
@@ -122,10 +122,8 @@ class Slots:
     def settle(self, slot: int, version: str) -> None:
         """Move the tokens since the slot was taken or last settled to its sequence, as sampled with `version`."""
         n = int(self.count[slot])
-        owner = self.owner[slot]
-        if owner is not None:
-            stale = bool(self.stale[slot])
-            owner.record(self.tokens[slot, :n].tolist(), self.logprobs[slot, :n].tolist(), version, stale)
+        tokens, logprobs = self.tokens[slot, :n].tolist(), self.logprobs[slot, :n].tolist()
+        self.owner[slot].record(tokens, logprobs, version, bool(self.stale[slot]))
         self.limit[slot] -= n
         self.count[slot] = 0
 
@@ -133,6 +131,5 @@ class Slots:
         """The last `n` tokens of the sequence's output."""
         count = int(self.count[slot])
         recent: list[int] = self.tokens[slot, max(count - n, 0) : count].tolist()
-        owner = self.owner[slot]
         missing = n - len(recent)
-        return (owner.output[-missing:] if owner is not None and missing > 0 else []) + recent
+        return (self.owner[slot].output[-missing:] if missing > 0 else []) + recent

@@ -29,9 +29,9 @@ from areal_tasks.engines.service import (
     TOKEN,
     ModelFolder,
     ServiceSpec,
+    exit_with_reason,
     read_spec,
     register,
-    store_may_be_away,
     url_at,
 )
 from areal_tasks.engines.sglang.child import GUARD
@@ -39,7 +39,7 @@ from areal_tasks.engines.sglang.command import arguments, environment, server_in
 from areal_tasks.engines.sglang.family import adopt_orphans, end_descendants
 from areal_tasks.engines.tls import AUTHORITY
 from areal_tasks.launchers.gpus import memory_used
-from areal_tasks.store.backend import Store, Unavailable, open_store
+from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.objects.files import common_folder, materialise, read_weights
 from areal_tasks.store.parallel import in_background
 from schemas.errors import UserError
@@ -62,13 +62,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminate)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    with store_may_be_away():
+    with exit_with_reason():
         try:
             code = run(read_spec(), os.environ[TOKEN])
-        except Unavailable:
-            raise
-        except UserError as error:
-            sys.exit(f"error: {error}")
         finally:
             end_sglang()
     sys.exit(code)

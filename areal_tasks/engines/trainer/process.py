@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from areal_tasks.engines.service import ServiceSpec, read_spec, register, serve, store_may_be_away
+from areal_tasks.engines.service import ServiceSpec, exit_with_reason, read_spec, register, serve
 from areal_tasks.engines.trainer.app import make_app
 from areal_tasks.engines.trainer.commands import COMMANDS, Command
 from areal_tasks.engines.trainer.group import Group, GroupBroken
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 def main() -> None:
     """Serve, or follow rank 0, until terminated."""
     spec = read_spec()
-    with store_may_be_away():
+    with exit_with_reason():
         group = join(spec, read_settings(spec.recipe).trainer)
         if group.rank == 0:
             serve(make_app(spec, group), spec)

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from areal_tasks.engines.lifeline import DUTIES
-from areal_tasks.engines.service import ServiceSpec, read_spec, serve, store_may_be_away
+from areal_tasks.engines.service import ServiceSpec, exit_with_reason, read_spec, serve
 from areal_tasks.engines.sharing import Serving
 from areal_tasks.rollout.orders import STATUSES, Begin, Orders, Part
 from areal_tasks.rollout.worker.service import WorkerService
@@ -109,6 +109,6 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with suppress(OSError):  # out of memory, Linux ends users' code rather than a trainer or the flow
         Path("/proc/self/oom_score_adj").write_text("500")
-    with store_may_be_away():
+    with exit_with_reason():
         spec = read_spec()
         serve(make_app(spec), spec)

@@ -10,17 +10,14 @@ from functools import partial
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError
-from areal_tasks.store.history.audit_bytes import Progress, Work
-from areal_tasks.store.history.audit_history import Link, audit_history, audit_log
-from areal_tasks.store.history.audit_records import Defect, Findings
-from areal_tasks.store.history.audit_spool import audit_spool, check_groups
+from areal_tasks.store.history.audit_history import Link, audit_history, audit_log, audit_spool, check_groups
+from areal_tasks.store.history.audit_records import Defect, Findings, Progress, Work
 from areal_tasks.store.history.signing import root_hash
 from areal_tasks.store.keys import combine_digests
 from areal_tasks.store.objects.files import common_folder
 from areal_tasks.store.objects.inventory import entries
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.reachable import INITIAL, Reached, files_of, named_weights, reachable
-from areal_tasks.store.retention.compacted import short_digest
 from areal_tasks.store.runs import load_run
 from areal_tasks.store.service_logs import stored_parts
 from schemas.compaction import Compaction
@@ -49,19 +46,6 @@ _MANIFEST = re.compile(r"(iteration=\d+/stage=\w+/[0-9a-f]+|(weights|checkpoints
 
 
 @dataclass(frozen=True)
-class Removed:
-    """Weights or a checkpoint that a user removed on purpose: not damage."""
-
-    kind: str
-    version: int
-    path: str
-    bytes: int
-    user: str
-    time: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Report:
     """An audit's result. `root` is the run's root hash; empty if a file that it covers is missing or damaged."""
 
@@ -71,7 +55,7 @@ class Report:
     files: int
     bytes: int
     defects: tuple[Defect, ...]
-    removed: tuple[Removed, ...]
+    removed: tuple[Tombstone, ...]  # weights and checkpoints that a user removed on purpose: not damage
     unselected_files: int
     unselected_bytes: int
     old_schema: bool = field(metadata={"help": "schema 1 has no seals: unreferenced records are only parsed"})
@@ -115,7 +99,7 @@ def audit(store: Store, name: str, progress: Progress = lambda done, total: None
         files=len(found.seen),
         bytes=work.done,
         defects=tuple(sorted(set(found.defects), key=lambda defect: defect.path)),
-        removed=tuple(_removed(tombstone) for tombstone in tombstones.values()),
+        removed=tuple(tombstones.values()),
         unselected_files=len(
             [entry for entry in stray if not _MANIFEST.fullmatch(entry.path.removeprefix(f"{name}/"))]
         ),
@@ -228,19 +212,6 @@ def _tombstones(found: Findings, name: str, links: Sequence[Link]) -> dict[str, 
     return {tombstone.path: tombstone for records in read for tombstone in records.values()}
 
 
-def _removed(tombstone: Tombstone) -> Removed:
-    provenance = tombstone.provenance
-    return Removed(
-        tombstone.kind,
-        tombstone.version,
-        tombstone.path,
-        tombstone.bytes,
-        f"{tombstone.user}@{provenance.host}",
-        provenance.committed,
-        tombstone.reason,
-    )
-
-
 # ── what no commit names ────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -282,16 +253,9 @@ def _logs(found: Findings, name: str) -> None:
 def _compactions(found: Findings, work: Work, name: str) -> None:
     """Check compactions, derived copies that make queries fast; their sources are checked separately."""
     remedy = "nothing: it is a copy; remove it and compact the run again"
-    for child in found.store.children(paths.compactions(name)):
-        path = f"{paths.compactions(name)}/{child}"
-        data = found.read(path, remedy) if child.endswith(".json") else None
-        if data is None:
-            continue
-        if not child.endswith(f"-{short_digest(data)}.json"):
-            found.report(path, "altered: its bytes do not have the digest in its name", remedy)
-        elif (record := found.decode(path, Compaction, data, remedy)) is not None:
-            for file in files_of(record):
-                work.add_file(file, path, remedy)
+    for path, record in found.folder(paths.compactions(name), Compaction, remedy).items():
+        for file in files_of(record):
+            work.add_file(file, path, remedy)
 
 
 def _unselected(found: Findings, name: str, stray: Sequence[str]) -> None:

@@ -85,6 +85,9 @@ def diff_runs(store: Store, a: str, b: str) -> Difference:
     names = (a, b if b != a else f"{b} (again)")
     fields = field_changes(*runs, len(commits[0]), len(commits[1]))
     first = first_difference(*runs, *commits)
+    if first is not None:
+        by_then = tuple(f.field for f in fields if f.semantic and f.iteration <= first.iteration)
+        first = replace(first, fields=by_then)
     return Difference(
         names=names,
         origins=(_origin(runs[0]), _origin(runs[1])),
@@ -92,14 +95,10 @@ def diff_runs(store: Store, a: str, b: str) -> Difference:
         shared=sum(x.run == y.run and x.attempt == y.attempt for x, y in zip(*commits, strict=False)),
         fields=fields,
         code=_code_changes(*commits),
-        first=replace(first, fields=_by_then(first, fields)) if first else None,
+        first=first,
         only=_only(*commits),
         curves=compare_curves(read_curves(store, a), read_curves(store, b), names),
     )
-
-
-def _by_then(first: FirstDifference, fields: Sequence[FieldChange]) -> tuple[str, ...]:
-    return tuple(f.field for f in fields if f.semantic and f.iteration <= first.iteration)
 
 
 def _commits(run: Run) -> list[IterationCommit]:
@@ -201,7 +200,8 @@ def _place(ref: StageRef) -> str:
 def _explained(a: Run, b: Run, iteration: int, left: StageRef, right: StageRef) -> FirstDifference:
     one, other = a.read_stage(left), b.read_stage(right)
     pairs = zip_longest(one.inputs, other.inputs)
-    apart = [_stage_of((x or y).path) for x, y in pairs if x is None or y is None or x.digest != y.digest]
+    differ = [x or y for x, y in pairs if x is None or y is None or x.digest != y.digest]
+    apart = [ref.path.split("/stage=")[1].split("/")[0] for ref in differ]
     return FirstDifference(
         iteration=iteration,
         stage=left.stage,
@@ -212,22 +212,12 @@ def _explained(a: Run, b: Run, iteration: int, left: StageRef, right: StageRef) 
     )
 
 
-def _stage_of(path: str) -> str:
-    return path.split("/stage=")[1].split("/")[0]
-
-
 def _code(x: IterationCommit, y: IterationCommit) -> tuple[str, str]:
     return x.provenance.code_version, y.provenance.code_version
 
 
 def _only(a: Sequence[IterationCommit], b: Sequence[IterationCommit]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Stages that only one of the runs has, in the iterations that both have."""
-    names = [{ref.stage for commit in part for ref in commit.stages} for part in _common(a, b)]
-    return tuple(sorted(names[0] - names[1])), tuple(sorted(names[1] - names[0]))
-
-
-def _common(
-    a: Sequence[IterationCommit], b: Sequence[IterationCommit]
-) -> tuple[Sequence[IterationCommit], Sequence[IterationCommit]]:
-    length = min(len(a), len(b))
-    return a[:length], b[:length]
+    both = min(len(a), len(b))
+    one, other = ({ref.stage for commit in part[:both] for ref in commit.stages} for part in (a, b))
+    return tuple(sorted(one - other)), tuple(sorted(other - one))

@@ -10,13 +10,14 @@ import hashlib
 import os
 import socket
 from collections.abc import Mapping
+from functools import partial
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Store
-from areal_tasks.store.commit import commit_once, new_attempt, read_record
+from areal_tasks.store.commit import append_record, new_attempt, read_record
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import now
-from areal_tasks.store.search import last_present
+from areal_tasks.store.search import last_number
 from schemas.manifest import ACTIONS, LogRecord
 
 Details = Mapping[str, bool | int | float | str]
@@ -33,10 +34,9 @@ def append(
     """
     if action not in ACTIONS:
         raise ValueError(f"unknown action {action!r}: a log records {', '.join(ACTIONS)}")
-    n, mine = log_length(store, run), False
-    while not mine:
-        n += 1
-        record = LogRecord(
+
+    def line(n: int) -> LogRecord:
+        return LogRecord(
             n=n,
             attempt=new_attempt(),
             action=action,
@@ -48,8 +48,8 @@ def append(
             details=dict(details or {}),
             previous=log_digest(store, run, n - 1),
         )
-        _, mine = commit_once(store, paths.log(run, n), record)
-    return record
+
+    return append_record(store, partial(paths.log, run), log_length(store, run) + 1, line)
 
 
 def read_log(store: Store, run: str, after: int = 0) -> list[LogRecord]:
@@ -60,7 +60,7 @@ def read_log(store: Store, run: str, after: int = 0) -> list[LogRecord]:
 
 def log_length(store: Store, run: str) -> int:
     """How many lines the log has; O(log n) reads and no listing."""
-    return last_present(lambda n: store.exists(paths.log(run, n)), 1)
+    return last_number(store, partial(paths.log, run))
 
 
 def log_digest(store: Store, run: str, n: int) -> str:

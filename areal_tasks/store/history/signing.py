@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
@@ -21,9 +21,6 @@ from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run, load_run
 from schemas.errors import UserError
 from schemas.manifest import Signature
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 _ALGORITHM: Final = "Ed25519"
 _MAKE: Final = "make one with `openssl genpkey -algorithm ed25519 -out key.pem`, or `ssh-keygen -t ed25519 -N ''`"
@@ -67,7 +64,7 @@ def sign(store: Store, name: str, root: str, iterations: int, key_file: Path) ->
     Raises:
         UserError: the file holds no Ed25519 key that can sign.
     """
-    key, lines = _private_key(key_file), log_length(store, name)
+    key, lines = _key(key_file, private=True), log_length(store, name)
     public = key.public_key().public_bytes_raw().hex()
     if there := _covering(store, name, root, public):
         return there, False
@@ -111,7 +108,9 @@ def verify(store: Store, name: str, key_file: Path | None = None) -> list[Verifi
     Raises:
         UserError: the file holds no Ed25519 key, or none of the signatures is by it.
     """
-    known = _public_key(key_file).public_bytes_raw().hex() if key_file else ""
+    key: Any = _key(key_file, private=False) if key_file else None
+    public = key.public_key() if hasattr(key, "public_key") else key
+    known = public.public_bytes_raw().hex() if public else ""
     found = sorted(read_signatures(store, name), key=lambda s: (s.iteration, s.log_records))
     if known and all(s.public_key != known for s in found):
         raise UserError(f"Run {name!r} has no signature by the key in {key_file}: sign it with `audit --sign KEY`.")
@@ -157,23 +156,13 @@ def _message(name: str, signature: Signature) -> bytes:
     return f"arealflow run {digest_json({'run': name, **signed})}".encode()
 
 
-def _private_key(file: Path) -> Ed25519PrivateKey:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-    key = _load(file, private=True)
-    if not isinstance(key, Ed25519PrivateKey):
-        raise UserError(f"{file} holds no private Ed25519 key: {_MAKE}.")
-    return key
-
-
-def _public_key(file: Path) -> Ed25519PublicKey:
+def _key(file: Path, private: bool) -> Any:
+    """The Ed25519 key in a file, which must be able to sign if `private`."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-    key = _load(file, private=False)
-    if isinstance(key, Ed25519PrivateKey):
-        return key.public_key()
-    if not isinstance(key, Ed25519PublicKey):
-        raise UserError(f"{file} holds no Ed25519 key: {_MAKE}.")
+    key = _load(file, private)
+    if not isinstance(key, Ed25519PrivateKey if private else Ed25519PrivateKey | Ed25519PublicKey):
+        raise UserError(f"{file} holds no {'private ' if private else ''}Ed25519 key: {_MAKE}.")
     return key
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from areal_tasks.store.backend import Missing, Store, StoreError
+from areal_tasks.store.backend import Missing, Store, StoreError, damaged
 from areal_tasks.store.commit import commit_once, decode, read_verified
 from areal_tasks.store.keys import combine_digests
 from areal_tasks.store.objects.local import file_sha256
@@ -89,15 +89,9 @@ def _whole(target: Path, file: FileRef) -> bool:
 def _check(store: Store, file: FileRef, target: Path, verify: bool) -> None:
     size = target.stat().st_size if target.is_file() else store.size(file.path)  # `size` raises Missing
     if size != file.bytes:
-        raise _damaged(store, file, f"its {size} bytes are not the {file.bytes} that its manifest records")
+        raise damaged(store, file.path, f"its {size} bytes are not the {file.bytes} that its manifest records")
     if verify and file_sha256(target) != file.sha256:
-        raise _damaged(store, file, f"its {size} bytes do not have the SHA-256 that its manifest records")
-
-
-def _damaged(store: Store, file: FileRef, how: str) -> StoreError:
-    return StoreError(
-        f"{store.uri(file.path)} is damaged: {how}. Restore this file from a backup; every other file is unharmed."
-    )
+        raise damaged(store, file.path, f"its {size} bytes do not have the SHA-256 that its manifest records")
 
 
 def digest_of(files: Sequence[FileRef]) -> str:

@@ -1,6 +1,6 @@
-"""Listing all files below a folder of the store, unfinished ones included; hashing large files in pieces; removal.
+"""Files of the store for `audit`, `gc` and SQL: listing, removing, hashing and verifying them.
 
-Mainly for `audit` and `gc`: other readers go through manifests and list nothing.
+Other readers go through manifests and list nothing.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import pyarrow as pa
 from pyarrow.fs import FileSelector, FileType
 
-from areal_tasks.store.backend import Missing, Store, StoreError
+from areal_tasks.store.backend import Missing, Store, StoreError, damaged
+from areal_tasks.store.commit import verified
 from areal_tasks.store.parallel import parallel
+from areal_tasks.store.shards import footer_holds
+from schemas.manifest import FileRef
 
 _PIECE: Final = 4 << 20
 
@@ -88,28 +90,8 @@ def _errors(store: Store, path: str) -> Iterator[None]:
 
 
 def remove(store: Store, paths: Sequence[str]) -> None:
-    """Remove files permanently; missing ones are no error. Attempts' folders that become empty are removed too.
-
-    No other folder is: a running flow may be about to write into it.
-    """
-    if store.local("") is None:
-        _remove_objects(store, paths)
-        return
-    with _errors(store, paths[0] if paths else ""):
-        for path in paths:
-            with suppress(FileNotFoundError):
-                os.unlink(store.uri(path))
-    for folder in {Path(path).parent for path in paths}:
-        _remove_empty(store, folder)
-
-
-def _remove_empty(store: Store, folder: Path) -> None:
-    while any(part.startswith("attempt=") for part in folder.parts):
-        try:
-            Path(store.uri(str(folder))).rmdir()
-        except OSError:  # not empty, or gone
-            return
-        folder = folder.parent
+    """Remove files permanently; missing ones are no error. Attempts' folders that become empty are removed too."""
+    parallel(store.remove, paths)
 
 
 def remove_folders(store: Store, prefix: str) -> None:
@@ -121,15 +103,43 @@ def remove_folders(store: Store, prefix: str) -> None:
             os.rmdir(folder)
 
 
-def _remove_objects(store: Store, paths: Sequence[str]) -> None:
-    from areal_tasks.store.objects.s3 import S3Backend
+# ── verifying ───────────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# The SHA-256 of a file covers only the whole of it. Of shards and merged tables SQL reads only parts, so a small one is
+# read whole, in one request, and hashed; of a large one the length and the footer's checksum are verified, and Arrow
+# verifies the checksum of each page that it decodes (`scanned_files.py`). A large one without such checksums, which
+# earlier versions wrote, is hashed once before its scan.
 
-    backend = store.backend
-    if not isinstance(backend, S3Backend):
-        raise TypeError(f"files of {store.url} cannot be removed")
 
-    def delete(path: str) -> None:
-        bucket, key, _ = backend.fs.split_path(f"{backend.root}/{path}")
-        backend.retried(path, lambda: backend.fs.call_s3("delete_object", Bucket=bucket, Key=key))
+#: Hashing that many bytes takes about as long as opening one Parquet file, half a millisecond.
+WHOLE_BYTES: Final = 1 << 20
 
-    parallel(delete, paths)
+
+def is_small(file: FileRef) -> bool:
+    """Whether the file is read whole, and so verified by its SHA-256."""
+    return file.bytes <= WHOLE_BYTES
+
+
+def check_file(store: Store, file: FileRef) -> None:
+    """StoreError, with the file's name, if it is missing or altered; of a large one, length and footer count."""
+    if is_small(file):
+        verified(store, file.path, file.sha256)
+        return
+    check_size(store, file)
+    with open_file(store, file.path) as opened:
+        if footer_holds(opened, file.bytes):
+            return
+    check_whole(store, file)
+
+
+def check_size(store: Store, file: FileRef) -> None:
+    """StoreError, with the file's name, if it is missing or has another length than recorded."""
+    if (size := store.size(file.path)) != file.bytes:
+        raise damaged(store, file.path, f"its {size} bytes are not the {file.bytes} that were recorded for it")
+
+
+def check_whole(store: Store, file: FileRef) -> None:
+    """StoreError, with the file's name, unless all its bytes are those that were recorded."""
+    expected = (file.sha256, file.bytes)
+    if not any(file_digest(store, file.path) == expected for _ in range(2)):  # it may be corrupted in transit
+        raise damaged(store, file.path, "its bytes do not have the SHA-256 that was recorded for it")

@@ -19,7 +19,7 @@ from typing import Final
 
 from pyarrow.fs import FileSystem, LocalFileSystem
 
-from areal_tasks.store.backend import Content, Exists, Missing, StoreError
+from areal_tasks.store.backend import Content, Exists, Missing, Store, StoreError
 
 _REMEDIES: Final = {
     errno.ENOSPC: "the disk is full: free some space (or choose another store with --store), then run again",
@@ -30,7 +30,9 @@ _REMEDIES: Final = {
     errno.EPERM: "the file system refuses it (no hard links?): choose a store on a POSIX file system, or s3://",
     errno.EOPNOTSUPP: "the file system has no hard links: choose a store on a POSIX file system, or s3://",
     errno.ENOENT: "no folder can be created there: choose another store with --store",
-    errno.ENOTDIR: "a file stands where a folder should be: choose another store with --store",
+    **dict.fromkeys(
+        (errno.ENOTDIR, errno.EEXIST), "a file stands where a folder should be: choose another store with --store"
+    ),
     errno.EIO: "the disk reported an input/output error: check it, then run again",
 }
 
@@ -41,10 +43,11 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class LocalBackend:
+class LocalBackend(Store):
     """Objects below the folder `root`. Names that begin with a dot are unfinished files, which no listing shows."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, url: str, root: Path) -> None:
+        super().__init__(url)
         self.root = str(root)
 
     def read(self, path: str) -> bytes:
@@ -56,7 +59,7 @@ class LocalBackend:
         folder, name = os.path.split(final)
         partial = f"{folder}/.{name}.{uuid.uuid4().hex}"
         with self._errors(path):
-            self._write(partial, data)
+            _write(partial, [data])
             try:
                 os.link(partial, final)  # atomic and exclusive, unlike a rename
             except FileExistsError:
@@ -68,11 +71,6 @@ class LocalBackend:
         with self._errors(path):
             _sync(os.path.dirname(self._at(path)))
 
-    def put(self, path: str, data: bytes) -> None:
-        final = self._at(path)
-        with self._errors(path):
-            self._write(final, data)
-
     def put_file(self, path: str, source: Path) -> None:
         final = self._at(path)
         with self._errors(path):
@@ -82,18 +80,8 @@ class LocalBackend:
             _sync(final)
 
     def put_pieces(self, path: str, pieces: Content) -> None:
-        final = self._at(path)
         with self._errors(path):
-            os.makedirs(os.path.dirname(final), exist_ok=True)
-            try:
-                with open(final, "wb") as file:
-                    for piece in pieces:
-                        file.write(piece)
-                _sync(final)
-            except OSError:
-                with suppress(OSError):  # the first error is the one to report
-                    os.unlink(final)
-                raise
+            _write(self._at(path), pieces)
 
     def fetch_file(self, path: str, target: Path) -> str:
         with self._errors(path):
@@ -111,6 +99,16 @@ class LocalBackend:
         except Missing:
             return []
 
+    def remove(self, path: str) -> None:
+        """Attempts' folders that become empty are removed too; no other: a flow may be about to write into it."""
+        with self._errors(path), suppress(FileNotFoundError):
+            os.unlink(self._at(path))
+        folder = os.path.dirname(path)
+        with suppress(OSError):  # not empty, or gone
+            while "attempt=" in folder:
+                os.rmdir(self._at(folder))
+                folder = os.path.dirname(folder)
+
     def local(self, path: str) -> Path | None:
         return Path(self._at(path))
 
@@ -123,23 +121,6 @@ class LocalBackend:
     def _at(self, path: str) -> str:
         return f"{self.root}/{path}" if path else self.root
 
-    def _write(self, path: str, data: bytes) -> None:
-        """Write a new, durable file, creating its folders as needed."""
-        try:
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        except FileNotFoundError:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        try:
-            _write_all(fd, data)
-            os.fsync(fd)
-        except OSError:
-            with suppress(OSError):  # the first error is the one to report
-                os.unlink(path)
-            raise
-        finally:
-            os.close(fd)
-
     @contextmanager
     def _errors(self, path: str) -> Iterator[None]:
         try:
@@ -149,16 +130,6 @@ class LocalBackend:
         except OSError as error:
             raise unusable(self._at(path), error) from error
 
-    def list(self, prefix: str) -> list[str]:
-        top = self._at(prefix)
-        found = [
-            os.path.relpath(os.path.join(folder, name), self.root)
-            for folder, _, names in os.walk(top)
-            for name in names
-            if not name.startswith(".")
-        ]
-        return sorted(found)
-
 
 def unusable(where: str, error: OSError) -> StoreError:
     """The error for a file of the store that cannot be read or written, with a remedy."""
@@ -166,10 +137,19 @@ def unusable(where: str, error: OSError) -> StoreError:
     return StoreError(f"The store's file {where} cannot be used: {remedy}.")
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
+def _write(path: str, pieces: Content) -> None:
+    """Write a durable file, creating its folders as needed; nothing is left of one that cannot be finished."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    try:
+        with open(path, "wb") as file:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        with suppress(OSError):  # the first error is the one to report
+            os.unlink(path)
+        raise
 
 
 def _sync(path: str) -> None:

@@ -10,36 +10,35 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import aiohttp
+import botocore.session
 import pyarrow as pa
-import s3fs
+from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
+    ConnectTimeoutError,
     FlexibleChecksumError,
     IncompleteReadError,
     ResponseStreamingError,
 )
 from pyarrow.fs import FileSystem, S3FileSystem
 
-from areal_tasks.store.backend import Content, Exists, Missing, StoreError, Unavailable, s3_endpoint, s3_region
-from areal_tasks.store.objects.s3_bulk import Bulk, bulk_options
+from areal_tasks.store.backend import Content, Exists, Missing, Store, StoreError, Unavailable, s3_endpoint, s3_region
+from areal_tasks.store.objects.s3_bulk import Bulk, described, received
 from schemas.errors import UserError
 
 T = TypeVar("T")
 
 #: How long requests are retried while a store that has answered before is overloaded or unreachable.
 PATIENCE_SECONDS = 20.0
-_CONNECT_SECONDS: Final = 2  # three attempts: an endpoint that does not answer is reported in less than 10 s
+_CONNECT_SECONDS: Final = 2
+_SEND_SECONDS: Final = 10  # botocore has one timeout for connecting and for sending a part of a body
 _READ_SECONDS: Final = 30
-_ATTEMPTS: Final = 3  # at least
+_ATTEMPTS: Final = 3  # at least, unless nothing answers at all: that is reported after 10 s
 _CONFLICT_ATTEMPTS: Final = 5
 _TORN_ATTEMPTS: Final = 5
 _LONGEST_PAUSE: Final = 2.0
-_TORN: Final = (
-    *(aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError),
-    *(FlexibleChecksumError, IncompleteReadError, ResponseStreamingError),
-)
+_TORN: Final = (FlexibleChecksumError, IncompleteReadError, ResponseStreamingError)
 _ALTERED: Final = ("BadDigest", "XAmzContentChecksumMismatch")  # the server received altered bytes
 _SCAN_THREADS: Final = 32
 
@@ -61,39 +60,51 @@ _TORN_REMEDY: Final = "check the network and any proxy before the server, then r
 _UNREACHABLE: Final = "check AWS_ENDPOINT_URL, the network and that the server is up, then run again"
 
 
-class S3Backend:
+class S3Backend(Store):
     """Objects below `prefix` of `bucket`. Endpoint, region and credentials come from the environment only.
 
     Raises:
         UserError: credentials are not set.
     """
 
-    def __init__(self, bucket: str, prefix: str) -> None:
+    def __init__(self, url: str, bucket: str, prefix: str) -> None:
+        super().__init__(url)
         self.root = f"{bucket}/{prefix}".rstrip("/")
         self.endpoint = s3_endpoint() or None
-        options = _options(self.endpoint)
-        self.fs = s3fs.S3FileSystem(**options)
-        self.fs.retries = 1  # `retried` alone repeats requests
+        self.keys = (_credential("AWS_ACCESS_KEY_ID"), _credential("AWS_SECRET_ACCESS_KEY"))
+        self.token = os.environ.get("AWS_SESSION_TOKEN")
+        self.region = s3_region() or "us-east-1"
+        self.client = botocore.session.Session().create_client(
+            "s3",
+            region_name=self.region,
+            endpoint_url=self.endpoint,
+            aws_access_key_id=self.keys[0],
+            aws_secret_access_key=self.keys[1],
+            aws_session_token=self.token,
+            config=_config(),
+        )
         self.known = False  # it has answered: from then on a failure is more likely temporary than a wrong URL
-        self.bulk = Bulk(self.root, bulk_options(options), self.retried)
+        self.bulk = Bulk(self.client, self._at, self.retried)
 
     def read(self, path: str) -> bytes:
-        data: bytes = self.retried(path, lambda: self.fs.cat_file(self._at(path)))
-        return data
+        def ask() -> bytes:
+            with received(self.client.get_object(**self._at(path), ChecksumMode="ENABLED")["Body"]) as body:
+                return bytes(body.read())
+
+        return self.retried(path, ask)
 
     def create(self, path: str, data: bytes) -> None:
+        meta = described([memoryview(data)])
         for attempt in range(_CONFLICT_ATTEMPTS):
             try:
-                return self._put(path, data, mode="create")
+                self._ask(path, "put_object", Body=data, IfNoneMatch="*", **meta)
+                return
             except _Conflict:  # another put of the same name was in flight: retry to see which won
                 time.sleep(0.05 * 2**attempt)
         raise StoreError(f"The store's object {self.uri(path)} stays contended: {_OTHER_REMEDY}.")
 
     def settle(self, path: str) -> None:
         """Nothing to do: S3 acknowledges a put once the object is durable."""
-
-    def put(self, path: str, data: bytes) -> None:
-        self._put(path, data, mode="overwrite")
 
     def put_file(self, path: str, source: Path) -> None:
         self.bulk.put_file(path, source)
@@ -102,19 +113,21 @@ class S3Backend:
         self.bulk.put(path, pieces)
 
     def fetch_file(self, path: str, target: Path) -> str:
-        return self.bulk.fetch(path, target)
+        return self.bulk.fetch(path, target, self.size(path))
 
     def size(self, path: str) -> int:
-        bucket, key, _ = self.fs.split_path(self._at(path))
-        head = self.retried(path, lambda: self.fs.call_s3("head_object", Bucket=bucket, Key=key))
-        return int(head["ContentLength"])
+        return int(self._ask(path, "head_object")["ContentLength"])
 
     def children(self, prefix: str) -> list[str]:
-        try:
-            found = self.retried(prefix, lambda: self.fs.ls(self._at(prefix), detail=False))
-        except Missing:
-            return []
-        return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
+        bucket, _, key = self._below(prefix).partition("/")
+        what = {"Bucket": bucket, "Prefix": f"{key}/" if key else "", "Delimiter": "/"}
+        pages = self.retried(prefix, lambda: list(self.client.get_paginator("list_objects_v2").paginate(**what)))
+        found = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+        found += [entry["Prefix"] for page in pages for entry in page.get("CommonPrefixes", ())]
+        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found)
+
+    def remove(self, path: str) -> None:
+        self._ask(path, "delete_object")
 
     def local(self, path: str) -> Path | None:
         return None
@@ -122,12 +135,11 @@ class S3Backend:
     def arrow(self) -> tuple[FileSystem, str]:
         pa.set_io_thread_count(max(_SCAN_THREADS, pa.io_thread_count()))  # they wait for the network
         scheme, _, host = (self.endpoint or "").rpartition("://")
-        options = _options(self.endpoint)
         filesystem = S3FileSystem(
-            access_key=options["key"],
-            secret_key=options["secret"],
-            session_token=options["token"],
-            region=options["client_kwargs"]["region_name"],
+            access_key=self.keys[0],
+            secret_key=self.keys[1],
+            session_token=self.token,
+            region=self.region,
             endpoint_override=host or None,
             scheme=scheme or None,
             connect_timeout=_CONNECT_SECONDS,
@@ -136,13 +148,19 @@ class S3Backend:
         return filesystem, self.root
 
     def uri(self, path: str) -> str:
-        return f"s3://{self._at(path)}"
+        return f"s3://{self._below(path)}"
 
-    def _at(self, path: str) -> str:
+    def _below(self, path: str) -> str:
         return f"{self.root}/{path}" if path else self.root
 
-    def _put(self, path: str, data: bytes, mode: str) -> None:
-        self.retried(path, lambda: self.fs.pipe_file(self._at(path), data, mode=mode))
+    def _at(self, path: str) -> dict[str, Any]:
+        """The object as botocore's commands name it."""
+        bucket, _, key = self._below(path).partition("/")
+        return {"Bucket": bucket, "Key": key}
+
+    def _ask(self, path: str, command: str, **what: Any) -> Any:
+        """The answer to one of botocore's commands about an object."""
+        return self.retried(path, lambda: getattr(self.client, command)(**self._at(path), **what))
 
     def retried(self, path: str, request: Callable[[], T]) -> T:
         """The answer of `request`, which may be repeated. Errors are StoreErrors, once retries have not helped."""
@@ -155,9 +173,9 @@ class S3Backend:
                 return answer
             except Unavailable as error:
                 attempt += 1
-                torn = isinstance(error, _Torn)
+                torn, silent = isinstance(error, _Torn), isinstance(error.__cause__, ConnectTimeoutError)
                 patient = self.known and not torn and time.monotonic() - started < PATIENCE_SECONDS
-                if attempt >= (_TORN_ATTEMPTS if torn else _ATTEMPTS) and not patient:
+                if attempt >= (_TORN_ATTEMPTS if torn else 1 if silent else _ATTEMPTS) and not patient:
                     raise
                 time.sleep(_pause(attempt))
             except (Missing, Exists):
@@ -168,16 +186,16 @@ class S3Backend:
     def _errors(self, path: str) -> Iterator[None]:
         try:
             yield
-        except (OSError, BotoCoreError, ClientError, aiohttp.ClientError) as error:
+        except (BotoCoreError, ClientError) as error:
             raise self._translate(path, error) from error
 
     def _translate(self, path: str, error: Exception) -> Exception:
-        code = _error_code(error)
+        code = str(error.response["Error"].get("Code", "")) if isinstance(error, ClientError) else ""
         if code in ("PreconditionFailed", "412"):
             return Exists(path)
         if code in ("ConditionalRequestConflict", "409"):
             return _Conflict(path)
-        if code in ("NoSuchKey", "NoSuchUpload", "404") or (not code and isinstance(error, FileNotFoundError)):
+        if code in ("NoSuchKey", "NoSuchUpload", "404"):
             return Missing(self.uri(path))
         where = self.endpoint or "AWS"
         if isinstance(error, _TORN) or code in _ALTERED:
@@ -191,10 +209,6 @@ class S3Backend:
         kind = StoreError if code in _REMEDIES else Unavailable
         remedy = _REMEDIES.get(code, _OTHER_REMEDY)
         return kind(f"The store at {where} refused {self.uri(path)} ({code}): {remedy}.")
-
-    def list(self, prefix: str) -> list[str]:
-        found = self.retried(prefix, lambda: self.fs.find(self._at(prefix)))
-        return sorted(str(path).removeprefix(f"{self.root}/") for path in found)
 
 
 class _Conflict(Exception):
@@ -210,22 +224,16 @@ def _pause(attempt: int) -> float:
     return float(min(_LONGEST_PAUSE, 0.1 * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0))
 
 
-def _options(endpoint: str | None) -> dict[str, Any]:
-    return {
-        "key": _credential("AWS_ACCESS_KEY_ID"),
-        "secret": _credential("AWS_SECRET_ACCESS_KEY"),
-        "token": os.environ.get("AWS_SESSION_TOKEN"),
-        "endpoint_url": endpoint,
-        "client_kwargs": {"region_name": s3_region() or "us-east-1"},
-        "config_kwargs": {
-            "connect_timeout": _CONNECT_SECONDS,
-            "read_timeout": _READ_SECONDS,
-            "max_pool_connections": 64,
-            "retries": {"total_max_attempts": 1},
-        },
-        "use_listings_cache": False,
-        "max_concurrency": 1,  # with more, s3fs asks for an object's size before each read
-    }
+def _config() -> Config:
+    return Config(
+        connect_timeout=_SEND_SECONDS,
+        read_timeout=_READ_SECONDS,
+        max_pool_connections=64,
+        retries={"total_max_attempts": 1},  # `retried` alone repeats requests
+        s3={"payload_signing_enabled": False},  # over http it would hash every body; each is sent with its CRC32
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+    )
 
 
 def _credential(name: str) -> str:
@@ -236,16 +244,6 @@ def _credential(name: str) -> str:
             "(`arealflow s3-keys`), or use a file:// store."
         )
     return value
-
-
-def _error_code(error: BaseException) -> str:
-    """S3's error code, which s3fs keeps as the cause of its own exception; empty if there was no answer."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, ClientError):
-            return str(seen.response["Error"].get("Code", ""))
-        seen = seen.__cause__
-    return ""
 
 
 def _short(error: Exception) -> str:

@@ -1,8 +1,7 @@
 """Transfers of files of any size to and from a bucket, in parts, by many threads.
 
-s3fs runs every request in the one thread of its event loop. That is enough for records and tables; for weights it is
-the bottleneck. Here each part is one request of botocore, which s3fs is built on, in a thread of its own: the GIL is
-released while bytes are sent, received, written or hashed, and uploads copy no bytes.
+Each part is one request in a thread of its own: the GIL is released while bytes are sent, received, written or hashed,
+and uploads copy no bytes.
 """
 
 from __future__ import annotations
@@ -10,25 +9,20 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import threading
 import zlib
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
-import botocore.session
-from botocore.config import Config
 from botocore.exceptions import IncompleteReadError, ResponseStreamingError
 from urllib3.exceptions import HTTPError
 
 from areal_tasks.store.backend import Content, Missing, StoreError
-
-T = TypeVar("T")
 
 #: Larger files are transferred in parts of this size, or larger ones where S3 would not take so many.
 PART_BYTES: Final = 16 << 20
@@ -36,37 +30,29 @@ _MOST_PARTS: Final = 10_000
 _RUN_BYTES: Final = 256 << 10  # sent or received at once: a timeout is per run, and a thread holds one in memory
 _HASH_BYTES: Final = 1 << 20
 _THREADS: Final = 32  # of a store: they wait for the network
-_SEND_SECONDS: Final = 10  # botocore's timeout for connecting is also that for sending a run
-
-
-class Call(Protocol):
-    """Calls `request`, again where that may help; errors are StoreErrors that name the path."""
-
-    def __call__(self, path: str, request: Callable[[], T]) -> T: ...
 
 
 @dataclass
 class Bulk:
-    """Transfers of objects below `root` (`bucket/prefix`); one for all threads of a process.
+    """Transfers by a client of botocore; one for all threads of a process. `at` names an object as its commands do.
 
+    `call` makes a request, again where that may help; errors are StoreErrors that name the path.
     A part is sent with its CRC32, which the server checks; requests are signed without a hash of their bodies. Fetched
     bytes are hashed as they arrive. Bytes lie in the caller's memory, or in a file, and a run of them in each thread.
     """
 
-    root: str
-    options: dict[str, Any]  # of botocore's client
-    call: Call
+    client: Any
+    at: Callable[[str], dict[str, Any]]
+    call: Callable[[str, Callable[[], Any]], Any]
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS, "s3"))
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _made: Any = None
 
     def put(self, path: str, pieces: Content) -> None:
         """Write an object of the concatenated `pieces`, which must not change until it returns."""
         views = [view for piece in pieces if len(view := memoryview(piece).cast("B"))]
         size = sum(len(view) for view in views)
         if size <= PART_BYTES:
-            meta = _described(views)
-            self.call(path, lambda: self._client().put_object(**self._at(path), Body=_body(views), **meta))
+            meta = described(views)
+            self.call(path, lambda: self.client.put_object(**self.at(path), Body=_body(views), **meta))
         else:
             self._put_parts(path, views, size)
 
@@ -76,9 +62,8 @@ class Bulk:
             empty = not os.fstat(file.fileno()).st_size  # an empty file cannot be mapped
             self.put(path, [] if empty else [memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))])
 
-    def fetch(self, path: str, target: Path) -> str:
-        """Copy an object into a local file; returns its SHA-256 in hex, computed as the parts arrive."""
-        size = int(self.call(path, lambda: self._client().head_object(**self._at(path)))["ContentLength"])
+    def fetch(self, path: str, target: Path, size: int) -> str:
+        """Copy an object of `size` bytes into a local file; returns its SHA-256 in hex, computed as parts arrive."""
         with target.open("w+b", buffering=0) as file:
             starts = range(0, max(size, 1), PART_BYTES)
             fetches = [self._pool.submit(self._fetch_part, path, file, size, start) for start in starts]
@@ -91,11 +76,11 @@ class Bulk:
         end = min(start + PART_BYTES, size)
         # a checksum that the server sends covers the whole object
         what = {"ChecksumMode": "ENABLED"} if size <= PART_BYTES else {"Range": f"bytes={start}-{end - 1}"}
-        self.call(path, lambda: _receive(self._client().get_object(**self._at(path), **what)["Body"], file, start, end))
+        self.call(path, lambda: _receive(self.client.get_object(**self.at(path), **what)["Body"], file, start, end))
 
     def _put_parts(self, path: str, views: Sequence[memoryview], size: int) -> None:
-        client, at = self._client(), self._at(path)
-        opened = self.call(path, lambda: client.create_multipart_upload(**at, ChecksumAlgorithm="CRC32"))
+        at = self.at(path)
+        opened = self.call(path, lambda: self.client.create_multipart_upload(**at, ChecksumAlgorithm="CRC32"))
         at["UploadId"] = opened["UploadId"]
         step = max(PART_BYTES, -(-size // _MOST_PARTS))
         cuts = [(number, _cut(views, start, start + step)) for number, start in enumerate(range(0, size, step), 1)]
@@ -105,52 +90,23 @@ class Bulk:
         except BaseException:
             _stop(sends)
             with suppress(Exception):  # the first error is the one to report
-                self.call(path, lambda: client.abort_multipart_upload(**at))
+                self.call(path, lambda: self.client.abort_multipart_upload(**at))
             raise
 
     def _put_part(self, path: str, at: dict[str, Any], number: int, views: Sequence[memoryview]) -> dict[str, Any]:
         """Upload one part; returns its entry for the completion of the upload."""
-        meta = _described(views)
-        answer = self.call(path, lambda: self._client().upload_part(**at, PartNumber=number, Body=_body(views), **meta))
+        meta = described(views)
+        answer = self.call(path, lambda: self.client.upload_part(**at, PartNumber=number, Body=_body(views), **meta))
         return {"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32": meta["ChecksumCRC32"]}
 
     def _complete(self, path: str, at: dict[str, Any], parts: list[dict[str, Any]], size: int) -> None:
         """Complete an upload. If an earlier answer was lost, S3 no longer knows the upload, and the object exists."""
         try:
-            self.call(path, lambda: self._client().complete_multipart_upload(**at, MultipartUpload={"Parts": parts}))
+            self.call(path, lambda: self.client.complete_multipart_upload(**at, MultipartUpload={"Parts": parts}))
         except Missing:
-            head = self.call(path, lambda: self._client().head_object(**self._at(path)))
+            head = self.call(path, lambda: self.client.head_object(**self.at(path)))
             if head["ContentLength"] != size:
                 raise
-
-    def _at(self, path: str) -> dict[str, Any]:
-        bucket, _, key = f"{self.root}/{path}".partition("/")
-        return {"Bucket": bucket, "Key": key}
-
-    def _client(self) -> Any:
-        """The botocore client, made on first use, which takes a tenth of a second."""
-        with self._lock:
-            if self._made is None:
-                self._made = botocore.session.Session().create_client("s3", **self.options)
-            return self._made
-
-
-def bulk_options(s3fs_options: dict[str, Any]) -> dict[str, Any]:
-    """The options of botocore's client that correspond to those of s3fs."""
-    config = s3fs_options["config_kwargs"] | {
-        "connect_timeout": _SEND_SECONDS,
-        "s3": {"payload_signing_enabled": False},  # over http it would hash every body once more
-        "request_checksum_calculation": "when_required",
-        "response_checksum_validation": "when_required",
-    }
-    return {
-        "endpoint_url": s3fs_options["endpoint_url"],
-        "aws_access_key_id": s3fs_options["key"],
-        "aws_secret_access_key": s3fs_options["secret"],
-        "aws_session_token": s3fs_options["token"],
-        "config": Config(**config),
-        **s3fs_options["client_kwargs"],
-    }
 
 
 class _Body:
@@ -179,7 +135,7 @@ def _body(views: Sequence[memoryview]) -> _Body | bytes:
     return _Body(views) if views else b""
 
 
-def _described(views: Sequence[memoryview]) -> dict[str, Any]:
+def described(views: Sequence[memoryview]) -> dict[str, Any]:
     """Length and CRC32 of a body, as botocore's commands name them."""
     check = 0
     for view in views:
@@ -198,16 +154,23 @@ def _cut(views: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
     return found
 
 
-def _receive(body: Any, file: FileIO, start: int, end: int) -> None:
-    """Write an answer into `file` from `start`; IncompleteReadError unless it reaches `end`."""
-    at = start
+@contextmanager
+def received(body: Any) -> Iterator[Any]:
+    """The body of an answer, to be read within the block."""
     try:
-        while run := body.read(_RUN_BYTES):
-            at += _write(file, run, at)
+        yield body
     except HTTPError as error:  # botocore translates only some of urllib3's; not those of TLS
         raise ResponseStreamingError(error=error) from error
     finally:
         body.close()
+
+
+def _receive(answer: Any, file: FileIO, start: int, end: int) -> None:
+    """Write the body of an answer into `file` from `start`; IncompleteReadError unless it reaches `end`."""
+    at = start
+    with received(answer) as body:
+        while run := body.read(_RUN_BYTES):
+            at += _write(file, run, at)
     if at != end:
         raise IncompleteReadError(actual_bytes=at - start, expected_bytes=end - start)
 

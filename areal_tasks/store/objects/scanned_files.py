@@ -14,7 +14,7 @@ import pyarrow.dataset as ds
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import verified
-from areal_tasks.store.objects.verified_files import check_file, is_small
+from areal_tasks.store.objects.inventory import check_file, is_small
 from areal_tasks.store.parallel import parallel
 from schemas.manifest import FileRef
 from schemas.tables import REPEATED

@@ -23,7 +23,7 @@ from areal_tasks.store.catalog import DERIVED, Catalog, Region, compact_schema, 
 from areal_tasks.store.commit import bytes_digest, new_attempt
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.retention.compacted import listed, short_digest
+from areal_tasks.store.retention.compacted import listed
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import encode, read_shard
 from schemas.compaction import SCALAR_TABLES, CompactFile, Compaction, CompactTable
@@ -63,11 +63,10 @@ def compact(run: Run, catalog: Catalog, regions: Sequence[Region], tables: Seque
         tables=_merged(catalog, regions, tables, paths.compact_attempt(run.name, attempt)),
         provenance=make_provenance(run.owner, started),
     )
-    data = record.encode()
     before = [c.generation for c in listed(run.store, run.name) if (c.first, c.stop) == (first, stop)]
-    path = paths.compaction(run.name, first, stop, max(before, default=0) + 1, short_digest(data))
-    with suppress(Exists):  # the name holds the digest: only this put, when repeated, finds one
-        run.store.create(path, data)
+    path = paths.compaction(run.name, first, stop, max(before, default=0) + 1, record.attempt)
+    with suppress(Exists):  # the name holds the attempt: only this put, when repeated, finds one
+        run.store.create(path, record.encode())
     return record
 
 

@@ -14,7 +14,7 @@ from areal_tasks.store.commit import read_record
 from areal_tasks.store.objects.inventory import Entry
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.reachable import attempts_of
-from areal_tasks.store.retention.compacted import believed, listed
+from areal_tasks.store.retention.compacted import listed, valid_compactions
 from areal_tasks.store.retention.gc_live import RunFiles, Version, needed, read_runs, selected
 from areal_tasks.store.runs import no_run
 from schemas.compaction import Compaction
@@ -189,7 +189,7 @@ def _temporary(run: RunFiles, groups: dict[str, list[Entry]], rule: Rule) -> Ite
 
 def _compactions(run: RunFiles, groups: dict[str, list[Entry]], rule: Rule) -> Iterator[Item]:
     """Compactions that larger or newer ones have replaced, or that are not valid."""
-    kept = {paths.compact_attempt(run.name, record.attempt) for record in believed(run.run)}
+    kept = {paths.compact_attempt(run.name, record.attempt) for record in valid_compactions(run.run)}
     found = {folder: files for folder, files in groups.items() if folder.startswith(f"{paths.compactions(run.name)}/")}
     for path in (name.path for name in listed(run.store, run.name) if name.path in run.by_path):
         folder = paths.compact_attempt(run.name, read_record(run.store, path, Compaction).attempt)

@@ -15,9 +15,9 @@ from areal_tasks.store.evaluations import evaluating
 from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.objects.inventory import Entry, clock, entries
 from areal_tasks.store.reachable import attempts_of, history, named_weights, reachable
-from areal_tasks.store.retention.tags import read_tags
-from areal_tasks.store.runs import Run, list_runs, load_run
+from areal_tasks.store.runs import Run, load_run, run_names
 from areal_tasks.store.search import last_present
+from areal_tasks.store.weights import read_tags
 from schemas.manifest import ENDINGS, IterationCommit, Reference, RunRecord, StageManifest, WeightsManifest, WeightsRef
 
 #: A reference is left before its child begins: for this long, it counts although the child does not exist yet.
@@ -133,7 +133,7 @@ def read_run(store: Store, name: str, now: float) -> RunFiles:
 def read_runs(store: Store) -> dict[str, RunFiles]:
     """All runs of the store, by name."""
     now = clock(store)
-    return {summary.name: read_run(store, summary.name, now) for summary in list_runs(store)}
+    return {name: read_run(store, name, now) for name in run_names(store)}
 
 
 def selected(runs: Iterable[RunFiles]) -> set[str]:

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -33,14 +34,18 @@ class Armed(MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             execute(module)
-            for method in ("create", "put", "put_file", "put_pieces"):
-                setattr(module.Store, method, wrapped(getattr(module.Store, method)))
+            recorded = module.recorded
+            module.recorded = lambda operation: recorded(wrapped(operation))
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 def wrapped(write: Any) -> Any:
+    if write.__name__ not in ("create", "put_file", "put_pieces"):
+        return write
+
+    @wraps(write)
     def call(store: Any, path: str, *arguments: Any) -> Any:
         strike("before", path)
         result = write(store, path, *arguments)
