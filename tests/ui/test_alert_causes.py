@@ -18,13 +18,7 @@ def causes(of: Watch, rewards: list[float]) -> list[tuple[int, str]]:
 
 def alone(stage: str, metrics: dict[str, float], eta: int = 0, **settings: float) -> Alert | None:
     """The one alert that these metrics of a stage raise; None without any."""
-    found = list(
-        beyond(
-            *({name: metrics if name == stage else {} for name in ("verify", "train")}).values(),
-            eta,
-            Alerts.model_validate(settings),
-        )
-    )
+    found = list(beyond({stage: metrics}, eta, Alerts.model_validate(settings)))
     assert len(found) < 2
     return found[0] if found else None
 

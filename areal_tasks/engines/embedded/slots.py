@@ -101,9 +101,9 @@ class Slots:
         return np.array([self._given(slot) for slot in rows.tolist()], np.int64)
 
     def _given(self, slot: int) -> int:
-        sequence = self.owner[slot]
-        if slot not in self.with_given or sequence is None:
+        if slot not in self.with_given:
             return -1
+        sequence = self.owner[slot]
         left = sequence.given[len(sequence.scores) + int(self.count[slot]) :]
         return left[0] if left else -1
 
