@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -26,6 +27,9 @@ WANTED: Final = (
     "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json",
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template*",
 )  # fmt: skip
+#: Held while a model is built: transformers replaces functions of its classes meanwhile. Under `launcher.type: inline`
+#: services build theirs in threads of one process.
+BUILDING: Final = threading.Lock()
 _TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
 _NAME: Final = re.compile(r"[\w.-]+/[\w.-]+")
 

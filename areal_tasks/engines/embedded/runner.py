@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_tasks.engines.embedded.cache import ATTENTION, SlotCache
 from areal_tasks.engines.ends import Detokenizer
-from areal_tasks.engines.models import load_tokenizer
+from areal_tasks.engines.models import BUILDING, load_tokenizer
 from areal_tasks.engines.names import Names, stored_names
 from schemas.errors import UserError
 
@@ -163,13 +163,14 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is no model folder: it has no config.json")
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(folder),
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            use_safetensors=True,
-            trust_remote_code=False,
-        )
+        with BUILDING:
+            model = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                dtype=dtype,
+                attn_implementation=ATTENTION,
+                use_safetensors=True,
+                trust_remote_code=False,
+            )
     except (OSError, ValueError, SafetensorError, json.JSONDecodeError) as error:
         raise UserError(f"the model in {folder} cannot be loaded: {error}") from error
     return model.eval().requires_grad_(False)

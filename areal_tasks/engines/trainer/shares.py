@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from areal_tasks.engines.models import BUILDING
 from areal_tasks.engines.names import Group, Names
 from areal_tasks.engines.trainer.attention import NAME
 from areal_tasks.engines.trainer.optimizer import local_share, split_over
@@ -154,7 +155,6 @@ class _Stored:
 
 
 _REGISTER: Final = nn.Module.register_parameter
-_ONE_AT_A_TIME: Final = threading.Lock()
 
 
 def empty_model(folder: Path) -> Any:
@@ -201,7 +201,7 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         _REGISTER(module, name, parameter)
 
-    with _ONE_AT_A_TIME:
+    with BUILDING:
         nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
         try:
             yield
