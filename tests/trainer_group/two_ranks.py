@@ -9,7 +9,6 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +23,7 @@ from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.ranks import join
 from areal_tasks.engines.trainer.service import Trainer, make_backend
 from areal_tasks.engines.trainer.settings import read_settings
-from areal_tasks.store.backend import Backend as StoreBackend
+from areal_tasks.store.backend import Store
 from areal_tasks.store.objects.files import commit_weights
 from areal_tasks.store.paths import checkpoint_attempt, stage_attempt, weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
@@ -110,21 +109,21 @@ def go_on(player: Player, checkpoint: dict[str, Any], label: str) -> dict[str, A
 
 
 class FarAway:
-    """A store's backend as a machine has it on whose disk the store is not; `fetched` are the names of files."""
+    """A store as a machine has it on whose disk the store is not; `fetched` are the names of files."""
 
-    def __init__(self, backend: StoreBackend) -> None:
-        self.backend = backend
+    def __init__(self, store: Store) -> None:
+        self.store = store
         self.fetched: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.backend, name)
+        return getattr(self.store, name)
 
     def local(self, path: str) -> None:
         """It is elsewhere."""
 
     def fetch_file(self, path: str, target: Path) -> str:
         self.fetched.append(Path(path).name)
-        return self.backend.fetch_file(path, target)
+        return self.store.fetch_file(path, target)
 
 
 def restore_apart(script: Named, name: str, group: Group, checkpoint: WeightsRef) -> Named:
@@ -132,8 +131,8 @@ def restore_apart(script: Named, name: str, group: Group, checkpoint: WeightsRef
     assert group.store is not None
     alone = Group(group.rank, group.world, dist.PrefixStore("apart", group.store), local_world=1)
     player = Player(script, f"{name}-apart", script["backends"][name], alone)
-    far = FarAway(player.trainer.store.backend)
-    player.trainer.store = replace(player.trainer.store, backend=cast(StoreBackend, far))
+    far = FarAway(player.trainer.store)
+    player.trainer.store = cast(Store, far)
     player.load(checkpoint)
     fetched: list[Any] = [None] * group.world
     dist.all_gather_object(fetched, [name for name in far.fetched if name.endswith((".distcp", ".metadata"))])
