@@ -142,7 +142,7 @@ def share_prompts(sequences: list[Sequence]) -> list[Batch]:
     """Batches of sequences that start from the same tokens, in order of arrival."""
     batches: dict[tuple[int, ...], Batch] = {}
     for sequence in sequences:
-        tokens = sequence.prompt + sequence.output  # what the cache must hold to continue
+        tokens = sequence.so_far()
         batches.setdefault(tuple(tokens), Batch(tokens, [])).sequences.append(sequence)
     return list(batches.values())
 
