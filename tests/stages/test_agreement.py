@@ -12,7 +12,7 @@ from torch import Tensor
 
 from areal_tasks.engines.embedded import api
 from areal_tasks.engines.embedded.runner import Runner
-from areal_tasks.report.data import make_report
+from areal_tasks.report.page import make_report
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.shards import read_table
 from schemas.errors import UserError
