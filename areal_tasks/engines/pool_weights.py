@@ -97,7 +97,13 @@ class UpdatedPool(ServerPool):
         return server, wanted
 
     async def release(self, server: Server) -> None:
-        """Use a held server again, as soon as it has the target weights."""
+        """Use a held server again, as soon as it has the target weights.
+
+        While the others are interrupted it first ends what it has under way, which would go on with weights from the
+        trainer otherwise.
+        """
+        if self._interrupted:
+            await server.drained(self.followers.busy)
         server.held = False
         if server in self.servers:
             self._update(server)
@@ -109,6 +115,11 @@ class UpdatedPool(ServerPool):
         self._versions_unknown = True
         await self.followers.acknowledged()
         await self._drop_all()
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether the servers' weights are unknown: they are about to get some from the trainer."""
+        return self.target is not None and not self.target.key
 
     def _forget_versions(self) -> None:
         if self.target is not None:

@@ -126,6 +126,29 @@ def test_a_hold_that_is_given_up_leaves_the_server_in_use() -> None:
     run(test)
 
 
+def test_one_that_is_released_while_the_trainer_sends_weights_gets_none_until_it_has_nothing_under_way() -> None:
+    async def test() -> None:
+        fakes = [Fake(), Fake()]
+        async with serving(*fakes, interruption="drain") as client:
+            client.followers = follower = OneFollower(client)
+            await client.update_weights("zero", 0)
+            server, current = await client.hold("zero")
+            [other] = client.healthy()
+            assert current, "others may have requests on it"
+            follower.requests = {server.url: 1, other: 1}
+            interrupting = asyncio.ensure_future(client.interrupt())
+            await until(lambda: follower.asked > 2)
+            releasing = asyncio.ensure_future(client.release(server))
+            follower.requests = {server.url: 1}
+            await interrupting
+            assert await client.wait_healthy() == [other], "weights are sent to these"
+            follower.requests = {}
+            await releasing
+            assert client.healthy() == [fake.url for fake in fakes]
+
+    run(test)
+
+
 def test_its_holder_takes_no_other_weights_from_it() -> None:
     """Whatever the server is thought to have: it is asked, and given the weights if need be."""
 
