@@ -11,7 +11,7 @@ PATH="$PWD/.venv/bin:$PATH"
 store=${STORE:-${AREALFLOW_STORE:-}}
 run=quickstart-$(date -u +%Y%m%d-%H%M%S)
 export COLUMNS=160 # Prefect would fold lines
-[ -n "${DEMO_ENDS:-}" ] || trap 'echo "Interrupted. What has begun goes on; make down stops all of it."; exit 130' INT
+[ -n "${DEMO_ENDS:-}" ] || trap 'echo "Interrupted. The run and its services go on; make down stops them."; exit 130' INT
 
 started=$(mktemp)
 arealflow up | tee "$started"

@@ -31,7 +31,9 @@ def up(
     recipes: Annotated[
         list[str] | None, typer.Argument(metavar="[RECIPE…]", help="Recipes to deploy, as `arealflow deploy` does.")
     ] = None,
-    port: Annotated[int, typer.Option(help="Port of the Prefect server; the next free one is taken.")] = DEFAULT_PORT,
+    port: Annotated[
+        int, typer.Option(help="Port of the Prefect server; if it is in use, the next free one.")
+    ] = DEFAULT_PORT,
 ) -> None:
     """Start a Prefect server, a worker and their keeper; deploy recipes, and prefect.yaml where there is one.
 

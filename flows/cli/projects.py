@@ -35,14 +35,14 @@ def init(folder: Annotated[Path, typer.Argument(help="Folder to write to; create
     recipe = shlex.quote(str(folder / RECIPE))
     typer.echo(f"wrote {', '.join(FILES)} in {folder}")
     typer.echo(f"arealflow run {recipe}")
-    typer.echo(f"arealflow up {recipe}    # or: prints the commands that run it as a deployment")
+    typer.echo(f"arealflow up {recipe}    # or as a deployment: prints the commands")
 
 
 def write(folder: Path) -> None:
     """Write the files. Raises UserError if one of them exists, OSError if writing fails."""
     existing = [name for name in FILES if (folder / name).exists()]
     if existing:
-        raise UserError(f"{folder} holds {', '.join(existing)} already: name another folder")
+        raise UserError(f"{folder} already has {', '.join(existing)}: name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         text = files("flows.cli").joinpath("template", name).read_text(encoding="utf-8")

@@ -42,6 +42,8 @@ def logs(
     found = service_logs(place, name, folder)
     if not service:
         show([_log_row(log) for log in found], as_json, f"logs of services · run {name}")
+        if not found:
+            typer.echo("(services that are threads log in the flow's log)", err=True)
         return
     mine = _logs_of(found, service)
     if not mine and not follow:

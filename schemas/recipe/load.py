@@ -127,7 +127,13 @@ def run_and_changes(words: Sequence[str] | None) -> tuple[str, list[str]]:
     """Split a command line's `key=value` words into the name in `run=NAME` ("" without one) and recipe overrides.
 
     The last value of a key counts.
+
+    Raises:
+        UserError: a word has no `=`.
     """
+    for word in words or []:
+        if "=" not in word:
+            raise UserError(f"'{word}' is not of the form section.field=value (or run=NAME)")
     settings = dict(word.partition("=")[::2] for word in words or [])
     name = settings.pop("run", "")
     return name, [f"{key}={value}" for key, value in settings.items()]

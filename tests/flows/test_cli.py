@@ -57,7 +57,7 @@ MISTAKES: dict[str, Mistake] = {
     "unknown recipe": (["run", "nosuch"], ["unknown recipe 'nosuch'", "quickstart"]),
     "misspelt recipe": (["plan", "quickstrat"], ["did you mean 'quickstart'?"]),
     "bad recipe": (["run", "quickstart", "rollout.groups=0"], ["rollout.groups: should be greater than or equal to 1"]),
-    "no override": (["plan", "quickstart", "groups"], ["groups: unknown key"]),
+    "no override": (["plan", "quickstart", "groups"], ["'groups' is not of the form section.field=value"]),
     "two stores": (
         ["run", "quickstart", "--store", "/a", "store.url=/b"],
         ["--store /a and store.url=/b name two stores"],

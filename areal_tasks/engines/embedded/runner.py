@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -74,6 +75,7 @@ class Runner:
             {chunk: ladder(1, min(PREFILL_TOKENS // chunk, self.rows)) for chunk in (SHORT_CHUNK, CHUNK)},
         )
         self._range = torch.arange(self.capacity)
+        self._given = {_cache_argument(self.model): self.cache}
         held = Names(self.model, stored_names(folder)).check(folder).tied.values()  # names a tied weight once
         self._held = {name: tensor for name, tensor in self.model.state_dict().items() if name in set(held)}
 
@@ -114,9 +116,9 @@ class Runner:
             input_ids=tokens,
             position_ids=positions.clamp(max=self.max_length - 1),
             attention_mask=mask,
-            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=keep,
+            **self._given,
         )
         logits: Tensor = output.logits
         return logits
@@ -135,6 +137,11 @@ class Runner:
             raise UserError(f"the weights hold values that are not finite, first in {damaged[0]}; the old ones stay")
         for name, parameter in held.items():
             parameter.copy_(weights[name])
+
+
+def _cache_argument(model: Any) -> str:
+    """What transformers calls the cache: newer versions warn in each pass that is given the older name."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def read_weights_folder(folder: Path, model: Any) -> dict[str, Tensor]:
