@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
@@ -152,14 +152,13 @@ class Seen:
 
 
 class Sampler:
-    """Samples the services of one start of a run's flow. Use within one thread. `clock` gives seconds."""
+    """Samples the services of one start of a run's flow. Use within one thread."""
 
-    def __init__(self, engines: Engines, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, engines: Engines) -> None:
         self.engines = engines
-        self.clock = clock
         self._seen: dict[str, Seen] = {}
         self._usages: dict[str, tuple[int, Usage]] = {}  # by service: of which start
-        self._sampled = clock()
+        self._sampled = time.monotonic()
 
     @property
     def services(self) -> dict[str, Service | None]:
@@ -172,7 +171,7 @@ class Sampler:
 
     def look(self) -> None:
         """Note what each service does or waits for now."""
-        flow, now = self._flow(), self.clock()
+        flow, now = self._flow(), time.monotonic()
         for name, service in self.services.items():
             self._seen.setdefault(name, Seen()).look(self._state(flow, name, service), now)
 
@@ -193,7 +192,7 @@ class Sampler:
 
     def sample(self) -> list[Row]:
         """A row per service, for the time since the last sample."""
-        queues, now, time_of_day = self._queues(), self.clock(), datetime.now(UTC).replace(tzinfo=None)
+        queues, now, time_of_day = self._queues(), time.monotonic(), datetime.now(UTC).replace(tzinfo=None)
         shared = {"time": time_of_day, "owner": self.engines.run.owner, "seconds": now - self._sampled}
         self._sampled = now
         return [

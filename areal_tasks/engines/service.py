@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hmac
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from types import FrameType
 from typing import Any, Final
 
 import uvicorn
@@ -88,6 +90,16 @@ def exit_with_reason() -> Iterator[None]:
         sys.exit(AWAY)
     except UserError as error:
         sys.exit(f"error: {error}")
+
+
+def exit_at_sigterm() -> None:
+    """Have the first SIGTERM raise SystemExit in the main thread, so that it cleans up; further ones are ignored."""
+    signal.signal(signal.SIGTERM, _exit)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 class BearerAuth:

@@ -13,7 +13,6 @@ import codecs
 import hashlib
 import logging
 import os
-import signal
 import socket
 import ssl
 import sys
@@ -25,7 +24,6 @@ from importlib.metadata import PackageNotFoundError, version
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from platform import python_version
-from types import FrameType
 from typing import Any, Final
 
 import uvicorn
@@ -36,7 +34,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_tasks.engines.ports import listen, url_host
-from areal_tasks.engines.service import ServiceSpec, exit_with_reason
+from areal_tasks.engines.service import ServiceSpec, exit_at_sigterm, exit_with_reason
 from areal_tasks.engines.tls import AUTHORITY, CERTIFICATE, KEY, Identity
 from areal_tasks.launchers.cluster import TAKEN_BACK
 from areal_tasks.launchers.gpus import visible_gpus
@@ -310,7 +308,7 @@ def _run_in(folder: Path, job: NodeJob) -> int:
     except Exists:
         log.error("this start of %s has run here before: the cluster system has started it again; ending", spec.name)
         return TAKEN_BACK
-    signal.signal(signal.SIGTERM, _terminate)
+    exit_at_sigterm()
     try:
         while not agent.stopped and not agent.lost:
             time.sleep(POLL_SECONDS)
@@ -320,11 +318,6 @@ def _run_in(folder: Path, job: NodeJob) -> int:
         agent.release()
         server.should_exit = True
     return 0
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(128 + number)
 
 
 def main() -> None:

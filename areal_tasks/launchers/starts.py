@@ -11,7 +11,7 @@ from areal_tasks.store.parallel import in_background
 class NotStarted:
     """The handle of a service that could not be started. `why`: the reason, for its failure's message."""
 
-    def __init__(self, code: int, why: str = "") -> None:
+    def __init__(self, code: int, why: str) -> None:
         self.code = code
         self.why = why
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, Protocol, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 VerdictName = Literal["correct", "incorrect", "unparseable", "timeout", "error"]
 
@@ -38,17 +38,11 @@ class Verdict:
             raise ValueError(f"reward {self.reward} is not a finite number")
 
 
-class Verifier(Protocol):
-    """Judges one completion. A bare number is a reward: `correct` above 0, else `incorrect`.
-
-    A verifier with a parameter `truncated` or `stop_reason` receives it by keyword.
-    """
-
-    def __call__(self, prompt: str, completion: str, answer: str, **arguments: Any) -> Verdict | float: ...
-
-
 def as_verdict(answer: object) -> Verdict:
-    """What a verifier returned, as a `Verdict`. TypeError if it is neither a `Verdict` nor a number."""
+    """What a verifier returned, as a `Verdict`: a bare number is a reward, `correct` above 0, else `incorrect`.
+
+    TypeError if it is neither.
+    """
     if isinstance(answer, Verdict):
         return answer
     if not isinstance(answer, numbers.Real):

@@ -27,9 +27,7 @@ from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
 log = logging.getLogger(__name__)
 
 
-def next_checkpoint(
-    context: Context, built: Mapping[str, Built], needed: bool = False
-) -> tuple[WeightsRef | None, float]:
+def next_checkpoint(context: Context, built: Mapping[str, Built], needed: bool) -> tuple[WeightsRef | None, float]:
     """The newest checkpoint after this iteration, written now if it is due or `needed`; seconds of training since."""
     held, since = (context.previous.checkpoint, since_checkpoint(context.previous)) if context.previous else (None, 0.0)
     recipe = context.recipe

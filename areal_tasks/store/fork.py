@@ -201,7 +201,7 @@ def leave_reference(store: Store, parent: str, child: str, iteration: int, kind:
     return there
 
 
-def log_child(store: Store, child: str, origin: Origin, prefect_flow_run_id: str = "") -> None:
+def log_child(store: Store, child: str, origin: Origin, prefect_flow_run_id: str) -> None:
     """Write into the logs of parent and child that the child has begun."""
     action = "forked" if origin.kind == "fork" else "replayed"
     details: dict[str, bool | int | float | str] = {"parent": origin.parent, "child": child, "at": origin.iteration}

@@ -16,7 +16,7 @@ from areal_tasks.store.backend import Store, StoreError
 _AHEAD: Final = (2, 3, 5, 9, 17, 33, 65)  # distances beyond the end at which no record should exist
 
 
-def last_present(present: Callable[[int], bool], first: int = 0) -> int:
+def last_present(present: Callable[[int], bool], first: int) -> int:
     """The last number from `first` on that is present, or `first - 1`; numbers are present without gaps.
 
     Gallops, then bisects: O(log n) calls of `present`.

@@ -110,7 +110,7 @@ def alerts(
     typer.echo(message)
 
 
-def install_alerts(api_url: str, stalled_minutes: float | None = None) -> str:
+def install_alerts(api_url: str, stalled_minutes: float | None) -> str:
     """Save the automations and the block that they call on the server. Returns the message for the user."""
     file = read_automation("alerts")
     block = save_block(api_url, os.environ.get(WEBHOOK_VARIABLE, ""))

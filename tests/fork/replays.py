@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from stage_driver import drive, store_in
 
-from areal_tasks.stages.jobs import Execute, run_directly
+from areal_tasks.stages.build import Built
+from areal_tasks.stages.jobs import Execute, Job, run_directly
 from areal_tasks.stages.replay import replay_segments
 from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import Origin
+from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, load_run
 from schemas.recipe.recipe import Recipe
 
@@ -37,3 +41,13 @@ def replay(
     """Bring a replay to its end."""
     asked = segments(folder, name, origin, *changes, store=store)
     return drive(folder, name, asked[-1][1], execute, origin, asked, store)
+
+
+def without_engines(jobs: Sequence[Job]) -> list[Built]:
+    """Runs the jobs of a replay that needs no engine."""
+    assert not jobs[0].context.engines.supervisor.services
+    return run_directly(jobs)
+
+
+def asked(folder: Path, name: str, query: str) -> list[dict[str, Any]]:
+    return run_sql(store_in(folder), name, query).to_pylist()

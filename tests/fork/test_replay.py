@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from replays import kept, replay, segments
+from replays import kept, replay, segments, without_engines
 from stage_driver import digests, drive, finished, start_driver, store_in, tiny, tiny_sft
 
 from areal_tasks.engines.session import Engines
-from areal_tasks.stages.build import Built
-from areal_tasks.stages.jobs import Job, run_directly
 from areal_tasks.stages.replay import loop_of
 from areal_tasks.store import paths
 from areal_tasks.store.fork import Origin, check_iteration, parent_values
@@ -86,12 +83,8 @@ def test_another_normalisation(whole: Path) -> None:
 
 
 def test_another_verifier_without_training_needs_no_engine(whole: Path) -> None:
-    def no_engine(jobs: Sequence[Job]) -> list[Built]:
-        assert not jobs[0].context.engines.supervisor.services
-        return run_directly(jobs)
-
     origin = kept("verify", until="advantage")
-    replay(whole, "judged", origin, "reward.verifier=exact", execute=no_engine)
+    replay(whole, "judged", origin, "reward.verifier=exact", execute=without_engines)
     assert made_by(whole, "judged", 2) == {"verify", "advantage"}
     there, here = (load_run(store_in(whole), name).commit(2).weights for name in ("whole", "judged"))
     assert there == here

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-from replays import kept, replay, segments
+from replays import asked, kept, replay, segments, without_engines
 from stage_driver import drive, store_in, tiny, tiny_evaluation
 
 from areal_tasks.report.page import make_report
-from areal_tasks.stages.build import Built
-from areal_tasks.stages.jobs import Job, run_directly
 from areal_tasks.store.fork import Origin, check_forkable
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.history.diff import diff_runs
 from areal_tasks.store.history.diff_curves import compare_replay
-from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import load_run
 from schemas.errors import UserError
 
@@ -32,15 +27,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     drive(folder, "score", tiny_evaluation("run://trained"))
     replay(folder, "again", kept("verify", "score"), JUDGED, execute=without_engines)
     return folder
-
-
-def without_engines(jobs: Sequence[Job]) -> list[Built]:
-    assert not jobs[0].context.engines.supervisor.services
-    return run_directly(jobs)
-
-
-def asked(folder: Path, name: str, query: str) -> list[dict[str, Any]]:
-    return run_sql(store_in(folder), name, query).to_pylist()
 
 
 def test_the_completions_stay_and_the_verdicts_are_new(folder: Path) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from replays import kept, replay
+from replays import asked, kept, replay
 from stage_driver import finished, store_in, tiny
 
 from areal_tasks.report.page import make_report
-from areal_tasks.store.query import run_sql
 
 JUDGED = "reward.verifier=exact"
 #: Replays that end early: by name, where they begin and end.
@@ -26,10 +24,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (at, until) in EARLY.items():
         replay(folder, name, kept("verify", at=at, until=until), JUDGED)
     return folder
-
-
-def asked(folder: Path, name: str, query: str) -> list[dict[str, Any]]:
-    return run_sql(store_in(folder), name, query).to_pylist()
 
 
 @pytest.mark.parametrize("name", EARLY)

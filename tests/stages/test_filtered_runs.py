@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from stage_driver import GROUPS, digests, drive, finished, left_over, start_driver, store_in, tiny
+from test_asynchronous_runs import stage
 from waiting import wait_until
 
 from areal_tasks.report.page import make_report
@@ -35,10 +36,6 @@ def filtered(eta: int = 0, filters: dict[str, Any] | None = None, **changes: Any
         "algorithm": {"minibatches": 1, "max_logprob_gap": 9.0},
     }
     return tiny(**{**sections, **{name: sections.get(name, {}) | value for name, value in changes.items()}})
-
-
-def stage(run: Run, k: int, name: str) -> Any:
-    return run.read_stage(next(ref for ref in run.commit(k).stages if ref.stage == name))
 
 
 def rejections(run: Run) -> dict[int, str]:

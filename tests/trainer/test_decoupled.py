@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_builders import World, advantage, rlhf_recipe, rollout, with_column
+from trainer_builders import World, advantage, rlhf_recipe, rollout, weights_of, with_column
 
 from areal_tasks.algorithms.behaviour import Bound
 from areal_tasks.algorithms.log_ratios import k3
@@ -154,11 +154,7 @@ def learn(tiny: Path, given: dict[str, pa.Table], chosen: Settings) -> tuple[Lea
     backend.load(tiny, 0)
     batch = grpo_batch(given, 0)
     learned = Learner(backend, chosen, batch, make_plan(batch, chosen, 0)).learn(0, Progress())
-    return learned, weights(backend)
-
-
-def weights(backend: Any) -> torch.Tensor:
-    return torch.cat([p.detach().flatten().clone() for p in backend.master.parameters()])
+    return learned, weights_of(backend)
 
 
 def test_a_table_is_compared_in_every_minibatch_and_masked_nan_never_matters(tiny: Path) -> None:
@@ -280,19 +276,19 @@ def test_a_shifted_rollout_is_declined_each_time_and_an_honest_one_trained_on(
     pairs = zip(own["prox_logprobs"].to_pylist(), table["loss_mask"].to_pylist(), strict=True)
     shifted = with_column(table, "logprobs", [[x - 0.3 * m for x, m in zip(*pair, strict=True)] for pair in pairs])
     more = {"proximal": own} if listed else {}
-    before = weights(trainer.backend)
+    before = weights_of(trainer.backend)
     bad = world.train_command(0, {"rollout": shifted, "advantage": advantage(table), **more})
     for _ in range(2):
         with pytest.raises(UserError, match=r"differ by 0\.3 nats on average"):
             trainer.train(bad)
         assert trainer.health(False).version == 0 and trainer.health(False).step == 0
-    assert torch.equal(weights(trainer.backend), before)
+    assert torch.equal(weights_of(trainer.backend), before)
     good = world.train_command(0, {"rollout": honest, "advantage": advantage(table), **more})
     answer = trainer.train(good)
     assert answer.version == 1 and answer.metrics["logprob_gap_mean"] < 1e-5
     other = world.trainer(owner=2)
     other.train(good.model_copy(update={"owner": 2, "prefix": world.prefix()}))
-    assert torch.equal(weights(trainer.backend), weights(other.backend))  # no gradient of the declined one is left
+    assert torch.equal(weights_of(trainer.backend), weights_of(other.backend))  # the declined one left no gradient
 
 
 def test_a_replay_is_not_judged_again(world: World) -> None:

@@ -10,7 +10,16 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from trainer_builders import advantage, demonstrations, rlhf_recipe, rollout, sft_recipe, with_column
+from trainer_builders import (
+    Recorder,
+    advantage,
+    demonstrations,
+    rlhf_recipe,
+    rollout,
+    sft_recipe,
+    weights_of,
+    with_column,
+)
 
 from areal_tasks.algorithms.log_ratios import k3
 from areal_tasks.data.batching import LEFT_OUT, make_layout
@@ -22,20 +31,6 @@ from areal_tasks.engines.trainer.settings import Settings, read_settings
 from schemas.errors import UserError
 
 LENGTHS = [9, 4, 13, 6, 11, 3, 8, 2, 10, 7, 12, 5]  # the one of length 2 is all prompt
-
-
-class Recorder(LocalBackend):
-    """The local backend, keeping each gradient instead of stepping."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings.trainer, settings.model)
-        self.gradients: list[torch.Tensor] = []
-
-    def step(self, lr: float, wanted: bool) -> float:
-        self.gradients.append(
-            torch.cat([p.grad.flatten().clone() for p in self.master.parameters() if p.grad is not None])
-        )
-        return super().step(lr, wanted=False)
 
 
 def _settings(**changes: Any) -> Settings:
@@ -276,10 +271,6 @@ def _poisoned(indices: list[int]) -> dict[str, pa.Table]:
     return {**tables, "advantage": with_column(tables["advantage"], "advantages", values)}
 
 
-def _weights(backend: LocalBackend) -> torch.Tensor:
-    return torch.cat([p.detach().flatten().clone() for p in backend.master.parameters()])
-
-
 def test_a_non_finite_step_is_skipped_recorded_and_counted(tiny: Path) -> None:
     settings = _settings()
     tables = _poisoned([0])
@@ -299,7 +290,7 @@ def test_a_non_finite_step_is_skipped_recorded_and_counted(tiny: Path) -> None:
     good.load(tiny, 0)
     alone = Plan(torch.where(plan.minibatch == bad, LEFT_OUT, plan.minibatch), plan.micro_batch)
     Learner(good, settings, batch, alone).learn(0, Progress())
-    assert torch.equal(_weights(backend), _weights(good))  # as if the bad minibatch had been empty
+    assert torch.equal(weights_of(backend), weights_of(good))  # as if the bad minibatch had been empty
 
 
 def test_skipped_steps_in_a_row_are_bounded_also_across_iterations(tiny: Path) -> None:
@@ -307,13 +298,13 @@ def test_skipped_steps_in_a_row_are_bounded_also_across_iterations(tiny: Path) -
     batch = _batch(_poisoned(list(range(12))))
     backend = LocalBackend(settings.trainer, settings.model)
     backend.load(tiny, 0)
-    before = _weights(backend)
+    before = weights_of(backend)
     learner = Learner(backend, settings, batch, make_plan(batch, settings, 0))
     learned = learner.learn(0, Progress())
     assert learned.progress == Progress(step=2, skipped_in_row=2)
     with pytest.raises(UserError, match="3 optimizer steps in a row"):
         learner.learn(1, learned.progress)
-    assert torch.equal(_weights(backend), before)
+    assert torch.equal(weights_of(backend), before)
 
 
 def test_a_minibatch_without_tokens_makes_no_step(tiny: Path) -> None:

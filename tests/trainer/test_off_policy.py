@@ -10,13 +10,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from trainer_builders import World, advantage, rlhf_recipe, rollout, with_column
+from trainer_builders import Recorder, World, advantage, rlhf_recipe, rollout, with_column
 
 from areal_tasks.algorithms.behaviour import Bound, effective_sample_size
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.fencing import Declined
 from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan
-from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.metrics import over_ranks, step_statistics, totals
 from areal_tasks.engines.trainer.objective import STATS, grpo_objective, stat_names
 from areal_tasks.engines.trainer.rows import LEAST_COMPARED, grpo_batch, make_table
@@ -56,20 +55,6 @@ def tables(lengths: list[int] = LENGTHS, gap: float | None = None, lags: tuple[i
         [x + gap * (-1) ** i if m else math.nan for i, (x, m) in enumerate(zip(*pair, strict=True))] for pair in pairs
     ]
     return found | {"proximal": proximal(table, lists)}
-
-
-class Recorder(LocalBackend):
-    """The local backend, keeping each gradient instead of stepping."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings.trainer, settings.model)
-        self.gradients: list[torch.Tensor] = []
-
-    def step(self, lr: float, wanted: bool) -> float:
-        self.gradients.append(
-            torch.cat([p.grad.flatten().clone() for p in self.master.parameters() if p.grad is not None])
-        )
-        return super().step(lr, wanted=False)
 
 
 def learn(

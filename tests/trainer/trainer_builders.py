@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer.commands import Load, Train
+from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.rows import make_table
 from areal_tasks.engines.trainer.service import Trainer
+from areal_tasks.engines.trainer.settings import Settings
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.objects.files import commit_weights, upload
@@ -124,6 +126,25 @@ def with_column(table: pa.Table, name: str, values: list[Any]) -> pa.Table:
     """`table` with other values in one column."""
     index = table.schema.get_field_index(name)
     return table.set_column(index, table.schema.field(name), pa.array(values, table.schema.field(name).type))
+
+
+class Recorder(LocalBackend):
+    """The local backend, keeping each gradient instead of stepping."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings.trainer, settings.model)
+        self.gradients: list[torch.Tensor] = []
+
+    def step(self, lr: float, wanted: bool) -> float:
+        self.gradients.append(
+            torch.cat([p.grad.flatten().clone() for p in self.master.parameters() if p.grad is not None])
+        )
+        return super().step(lr, wanted=False)
+
+
+def weights_of(backend: Any) -> torch.Tensor:
+    """All weights in a row."""
+    return torch.cat([p.detach().flatten().clone() for p in backend.master.parameters()])
 
 
 @dataclass

@@ -51,7 +51,7 @@ class Engine:
     """Owns the model, in a thread of its own. Every public method may be called from any thread."""
 
     def __init__(self, runner: Runner, slots: int, *, version: str, detokenizer: Detokenizer | None,
-                 eos: frozenset[int], deterministic: bool = True,
+                 eos: frozenset[int], deterministic: bool,
                  on_failure: Callable[[], None] | None = None) -> None:  # fmt: skip
         self.runner = runner
         self.version = version

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import httpx
 
@@ -29,6 +27,7 @@ from areal_tasks.engines.service import (
     TOKEN,
     ModelFolder,
     ServiceSpec,
+    exit_at_sigterm,
     exit_with_reason,
     read_spec,
     register,
@@ -59,7 +58,7 @@ HEALTH_SECONDS = 30.0  # SGLang answers 503 itself after 20 s without a token
 def main() -> None:
     adopt_orphans()
     watch_lifeline(end_sglang)
-    signal.signal(signal.SIGTERM, _terminate)
+    exit_at_sigterm()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     with exit_with_reason():
@@ -162,11 +161,6 @@ def _healthy(client: httpx.Client, url: str) -> bool:
         return client.get(f"{url}/health_generate").status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignore repeated signals
-    sys.exit(128 + number)
 
 
 # ── the weights it starts with ──────────────────────────────────────────────────────────────────────────────────────

@@ -56,7 +56,7 @@ class NoAnswer(ValueError):
     """The text has no final answer; the message says why."""
 
 
-def final_answer(completion: str, prompt: str = "", unfinished: bool = False, words: bool = False) -> str:
+def final_answer(completion: str, prompt: str, unfinished: bool, words: bool) -> str:
     """The text of the final answer. NoAnswer if there is none.
 
     Args:

@@ -68,7 +68,7 @@ class CheckedFiles:
         return found
 
 
-def read_file(store: Store, file: FileRef, schema: pa.Schema, filter: ds.Expression | None = None) -> pa.Table:
+def read_file(store: Store, file: FileRef, schema: pa.Schema, filter: ds.Expression | None) -> pa.Table:
     """The rows that `filter` leaves, once every byte is verified; StoreError if the file is missing or damaged."""
     data = pa.py_buffer(verified(store, file.path, file.sha256))
     return FORMAT.make_fragment(data).to_table(schema=schema, columns=schema.names, filter=filter)
