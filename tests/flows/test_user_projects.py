@@ -98,7 +98,7 @@ def test_the_recipe_is_checked_and_every_value_in_it_is_a_fields(work: Path, mon
 
 def test_nothing_is_overwritten(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (work / "my_reward.py").write_text("mine")
-    with pytest.raises(UserError, match=r"holds my_reward\.py already"):
+    with pytest.raises(UserError, match=r"already has my_reward\.py"):
         call(monkeypatch, "init", ".")
     assert [path.name for path in work.iterdir()] == ["my_reward.py"]
     with pytest.raises(UserError, match="cannot be written"):
