@@ -158,7 +158,9 @@ def idle(result: Result) -> str:
 
 
 def layout_of(run: str) -> Layout:
-    """As `fixed_load.sh` names its runs."""
+    """As `fixed_load.sh` names its runs. SystemExit for GPUs that train and generate at the same time."""
+    if not run.startswith(("split-", "shared-0")):
+        raise SystemExit(f"{run}: the simulation does not know GPUs that train and generate at the same time")
     mode = "abort" if "-abort" in run else "in_place"
     return synchronous(2) if run.startswith("shared-0") else Layout(1, 1, eta_of(run), mode=mode)
 
