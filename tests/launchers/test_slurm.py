@@ -193,7 +193,7 @@ def test_a_task_that_slurm_requeues_begins_again(cluster: Slurm, begin: Begin) -
     cluster.bed[node].kill()
     (other,) = wait_until(lambda: running(cluster, "98769"), "its process on the other node")
     assert other != node
-    assert printed(cluster, "again") == "start 1\n"
+    wait_until(lambda: printed(cluster, "again") == "start 1\n", "the line of its second start")
     assert flow.ask("tasks['again'].exit_code()") is None
 
 
