@@ -1,7 +1,9 @@
-"""SmolLM2-135M-Instruct on GSM8K with η = 4 and with η = 0, from the same SFT weights: runs side by side on one GPU.
+"""SmolLM2-135M-Instruct on GSM8K with η = 4 and with η = 0, from the same SFT weights: runs side by side.
 
     python -m benchmarks.gpu.learn_asynchrony --model FOLDER --data FOLDER [--seeds 1,2] [--at-once 4]
-        [--iterations 100] [--folder FOLDER] [key=value …]
+        [--gpus 0,1] [--iterations 100] [--folder FOLDER] [key=value …]
+
+With two GPUs all runs with η = 4 use the first and all others the second, so that each shares its GPU with its like.
 
 Each is `arealflow run` of `smollm2-gsm8k` or `smollm2-gsm8k-async`, evaluated before and after (greedy, the whole test
 set). One is started when the one before has committed an iteration, and the tokens of a server's cache are bounded:
@@ -48,6 +50,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/learn-asynchrony"))
     parser.add_argument("--seeds", default="1,2")
     parser.add_argument("--at-once", type=int, default=4, help="runs side by side")
+    parser.add_argument("--gpus", default="0", help="the GPU of runs with η = 4, and that of the others")
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
@@ -75,7 +78,12 @@ def start(
     """A process of its own: `arealflow run`."""
     data = [f"data.source={options.data.resolve()}/{{split}}.jsonl", "data.subset="]
     command = [sys.executable, "-c", "from flows.cli.main import main; main()", "run", recipe, f"run={run}"]
-    environment = os.environ | {"AREALFLOW_STORE": store.url, "AREALFLOW_HOME": str(options.folder / "home" / run)}
+    gpus = options.gpus.split(",")
+    environment = os.environ | {
+        "AREALFLOW_STORE": store.url,
+        "AREALFLOW_HOME": str(options.folder / "home" / run),
+        "CUDA_VISIBLE_DEVICES": gpus[-1 if recipe == RECIPES["eta-0"] else 0],
+    }
     options.folder.mkdir(parents=True, exist_ok=True)
     print(f"{time.strftime('%H:%M:%S')} starts {run}", flush=True)
     with (options.folder / f"{run}.log").open("ab") as log:
