@@ -25,7 +25,7 @@ Fields = Annotated[list[str] | None, typer.Argument(help="section.field=value �
 
 
 def change(run: RunName, fields: Fields = None, store: StoreUrl = "", as_json: AsJson = False) -> None:
-    """Change a run that goes on: servers, workers, pace, η, batch, …; in force from the iteration after next."""
+    """Change a run in progress: servers, workers, pace, η, batch, …; in force from the iteration after next."""
     there = load_run(open_store(store), run)
     if not fields:
         show_live(there, as_json)

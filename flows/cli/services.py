@@ -172,7 +172,7 @@ def top(
 
 
 def _print_sample(watcher: Watcher, ended: str, as_json: bool) -> None:
-    """Print the newest sample; of a run that goes on, one that is taken now if it comes soon."""
+    """Print the newest sample; of a run in progress, one that is taken now if it comes soon."""
     until = time.monotonic() + FRESH_SECONDS
     while not ended and time.monotonic() < until and not watcher.refresh():
         time.sleep(POLL_SECONDS / 4)
