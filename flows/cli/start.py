@@ -158,7 +158,7 @@ def outcome(result: dict[str, Any]) -> str:
 
 def fork(
     parent: Annotated[str, typer.Argument(metavar="RUN", help="Name of the run to fork.")],
-    at: Annotated[int, typer.Option("--at", min=0, help="First iteration that is the child's own.")],
+    at: Annotated[int, typer.Option("--at", min=0, help="First iteration that is the fork's own.")],
     overrides: Overrides = None,
     store: StoreUrl = "",
     as_json: AsJson = False,
