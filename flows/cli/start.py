@@ -209,7 +209,7 @@ def replay(
     store: StoreUrl = "",
     as_json: AsJson = False,
 ) -> None:
-    """Build only the stages that a change affects again, keeping the recorded rollouts; compare with the original."""
+    """Rebuild only the stages that a change affects, with the recorded rollouts; compare with the original."""
     name, changes = run_and_changes(overrides)
     there = load_run(open_store(store), run)
     origin = Origin(run, at, "replay", not on_policy, start, until)
