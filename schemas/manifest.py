@@ -232,7 +232,7 @@ class Change(Record):
 
 
 class ChangeRecord(StoredRecord):
-    """`changes/<n>.json`: a change of a run that goes on. Its flow puts it into force by a segment, which names it."""
+    """`changes/<n>.json`: a change of a run in progress. Its flow puts it into force by a segment, which names it."""
 
     attempt: str
     change: Change

@@ -294,6 +294,6 @@ class ServerPool(ABC):
                 continue
             if server.failing_since is None or server.failures == 1:  # else it fails again and again
                 again = server.start or server.failures
-                log.log(logging.WARNING if again else logging.INFO, "inference server %s is let in", server.url)
+                log.log(logging.WARNING if again else logging.INFO, "inference server %s is admitted", server.url)
             server.healthy, server.admitted = True, self.clock()
             self._dispatch()

@@ -227,7 +227,7 @@ def restore(run: Run, trainer: TrainerClient, initial: WeightsRef, version: int)
 
 def describe(found: Retrained) -> str:
     """A line for the log."""
-    line = f"re-trained {found.iterations} committed iterations; largest difference in a metric: {found.difference:.3g}"
+    line = f"retrained {found.iterations} committed iterations; largest difference in a metric: {found.difference:.3g}"
     where = (
         f" ({found.metric} of iteration {found.iteration}), in the loss: {found.loss:.3g}" if found.difference else ""
     )

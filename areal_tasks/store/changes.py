@@ -1,4 +1,4 @@
-"""Changes of a run that goes on: `arealflow set` asks for them, and the run's flow puts them into force.
+"""Changes of a run in progress: `arealflow set` asks for them, and the run's flow puts them into force.
 
 A request is a record `changes/<n>.json`, numbered without gaps. Only the owner of the run appends segments: one for
 each change, in order, which contains the change and is in force from an iteration on that has begun nothing yet.

@@ -29,7 +29,7 @@ start() {  # RUN OVERRIDES…: the run's flow in a process of its own; the lines
   echo "── $run: $*"
   # shellcheck disable=SC2086
   arealflow run benchmarks/gpu/iteration.yaml "run=$run" $common "$@" >"$log" 2>&1 || { tail -n 25 "$log"; return 1; }
-  grep -oE "iteration [0-9]+ done.*|no policy loaded.*|the trainer holds.*|re-trained.*|trainer .*GPU.*|inference-.*GPU.*" "$log" || true
+  grep -oE "iteration [0-9]+ done.*|no policy loaded.*|the trainer holds.*|re-?trained.*|trainer .*GPU.*|inference-.*GPU.*" "$log" || true
 }
 
 table() {  # RUN

@@ -25,7 +25,7 @@ Fields = Annotated[list[str] | None, typer.Argument(help="section.field=value �
 
 
 def change(run: RunName, fields: Fields = None, store: StoreUrl = "", as_json: AsJson = False) -> None:
-    """Change a run that goes on: servers, workers, pace, η, batch, …; in force from the iteration after next."""
+    """Change a run in progress: servers, workers, pace, η, batch, …; in force from the iteration after next."""
     there = load_run(open_store(store), run)
     if not fields:
         show_live(there, as_json)
@@ -34,7 +34,8 @@ def change(run: RunName, fields: Fields = None, store: StoreUrl = "", as_json: A
     running = goes_on(there)
     first = there.committed + (2 if running else 0)
     if first >= planned(there):
-        raise UserError(f"run {run} has no iteration left in which a change would be in force; resume it with more")
+        left = f"run {run} has no iteration left in which a change would be in force"
+        raise UserError(f"{left}; resume it with a larger schedule.iterations")
     asked = request(there, fields)
     answer = {"run": run, "change": asked.n, "values": asked.values, "from_iteration": first, "running": running}
     typer.echo(json.dumps(answer, indent=1) if as_json else outcome(run, asked, first, running))

@@ -64,7 +64,7 @@ def _verdict(found: Difference) -> list[str]:
         return [f"no difference in what was built{more}" if more or found.only != ((), ()) else "no difference"]
     return [
         f"first difference: iteration {first.iteration}, {first.stage}: {first.cause}",
-        f"  asked: {first.asked} · inputs: {first.inputs} · code: {_one(first.code)}",
+        f"  request: {first.request} · inputs: {first.inputs} · code: {_one(first.code)}",
         *(f"  {path}" for path in first.paths if path),
     ]
 

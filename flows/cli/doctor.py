@@ -61,7 +61,7 @@ def _package(module: str, purpose: str, remedy: str) -> dict[str, Any]:
 def same_names() -> list[dict[str, Any]]:
     """A row if packages of the current folder have the names of arealflow's."""
     found = ", ".join(f"{name}/" for name in namesakes(Path.cwd()))
-    remedy = f"rename {found}: arealflow has packages of the same names (docs/operate/processes.md)"
+    remedy = f"rename {found}: arealflow has packages of the same names (docs/guides/project.md)"
     return [_row("this folder", "note", remedy)] if found else []
 
 

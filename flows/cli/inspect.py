@@ -133,9 +133,9 @@ def _waits(store: Store, summary: RunSummary) -> WaitsRecord | None:
 
 
 def run_object(summary: RunSummary, waits: WaitsRecord | None) -> dict[str, Any]:
-    """A run as a JSON object; `waits` is what it waits for, as of `told`."""
+    """A run as a JSON object; `waits` is what it waits for, as of `reported`."""
     found = [wait.model_dump() for wait in waits.waits] if waits else []
-    return asdict(summary) | {"waits": found, "told": waits.told if waits else ""}
+    return asdict(summary) | {"waits": found, "reported": waits.told if waits else ""}
 
 
 def run_row(summary: RunSummary, waits: WaitsRecord | None) -> dict[str, Any]:

@@ -31,7 +31,7 @@ FOLLOW_SECONDS: Final = 2.0
 def logs(
     run: RunName,
     service: Annotated[str, typer.Argument(help="Name of a service, such as trainer; none: a list of the logs.")] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written, until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print what is added, until Ctrl-C.")] = False,
     tail: Annotated[int, typer.Option("--tail", min=0, help="Only the last N lines; 0: all.")] = 0,
     store: StoreUrl = "",
     as_json: AsJson = False,
@@ -154,11 +154,11 @@ class Watcher:
 
 def top(
     run: RunName,
-    once: Annotated[bool, typer.Option("--once", help="Print one table, as where the output is no terminal.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and exit, as outside a terminal.")] = False,
     store: StoreUrl = "",
     as_json: AsJson = False,
 ) -> None:
-    """What each service of a run does or waits for, its queue, and what it takes of its machine; until Ctrl-C."""
+    """What each service of a run does or waits for, its queue, and its use of the machine; until Ctrl-C."""
     watcher = Watcher(load_run(open_store(store), run))
     watcher.refresh()
     ended = watcher.ended()
@@ -172,7 +172,7 @@ def top(
 
 
 def _print_sample(watcher: Watcher, ended: str, as_json: bool) -> None:
-    """Print the newest sample; of a run that goes on, one that is taken now if it comes soon."""
+    """Print the newest sample; of a run in progress, one that is taken now if it comes soon."""
     until = time.monotonic() + FRESH_SECONDS
     while not ended and time.monotonic() < until and not watcher.refresh():
         time.sleep(POLL_SECONDS / 4)

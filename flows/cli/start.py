@@ -158,7 +158,7 @@ def outcome(result: dict[str, Any]) -> str:
 
 def fork(
     parent: Annotated[str, typer.Argument(metavar="RUN", help="Name of the run to fork.")],
-    at: Annotated[int, typer.Option("--at", min=0, help="First iteration that is the child's own.")],
+    at: Annotated[int, typer.Option("--at", min=0, help="First iteration that is the fork's own.")],
     overrides: Overrides = None,
     store: StoreUrl = "",
     as_json: AsJson = False,
@@ -209,7 +209,7 @@ def replay(
     store: StoreUrl = "",
     as_json: AsJson = False,
 ) -> None:
-    """Build only the stages that a change affects again, keeping the recorded rollouts; compare with the original."""
+    """Rebuild only the stages that a change affects, with the recorded rollouts; compare with the original."""
     name, changes = run_and_changes(overrides)
     there = load_run(open_store(store), run)
     origin = Origin(run, at, "replay", not on_policy, start, until)

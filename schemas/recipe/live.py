@@ -41,7 +41,7 @@ def changes_of(recipe: R, overrides: Sequence[str]) -> dict[str, Any]:
     after = parse_recipe(recipe.model_dump(mode="json"), recipe.name, overrides)
     fields = [(path, value, info) for path, value, info in leaves(after) if before.get(path) != value]
     if refused := [f"  - {why}" for path, value, info in fields if (why := _refusal(path, before, value, info))]:
-        raise UserError("\n".join(["a run that goes on cannot change this:", *refused]))
+        raise UserError("\n".join(["a run in progress cannot change this:", *refused]))
     if not fields:
         raise UserError(f"nothing changes: the run has {' '.join(overrides)} already")
     return {path: value for path, value, _ in fields}

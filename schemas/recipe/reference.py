@@ -37,7 +37,7 @@ as in YAML: `rollout.groups=8`, `rollout.stop=["\\n"]`, `model.scratch.layers=4`
 
 Unknown keys, contradictory settings and settings without effect are refused before anything starts. *Semantic* fields
 decide what is computed: changing one gives a different result with a different key. *Operational* ones decide where,
-how fast and how visibly; changing one recomputes nothing. `arealflow set` may change *live* ones while a run goes on.
+how fast and how visibly; changing one recomputes nothing. `arealflow set` may change *live* ones during a run.
 
 A resumed run keeps the values that it was started with. If a default has changed since, or a field was added, the
 recorded value stays in force, and the log says so ("In older runs" gives it below); a field that the recipe sets to
@@ -49,11 +49,13 @@ _TABLE: Final = "| field | type | default | bounds | kind | description |\n|---|
 
 def render() -> str:
     """The whole page."""
-    parts, seen = [_HEAD, _overview()], set[str]()
+    parts, seen = [_HEAD, _overview()], dict[str, type[Section]]()
     for (path, model), flows in sorted(_sections().items(), key=lambda item: _rank(item[0][0])):
         title = f"{path} ({model.__name__.lower()})" if path in seen else path
-        seen.add(path)
-        parts.append(f"## {title}\n\n{_doc(model)} ({', '.join(flows)})\n\n{_table(model)}\n")
+        before = next((other for other, shown in seen.items() if shown is model), "")
+        fields = f"The fields are those of `{before}`." if before else _table(model)
+        seen[path] = model
+        parts.append(f"## {title}\n\n{_doc(model)} ({', '.join(flows)})\n\n{fields}\n")
     return "\n".join([*parts, _rules()])
 
 
@@ -160,7 +162,10 @@ def _number(bound: Any) -> str:
 
 
 def _rules() -> str:
-    idle = [f"- `{row.field}` has no effect {row.when}." for row in IDLE]
+    fields: dict[str, list[str]] = {}
+    for row in IDLE:
+        fields.setdefault(row.when, []).append(f"`{row.field}`")
+    idle = [f"- {', '.join(names)}: no effect {when}." for when, names in fields.items()]
     refused = [f"- `{key}`: {reason}." for key, reason in REFUSED_KEYS.items()]
     head = "A field that differs from its default where it has no effect is an error, which says what to do instead:"
     return "\n".join(["## Settings without effect", "", head, "", *idle, "", "## Refused keys", "", *refused, ""])

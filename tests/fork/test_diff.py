@@ -59,7 +59,7 @@ def test_a_fork_differs_where_its_change_is_first_felt(whole: Path) -> None:
     found = between(whole, "whole", "forked")
     assert found.first is not None and found.shared == 1
     assert (found.first.iteration, found.first.stage) == (1, "train")
-    assert (found.first.asked, found.first.inputs) == ("otherwise", "the same")
+    assert (found.first.request, found.first.inputs) == ("differs", "the same")
     assert found.first.cause == "the recipes differ in trainer.lr"
     assert fields(found) == {"trainer.lr": (0.01, 0.003, 1, True)}
     assert found.origins == ("", "a fork of 'whole' at iteration 1")
@@ -78,13 +78,13 @@ def test_unrelated_runs_of_another_length(whole: Path) -> None:
     assert found.lengths == (3, 2) and fields(found)["seed"] == (1, 2, 0, True)
 
 
-def test_what_came_out_otherwise_though_the_same_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_result_of_the_same_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A verifier whose code has changed under its name."""
     drive(tmp_path, "whole", tiny(reward={"verifier": "fork_reward:scaled"}, schedule={"iterations": 1}))
     monkeypatch.setenv("FORK_SCALE", "0.5")
     replay(tmp_path, "again", kept("verify", until="verify"))
     first = between(tmp_path, "whole", "again").first
-    assert first is not None and (first.stage, first.asked, first.inputs) == ("verify", "the same", "the same")
+    assert first is not None and (first.stage, first.request, first.inputs) == ("verify", "the same", "the same")
     assert first.cause == "same recipe and inputs, other result: other hardware, threads or code"
 
 

@@ -179,7 +179,7 @@ def test_a_server_that_comes_and_goes_is_told_of_once_and_counts_as_lost(
     with caplog.at_level(logging.INFO, server_pool.__name__):
         run(test)
     assert len([m for m in caplog.messages if m.startswith("evicted")]) == 2
-    assert len([m for m in caplog.messages if "is let in" in m]) <= 4, caplog.messages
+    assert len([m for m in caplog.messages if "is admitted" in m]) <= 4, caplog.messages
 
 
 def test_a_server_that_was_not_sent_the_weights_is_not_taken_to_hold_them() -> None:

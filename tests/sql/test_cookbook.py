@@ -193,7 +193,7 @@ def test_learning(answers: dict[str, pa.Table], samples: list[Row]) -> None:
 
 
 def test_held_out(answers: dict[str, pa.Table], tables: Tables) -> None:
-    rows = ask(answers, "Does it hold on prompts that it is not trained on?")
+    rows = ask(answers, "Does it generalise to held-out prompts?")
     expected = by(tables["evaluate"], "weights_version")
     assert [r["weights_version"] for r in rows] == sorted(expected)
     for row in rows:
@@ -203,7 +203,7 @@ def test_held_out(answers: dict[str, pa.Table], tables: Tables) -> None:
 
 
 def test_dead_groups(answers: dict[str, pa.Table], samples: list[Row]) -> None:
-    [row] = ask(answers, "How many groups taught nothing?")
+    [row] = ask(answers, "How many groups are zero-variance groups?")
     groups = groups_of(samples)
     assert (row["groups"], row["without_signal"]) == (len(groups), sum(g["dead"] is True for g in groups))
     assert row["never_solved"] == sum(g["dead"] is True and g["reward"] == 0 for g in groups)
@@ -220,7 +220,7 @@ def test_hardest_prompts(answers: dict[str, pa.Table], samples: list[Row], table
 
 
 def test_never_solved(answers: dict[str, pa.Table], samples: list[Row]) -> None:
-    rows = ask(answers, "Which prompts are never solved of late, and what does the policy say to them?")
+    rows = ask(answers, "Which prompts were never solved in the last 50 iterations, and what is their usual answer?")
     expected = by(samples, "prompt")
     for row in rows:
         there = expected[row["prompt"]]
@@ -363,7 +363,7 @@ def test_minibatches(answers: dict[str, pa.Table], samples: list[Row]) -> None:
 
 
 def test_agreement(answers: dict[str, pa.Table], tables: Tables) -> None:
-    [row] = ask(answers, "Do the servers and the trainer mean the same policy?")
+    [row] = ask(answers, "Do servers and trainer compute the same log-probabilities?")
     known = [s for s in tables["train_steps"] if not math.isnan(s["logprob_gap_mean"])]
     assert close(row["mean_e6"], 1e6 * fmean(s["logprob_gap_mean"] for s in known), 3)
     assert row["max_e6"] < 100 and row["ratio_outside"] == 0

@@ -204,7 +204,7 @@ def test_the_trainer_is_resized_at_a_checkpoint(tmp_path: Path, caplog: pytest.L
         run = drive(tmp_path, "r", recipe, ask)
     check(run)
     assert [run.commit(k).checkpoint and run.commit(k).checkpoint.version for k in range(6)] == [None, 2, 2, 2, 5, 5]
-    assert not [line for line in caplog.messages if line.startswith("re-trained")]
+    assert not [line for line in caplog.messages if line.startswith("retrained")]
 
 
 def die(folder: Path, recipe: Recipe, fields: Sequence[str], number: int) -> None:

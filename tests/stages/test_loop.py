@@ -136,7 +136,7 @@ def test_a_longer_run_replays_its_past_with_the_learning_rates_of_then(
     drive(tmp_path, "r", tiny(schedule={"iterations": 2}, trainer=decay))
     with caplog.at_level("INFO", "areal_tasks"):
         drive(tmp_path, "r", tiny(trainer=decay))
-    assert "re-trained 2 committed iterations; largest difference in a metric: 0; in a weight: 0" in caplog.messages
+    assert "retrained 2 committed iterations; largest difference in a metric: 0; in a weight: 0" in caplog.messages
 
 
 def test_another_recipe_under_the_same_name_is_refused(whole: Path) -> None:

@@ -135,7 +135,7 @@ def test_a_resumed_iteration_reuses_the_proximal_table_and_its_past_is_replayed_
 
     with caplog.at_level("INFO", "areal_tasks"):
         run = drive(tmp_path, "r", recipe(), execute)
-    assert "re-trained 2 committed iterations; largest difference in a metric: 0; in a weight: 0" in caplog.messages
+    assert "retrained 2 committed iterations; largest difference in a metric: 0; in a weight: 0" in caplog.messages
     assert {name for name, again in reused.items() if again} >= {"rollout", "reference", "proximal", "advantage"}
     assert not reused["train"]
     assert digests(tmp_path, "r")[:2] == before

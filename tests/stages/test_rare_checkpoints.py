@@ -72,7 +72,7 @@ def test_a_replay_that_differs_is_told_and_recorded(tmp_path: Path, caplog: pyte
     query = "SELECT iteration FROM commits WHERE CAST(state->>'$.replayed.difference' AS DOUBLE) > 0"
     assert run_sql(store_in(tmp_path), "r", query).to_pylist() == [{"iteration": 3}]
     assert 0 < replayed["loss"] <= replayed["difference"]
-    [line] = [r for r in caplog.records if "re-trained 3 committed iterations" in r.message]
+    [line] = [r for r in caplog.records if "retrained 3 committed iterations" in r.message]
     where = f"({replayed['metric']} of iteration {replayed['iteration']}), in the loss: {replayed['loss']:.3g}"
     assert line.levelname == "WARNING" and where in line.message
 

@@ -192,7 +192,7 @@ def _weights(found: Findings, work: Work, ref: WeightsRef, tombstones: dict[str,
 
 def _use(kind: str, version: int) -> str:
     if kind == "checkpoint":
-        return f"restarts, which would re-train from version {version}"
+        return f"restarts, which would retrain from version {version}"
     return f"whatever loads or exports version {version}"
 
 

@@ -40,7 +40,7 @@ class FirstDifference:
 
     iteration: int
     stage: str
-    asked: str  # "the same" or "otherwise": whether the stage's keys are equal
+    request: str  # "the same" or "differs": whether the stage's keys are equal
     inputs: str  # "the same", or the stages whose tables it read and that differ
     code: tuple[str, str]
     paths: tuple[str, str]
@@ -49,7 +49,7 @@ class FirstDifference:
     @property
     def cause(self) -> str:
         """The likely cause."""
-        if self.asked == "the same":
+        if self.request == "the same":
             return "same recipe and inputs, other result: other hardware, threads or code"
         if self.inputs != "the same":
             return f"its inputs differ: {self.inputs}"
@@ -181,7 +181,7 @@ def first_difference(
                 return _explained(a, b, x.iteration, left, right)
         if x.weights.digest != y.weights.digest:
             return FirstDifference(
-                x.iteration, WEIGHTS, "otherwise", "the same", _code(x, y), (x.weights.path, y.weights.path)
+                x.iteration, WEIGHTS, "differs", "the same", _code(x, y), (x.weights.path, y.weights.path)
             )
     return None
 
@@ -205,7 +205,7 @@ def _explained(a: Run, b: Run, iteration: int, left: StageRef, right: StageRef) 
     return FirstDifference(
         iteration=iteration,
         stage=left.stage,
-        asked="the same" if left.key == right.key else "otherwise",
+        request="the same" if left.key == right.key else "differs",
         inputs=", ".join(apart) or "the same",
         code=(one.provenance.code_version, other.provenance.code_version),
         paths=(left.path, right.path),
