@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.starting import ready
@@ -17,6 +17,9 @@ from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.launchers.supervisor import Ready, Supervisor
 from schemas.errors import UserError
 from schemas.recipe.recipe import Recipe, RlhfRecipe
+
+if TYPE_CHECKING:
+    from areal_tasks.rollout.rollouts import Rollouts
 
 log = logging.getLogger(__name__)
 
@@ -37,30 +40,6 @@ class Backlog:
     room: int
 
 
-class LeaseManager(Protocol):
-    """The component that leases groups to the workers. Its methods run in the event loop of the inference client."""
-
-    async def have(self, starts: Collection[tuple[str, int]]) -> None:
-        """Use exactly these workers: (address, number of the start)."""
-        ...
-
-    async def heartbeats(self) -> Mapping[str, Heartbeat]:
-        """A heartbeat per worker, by its address."""
-        ...
-
-    def backlog(self) -> Backlog:
-        """The groups that are under way now. May be called from any thread."""
-        ...
-
-    async def explained_ends(self) -> Collection[tuple[str, int]]:
-        """Starts of workers whose end is no failure: they had groups in flight, which are blamed, or were to end."""
-        ...
-
-    async def leave(self, starts: Collection[tuple[str, int]]) -> Collection[tuple[str, int]]:
-        """Give these workers no more groups. Returns those that hold none any more."""
-        ...
-
-
 class Workers:
     """The workers that `recipe` asks for if the run `generates`, else none. `Engines` starts them.
 
@@ -77,7 +56,7 @@ class Workers:
         self._supervisor = supervisor
         self._watchdog = watchdog
         self._loop = loop
-        self._manager: LeaseManager | None = None
+        self._manager: Rollouts | None = None
         self._lock = threading.RLock()  # one thread tends at a time
         self._tending: Future[None] | None = None
         self._ready: list[Ready] | None = None  # as the manager knows them
@@ -112,8 +91,8 @@ class Workers:
         found = self._supervisor.running(name)
         return None if found is None else (found.url, found.restart)
 
-    def serve(self, manager: LeaseManager | None) -> None:
-        """Give this manager alone the workers, once they have started; None: no component uses them.
+    def serve(self, manager: Rollouts | None) -> None:
+        """Have this manager alone lease groups to the workers, once they have started; None: nothing uses them.
 
         Once it returns, the manager before is given no worker and none is restarted for it: it can be closed.
         """

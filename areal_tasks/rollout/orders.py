@@ -137,6 +137,12 @@ Event = Annotated[
 ]
 
 
+class Known(Message):
+    """Asks for news: how many events the flow has received."""
+
+    known: int
+
+
 class News(Message):
     """The events after the last one that the flow has received."""
 

@@ -8,7 +8,6 @@ Errors are JSON: {"error": "..."}.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -19,21 +18,16 @@ import torch
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.trainer.commands import COMMANDS, Command, Message
+from areal_tasks.engines.service import ServiceSpec, endpoint
+from areal_tasks.engines.trainer.commands import COMMANDS, Command, Health, Message
 from areal_tasks.engines.trainer.fencing import Fence, StaleCommand, Superseded
 from areal_tasks.engines.trainer.group import Group, GroupBroken, text_of
 from areal_tasks.engines.trainer.ranks import cpu_threads, end_group
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
-
-Endpoint = Callable[[Request], Awaitable[Response]]
-log = logging.getLogger(__name__)
-
 
 #: Commands that rank 0 runs alone, concurrently with others, if the trainer keeps the weights of their version.
 KEPT: Final = frozenset({"publish", "send"})
@@ -43,11 +37,18 @@ def make_app(spec: ServiceSpec, group: Group | None = None) -> Starlette:
     """The application of the trainer that `spec` describes, with nothing loaded. With a `group`, this is its rank 0."""
     queue = _CommandQueue(Trainer(spec, group))
 
-    async def health(_request: Request) -> Response:
-        return _json(queue.trainer.health(queue.waiting > 0))
+    async def health(_request: Request) -> Health:
+        return queue.trainer.health(queue.waiting > 0)
 
-    routes = [Route(f"/{name}", _endpoint(queue, name), methods=["POST"]) for name in COMMANDS]
-    return Starlette(routes=[Route("/health", health), *routes])
+    def obeying(kind: type[Command]) -> Callable[[Request], Awaitable[Message]]:
+        async def obey(request: Request) -> Message:
+            return await queue.run(kind.model_validate_json(await request.body()))
+
+        return obey
+
+    handlers = {name: (obeying(kind), ["POST"]) for name, kind in COMMANDS.items()} | {"health": (health, ["GET"])}
+    routes = [Route(f"/{name}", endpoint(one, _status, _text), methods=how) for name, (one, how) in handlers.items()]
+    return Starlette(routes=routes)
 
 
 class _CommandQueue:
@@ -107,30 +108,16 @@ class _CommandQueue:
             return self.trainer.run(command)
 
 
-def _endpoint(queue: _CommandQueue, name: str) -> Endpoint:
-    async def endpoint(request: Request) -> Response:
-        try:
-            return _json(await queue.run(COMMANDS[name].model_validate_json(await request.body())))
-        except Exception as error:
-            return _failure(error)
-
-    return endpoint
-
-
-def _json(message: Message) -> Response:
-    return Response(message.model_dump_json(), media_type="application/json")
-
-
 #: The HTTP status of each error (`TrainerClient` reads it). Any other error is 500: this process failed internally, and
 #: its state is no longer reliable.
 STATUSES: Final = ((Superseded, 403), (StaleCommand, 409), (ValidationError, 422), (Unavailable, 503), (UserError, 400))
 
 
-def _failure(error: Exception) -> Response:
+def _status(error: Exception) -> int:
     if isinstance(error, GroupBroken) and error.by_user:
-        return JSONResponse({"error": str(error)}, 400)
-    status = next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
-    if status == 500:
-        log.error("a command failed", exc_info=error)
-    malformed = isinstance(error, ValidationError)
-    return JSONResponse({"error": f"malformed command: {error}" if malformed else text_of(error)}, status)
+        return 400
+    return next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
+
+
+def _text(error: Exception) -> str:
+    return f"malformed command: {error}" if isinstance(error, ValidationError) else text_of(error)
