@@ -72,16 +72,10 @@ def make_backend(settings: Settings) -> Backend:
     Raises:
         UserError: DeepSpeed is not installed.
     """
-    if settings.trainer.backend == "fsdp2":
-        return Fsdp2Backend(settings.trainer, settings.model)
-    if settings.trainer.backend == "deepspeed":
-        return _deepspeed(settings)
-    return LocalBackend(settings.trainer, settings.model)
-
-
-def _deepspeed(settings: Settings) -> Backend:
-    """DeepSpeed is optional, and imported only if a recipe names it."""
-    try:
+    made_by = {"local": LocalBackend, "fsdp2": Fsdp2Backend}.get(settings.trainer.backend)
+    if made_by is not None:
+        return made_by(settings.trainer, settings.model)
+    try:  # it is optional, and imported only if a recipe names it
         from areal_tasks.engines.trainer.deepspeed_backend import DeepSpeedBackend
     except ModuleNotFoundError as error:
         raise UserError(f"trainer.backend: deepspeed needs {error.name}; pip install 'arealflow[deepspeed]'") from error
