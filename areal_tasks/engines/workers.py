@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.starting import ready
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.launchers.supervisor import Ready, Supervisor
-from schemas.errors import UserError
 from schemas.recipe.recipe import Recipe, RlhfRecipe
 
 if TYPE_CHECKING:
     from areal_tasks.rollout.rollouts import Rollouts
 
 log = logging.getLogger(__name__)
-
-TEND_SECONDS: Final = 1.0  # between two looks at the workers while the flow does not wait for them
 
 
 @dataclass(frozen=True)
@@ -58,7 +52,6 @@ class Workers:
         self._loop = loop
         self._manager: Rollouts | None = None
         self._lock = threading.RLock()  # one thread tends at a time
-        self._tending: Future[None] | None = None
         self._ready: list[Ready] | None = None  # as the manager knows them
 
     @property
@@ -96,21 +89,11 @@ class Workers:
 
         Once it returns, the manager before is given no worker and none is restarted for it: it can be closed.
         """
-        if self._tending is not None:
-            self._tending.cancel()
         with self._lock:  # a look that goes on would give the manager before its workers again
             self._manager, self._ready = manager, None
         if manager is not None:
             ready(self._supervisor, self._watchdog, self.names)
             self.tend()
-            self._tending = self._loop.submit(self._tend_always())
-
-    async def _tend_always(self) -> None:
-        """Tend the workers whatever the flow does, such as training."""
-        while True:
-            await asyncio.sleep(TEND_SECONDS)
-            with suppress(UserError):  # raised again for the stage that next waits for groups
-                await asyncio.to_thread(self.tend)
 
     def tend(self) -> None:
         """Restart workers that have ended, and tell the manager which ones are ready.
