@@ -100,7 +100,7 @@ class TrainerClient:
         return kind.model_validate_json(answer.content)
 
     def _error(self, path: str, answer: httpx.Response) -> Exception:
-        """The exception for a status of 400 or more (see `STATUSES` of the trainer's `app`)."""
+        """The exception for a status of 400 or more (see `STATUSES` of the trainer's `process`)."""
         reason = _reason(answer)
         if answer.status_code == 503:
             return Unavailable(reason)
