@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -118,40 +118,18 @@ def _initialise(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-class Ahead(Iterator[T], Generic[T]):
+def ahead(source: Iterator[T], thread: Executor | None) -> Iterator[T]:
     """The items of `source`. With a `thread` each is made while the previous one is used, otherwise on request.
 
     An exception raised while making an item is raised when the item is taken.
     """
-
-    def __init__(self, source: Iterator[T], thread: Executor | None) -> None:
-        self.source = source
-        self.thread = thread
-        self.coming: Future[list[T]] | None = None
-
-    def __next__(self) -> T:
-        found = self._prepared()
-        self.coming = None
-        if self.thread is not None:
-            self.prepare()
-        for item in found.result():
-            return item
-        raise StopIteration
-
-    def prepare(self) -> None:
-        """Make the next item, now or in the thread, unless it is already made."""
-        self._prepared()
-
-    def _prepared(self) -> Future[list[T]]:
-        if self.coming is None:
-            self.coming = _now(self.source) if self.thread is None else self.thread.submit(_next, self.source)
-        return self.coming
-
-
-def _now(source: Iterator[T]) -> Future[list[T]]:
-    done: Future[list[T]] = Future()
-    done.set_result(_next(source))
-    return done
+    if thread is None:
+        yield from source
+        return
+    coming = thread.submit(_next, source)
+    while found := coming.result():
+        coming = thread.submit(_next, source)
+        yield found[0]
 
 
 def _next(source: Iterator[T]) -> list[T]:

@@ -1,4 +1,4 @@
-"""Runs the trainer's commands, on every rank of a trainer group; only rank 0 listens (see `app`)."""
+"""Runs the trainer's commands, on every rank of a trainer group; only rank 0 listens (see `process`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pyarrow as pa
 import torch
 
 from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.trainer.backend import Backend, Fetch, Progress
+from areal_tasks.engines.trainer.backend import Fetch, Progress
 from areal_tasks.engines.trainer.checkpoint import METADATA
 from areal_tasks.engines.trainer.commands import (
     Checkpoint,
@@ -66,7 +66,7 @@ from schemas.manifest import FileRef, TableRef, WeightsRef
 log = logging.getLogger(__name__)
 
 
-def make_backend(settings: Settings) -> Backend:
+def make_backend(settings: Settings) -> LocalBackend:
     """The backend that the recipe names, as a rank of the process group that this process has joined.
 
     Raises:
@@ -92,7 +92,7 @@ class Change:
 
 
 class Trainer:
-    """The state that commands act on. Not thread-safe: `app` runs one command at a time (but see `KEPT` there)."""
+    """The state that commands act on. Not thread-safe: `process` runs one command at a time (but see `KEPT` there)."""
 
     def __init__(self, spec: ServiceSpec, group: Group | None = None) -> None:
         self.group = group or Group()
