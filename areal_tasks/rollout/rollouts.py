@@ -20,13 +20,12 @@ from areal_tasks.engines.sharing import Followers
 from areal_tasks.engines.watchdog import Heartbeat
 from areal_tasks.engines.workers import Backlog
 from areal_tasks.rewards.pool import VerifyResult
-from areal_tasks.rollout.assignments import Assignments
 from areal_tasks.rollout.background import Background
 from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.filters import mean_reward
 from areal_tasks.rollout.judging import VerifiersFailed
 from areal_tasks.rollout.link import Link, WorkerLost
-from areal_tasks.rollout.links import Links
+from areal_tasks.rollout.links import Assignments, Links
 from areal_tasks.rollout.orders import (
     Begin,
     Broken,
@@ -383,7 +382,7 @@ class Rollouts:
         if held and not self._taking:
             return
         running = self.book.running.of
-        most = self.client.capacity - (len(running) - self._assigned.states["verifying"])
+        most = self.client.capacity - (len(running) - self._assigned.by_url("verifying").total())
         self._waiting = [group for group in self._waiting if group in running]
         self._waiting += self.book.lease(version, min(most, self.book.short()) if held else most)
         if self._waiting:
