@@ -29,7 +29,7 @@ import psutil
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.rollout.book import Book
-from areal_tasks.rollout.link import Link, Listener
+from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.orders import Event, Finished, Generated, Lease, News, Orders, Part, Written
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.spooling import Spool, Writer
@@ -73,10 +73,10 @@ class Cost:
 class FarWorker:
     """A link to a worker whose groups end as the simulated clock says."""
 
-    def __init__(self, url: str, listener: Listener, work: Work) -> None:
+    def __init__(self, url: str, flow: Rollouts, work: Work) -> None:
         self.url, self.busy, self.start = url, dict[str, int](), None
         self.ready, self.tried, self.explained, self.leaving, self.retired = True, True, False, False, False
-        self.listener, self.work = listener, work
+        self.listener, self.work = flow, work
 
     def give(self, leases: list[Lease]) -> None:
         Orders(begin=tuple(leases)).model_dump_json()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from areal_tasks.algorithms.behaviour import Bound
 from areal_tasks.data.batching import make_layout, make_sequences
-from areal_tasks.engines.trainer.backend import Backend, Progress
+from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.forward import one_core, to_device
 from areal_tasks.engines.trainer.learner import Learner, make_plan
 from areal_tasks.engines.trainer.local import LocalBackend
@@ -108,7 +108,7 @@ def make_batch(shape: Shape, rows: int, arguments: argparse.Namespace) -> Batch:
     return Batch(names, lengths, kept, None, samples, torch.arange(rows), noise)
 
 
-def make_backend(settings: Settings) -> Backend:
+def make_backend(settings: Settings) -> LocalBackend:
     """The backend of that name, as the trainer service makes it."""
     if settings.trainer.backend == "local":
         return LocalBackend(settings.trainer, settings.model)
@@ -117,7 +117,7 @@ def make_backend(settings: Settings) -> Backend:
     return Fsdp2Backend(settings.trainer, settings.model)
 
 
-def loaded(settings: Settings, shape: str) -> Backend:
+def loaded(settings: Settings, shape: str) -> LocalBackend:
     """A backend that holds a random model, read from a folder in memory as it would be from a store."""
     backend = make_backend(settings)
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -128,7 +128,7 @@ def loaded(settings: Settings, shape: str) -> Backend:
     return backend
 
 
-def learn(backend: Backend, settings: Settings, batch: Batch) -> list[dict[str, Any]]:
+def learn(backend: LocalBackend, settings: Settings, batch: Batch) -> list[dict[str, Any]]:
     """One iteration of training; its rows of `train_steps`."""
     with one_core(backend.device, settings.trainer):
         plan = make_plan(batch, settings, 0, backend.world)

@@ -101,15 +101,11 @@ def server_state(flow: Flow, url: str) -> State:
     lacks, held = flow.lacks.get(url, "answers"), "release" in flow.lacks.values()
     if lacks == "release" or ("evaluate" in stages(flow) and not lacks and not held):
         return State("evaluate")
-    return State(waits_for=lacks) if lacks else _of_groups(flow, None)
+    return State(waits_for=lacks) if lacks else worker_state(flow, None)
 
 
-def worker_state(flow: Flow, url: str) -> State:
-    """As `server_state`, by the groups of this worker."""
-    return _of_groups(flow, url)
-
-
-def _of_groups(flow: Flow, worker: str | None) -> State:
+def worker_state(flow: Flow, worker: str | None) -> State:
+    """What it does with its groups; None: what all workers together have the servers do."""
     if flow.backlog is None:
         return State(waits_for="requests")
     generating, verifying = (

@@ -210,14 +210,16 @@ class ServerPool(ABC):
 
     async def queues(self) -> dict[str, tuple[int, int | None]]:
         """What each server generates, and what waits in it, by address; those that do not answer are left out."""
-        others, servers = self.followers.under_way(), list(self.servers)
-        for server in servers:
-            server.elsewhere = others.get(server.url, 0)
-        found = await asyncio.gather(*(self._queue(server) for server in servers), return_exceptions=True)
+        self._count_elsewhere()
+        servers, reports = list(self.servers), self.settings.engine == "embedded"
+        found = await asyncio.gather(*(server.queue(reports) for server in servers), return_exceptions=True)
         return {server.url: one for server, one in zip(servers, found, strict=True) if isinstance(one, tuple)}
 
-    async def _queue(self, server: Server) -> tuple[int, int | None]:
-        return await server.queue(reports=self.settings.engine == "embedded")
+    def _count_elsewhere(self) -> None:
+        """Note the requests of other clients in flight on each server, as last reported."""
+        others = self.followers.under_way()
+        for server in self.servers:
+            server.elsewhere = others.get(server.url, 0)
 
     def lost(self) -> list[str]:
         """Addresses of servers that have failed for so long that they need a restart, without a command in progress."""
@@ -227,9 +229,7 @@ class ServerPool(ABC):
 
     async def heartbeats(self, everyone: bool = False) -> dict[str, Heartbeat]:
         """A heartbeat of each server that has work in progress (`everyone`: of every server), by its address."""
-        others = self.followers.under_way()
-        for server in self.servers:
-            server.elsewhere = others.get(server.url, 0)
+        self._count_elsewhere()
         busy = [s for s in self.servers if s.healthy and (s.asks or s.elsewhere or everyone)]  # others are evicted
         heartbeats = await asyncio.gather(*map(self._heartbeat, busy))
         return dict(zip([server.url for server in busy], heartbeats, strict=True))

@@ -7,11 +7,12 @@ registers its address in the store, and ends with the process that started it (`
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from types import FrameType
@@ -20,7 +21,8 @@ from typing import Any, Final
 import uvicorn
 from pydantic import BaseModel, ConfigDict
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_tasks.engines.ports import HOST, listen, url_host
@@ -31,6 +33,8 @@ from areal_tasks.store.runs import Run
 from schemas.errors import UserError
 from schemas.manifest import ServiceRecord, WeightsRef
 from schemas.recipe.recipe import Recipe
+
+log = logging.getLogger(__name__)
 
 SPEC: Final = "AREAL_SERVICE_SPEC"
 TOKEN: Final = "AREAL_SERVICE_TOKEN"
@@ -120,6 +124,30 @@ class BearerAuth:
     def _allowed(self, scope: Scope) -> bool:
         given = dict(scope["headers"]).get(b"authorization", b"")
         return hmac.compare_digest(given, self.expected)
+
+
+def endpoint(
+    handle: Callable[[Request], Awaitable[Any]],
+    status_of: Callable[[Exception], int],
+    text_of: Callable[[Exception], str] = str,
+) -> Callable[[Request], Awaitable[Response]]:
+    """Answers a request with what `handle` returns, as JSON; an error with its text, {"error": "..."}, and its status.
+
+    Status 500 is for errors that nothing is known of: they are logged.
+    """
+
+    async def answer(request: Request) -> Response:
+        try:
+            found = await handle(request)
+        except Exception as error:
+            if (status := status_of(error)) == 500:
+                log.error("%s failed", request.url.path, exc_info=error)
+            return JSONResponse({"error": text_of(error) or type(error).__name__}, status)
+        if isinstance(found, BaseModel):
+            return Response(found.model_dump_json(), media_type="application/json")
+        return JSONResponse(found)
+
+    return answer
 
 
 def make_server(app: Starlette, spec: ServiceSpec, token: str) -> tuple[uvicorn.Server, socket.socket]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Final
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
@@ -36,6 +37,9 @@ from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 log = logging.getLogger(__name__)
 
 
+TEND_SECONDS: Final = 1.0  # between two looks at trainer and workers while the flow does something else
+
+
 class Engines:
     """All resident processes: trainer, inference servers, verifiers. Use as a context: leaving it stops them."""
 
@@ -57,11 +61,13 @@ class Engines:
         self.servers = Servers(run, recipe, generates, self.supervisor, self.watchdog, self.actor, lambda: self.ends)
         self._verifiers: VerifierPool | None = None
         self._scratch = TemporaryDirectory(prefix="arealflow-flow-")
+        self._closed = threading.Event()
 
     def __enter__(self) -> Engines:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._closed.set()
         self.watchdog.close()
         with ExitStack() as stack:  # in reverse order, each even if another raises
             stack.callback(self._scratch.cleanup)
@@ -130,8 +136,20 @@ class Engines:
         if servers.store_only and isinstance(self.recipe, RlhfRecipe) and self.recipe.trainer.weights_every > 1:
             log.info("servers get new weights through the store here: all are written, despite trainer.weights_every")
         self._start_early()
+        in_background(self._tend, "tend")
         if not isinstance(self.recipe, SftRecipe):
             in_background(self.verifiers.__enter__, "verifiers")  # their first use raises an error
+
+    def _tend(self) -> None:
+        """Restart trainer and rollout workers that end, whatever the flow does. Their next use raises an error.
+
+        A command to a trainer on several machines, of which one is lost, ends when its others do.
+        """
+        while not self._closed.wait(TEND_SECONDS):
+            with suppress(Exception):
+                self.supervisor.look([name for name in self.actor.names if name in self.supervisor.services])
+            with suppress(Exception):
+                self.servers.workers.tend()
 
     def _log_placement(self, placement: Placement) -> None:
         if described := describe(placement):
@@ -150,7 +168,6 @@ class Engines:
         """Start what needs no weights in the store: trainer, rollout workers, servers that can read a model folder."""
         if not isinstance(self.recipe, EvaluateRecipe):
             self._start_trainer(self.supervisor.start)
-            self.actor.tend()
         for name in self.servers.workers.names:
             self.supervisor.start(*self._worker(name))
         if (folder := own_folder(self.run, self.recipe)) is not None:

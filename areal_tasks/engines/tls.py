@@ -79,8 +79,10 @@ class Identity:
 @cache
 def trusting(certificate: str) -> Trust:
     """Trust in this certificate (PEM), and in what it has signed, and in no other. Empty: in this machine's own."""
-    if not certificate:
-        return True
+    return _only(certificate) if certificate else True
+
+
+def _only(certificate: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(cadata=certificate)
@@ -89,9 +91,7 @@ def trusting(certificate: str) -> Trust:
 
 def introducing(server: str, identity: Identity, certificate: str) -> ssl.SSLContext:
     """Trust in the certificate `server` alone, to which `identity` shows its `certificate`."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_verify_locations(cadata=server)
+    context = _only(server)
     with TemporaryDirectory(prefix="arealflow-tls-") as folder:
         identity.write(Path(folder), certificate)
         context.load_cert_chain(Path(folder) / CERTIFICATE, Path(folder) / KEY)

@@ -41,48 +41,39 @@ class TrainerClient:
         self.watchdog = watchdog
         self.distrust = distrust
 
-    def run(self, command: Command, answer: type[Answer]) -> Answer:
-        """The trainer's answer to a command, during which the watchdog watches the trainer."""
-        return self._ask(answer, command)
+    def run(self, command: Command | None, answer: type[Answer]) -> Answer:
+        """The answer to a command (None: /health), during which the watchdog watches the trainer."""
+        what = "/health" if command is None else f"/{command.name} of version {command.version}"
+        with self.watchdog.waiting(what, lambda: {"trainer": self.heartbeat()}):
+            return self._exchange(answer, command)
 
     def health(self) -> Health:
-        return self._ask(Health)
+        return self.run(None, Health)
 
     def work(self) -> tuple[int, int]:
         """(samples done, samples in all) of the current command; (0, 0) if unknown. Raises nothing."""
-        try:
-            health = self._look()
-        except (TrainerDown, UserError):
-            return 0, 0  # the caller of the command gets the error
-        return (health.done, health.of) if health.busy else (0, 0)
+        health, _ = self._look()
+        return (health.done, health.of) if health is not None and health.busy else (0, 0)
 
     def is_free(self, version: int) -> bool:
         """Whether the trainer holds that version and is idle. Raises nothing."""
-        try:
-            health = self._look()
-        except (TrainerDown, UserError):
-            return False
-        return health.version == version and not health.busy
+        health, _ = self._look()
+        return health is not None and health.version == version and not health.busy
 
     def heartbeat(self) -> Heartbeat:
         """The trainer's progress, for a watchdog."""
-        try:
-            health = self._look()
-        except (TrainerDown, UserError) as error:
-            return Heartbeat(None, str(error))
-        return Heartbeat(health.progress, health.describe())
+        health, error = self._look()
+        return Heartbeat(None, error) if health is None else Heartbeat(health.progress, health.describe())
 
-    def _look(self) -> Health:
-        """The trainer's health, or TrainerDown after `LOOK_SECONDS`."""
-        return self._exchange(Health, timeout=LOOK_SECONDS)
+    def _look(self) -> tuple[Health | None, str]:
+        """The trainer's health, or why it is unknown after `LOOK_SECONDS`; the caller of a command gets the error."""
+        try:
+            return self._exchange(Health, timeout=LOOK_SECONDS), ""
+        except (TrainerDown, UserError) as error:
+            return None, str(error)
 
     def close(self) -> None:
         self.http.close()
-
-    def _ask(self, kind: type[Answer], command: Command | None = None) -> Answer:
-        what = "/health" if command is None else f"/{command.name} of version {command.version}"
-        with self.watchdog.waiting(what, lambda: {"trainer": self.heartbeat()}):
-            return self._exchange(kind, command)
 
     def _exchange(self, kind: type[Answer], command: Command | None = None, timeout: float | None = None) -> Answer:
         method, path = ("POST", f"/{command.name}") if command else ("GET", "/health")
@@ -100,7 +91,7 @@ class TrainerClient:
         return kind.model_validate_json(answer.content)
 
     def _error(self, path: str, answer: httpx.Response) -> Exception:
-        """The exception for a status of 400 or more (see `STATUSES` of the trainer's `app`)."""
+        """The exception for a status of 400 or more (see `STATUSES` of the trainer's `process`)."""
         reason = _reason(answer)
         if answer.status_code == 503:
             return Unavailable(reason)

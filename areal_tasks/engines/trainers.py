@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -26,13 +26,10 @@ from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.keys import combine_digests
 from areal_tasks.store.objects.files import weights_made
-from areal_tasks.store.parallel import in_background
 from areal_tasks.store.runs import Run
 from schemas.manifest import InputRef, IterationCommit, StageManifest, WeightsRef
 
 log = logging.getLogger(__name__)
-
-TEND_SECONDS: Final = 1.0  # between two looks at the processes
 
 
 class ResidentTrainer:
@@ -61,15 +58,10 @@ class ResidentTrainer:
         self._make_room = make_room
         self._address = ""
         self._lock = threading.RLock()
-        self._closed = threading.Event()
         self._retrained: list[Retrained] = []
 
     def close(self) -> None:
-        """Close the connection, and tend the processes no longer."""
-        self._closed.set()
-        self._disconnect()
-
-    def _disconnect(self) -> None:
+        """Close the connection."""
         if self.client is not None:
             self.client.close()
 
@@ -132,19 +124,6 @@ class ResidentTrainer:
         with self._locked() as client:
             restore(self.run, client, self._initial(), 0)
 
-    def tend(self) -> None:
-        """From now on restart processes that end, whatever the flow does: a command on several machines, of which one
-        is lost, ends when the others do.
-
-        A failure is raised at the next use, not here.
-        """
-        in_background(self._tend_always, "tend-trainer")
-
-    def _tend_always(self) -> None:
-        while not self._closed.wait(TEND_SECONDS):
-            with suppress(Exception):
-                self.supervisor.look(self.names)
-
     @contextmanager
     def _locked(self) -> Iterator[TrainerClient]:
         """A connection to the process. Inside, no other thread brings the trainer to another version."""
@@ -155,7 +134,7 @@ class ResidentTrainer:
     def _connected(self) -> TrainerClient:
         url, *_ = ready(self.supervisor, self.watchdog, self.names)
         if self.client is None or self._address != url:
-            self._disconnect()
+            self.close()
             distrust = partial(self.supervisor.end, [url])
             self.client = TrainerClient(url, self.supervisor.access, self.watchdog, distrust)
             self._address = url

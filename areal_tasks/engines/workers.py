@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING
 
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.starting import ready
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.launchers.supervisor import Ready, Supervisor
-from schemas.errors import UserError
 from schemas.recipe.recipe import Recipe, RlhfRecipe
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from areal_tasks.rollout.rollouts import Rollouts
 
-TEND_SECONDS: Final = 1.0  # between two looks at the workers while the flow does not wait for them
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,30 +32,6 @@ class Backlog:
     held: Mapping[str, int]
     spooled: int
     room: int
-
-
-class LeaseManager(Protocol):
-    """The component that leases groups to the workers. Its methods run in the event loop of the inference client."""
-
-    async def have(self, starts: Collection[tuple[str, int]]) -> None:
-        """Use exactly these workers: (address, number of the start)."""
-        ...
-
-    async def heartbeats(self) -> Mapping[str, Heartbeat]:
-        """A heartbeat per worker, by its address."""
-        ...
-
-    def backlog(self) -> Backlog:
-        """The groups that are under way now. May be called from any thread."""
-        ...
-
-    async def explained_ends(self) -> Collection[tuple[str, int]]:
-        """Starts of workers whose end is no failure: they had groups in flight, which are blamed, or were to end."""
-        ...
-
-    async def leave(self, starts: Collection[tuple[str, int]]) -> Collection[tuple[str, int]]:
-        """Give these workers no more groups. Returns those that hold none any more."""
-        ...
 
 
 class Workers:
@@ -77,9 +50,8 @@ class Workers:
         self._supervisor = supervisor
         self._watchdog = watchdog
         self._loop = loop
-        self._manager: LeaseManager | None = None
+        self._manager: Rollouts | None = None
         self._lock = threading.RLock()  # one thread tends at a time
-        self._tending: Future[None] | None = None
         self._ready: list[Ready] | None = None  # as the manager knows them
 
     @property
@@ -112,26 +84,16 @@ class Workers:
         found = self._supervisor.running(name)
         return None if found is None else (found.url, found.restart)
 
-    def serve(self, manager: LeaseManager | None) -> None:
-        """Give this manager alone the workers, once they have started; None: no component uses them.
+    def serve(self, manager: Rollouts | None) -> None:
+        """Have this manager alone lease groups to the workers, once they have started; None: nothing uses them.
 
         Once it returns, the manager before is given no worker and none is restarted for it: it can be closed.
         """
-        if self._tending is not None:
-            self._tending.cancel()
         with self._lock:  # a look that goes on would give the manager before its workers again
             self._manager, self._ready = manager, None
         if manager is not None:
             ready(self._supervisor, self._watchdog, self.names)
             self.tend()
-            self._tending = self._loop.submit(self._tend_always())
-
-    async def _tend_always(self) -> None:
-        """Tend the workers whatever the flow does, such as training."""
-        while True:
-            await asyncio.sleep(TEND_SECONDS)
-            with suppress(UserError):  # raised again for the stage that next waits for groups
-                await asyncio.to_thread(self.tend)
 
     def tend(self) -> None:
         """Restart workers that have ended, and tell the manager which ones are ready.

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 from pydantic import BaseModel
 
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.sharing import Serving
-from areal_tasks.rollout.orders import STATUSES, Begin, Event, Lease, LeaseOver, News, Orders, Part, Written
+from areal_tasks.rollout.orders import STATUSES, Known, Lease, LeaseOver, News, Orders, Part, Written
 from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
+
+if TYPE_CHECKING:
+    from areal_tasks.rollout.rollouts import Rollouts
 
 log = logging.getLogger(__name__)
 
@@ -27,34 +30,13 @@ class WorkerLost(Exception):
     """The worker no longer answers."""
 
 
-class Listener(Protocol):
-    """Gives a worker its first order, and receives its events."""
-
-    def order(self) -> Begin:
-        """The first order for a worker."""
-        ...
-
-    def begun(self, link: Link) -> None:
-        """The worker can be given groups from now on."""
-        ...
-
-    def received(self, link: Link, event: Event) -> None:
-        """The worker has reported an event."""
-        ...
-
-    def lost(self, link: Link) -> None:
-        """The worker's groups that are not in the store are lost."""
-        ...
-
-    def failed(self, link: Link, error: Exception) -> None:
-        """The worker cannot carry out its orders."""
-        ...
-
-
 class Link:
-    """One start of a worker's process. Use within one event loop; `close()` when done."""
+    """One start of a worker's process. Use within one event loop; `close()` when done.
 
-    def __init__(self, url: str, access: Access, listener: Listener) -> None:
+    `flow` gives the worker its first order, and receives its events.
+    """
+
+    def __init__(self, url: str, access: Access, flow: Rollouts) -> None:
         self.url = url
         self.ready = False  # the worker may be given groups
         self.tried = False  # it has been ready, or has failed to become ready
@@ -63,7 +45,7 @@ class Link:
         self.retired = False  # the same, and it is stopped for good
         self.explained = False  # its end is no failure: it left, or had groups in flight
         self.start: int | None = None  # its start of the spool, once it has recorded something
-        self._listener = listener
+        self._flow = flow
         self._serving: Serving | None = None  # as the worker last acknowledged it
         self._following = asyncio.Lock()
         self._begin: list[Lease] = []
@@ -98,15 +80,14 @@ class Link:
 
     async def requests(self) -> dict[str, int]:
         """The worker's requests in flight, by server address."""
-        with suppress(WorkerLost, LeaseOver):
-            return dict(await self._ask("busy"))
-        return {}
+        return await self._tell("busy") or {}
 
     async def heartbeat(self) -> object:
         """A new object if the worker answers; None otherwise."""
-        with suppress(WorkerLost, LeaseOver, TimeoutError):
-            self.busy = dict(await asyncio.wait_for(self._ask("busy"), HEARTBEAT_SECONDS))
-            return object()
+        with suppress(TimeoutError):
+            if (busy := await asyncio.wait_for(self._tell("busy"), HEARTBEAT_SECONDS)) is not None:
+                self.busy = busy
+                return object()
         return None
 
     async def write(self, part: Part) -> Written:
@@ -121,27 +102,24 @@ class Link:
 
     async def flush(self) -> None:
         """Have the worker write its finished groups to the store."""
-        with suppress(WorkerLost, LeaseOver):
-            await self._ask("flush")
+        await self._tell("flush")
 
     async def leave(self) -> None:
         """Have the worker write each finished group to the store at once."""
-        with suppress(WorkerLost, LeaseOver):
-            await self._ask("leave")
+        await self._tell("leave")
 
     async def close(self) -> None:
         """Have the worker abandon running groups and write finished ones to the store; then disconnect."""
         self._session_task.cancel()
         if self.ready:
-            with suppress(WorkerLost, LeaseOver, UserError):
-                await self._ask("close")
+            with suppress(UserError):
+                await self._tell("close")
         await self._session.close()
 
     async def end(self) -> None:
         """Have the worker's process end."""
         self.ready, self.explained = False, True
-        with suppress(WorkerLost, LeaseOver):
-            await self._ask("end")
+        await self._tell("end")
 
     async def drop(self) -> None:
         """Disconnect from a worker that has ended."""
@@ -156,17 +134,17 @@ class Link:
             except (WorkerLost, LeaseOver, Unavailable) as error:
                 log.debug("rollout worker at %s: %s", self.url, error)
             except Exception as error:
-                self._listener.failed(self, error)
+                self._flow.end(error)
             self.ready, self.tried = False, True
-            self._listener.lost(self)
+            self._flow.lost(self)
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _serve(self) -> None:
-        order = self._listener.order()
+        order = self._flow.order()
         await self._ask("begin", order)
         self._serving, self._begin, self._forget = order.serving, [], []
         self.ready = self.tried = True
-        self._listener.begun(self)
+        self._flow.begun(self)
         works = [asyncio.ensure_future(self._listen()), asyncio.ensure_future(self._send())]
         try:
             await asyncio.gather(*works)
@@ -177,10 +155,10 @@ class Link:
     async def _listen(self) -> None:
         known = 0
         while True:
-            news = News.model_validate(await self._ask(f"news?known={known}"))
+            news = News.model_validate(await self._ask("news", Known(known=known)))
             known += len(news.events)
             for event in news.events:
-                self._listener.received(self, event)
+                self._flow.received(self, event)
 
     async def _send(self) -> None:
         while True:
@@ -189,6 +167,12 @@ class Link:
             orders = Orders(begin=tuple(self._begin), forget=tuple(self._forget))
             self._begin, self._forget = [], []
             await self._ask("orders", orders)
+
+    async def _tell(self, what: str) -> Any:
+        """The worker's answer; None if it does not answer, or has no orders."""
+        with suppress(WorkerLost, LeaseOver):
+            return await self._ask(what)
+        return None
 
     async def _ask(self, what: str, body: BaseModel | None = None) -> Any:
         """One HTTP exchange. Raises WorkerLost, and the errors of `STATUSES`."""

@@ -1,18 +1,160 @@
-"""The flow's links to all rollout workers of a run."""
+"""The flow's links to all rollout workers of a run; and which worker generates, or holds in its memory, which group."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, groupby
+from typing import Literal
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.sharing import Followers, Serving
 from areal_tasks.engines.watchdog import Heartbeat
-from areal_tasks.rollout.assignments import Assignments
 from areal_tasks.rollout.background import Background
 from areal_tasks.rollout.link import Link
+from areal_tasks.rollout.orders import Lease, Part
+from schemas.manifest import SpoolRecord
+
+#: The records of the spool that hold the rows of these groups.
+Records = Callable[[Sequence[int]], Sequence[SpoolRecord]]
+
+
+#: Where an assigned group is: a finished one is held until it is written.
+State = Literal["generating", "verifying", "held"]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The worker that generates or holds a group, and the number of its lease."""
+
+    link: Link
+    number: int
+    state: State = "generating"
+
+
+@dataclass
+class Assignments:
+    """The assignment of each running group, and of each finished one whose rows are not in the store.
+
+    Methods that are called for every group take the time of the groups that they are given, or return.
+    """
+
+    by_group: dict[int, Assignment] = field(default_factory=dict)
+    _counts: Counter[tuple[Link, State]] = field(default_factory=Counter)
+    _numbers: Iterator[int] = field(default_factory=count)
+
+    def __contains__(self, group: int) -> bool:
+        return group in self.by_group
+
+    def __len__(self) -> int:
+        return len(self.by_group)
+
+    def give(self, link: Link, floors: Mapping[int, int], suspect: bool) -> None:
+        """Lease groups to a worker, each with its floor."""
+        leases = [
+            Lease(number=next(self._numbers), index=group, floor=floor, suspect=suspect)
+            for group, floor in floors.items()
+        ]
+        for lease in leases:
+            self._add(lease.index, Assignment(link, lease.number))
+        if leases:
+            link.give(leases)
+
+    def enter(self, group: int, state: State) -> None:
+        """An assigned group is in another state now."""
+        self._add(group, replace(self.remove(group), state=state))
+
+    def end(self, group: int) -> None:
+        """The group's lease is over, if it has one."""
+        if group in self:
+            assignment = self.remove(group)
+            assignment.link.take_back([assignment.number])
+
+    def remove(self, group: int) -> Assignment:
+        """The worker has an assigned group no more, and knows it."""
+        assignment = self.by_group.pop(group)
+        self._counts[assignment.link, assignment.state] -= 1
+        return assignment
+
+    def leased(self, group: int, link: Link, number: int) -> bool:
+        """Whether the worker has the group, by the lease of this number."""
+        assignment = self.by_group.get(group)
+        return assignment is not None and assignment.link is link and assignment.number == number
+
+    def of(self, link: Link, numbers: Collection[int] | None = None) -> list[int]:
+        """The groups of a worker; only those of the leases `numbers`, if given."""
+        wanted = None if numbers is None else set(numbers)
+        mine = ((group, one.number) for group, one in self.by_group.items() if one.link is link)
+        return [group for group, number in mine if wanted is None or number in wanted]
+
+    def running(self, link: Link) -> int:
+        """How many groups a worker generates or verifies."""
+        return self._counts[link, "generating"] + self._counts[link, "verifying"]
+
+    def in_blocks(self, groups: Iterable[int], links: Sequence[Link], size: int) -> dict[Link, list[int]]:
+        """Which of these workers is to begin which groups, so that an iteration's groups are in few parts.
+
+        Groups go to the worker of the group before them, up to `size` consecutive ones, else to the one with the
+        fewest.
+        """
+        shares: dict[Link, list[int]] = {}
+        holders: dict[int, Link] = {}
+        running = {link: self.running(link) for link in links}
+        for group in sorted(groups) if links else ():
+            before = holders.get(group - 1) or (self.by_group[group - 1].link if group - 1 in self else None)
+            if before is None or before not in running or group % size == 0:
+                before = min(links, key=running.__getitem__)
+            holders[group] = link = before
+            shares.setdefault(link, []).append(group)
+            running[link] += 1
+        return shares
+
+    def by_url(self, state: State) -> Counter[str]:
+        """How many groups are in a state, by address of the worker. May be called from any thread."""
+        found = Counter[str]()
+        for (link, of), number in list(self._counts.items()):
+            if of == state:
+                found[link.url] += number
+        return found
+
+    def _add(self, group: int, assignment: Assignment) -> None:
+        self.by_group[group] = assignment
+        self._counts[assignment.link, assignment.state] += 1
+
+    def parts(
+        self,
+        groups: Sequence[int],
+        default: Link,
+        prefix: str,
+        attempt: int,
+        records: Records,
+    ) -> list[tuple[Link, Part]]:
+        """Which worker writes which groups: as few parts as possible, each of consecutive groups.
+
+        Groups whose rows are in the store, in these `records`, are written by the worker of the groups before them.
+        """
+        holder, holders = default, list[tuple[int, Link]]()
+        for group in groups:
+            holder = self.by_group[group].link if group in self else holder
+            holders.append((group, holder))
+        runs = [(link, [group for group, _ in run]) for link, run in groupby(holders, lambda held: held[1])]
+        several = attempt or len(runs) > 1
+        labels = [f"-{attempt}-{i}" if several else "" for i in range(len(runs))]
+        return [
+            (link, self._part(prefix, label, run, records)) for label, (link, run) in zip(labels, runs, strict=True)
+        ]
+
+    def _part(self, prefix: str, label: str, groups: Sequence[int], records: Records) -> Part:
+        stored = tuple(group for group in groups if group not in self)
+        return Part(
+            prefix=prefix,
+            label=label,
+            numbers=tuple(self.by_group[group].number for group in groups if group in self),
+            groups=stored,
+            records=tuple(records(stored)),
+        )
 
 
 @dataclass

@@ -65,40 +65,39 @@ class Orders(Message):
     forget: tuple[int, ...] = ()
 
 
-class Generated(Message):
+class OfGroup(Message):
+    """An event of a group, by the lease of this number."""
+
+    number: int
+    index: int
+
+
+class Generated(OfGroup):
     """A group is generated, and the verifiers judge it now."""
 
     kind: Literal["generated"] = "generated"
-    number: int
-    index: int
 
 
-class Finished(Message):
+class Finished(OfGroup):
     """A group waits in the worker's memory. `version`: of its oldest token; `verdicts`: if it was verified."""
 
     kind: Literal["finished"] = "finished"
-    number: int
-    index: int
     version: int
     verdicts: tuple[VerifyResult, ...] = ()
 
 
-class Rejected(Message):
+class Rejected(OfGroup):
     """A filter rejects a group."""
 
     kind: Literal["rejected"] = "rejected"
-    number: int
-    index: int
     reason: str
     verdicts: tuple[VerifyResult, ...]
 
 
-class Failed(Message):
+class Failed(OfGroup):
     """An attempt at a group failed; `cause`: its workflow, a user's mistake, failed servers or verifiers."""
 
     kind: Literal["failed"] = "failed"
-    number: int
-    index: int
     reason: str
     cause: Cause
 
@@ -135,6 +134,12 @@ class Down(Message):
 Event = Annotated[
     Generated | Finished | Rejected | Failed | Spooled | Broken | Leaving | Down, Field(discriminator="kind")
 ]
+
+
+class Known(Message):
+    """Asks for news: how many events the flow has received."""
+
+    known: int
 
 
 class News(Message):

@@ -20,13 +20,12 @@ from areal_tasks.engines.sharing import Followers
 from areal_tasks.engines.watchdog import Heartbeat
 from areal_tasks.engines.workers import Backlog
 from areal_tasks.rewards.pool import VerifyResult
-from areal_tasks.rollout.assignments import Assignments
 from areal_tasks.rollout.background import Background
 from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.filters import mean_reward
 from areal_tasks.rollout.judging import VerifiersFailed
-from areal_tasks.rollout.link import Link, Listener, WorkerLost
-from areal_tasks.rollout.links import Links
+from areal_tasks.rollout.link import Link, WorkerLost
+from areal_tasks.rollout.links import Assignments, Links
 from areal_tasks.rollout.orders import (
     Begin,
     Broken,
@@ -72,7 +71,7 @@ class Rollouts:
     book: Book
     client: InferenceClient
     order: Callable[[], Begin]
-    connect: Callable[[str, Listener], Link]
+    connect: Callable[[str, Rollouts], Link]
     limits: Rollout
     spool: Spool
     writer: Writer
@@ -216,7 +215,7 @@ class Rollouts:
 
     async def close(self) -> None:
         """Abandon running groups, and write finished ones to the store."""
-        self._end(UserError("abandoned, since the flow ends: its groups begin again"))
+        self.end(UserError("abandoned, since the flow ends: its groups begin again"))
         self.client.followers = Followers()
         links, self.links.by_start = list(self.links.by_start.values()), {}
         await asyncio.gather(*(link.close() for link in links), self._record(self.rejections.by_filters))
@@ -276,7 +275,7 @@ class Rollouts:
             self.book.withdraw(group)
         if link.start is not None:
             start, link.start = link.start, None
-            self._background.store(0.0, lambda: True, lambda: self._close(start), self._end)
+            self._background.store(0.0, lambda: True, lambda: self._close(start), self.end)
         self._news.set()
         self.begin()
 
@@ -284,14 +283,10 @@ class Rollouts:
         """Close this start of the spool, so that the lost process records nothing more if it still runs."""
         await asyncio.to_thread(self.spool.close, start)
 
-    def failed(self, link: Link, error: Exception) -> None:
-        """The worker cannot carry out its orders."""
-        self._end(error)
-
     def received(self, link: Link, event: Event) -> None:
         """Handle an event of a worker."""
         if isinstance(event, Broken):
-            self._end(UserError(event.reason))
+            self.end(UserError(event.reason))
         elif isinstance(event, Down):
             self._background.do(self.client.evict({event.url: event.reason}))
         elif isinstance(event, Leaving):
@@ -327,7 +322,7 @@ class Rollouts:
                 self.limits.flush_seconds,
                 lambda: event.index in self.rejections.by_filters(),
                 lambda: self._record(self.rejections.by_filters),
-                self._end,
+                self.end,
             )
 
     def _spooled(self, link: Link, event: Spooled) -> None:
@@ -345,7 +340,7 @@ class Rollouts:
         self._assigned.end(event.index)
         if event.cause != "workflow":
             self.book.withdraw(event.index)
-            self._end(ERRORS[event.cause](event.reason))
+            self.end(ERRORS[event.cause](event.reason))
             return
         self.suspects.clear(event.index)
         attempts = self.book.fail(event.index)
@@ -372,7 +367,8 @@ class Rollouts:
     def _is_last(self, attempts: int) -> bool:
         return attempts >= self.limits.group_attempts
 
-    def _end(self, error: BaseException) -> None:
+    def end(self, error: BaseException) -> None:
+        """End or repeat the stage that takes groups."""
         self._failure = error
         self._news.set()
 
@@ -386,7 +382,7 @@ class Rollouts:
         if held and not self._taking:
             return
         running = self.book.running.of
-        most = self.client.capacity - (len(running) - self._assigned.states["verifying"])
+        most = self.client.capacity - (len(running) - self._assigned.by_url("verifying").total())
         self._waiting = [group for group in self._waiting if group in running]
         self._waiting += self.book.lease(version, min(most, self.book.short()) if held else most)
         if self._waiting:

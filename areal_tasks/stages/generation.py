@@ -15,7 +15,7 @@ from typing import Any, Final
 import pyarrow.compute as pc
 
 from areal_tasks.engines.client import InferenceClient
-from areal_tasks.engines.session import Engines
+from areal_tasks.engines.servers import Servers
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rollout.book import Book
@@ -86,8 +86,11 @@ class Generation:
     It generates nothing before the first `take`, and may generate until `close`.
     """
 
-    def __init__(self, run: Run, head: IterationCommit | None, last: int, recipe_at: Callable[[int], Recipe]) -> None:
+    def __init__(
+        self, run: Run, head: IterationCommit | None, last: int, recipe_at: Callable[[int], Recipe], servers: Servers
+    ) -> None:
         self._run = run
+        self._servers = servers
         self._recipe_at = recipe_at
         self._last = last
         self._first = head.iteration + 1 if head else 0
@@ -97,7 +100,6 @@ class Generation:
         self._recipe: Recipe | None = None
         self._made_with = ""  # the groups in progress
         self._rollouts: Rollouts | None = None
-        self._engines: Engines | None = None
 
     def take(self, context: Context, inputs: Inputs, prefix: str) -> Output:
         """The samples that the iteration trains on, with their verdicts if groups are judged.
@@ -110,7 +112,7 @@ class Generation:
         """
         eta = self.book.rule.eta(context.iteration)
         lag = context.iteration if eta else 0  # if they lag, the rule does not let groups begin that would be too old
-        check_versions(context.engines.servers.inference(waits=eta == 0), context.iteration, lag)
+        check_versions(self._servers.inference(waits=eta == 0), context.iteration, lag)
         rollouts = self._following(context, inputs)
         wanted, size = self.book.rule.batch(context.iteration), rollouts.limits.group_size
 
@@ -118,19 +120,18 @@ class Generation:
             return min(self.book.ready(), wanted) * size, wanted * size
 
         with reported(f"rollout {context.iteration}", "samples", count):
-            parts = context.engines.servers.call(rollouts.take(prefix), generates=rollouts.client)
+            parts = self._servers.call(rollouts.take(prefix), generates=rollouts.client)
         check_verdicts(rollouts.verdicts, context.recipe)
         tables = {name: whole(context.store, [part.tables[name] for part in parts]) for name in parts[0].tables}
         sizes = sizes_of(sum(p.samples for p in parts), sum(p.tokens for p in parts), sum(p.truncated for p in parts))
         return Output(tables, sizes | rollouts.rejections.metrics())
 
-    def consume(self, context: Context, taken: Sequence[int]) -> None:
+    def consume(self, taken: Sequence[int]) -> None:
         """The iteration's rollout is committed: the groups `taken` are settled, whichever process generated them."""
-        rollouts = self._rollouts
-        if rollouts is None:
+        if self._rollouts is None:
             self.book.consume(taken)
         else:
-            context.engines.servers.call(_in_loop(partial(rollouts.consume, taken)))
+            self._servers.call(_in_loop(partial(self._rollouts.consume, taken)))
 
     def hold(self, held: bool) -> None:
         """While `held`, begin only groups that a running stage waits for; write finished ones to the store.
@@ -138,36 +139,36 @@ class Generation:
         May be called from any thread. Does not wait long for the store: writes that fail are retried later.
         """
         (self._held.set if held else self._held.clear)()
-        if self._rollouts is None or self._engines is None:
+        if self._rollouts is None:
             return
         try:
-            self._engines.servers.call_briefly(self._rollouts.flush() if held else _in_loop(self._rollouts.begin))
+            self._servers.call_briefly(self._rollouts.flush() if held else _in_loop(self._rollouts.begin))
         except (UserError, TimeoutError) as error:
             log.warning("finished groups are not in the store yet: %s", str(error) or type(error).__name__)
 
     def close(self) -> None:
         """Abandon running groups, and write finished ones to the store."""
-        if self._rollouts is None or self._engines is None:
+        if self._rollouts is None:
             return
         try:
-            self._engines.servers.workers.serve(None)
-            self._engines.servers.call_briefly(self._rollouts.close())
+            self._servers.workers.serve(None)
+            self._servers.call_briefly(self._rollouts.close())
         except Exception as error:  # another error ended the run, and must not be hidden
             log.warning("finished groups were lost, and begin again: %s", str(error) or type(error).__name__)
 
     def recipes_have_changed(self, first: int) -> None:
         """The recipes of the iterations from `first` on are others now. No iteration may be taking groups."""
         rule, why = self._rule(first), f"too old or too many for what is in force from iteration {first} on"
-        if self._rollouts is None or self._engines is None:
+        if self._rollouts is None:
             self.book.rule = rule
         else:
-            self._engines.servers.call(_in_loop(partial(self._rollouts.follow, rule, why)))
+            self._servers.call(_in_loop(partial(self._rollouts.follow, rule, why)))
 
     def state(self) -> dict[str, Any]:
         """The groups after an iteration, as its commit records them: settled ones, and places of others in spool."""
         settled, places = self.book.settled, self._spooled
-        if self._rollouts is not None and self._engines is not None:
-            settled, places = self._engines.servers.call(self._rollouts.settled())
+        if self._rollouts is not None:
+            settled, places = self._servers.call(self._rollouts.settled())
         beyond = {"settled": sorted(settled.beyond)} if settled.beyond else {}
         spooled = {"spool": [list(place) for place in places]} if places != NOTHING_SPOOLED else {}
         return {"next_group": settled.prefix} | beyond | spooled
@@ -179,12 +180,12 @@ class Generation:
         kind = made_with(recipe, inputs.ref("prompts").digest)
         if self._rollouts is None or self._made_with != kind:
             self.close()
-            self._made_with, self._engines = kind, context.engines
+            self._made_with = kind
             self._rollouts = self._new(context, inputs)
-            context.engines.servers.workers.serve(self._rollouts)
+            self._servers.workers.serve(self._rollouts)
         elif self._recipe != recipe:
             order = order_of(context, recipe, inputs.ref("prompts"), kind)
-            context.engines.servers.call(_in_loop(partial(self._rollouts.adapt, recipe.rollout, order)))
+            self._servers.call(_in_loop(partial(self._rollouts.adapt, recipe.rollout, order)))
         self._recipe = recipe
         return self._rollouts
 
@@ -209,13 +210,10 @@ class Generation:
         return rollouts
 
     def _rule(self, k: int) -> Staleness:
-        return Staleness(self._eta, self._last, self._batch, self._settings(k).bound)
+        def eta(j: int) -> int:
+            return self._settings(j).max_head_offpolicyness
 
-    def _eta(self, k: int) -> int:
-        return self._settings(k).max_head_offpolicyness
-
-    def _batch(self, k: int) -> int:
-        return self._settings(k).groups
+        return Staleness(eta, self._last, lambda j: self._settings(j).groups, self._settings(k).bound)
 
     def _settings(self, k: int) -> RolloutSettings:
         return self._recipe_at(k).rollout  # type: ignore[union-attr]

@@ -134,7 +134,8 @@ class Loop:
     def _generating(self) -> Iterator[None]:
         """While inside, samples are generated as iterations need them, or ahead."""
         if isinstance(self.recipe, RlhfRecipe):
-            self.generation = Generation(self.run, self.head, self.last - 1, self.recipe_at)
+            servers = self.engines.servers
+            self.generation = Generation(self.run, self.head, self.last - 1, self.recipe_at, servers)
         try:
             yield
         finally:
@@ -226,7 +227,7 @@ class Loop:
     def _consume(self, k: int, groups: Sequence[int]) -> None:
         """Iteration `k` has taken these groups, and the one before is committed without them."""
         assert self.generation is not None
-        self.generation.consume(self._context(k), groups)
+        self.generation.consume(groups)
 
     def _apply_changes(self, first: int) -> None:
         """Put the changes that were asked for since the last look into force from iteration `first` on.

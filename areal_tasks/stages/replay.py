@@ -92,13 +92,10 @@ def replay_plan(recipe: Recipe, origin: Origin, k: int) -> Plan:
 
 def before(graph: Plan, stage: str) -> list[Stage]:
     """Every stage that `stage` waits for, however far back, in order. KeyError if the graph has no such stage."""
-    found: set[str] = set()
-    queue = list(graph.waits[stage])
-    while queue:
-        name = queue.pop()
-        if name not in found:
-            found.add(name)
-            queue += graph.waits[name]
+    found = set(graph.waits[stage])
+    for earlier in reversed(graph.stages):
+        if earlier.name in found:
+            found |= graph.waits[earlier.name]
     return [s for s in graph.stages if s.name in found]
 
 

@@ -18,7 +18,7 @@ GRPO_FIELDS: Final = ("rollout.temperature", "rollout.max_head_offpolicyness")
 def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
     """Per optimizer step `train_steps`, per sample `train_samples`. Carries the policy to the next version.
 
-    With η > 0 also `scored`, which servers are compared with once they hold that version (`agreement.py`).
+    With η > 0 also `scored`, which servers are compared with once they hold that version (`publish.py`).
     """
     grpo = isinstance(recipe, RlhfRecipe)
     return Stage(

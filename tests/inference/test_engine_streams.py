@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 
 from areal_tasks.engines.embedded.api import Generate, open_request
-from areal_tasks.engines.embedded.app import stream
 from areal_tasks.engines.embedded.engine import Engine
+from areal_tasks.engines.embedded.process import stream
 from areal_tasks.engines.embedded.runner import read_weights_folder
 from areal_tasks.engines.embedded.sequence import Sequence
 from tests.inference.held import Held

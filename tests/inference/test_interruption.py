@@ -21,8 +21,8 @@ from waiting import until, wait_until
 
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
-from areal_tasks.engines.embedded.app import Server
 from areal_tasks.engines.embedded.engine import Engine
+from areal_tasks.engines.embedded.process import Server
 from areal_tasks.engines.embedded.runner import read_weights_folder
 from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence
 from areal_tasks.engines.embedded.slots import Slots

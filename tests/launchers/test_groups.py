@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from scripted_starts import at_once
-from waiting import wait_until
+from waiting import LIMIT, wait_until
 
-from areal_tasks.engines import trainers
+from areal_tasks.engines import session
 from areal_tasks.engines.service import AWAY, ServiceSpec, register
 from areal_tasks.launchers import starts
 from areal_tasks.launchers.cluster import TAKEN_BACK
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
 from areal_tasks.store.backend import Unavailable, open_store
+from areal_tasks.store.parallel import in_background
 from schemas.recipe.launcher import Launcher
 
 NAMES = ("trainer", "trainer-1")
@@ -138,15 +141,19 @@ def test_a_trainer_is_restarted_while_the_flow_waits_for_its_answer(
     group: tuple[Supervisor, Scripted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 cannot answer without the others, and a run without rollout workers waits for nothing else."""
-    monkeypatch.setattr(trainers, "TEND_SECONDS", 0.01)
+    monkeypatch.setattr(session, "TEND_SECONDS", 0.01)
     supervisor, _ = group
     start(supervisor)
-    trainer = trainers.ResidentTrainer(None, NAMES, supervisor, None, None, None)  # type: ignore[arg-type]
-    trainer.tend()
+    closed, servers = threading.Event(), SimpleNamespace(workers=SimpleNamespace(tend=lambda: None))
+    engines = SimpleNamespace(
+        supervisor=supervisor, servers=servers, actor=SimpleNamespace(names=NAMES), _closed=closed
+    )
+    tending = in_background(lambda: session.Engines._tend(cast(Any, engines)), "tend")
     wait_until(lambda: all(supervisor.services[name].url for name in NAMES), "both parts")
     supervisor.services["trainer-1"].handle.code = 69  # type: ignore[attr-defined]
     wait_until(lambda: restarts(supervisor) == {1}, "the next start of both")
-    trainer.close()
+    closed.set()
+    tending.result(LIMIT)
 
 
 def test_what_the_cluster_takes_from_one_counts_for_none(group: tuple[Supervisor, Scripted]) -> None:

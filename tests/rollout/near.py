@@ -11,7 +11,7 @@ from typing import Any, cast
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from areal_tasks.rollout.link import Link, Listener, WorkerLost
+from areal_tasks.rollout.link import Link, WorkerLost
 from areal_tasks.rollout.orders import Event, Lease, Orders, Part, Written
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.worker.groups import Groups
@@ -31,9 +31,9 @@ def some_store() -> Store:
 class Near:
     """What a `Link` is to the flow. `lose` is what it sees when the process is killed."""
 
-    def __init__(self, url: str, listener: Listener, make: Callable[[Callable[[Event], None]], Groups]) -> None:
+    def __init__(self, url: str, flow: Rollouts, make: Callable[[Callable[[Event], None]], Groups]) -> None:
         self.url, self.busy, self.start = url, dict[str, int](), None
-        self._listener, self._loop = listener, asyncio.get_running_loop()
+        self._flow, self._loop = flow, asyncio.get_running_loop()
         self.groups = make(lambda event: self._soon(self._tell, event))
         self.gone, self.ready, self.tried, self.explained, self.leaving = False, False, False, False, False
         self.retired = False
@@ -45,11 +45,11 @@ class Near:
 
     def _begin(self) -> None:
         self.ready = self.tried = True
-        self._listener.begun(self.link)
+        self._flow.begun(self.link)
 
     def lose(self) -> None:
         self.gone = True
-        self._listener.lost(self.link)
+        self._flow.lost(self.link)
 
     def give(self, leases: list[Lease]) -> None:
         self._soon(self.groups.apply, Orders(begin=tuple(leases)))
@@ -84,7 +84,7 @@ class Near:
         self._loop.call_soon(lambda: None if self.gone else call(*arguments))
 
     def _tell(self, event: Event) -> None:
-        self._listener.received(self.link, event)
+        self._flow.received(self.link, event)
 
 
 class Here(Rollouts):

@@ -21,7 +21,7 @@ from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.server import BadRequest, ServerDown
 from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.judging import Judge
-from areal_tasks.rollout.link import Link, Listener
+from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import Settled
 from areal_tasks.rollout.spooling import Spool, Writer, spooled_rows
@@ -86,7 +86,7 @@ def rollouts(
     prompt_of: Callable[[int], Prompt] = lambda group: Prompt(group, group, 0, "p", "a", [1])  # noqa: E731
     settings = Rollout(**limits)
 
-    def near(url: str, flow: Listener) -> Link:
+    def near(url: str, flow: Rollouts) -> Link:
         make = lambda tell: Groups(scene, context, prompt_of, settings, writer(store), tell, judge)  # noqa: E731
         return Near(url, flow, make).link
 

@@ -16,6 +16,7 @@ from areal_tasks.engines.watchdog import Watchdog
 from areal_tasks.engines.workers import Workers
 from areal_tasks.launchers.supervisor import Ready, Supervisor
 from areal_tasks.store.backend import open_store
+from areal_tasks.store.parallel import in_background
 from schemas.recipe.launcher import Launcher
 from schemas.recipe.load import parse_recipe
 
@@ -52,16 +53,17 @@ class Slow(Supervisor):
 def test_a_manager_that_is_to_be_closed_gets_no_worker_from_a_look_that_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "TEND_SECONDS", 0.0)
     monkeypatch.setattr(workers, "ready", lambda *_: None)
     recipe = parse_recipe({"name": "r", "flow": "rlhf", "model": {"path": "m"}, "data": {"source": "sums://2"}})
     supervisor, manager, loop = Slow(open_store(tmp_path.as_uri()), Launcher(), tmp_path), Manager(), LoopThread()
     served = Workers(recipe, True, supervisor, cast(Watchdog, None), loop)
     served.serve(manager)
+    look = in_background(served.tend, "tend")
     assert supervisor.background.wait(LIMIT)
     threading.Timer(0.2, supervisor.go.set).start()
     served.serve(None)
     before = list(manager.given)
     supervisor.go.set()
+    look.result(LIMIT)
     loop.stop()
     assert manager.given == before, "it was closed in between"

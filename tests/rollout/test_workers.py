@@ -14,8 +14,8 @@ from near import some_store
 from test_rollouts import BATCH, Scene, at, go, rollouts, sample
 from waiting import until
 
-from areal_tasks.rollout.assignments import Assignments
 from areal_tasks.rollout.link import Link
+from areal_tasks.rollout.links import Assignments
 from areal_tasks.rollout.orders import Finished, Lease, LeaseOver, Orders, Part
 from areal_tasks.rollout.settled import Settled
 from areal_tasks.rollout.suspects import Suspects

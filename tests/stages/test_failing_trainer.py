@@ -11,11 +11,14 @@ import pytest
 from failing_trainer import FAILURE, WORDS
 from pydantic import ValidationError
 from stage_driver import digests, drive, tiny_sft
-from starlette.responses import Response
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.testclient import TestClient
 
 from areal_tasks.engines import starting, trainer_client
 from areal_tasks.engines.access import Access
-from areal_tasks.engines.trainer import app
+from areal_tasks.engines.service import endpoint
+from areal_tasks.engines.trainer import process
 from areal_tasks.engines.trainer.commands import Load, Train, Trained
 from areal_tasks.engines.trainer.fencing import StaleCommand, Superseded
 from areal_tasks.engines.trainer.group import GroupBroken
@@ -95,12 +98,16 @@ def malformed() -> Exception:
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
 def test_the_caller_learns_what_kind_of_error_it_was(error: Exception, meant: type[Exception], says: str) -> None:
-    sent: Response = app._failure(error)
+    async def fails(_request: Any) -> Any:
+        raise error
+
+    app = Starlette(routes=[Route("/train", endpoint(fails, process._status, process._text), methods=["POST"])])
+    sent = TestClient(app).post("/train")
     distrusted: list[str] = []
     client = trainer_client.TrainerClient(
         "http://trainer", Access(), Watchdog(Launcher(), lambda _name, _why: None), distrusted.append
     )
-    answer = httpx.Response(sent.status_code, content=bytes(sent.body))
+    answer = httpx.Response(sent.status_code, content=sent.content)
     client.http = httpx.Client(transport=httpx.MockTransport(lambda _: answer), base_url="http://trainer")
     with pytest.raises(meant, match=says) as caught:
         client.run(Train(owner=1, version=0, digest="", kind="sft", iteration=0, tables={}), Trained)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
 from store_builders import commit_stage, iteration_commit, manifest, recipe, table
 
+from areal_tasks.engines.servers import Servers
 from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.orders import Failed
 from areal_tasks.rollout.rollouts import Rollouts
@@ -209,7 +210,7 @@ def test_sql_shows_what_waits_how_long_and_how_stale(run: Run) -> None:
 def test_a_fork_begins_with_its_parents_settled_groups_and_an_empty_spool(run: Run) -> None:
     child = open_run(run.store, "child", recipe(), origin=Origin("run", 2))
     head = child.head()
-    generation = Generation(child, head, 9, lambda k: recipe())
+    generation = Generation(child, head, 9, lambda k: recipe(), cast(Servers, None))
     assert generation.book.settled == settled_after(head) and generation.book.settled.prefix == 5
     assert generation.state() == {"next_group": 5}
     assert Spool(child.store, child.name, child.owner, "made").recover(generation.book.settled) == ([], [])
@@ -231,7 +232,7 @@ def test_a_rejection_is_recorded_before_a_commit_counts_it(local_store: Store) -
         Book(Staleness(lambda k: 0, 9, lambda k: 2), 0), nothing, nothing, nothing, limits,
         Spool(run.store, run.name, run.owner, "made"), Writer(run.store, run.name, run.owner, "made"),
     )  # fmt: skip
-    generation = Generation(run, None, 9, lambda k: recipe())
+    generation = Generation(run, None, 9, lambda k: recipe(), cast(Servers, None))
     generation.book = rollouts.book
     generation._rollouts = rollouts
 
@@ -242,7 +243,7 @@ def test_a_rejection_is_recorded_before_a_commit_counts_it(local_store: Store) -
         def call(work: Any) -> Any:
             return asyncio.run_coroutine_threadsafe(work, loop).result()
 
-        generation._engines = SimpleNamespace(servers=SimpleNamespace(call=call))  # type: ignore[assignment]
+        generation._servers = SimpleNamespace(call=call)  # type: ignore[assignment]
         return await asyncio.to_thread(generation.state)
 
     async def main() -> dict[str, Any]:

@@ -8,7 +8,7 @@ import jaxtyping
 import pytest
 
 with jaxtyping.install_import_hook(["areal_tasks.engines.trainer", "areal_tasks.data.batching"], "beartype.beartype"):
-    import areal_tasks.engines.trainer.app  # noqa: F401
+    import areal_tasks.engines.trainer.process  # noqa: F401
 
 import torch
 from trainer_builders import TINY, World, sft_recipe

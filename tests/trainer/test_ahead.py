@@ -18,7 +18,7 @@ from areal_tasks.engines.trainer import forward, service
 from areal_tasks.engines.trainer import learner as learner_module
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.commands import Logprobs
-from areal_tasks.engines.trainer.forward import Ahead, background_thread, one_core
+from areal_tasks.engines.trainer.forward import ahead, background_thread, one_core
 from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.rows import grpo_batch
@@ -59,16 +59,12 @@ def test_on_a_cpu_there_is_no_thread() -> None:
         assert thread is None
 
 
-def test_an_item_is_made_when_it_is_asked_for_or_prepared() -> None:
+def test_without_a_thread_an_item_is_made_when_it_is_asked_for() -> None:
     made: list[int] = []
-    items = Ahead((made.append(n) or n for n in range(3)), None)  # type: ignore[func-returns-value]
+    items = ahead((made.append(n) or n for n in range(3)), None)  # type: ignore[func-returns-value]
     assert made == []
     assert (next(items), made) == (0, [0])
-    items.prepare()
-    items.prepare()
-    assert made == [0, 1]
     assert list(items) == [1, 2]
-    items.prepare()  # nothing is left
 
 
 def test_a_thread_makes_an_item_while_the_one_before_is_used() -> None:
@@ -80,7 +76,7 @@ def test_a_thread_makes_an_item_while_the_one_before_is_used() -> None:
             yield number, threading.current_thread().name, torch.get_num_threads()
 
     with forward._thread(CPU) as thread:
-        items = Ahead(source(), thread)
+        items = ahead(source(), thread)
         number, name, threads = next(items)
         assert (number, threads) == (0, 1) and name != threading.current_thread().name
         assert made[1].wait(LIMIT)

@@ -11,8 +11,8 @@ import pytest
 from trainer_builders import World, advantage, rlhf_recipe, rollout
 from waiting import LIMIT
 
-from areal_tasks.engines.trainer.app import make_app
 from areal_tasks.engines.trainer.commands import Command, Keep, Load, Publish, Train
+from areal_tasks.engines.trainer.process import make_app
 from areal_tasks.engines.trainer.service import Trainer
 
 

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_builders import advantage, rlhf_recipe, rollout
 
 from areal_tasks.data.batching import Layout, lay_out
-from areal_tasks.engines.trainer import learner as learner_module
 from areal_tasks.engines.trainer.backend import Progress, TokenLoss, TokenStats
 from areal_tasks.engines.trainer.learner import Learner, make_plan
 from areal_tasks.engines.trainer.local import LocalBackend
@@ -66,14 +65,8 @@ class Watched(LocalBackend):
         return super().step(lr, wanted)
 
 
-def _learn(model: Path, monkeypatch: pytest.MonkeyPatch, **trainer: Any) -> tuple[list[str], Watched]:
+def _learn(model: Path, **trainer: Any) -> tuple[list[str], Watched]:
     events: list[str] = []
-
-    def told(*arguments: Any) -> Layout:
-        events.append("layout")
-        return lay_out(*arguments)
-
-    monkeypatch.setattr(learner_module, "lay_out", told)
     settings = read_settings(rlhf_recipe(trainer={"layout": "padded", **trainer}))
     backend = Watched(settings, events)
     backend.load(model, 0)
@@ -83,8 +76,8 @@ def _learn(model: Path, monkeypatch: pytest.MonkeyPatch, **trainer: Any) -> tupl
     return events, backend
 
 
-def test_no_pass_waits_for_the_device(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events, backend = _learn(tiny, monkeypatch, micro_batch_tokens=16)
+def test_no_pass_waits_for_the_device(tiny: Path) -> None:
+    events, backend = _learn(tiny, micro_batch_tokens=16)
     assert events.count("pass") > events.count("step") == 2
     assert backend.watch.waited == []
 
@@ -107,11 +100,6 @@ def test_the_watch_sees_what_waits() -> None:
         assert float(values.sum()) == 3.0
         assert len(values[values > 0]) == 2
     assert watch.waited == ["_local_scalar_dense", "index"]
-
-
-def test_the_next_minibatch_is_laid_out_before_the_step(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events, _ = _learn(tiny, monkeypatch, micro_batch_tokens=10_000)
-    assert events == ["layout", "pass", "layout", "step", "pass", "step"]
 
 
 def test_picked_rows_have_the_gradient_of_a_selection() -> None:

@@ -12,8 +12,8 @@ import pytest
 from starlette.applications import Starlette
 from trainer_builders import World, advantage, rlhf_recipe, rollout
 
-from areal_tasks.engines.trainer.app import make_app
 from areal_tasks.engines.trainer.commands import COMMANDS, Compare, Load, Logprobs, Message, Written
+from areal_tasks.engines.trainer.process import make_app
 from areal_tasks.store.backend import Store
 from schemas.manifest import WeightsRef
 

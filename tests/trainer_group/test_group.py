@@ -18,10 +18,10 @@ from torch.distributed import HashStore
 from trainer_builders import World
 from waiting import LIMIT, wait_until
 
-from areal_tasks.engines.trainer.app import make_app
 from areal_tasks.engines.trainer.commands import Load, Receiver, Send
 from areal_tasks.engines.trainer.fencing import StaleCommand
 from areal_tasks.engines.trainer.group import Group, GroupBroken, Outcome, disagreement
+from areal_tasks.engines.trainer.process import make_app
 from areal_tasks.engines.trainer.ranks import Place, cpu_threads, end_group, environment, find_place
 from schemas.errors import UserError
 from schemas.recipe.sections import Trainer

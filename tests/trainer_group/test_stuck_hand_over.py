@@ -17,8 +17,8 @@ from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.ports import HOST
 from areal_tasks.engines.trainer import ranks, transport
-from areal_tasks.engines.trainer.app import make_app
 from areal_tasks.engines.trainer.commands import Load, Message, Receiver, Send
+from areal_tasks.engines.trainer.process import make_app
 from areal_tasks.engines.trainer.transport import Unanswered, WeightTransferRejected
 
 SERVER = "http://server"

@@ -17,9 +17,10 @@ from live_bytes import LiveBytes
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer import checkpoint
-from areal_tasks.engines.trainer.backend import Backend, Progress
+from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.commands import Checkpoint, Load, Logprobs, Publish, Train
 from areal_tasks.engines.trainer.group import Group
+from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.ranks import join
 from areal_tasks.engines.trainer.service import Trainer, make_backend
 from areal_tasks.engines.trainer.settings import read_settings
@@ -147,7 +148,7 @@ def publish_twice(player: Player) -> list[str]:
     return [before, player.publish("after")]
 
 
-def peaks(backend: Backend, deep: Path, steps: list[str], state: Path) -> dict[str, list[int]]:
+def peaks(backend: LocalBackend, deep: Path, steps: list[str], state: Path) -> dict[str, list[int]]:
     """The most bytes that tensors took on each rank during each of these steps, besides what there was before."""
     works: dict[str, Callable[[], object]] = {
         "load": lambda: backend.load(deep, 0),

@@ -276,17 +276,19 @@ class Engine:
         stopped, full = self._slots.accept(rows, tokens, logprobs)
         for slot in stopped.tolist():
             self._finish_slot(slot, {"type": "stop", "matched": int(self._slots.token[slot])})
-        for slot in self._slots.with_strings.intersection(rows.tolist()):
+        for slot in self._slots.special.intersection(rows.tolist()):
             self._finish_at_string(slot)
         for slot in full.tolist():
             if slot in self._slots.owner:  # no stop string has ended it
                 self._finish_slot(slot, {"type": "length", "length": self._slots.owner[slot].limit})
-        for slot in self._slots.with_listener.intersection(rows.tolist()):
-            self._slots.settle(slot, self.version)
-            self._slots.owner[slot].notify()
+        for slot in self._slots.special.intersection(rows.tolist()):
+            if self._slots.owner[slot].listener is not None:
+                self._slots.settle(slot, self.version)
+                self._slots.owner[slot].notify()
 
     def _finish_at_string(self, slot: int) -> None:
-        stops = self._slots.owner[slot].params.stop
+        if not (stops := self._slots.owner[slot].params.stop):
+            return
         assert self.detokenizer is not None, "requests with stop strings are refused without one"
         found = self.detokenizer.find_stop(self._slots.tail(slot, tail_length(stops)), stops)
         if found is not None:

@@ -1,25 +1,45 @@
-"""The embedded inference server as a process."""
+"""The embedded inference server as a process. Its HTTP API: those of SGLang's native routes that the client uses."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
 
+import orjson
 import torch
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
-from areal_tasks.engines.embedded.app import Server
-from areal_tasks.engines.embedded.engine import Engine
-from areal_tasks.engines.embedded.runner import Runner, find_detokenizer
+from areal_tasks.engines.embedded.api import (
+    Generate,
+    Pause,
+    UpdateWeights,
+    answer,
+    open_request,
+    parse,
+    partial_answer,
+)
+from areal_tasks.engines.embedded.engine import Engine, NotFinite
+from areal_tasks.engines.embedded.runner import Runner, find_detokenizer, read_weights_folder
+from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, make_sequence
 from areal_tasks.engines.ends import end_tokens
 from areal_tasks.engines.fetching import weights_folder
 from areal_tasks.engines.service import ServiceSpec, exit_with_reason, read_spec, serve
-from areal_tasks.store.backend import open_store
+from areal_tasks.store.backend import Store, Unavailable, open_store
 from areal_tasks.store.objects.files import read_weights
 from schemas.errors import UserError
 from schemas.recipe.sections import Inference, Model
+
+HEALTH_SECONDS: Final = 20.0
+HEALTH_POLL_SECONDS: Final = 0.02
 
 
 def make_app(spec: ServiceSpec, on_failure: Callable[[], None] | None = None) -> Starlette:
@@ -59,3 +79,158 @@ def main() -> None:
     spec = read_spec()
     with exit_with_reason():
         serve(make_app(spec, _end), spec)
+
+
+class Server:
+    """The routes."""
+
+    def __init__(self, engine: Engine, store: Store) -> None:
+        self.engine = engine
+        self.store = store
+        self.updating = asyncio.Lock()
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        routes = [
+            Route("/generate", self.generate, methods=["POST"]),
+            Route("/pause_generation", self.pause, methods=["POST"]),
+            Route("/continue_generation", self.resume, methods=["POST"]),
+            Route("/update_weights_from_disk", self.update_weights, methods=["POST"]),
+            Route("/health_generate", self.health, methods=["GET"]),
+            Route("/server_info", self.server_info, methods=["GET"]),
+            Route("/model_info", self.model_info, methods=["GET"]),
+        ]
+        return Starlette(routes=routes, exception_handlers=dict.fromkeys((UserError, NotFinite, RuntimeError), _failed))
+
+    async def generate(self, request: Request) -> Response:
+        body = parse(Generate, await request.body())
+        asked = open_request(body, self.engine)
+        if body.stream:
+            return stream(self.engine, asked)
+        finished = asyncio.wrap_future(self.engine.submit(asked))
+        disconnected = asyncio.ensure_future(_disconnect(request))
+        await asyncio.wait({finished, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        disconnected.cancel()
+        if not finished.done():
+            await asyncio.wrap_future(self.engine.abort(set(asked).__contains__))
+            return _json({"error": "the client disconnected"}, 499)
+        finished.result()
+        return Response(answer(asked, self.engine.detokenizer, self.engine.version), media_type="application/json")
+
+    async def pause(self, request: Request) -> Response:
+        body = parse(Pause, await request.body())
+        await asyncio.wrap_future(self.engine.pause(body.mode))
+        return _json({"status": "ok", "message": f"paused ({body.mode})"})
+
+    async def resume(self, request: Request) -> Response:
+        await asyncio.wrap_future(self.engine.resume())
+        return _json({"status": "ok", "message": "continued"})
+
+    async def update_weights(self, request: Request) -> Response:
+        body = parse(UpdateWeights, await request.body())
+        if not body.flush_cache and not self.engine.paused:
+            raise UserError("flush_cache=false keeps the old cache: pause with mode in_place first")
+        version = self.engine.version if body.weight_version is None else str(body.weight_version)
+        async with self.updating:
+            if body.abort_all_requests:
+                await asyncio.wrap_future(self.engine.abort(lambda sequence: True))
+            weights = await asyncio.to_thread(self._read, body.model_path)
+            await asyncio.wrap_future(self.engine.update_weights(weights, version, not body.flush_cache))
+        return _json({"success": True, "message": f"loaded {body.model_path}", "weight_version": version})
+
+    def _read(self, source: str) -> dict[str, Any]:
+        with weights_folder(self.store, source) as folder:
+            return read_weights_folder(folder, self.engine.runner.model)
+
+    async def health(self, request: Request) -> Response:
+        """Healthy if the engine generates any token, if only for this request; a paused engine need not."""
+        if not self.engine.paused and self.engine.failure is None and not await self._generates():
+            return _json({"error": f"no token within {HEALTH_SECONDS:.0f} s"}, 503)
+        if self.engine.failure is not None:
+            return _json({"error": self.engine.failure}, 503)
+        return _json({"status": "ok"})
+
+    async def _generates(self) -> bool:
+        """Whether the engine makes a step in time. With a long queue, the probe's own token may come much later."""
+        before, deadline = self.engine.steps, time.monotonic() + HEALTH_SECONDS
+        probe = make_sequence([0], SamplingParams(max_new_tokens=1), frozenset(), self.engine.runner.max_length)
+        work = asyncio.wrap_future(self.engine.submit([probe]))
+        while self.engine.steps == before and time.monotonic() < deadline:
+            await asyncio.wait({work}, timeout=HEALTH_POLL_SECONDS)
+        if work.done():
+            work.result()
+        else:
+            work.cancel()
+            self.engine.abort({probe}.__contains__)
+        return self.engine.steps > before
+
+    async def server_info(self, request: Request) -> Response:
+        running, queued = self.engine.load()
+        engine = self.engine
+        state = {"deterministic": engine.deterministic, "paused": engine.paused, "steps": engine.steps}
+        return _json({"running": running, "queued": queued, **state})
+
+    async def model_info(self, request: Request) -> Response:
+        return _json({"weight_version": self.engine.version})
+
+
+def status_of(error: BaseException) -> int:
+    """HTTP status: 400 for the caller's mistake, 500 for damaged weights, 503 when the engine or the store is gone."""
+    if isinstance(error, NotFinite):
+        return 500
+    return 400 if isinstance(error, UserError) and not isinstance(error, Unavailable) else 503
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return _json({"error": str(error)}, status_of(error))
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status_code=status, media_type="application/json")
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+# ── streams ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def stream(engine: Engine, asked: list[Sequence]) -> Response:
+    """Answer a request for one sample by events in SGLang's format: `data: {…}`, finally `data: [DONE]`.
+
+    Each event repeats the content of earlier ones. Events are skipped if sending is slower than the engine. If the
+    client disconnects, the sample is aborted.
+    """
+    release = BackgroundTask(engine.abort, set(asked).__contains__)  # runs after the last event, too
+    return StreamingResponse(_events(engine, *asked), media_type="text/event-stream", background=release)
+
+
+async def _events(engine: Engine, sequence: Sequence) -> AsyncIterator[bytes]:
+    updates: asyncio.Queue[Sequence | BaseException] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def put(update: Sequence | BaseException) -> None:
+        loop.call_soon_threadsafe(updates.put_nowait, update)
+
+    sequence.listener = put
+    engine.submit([sequence]).add_done_callback(lambda f: put(f.exception() or sequence))
+    latest: Sequence | BaseException | None = None
+    while latest is None or (isinstance(latest, Sequence) and latest.finish is None):
+        latest = await _newest(updates)
+        yield b"data: " + _event(engine, latest) + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+async def _newest(updates: asyncio.Queue[Sequence | BaseException]) -> Sequence | BaseException:
+    newest = await updates.get()
+    while not updates.empty():
+        newest = updates.get_nowait()
+    return newest
+
+
+def _event(engine: Engine, latest: Sequence | BaseException) -> bytes:
+    if isinstance(latest, Sequence):
+        return partial_answer(latest, engine.detokenizer, engine.version)
+    return orjson.dumps({"error": {"message": str(latest), "code": status_of(latest)}})

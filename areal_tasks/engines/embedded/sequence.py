@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class SamplingParams(BaseModel):
-    """SGLang's `sampling_params`; fields that a trainer cannot reproduce accept their neutral value only.
+    """SGLang's `sampling_params`, without those that a trainer cannot reproduce: they are refused.
 
     Texts hold all tokens that were sampled: `no_stop_trim` cannot be turned off.
     """
@@ -37,12 +37,6 @@ class SamplingParams(BaseModel):
     sampling_seed: Seed | None = None
     ignore_eos: bool = False
     no_stop_trim: Literal[True] = True
-    top_p: Literal[1] | float = Field(1, ge=1, le=1)
-    top_k: Literal[-1] = -1
-    min_p: float = Field(0, ge=0, le=0)
-    frequency_penalty: float = Field(0, ge=0, le=0)
-    presence_penalty: float = Field(0, ge=0, le=0)
-    repetition_penalty: float = Field(1, ge=1, le=1)
 
 
 @dataclass(eq=False, slots=True)

@@ -29,9 +29,7 @@ class Slots:
         self.tokens = np.zeros((rows, length), np.int64)
         self.logprobs = np.zeros((rows, length), np.float32)
         self.owner: dict[int, Sequence] = {}  # of the slots that are taken
-        self.with_strings: set[int] = set()  # slots whose sequence has stop strings
-        self.with_listener: set[int] = set()  # slots whose sequence has a listener
-        self.with_given: set[int] = set()  # slots whose sequence has given tokens
+        self.special: set[int] = set()  # slots whose sequence has stop strings, a listener or given tokens
 
     @property
     def vacancies(self) -> int:
@@ -53,12 +51,8 @@ class Slots:
         self.limit[slot] = sequence.left
         self.position[slot] = len(sequence.so_far()) - 1
         self._set_stops(slot, sequence.stop_ids)
-        if sequence.params.stop:
-            self.with_strings.add(slot)
-        if sequence.listener is not None:
-            self.with_listener.add(slot)
-        if sequence.given:
-            self.with_given.add(slot)
+        if sequence.params.stop or sequence.listener is not None or sequence.given:
+            self.special.add(slot)
         return slot
 
     def _set_stops(self, slot: int, stop_ids: frozenset[int]) -> None:
@@ -74,9 +68,7 @@ class Slots:
         self.active[slot] = False
         self.position[slot] = 0
         self.temperature[slot] = 0
-        self.with_strings.discard(slot)
-        self.with_listener.discard(slot)
-        self.with_given.discard(slot)
+        self.special.discard(slot)
         heappush(self._free, slot)
 
     def move(self, sources: Rows, targets: Rows) -> None:
@@ -89,20 +81,17 @@ class Slots:
         heapify(self._free)
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self.owner[target] = self.owner[source]
-            for marked in (self.with_strings, self.with_listener, self.with_given):
-                if source in marked:
-                    marked.add(target)
+            if source in self.special:
+                self.special.add(target)
             self.release(source)
 
     def given(self, rows: Rows) -> Rows | None:
         """The next token of each of `rows` if it is given, else -1; None if none is."""
-        if not self.with_given:
+        if not any(self.owner[slot].given for slot in self.special):
             return None
-        return np.array([self._given(slot) for slot in rows.tolist()], np.int64)
+        return np.array([self._given(slot) if slot in self.special else -1 for slot in rows.tolist()], np.int64)
 
     def _given(self, slot: int) -> int:
-        if slot not in self.with_given:
-            return -1
         sequence = self.owner[slot]
         left = sequence.given[len(sequence.scores) + int(self.count[slot]) :]
         return left[0] if left else -1

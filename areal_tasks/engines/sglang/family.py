@@ -27,18 +27,17 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def end_descendants(seconds: float = 20.0) -> bool:
-    """Kill every descendant of this process, repeatedly until none is left; False if some outlive `seconds`."""
+def end_descendants(seconds: float = 20.0) -> None:
+    """Kill every descendant of this process, repeatedly until none is left, or for `seconds`."""
     deadline = time.monotonic() + seconds
     while descendants := psutil.Process().children(recursive=True):
         for process in descendants:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         if time.monotonic() > deadline:
-            return False
+            return
         time.sleep(POLL_SECONDS)
         _reap()
-    return True
 
 
 def _reap() -> None:

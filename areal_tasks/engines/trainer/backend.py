@@ -1,24 +1,13 @@
-"""The interface of a backend, which owns model and optimizer, in one process or on every rank of a group.
-
-Each rank runs the same commands in the same order with the same tables. It takes every `world`-th micro-batch of a
-minibatch, and all ranks take equally many (`Learner` adds empty ones). Losses are weighted over the whole minibatch, so
-gradients are *summed* over micro-batches and ranks, never averaged.
-"""
+"""What backends (`local`, `fsdp2`, `deepspeed_backend`) receive and return."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-
-from areal_tasks.data.batching import Layout
-from areal_tasks.engines.names import Names
-from schemas.recipe.sections import Trainer
 
 Which = Literal["policy", "reference"]
 
@@ -54,74 +43,3 @@ class Progress:
 
     step: int = 0  # optimizer steps since version 0, skipped and empty ones included
     skipped_in_row: int = 0
-
-
-@runtime_checkable
-class Backend(Protocol):
-    """Model and optimizer. `rank` and `world` determine this process's share of the micro-batches."""
-
-    rank: int
-    world: int
-    device: torch.device  # where the model computes
-
-    def load(self, weights: Path, seed: int) -> None:
-        """Load the Hugging Face folder `weights` as the policy, with a fresh optimizer."""
-        ...
-
-    def load_reference(self, weights: Path) -> None:
-        """Load the frozen reference policy."""
-        ...
-
-    def use(self, settings: Trainer) -> None:
-        """Use AdamW's options and the maximal gradient norm of `settings` from now on, and change nothing else."""
-        ...
-
-    def learn(
-        self, layout: Layout, weights: Float[Tensor, " T"], loss: TokenLoss, temperature: float, last: bool
-    ) -> Float[Tensor, "K T"]:
-        """One forward and backward pass, which accumulates the gradient of Σ_t weights[t] · loss(…)[0, t].
-
-        `last` marks the minibatch's last pass on this rank: sharded backends reduce gradients with it. `weights` may be
-        on the host or on `device`. Returns the rows of `loss` on `device`, without gradient, not waiting for it.
-        """
-        ...
-
-    def score(self, layout: Layout, temperature: float, which: Which, last: bool = True) -> Scores:
-        """Logprobs and entropies of the counted tokens, without gradient and without waiting for the device.
-
-        Unless this is the `last` pass, the next call must be another pass of the same policy.
-        """
-        ...
-
-    def step(self, lr: float, wanted: bool) -> float:
-        """Clip and apply the accumulated gradient, then clear it; returns its norm before clipping.
-
-        The gradient is applied only if the step is `wanted` and the norm is finite.
-        """
-        ...
-
-    def gather(self, stats: TokenStats) -> TokenStats:
-        """The statistics of all ranks, on the CPU: the same on every rank, in a fixed order."""
-        ...
-
-    def names(self) -> Names:
-        """How the policy's tensors correspond to those of the checkpoint that it was loaded from."""
-        ...
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under the model's names: weights in `model.dtype`, as they are published, and buffers.
-
-        One at a time, on `device`; every rank takes part.
-        """
-        ...
-
-    def save_checkpoint(self, folder: Path, progress: Progress) -> Mapping[str, str]:
-        """Write model, optimizer, RNG and progress. Every rank takes part.
-
-        Returns, on rank 0, the SHA-256 by name of the files that were hashed during writing.
-        """
-        ...
-
-    def load_checkpoint(self, folder: Path, fetch: Fetch = all_there) -> Progress:
-        """Restore all of these bitwise, into a policy that was loaded before. `fetch`: see `load_parameters`."""
-        ...

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -17,38 +18,23 @@ from areal_tasks.data.batching import Layout
 from areal_tasks.engines.trainer.backend import Scores
 from schemas.recipe.sections import Trainer
 
-
-@dataclass(frozen=True)
-class DeviceLayout:
-    """What the model needs of a `Layout`, on its device; the fields are those of the same name in `Layout`."""
-
-    input_ids: Int[Tensor, "R L"]
-    position_ids: Int[Tensor, "R L"] | None
-    predictors: Int[Tensor, " T"]
-    targets: Int[Tensor, " T"]
-    bounds: Int[Tensor, " S"] | None = None
-    longest: int = 0
+#: The tensors of a `Layout` that the model needs.
+_OF_MODEL: Final = ("input_ids", "position_ids", "predictors", "targets", "bounds")
 
 
-def to_device(layout: Layout, device: torch.device) -> DeviceLayout:
-    """Copy `layout` to `device` without waiting for the device."""
-    return DeviceLayout(
-        input_ids=move(layout.input_ids, device),
-        position_ids=None if layout.position_ids is None else move(layout.position_ids, device),
-        predictors=move(layout.predictors, device),
-        targets=move(layout.targets, device),
-        bounds=None if layout.bounds is None else move(layout.bounds, device),
-        longest=layout.longest,
-    )
+def to_device(layout: Layout, device: torch.device) -> Layout:
+    """`layout` with the tensors that the model needs on `device`. Does not wait for the device."""
+    return _changed(layout, _OF_MODEL, partial(move, device=device))
 
 
 def staged(layout: Layout, device: torch.device) -> Layout:
     """`layout` with the tensors that go to `device` in page-locked memory, so that their copies do not block."""
-    if device.type != "cuda":
-        return layout
-    moved = ("input_ids", "position_ids", "predictors", "targets", "bounds", "where")
-    held = ((name, getattr(layout, name)) for name in moved)
-    changes: dict[str, Any] = {name: pinned(tensor, device) for name, tensor in held if tensor is not None}
+    return _changed(layout, (*_OF_MODEL, "where"), partial(pinned, device=device))
+
+
+def _changed(layout: Layout, names: Iterable[str], change: Callable[[Tensor], Tensor]) -> Layout:
+    held = ((name, getattr(layout, name)) for name in names)
+    changes: dict[str, Any] = {name: change(tensor) for name, tensor in held if tensor is not None}
     return replace(layout, **changes)
 
 
@@ -132,40 +118,18 @@ def _initialise(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-class Ahead(Iterator[T], Generic[T]):
+def ahead(source: Iterator[T], thread: Executor | None) -> Iterator[T]:
     """The items of `source`. With a `thread` each is made while the previous one is used, otherwise on request.
 
     An exception raised while making an item is raised when the item is taken.
     """
-
-    def __init__(self, source: Iterator[T], thread: Executor | None) -> None:
-        self.source = source
-        self.thread = thread
-        self.coming: Future[list[T]] | None = None
-
-    def __next__(self) -> T:
-        found = self._prepared()
-        self.coming = None
-        if self.thread is not None:
-            self.prepare()
-        for item in found.result():
-            return item
-        raise StopIteration
-
-    def prepare(self) -> None:
-        """Make the next item, now or in the thread, unless it is already made."""
-        self._prepared()
-
-    def _prepared(self) -> Future[list[T]]:
-        if self.coming is None:
-            self.coming = _now(self.source) if self.thread is None else self.thread.submit(_next, self.source)
-        return self.coming
-
-
-def _now(source: Iterator[T]) -> Future[list[T]]:
-    done: Future[list[T]] = Future()
-    done.set_result(_next(source))
-    return done
+    if thread is None:
+        yield from source
+        return
+    coming = thread.submit(_next, source)
+    while found := coming.result():
+        coming = thread.submit(_next, source)
+        yield found[0]
 
 
 def _next(source: Iterator[T]) -> list[T]:

@@ -7,7 +7,7 @@ with the cross-entropy: Hsu et al., arXiv:2410.10989, §3; here the loss is any 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -77,11 +77,24 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, task: HeadTask) -> tuple[Tensor, Tensor]:
-        sweep = _Sweep(hidden, weight, task)
-        values = torch.cat(list(sweep.run()), dim=1)
-        ctx.gradients = sweep.gradients()
-        ctx.mark_non_differentiable(values)
-        return sweep.total, values
+        (softmax, to_logits), chunks = kernels(task.compiled), task.chunks()
+        total = torch.zeros((), dtype=_wide(hidden.dtype), device=hidden.device)
+        of_hidden, values = torch.empty_like(hidden), list[Tensor]()
+        of_weight: Tensor | None = None
+        for chunk in chunks:
+            logits, targets = F.linear(hidden[chunk], weight), task.targets[chunk]
+            scores = softmax(logits, targets, task.temperature)
+            loss, rows, slope = _loss(task, scores, chunk)
+            of_logits = to_logits(logits, targets, scores.normaliser, slope, task.temperature)
+            torch.mm(of_logits, weight, out=of_hidden[chunk])
+            if weight.requires_grad:
+                of_weight = _added(of_weight, weight, of_logits, hidden[chunk], len(chunks) > 1)
+            total += loss
+            values.append(rows)
+        ctx.gradients = of_hidden, None if of_weight is None else of_weight.to(weight.dtype)
+        every = torch.cat(values, dim=1)
+        ctx.mark_non_differentiable(every)
+        return total, every
 
     @staticmethod
     @once_differentiable
@@ -91,52 +104,26 @@ class _HeadLoss(torch.autograd.Function):
         return of_hidden.mul_(of_total), None if of_weight is None else of_weight.mul_(of_total), None
 
 
-class _Sweep:
-    """Accumulates loss and gradients over the chunks."""
+def _loss(task: HeadTask, scores: Softmax, chunk: slice) -> tuple[Tensor, Float[Tensor, "K t"], Float[Tensor, " t"]]:
+    """The weighted sum of a chunk's losses, their rows, and the derivative of the sum with respect to each logprob."""
+    assert task.loss is not None and task.weights is not None
+    logprobs = scores.logprobs.detach().requires_grad_()
+    with torch.enable_grad():
+        rows = task.loss(logprobs, scores.entropy, chunk)
+        total = (task.weights[chunk] * rows[0]).sum()
+    (slope,) = torch.autograd.grad(total, logprobs)
+    return total.detach(), rows.detach(), slope
 
-    def __init__(self, hidden: Float[Tensor, "T H"], weight: Float[Tensor, "V H"], task: HeadTask) -> None:
-        self.hidden, self.weight, self.task = hidden, weight, task
-        self.total = torch.zeros((), dtype=_wide(hidden.dtype), device=hidden.device)
-        self.of_hidden = torch.empty_like(hidden)
-        self.of_weight: Tensor | None = None
 
-    def run(self) -> Iterator[Float[Tensor, "K t"]]:
-        softmax, to_logits = kernels(self.task.compiled)
-        for chunk in self.task.chunks():
-            hidden, targets = self.hidden[chunk], self.task.targets[chunk]
-            logits = F.linear(hidden, self.weight)
-            scores = softmax(logits, targets, self.task.temperature)
-            values, slope = self._loss(scores, chunk)
-            of_logits = to_logits(logits, targets, scores.normaliser, slope, self.task.temperature)
-            torch.mm(of_logits, self.weight, out=self.of_hidden[chunk])
-            self._add(of_logits, hidden)
-            yield values
-
-    def gradients(self) -> tuple[Tensor, Tensor | None]:
-        """With respect to the hidden states and the weight, in their dtype."""
-        return self.of_hidden, None if self.of_weight is None else self.of_weight.to(self.weight.dtype)
-
-    def _loss(self, scores: Softmax, chunk: slice) -> tuple[Float[Tensor, "K t"], Float[Tensor, " t"]]:
-        """The rows of the loss, and the derivative of the weighted sum with respect to each logprob."""
-        assert self.task.loss is not None and self.task.weights is not None
-        logprobs = scores.logprobs.detach().requires_grad_()
-        with torch.enable_grad():
-            values = self.task.loss(logprobs, scores.entropy, chunk)
-            total = (self.task.weights[chunk] * values[0]).sum()
-        (slope,) = torch.autograd.grad(total, logprobs)
-        self.total += total.detach()
-        return values.detach(), slope
-
-    def _add(self, of_logits: Float[Tensor, "t V"], hidden: Float[Tensor, "t H"]) -> None:
-        """Add this chunk's part to the weight's gradient, accumulated in fp32 if there are several chunks."""
-        if not self.weight.requires_grad:
-            return
-        if len(self.task.chunks()) == 1:
-            self.of_weight = of_logits.t() @ hidden
-            return
-        if self.of_weight is None:
-            self.of_weight = torch.zeros_like(self.weight, dtype=_wide(self.weight.dtype))
-        accumulate(self.of_weight, of_logits, hidden)
+def _added(
+    so_far: Tensor | None, weight: Tensor, of_logits: Float[Tensor, "t V"], hidden: Float[Tensor, "t H"], several: bool
+) -> Tensor:
+    """The weight's gradient with a chunk's part, accumulated in fp32 if there are several chunks."""
+    if not several:
+        return of_logits.t() @ hidden
+    total = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if so_far is None else so_far
+    accumulate(total, of_logits, hidden)
+    return total
 
 
 def accumulate(total: Float[Tensor, "V H"], of_logits: Float[Tensor, "t V"], hidden: Float[Tensor, "t H"]) -> None:

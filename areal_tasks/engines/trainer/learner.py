@@ -23,9 +23,10 @@ from areal_tasks.data.batching import (
     micro_batches,
     minibatches,
 )
-from areal_tasks.engines.trainer.backend import Backend, Progress, TokenLoss, TokenStats
+from areal_tasks.engines.trainer.backend import Progress, TokenLoss, TokenStats
 from areal_tasks.engines.trainer.fencing import Declined
-from areal_tasks.engines.trainer.forward import Ahead, background_thread, fetch, move, pinned, staged
+from areal_tasks.engines.trainer.forward import ahead, background_thread, fetch, move, pinned, staged
+from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.memory import peak_bytes, watch_peak
 from areal_tasks.engines.trainer.metrics import SampleMeans, over_ranks, step_statistics, steps_table, summary, totals
 from areal_tasks.engines.trainer.objective import (
@@ -188,7 +189,7 @@ class Learner:
     Every rank makes one at the same time: they exchange numbers of tokens.
     """
 
-    def __init__(self, backend: Backend, settings: Settings, batch: Batch, plan: Plan) -> None:
+    def __init__(self, backend: LocalBackend, settings: Settings, batch: Batch, plan: Plan) -> None:
         self.backend = backend
         self.settings = settings
         self.batch = batch
@@ -213,9 +214,9 @@ class Learner:
         self.backend.use(self.settings.trainer)
         minibatches = [self._minibatch(number) for number in range(self.settings.minibatches)]
         with background_thread(self.backend.device) as thread:
-            return self._learn(version, progress, minibatches, Ahead(self._passes(minibatches), thread))
+            return self._learn(version, progress, minibatches, ahead(self._passes(minibatches), thread))
 
-    def _learn(self, version: int, progress: Progress, minibatches: list[Minibatch], passes: Ahead[Pass]) -> Learned:
+    def _learn(self, version: int, progress: Progress, minibatches: list[Minibatch], passes: Iterator[Pass]) -> Learned:
         steps: list[dict[str, Any]] = []
         samples = SampleMeans(len(self.counts))
         done: list[tuple[TokenStats, bool]] = []
@@ -225,7 +226,6 @@ class Learner:
             watch_peak(self.backend.device)
             computed = self._accumulate(minibatch, passes)
             self._collect(done, samples)
-            passes.prepare()
             row = self._step(minibatch, computed, progress.step)
             row["step_seconds"] = time.perf_counter() - started
             peaks.append(peak_bytes(self.backend.device))
@@ -330,7 +330,7 @@ class Learner:
         weights[rows[counted]] = token_weights(counts, self.settings.mean)[first]  # equal for all tokens of a sample
         return weights
 
-    def _accumulate(self, minibatch: Minibatch, passes: Ahead[Pass]) -> Computed:
+    def _accumulate(self, minibatch: Minibatch, passes: Iterator[Pass]) -> Computed:
         """Run this rank's forward and backward passes; the backend accumulates the gradients.
 
         Does not wait for the device.

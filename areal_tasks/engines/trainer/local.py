@@ -1,4 +1,9 @@
-"""The `local` backend: policy, optimizer and frozen reference in one process, on the CPU or one GPU."""
+"""The `local` backend: policy, optimizer and frozen reference in one process, on the CPU or one GPU.
+
+The others derive from it. With them each rank runs the same commands in the same order with the same tables. It takes
+every `world`-th micro-batch of a minibatch, and all ranks take equally many (`Learner` adds empty ones). Losses are
+weighted over the whole minibatch, so gradients are *summed* over micro-batches and ranks, never averaged.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +26,10 @@ from schemas.recipe.sections import Model, Trainer
 
 
 class LocalBackend:
-    """Policy, optimizer and frozen reference in this process.
+    """Policy, optimizer and frozen reference in this process; the interface of all backends.
 
-    Weights and optimizer state are fp32. With `model.dtype` bfloat16 the passes use a working copy.
+    Weights and optimizer state are fp32. With `model.dtype` bfloat16 the passes use a working copy. `rank` and `world`
+    determine this process's share of the micro-batches; the model computes on `device`.
     """
 
     rank = 0
@@ -39,6 +45,7 @@ class LocalBackend:
         self.optimizer: torch.optim.AdamW
 
     def load(self, weights: Path, seed: int) -> None:
+        """Load the Hugging Face folder `weights` as the policy, with a fresh optimizer."""
         torch.manual_seed(seed)
         self._forget()
         self.master = read_policy(weights, self.settings, self.device)
@@ -48,16 +55,23 @@ class LocalBackend:
         self.optimizer = make_optimizer(self.master.named_parameters(), self.settings)
 
     def load_reference(self, weights: Path) -> None:
+        """Load the frozen reference policy."""
         reference = read_policy(weights, self.settings, self.device, self.dtype)
         self.models["reference"] = prepare(reference.requires_grad_(False), self.settings)
 
     def use(self, settings: Trainer) -> None:
+        """Use AdamW's options and the maximal gradient norm of `settings` from now on, and change nothing else."""
         self.max_grad_norm = settings.max_grad_norm
         use_options(self.optimizer, settings)
 
     def learn(
         self, layout: Layout, weights: Float[Tensor, " T"], loss: TokenLoss, temperature: float, last: bool
     ) -> Float[Tensor, "K T"]:
+        """One forward and backward pass, which accumulates the gradient of Σ_t weights[t] · loss(…)[0, t].
+
+        `last` marks the minibatch's last pass on this rank: sharded backends reduce gradients with it. `weights` may be
+        on the host or on `device`. Returns the rows of `loss` on `device`, without gradient, not waiting for it.
+        """
         placed = to_device(layout, self.device)
         total, values = self.models["policy"](placed, temperature, move(weights, self.device), loss)
         total.backward()
@@ -65,9 +79,17 @@ class LocalBackend:
 
     @torch.no_grad()
     def score(self, layout: Layout, temperature: float, which: Which, last: bool = True) -> Scores:
+        """Logprobs and entropies of the counted tokens, without gradient and without waiting for the device.
+
+        Unless this is the `last` pass, the next call must be another pass of the same policy.
+        """
         return cast(Scores, self.models[which](to_device(layout, self.device), temperature))
 
     def step(self, lr: float, wanted: bool) -> float:
+        """Clip and apply the accumulated gradient, then clear it; returns its norm before clipping.
+
+        The gradient is applied only if the step is `wanted` and the norm is finite.
+        """
         norm = clip_gradients(list(self.master.parameters()), self.max_grad_norm)
         if wanted and norm < float("inf"):  # false for NaN too
             step_at(self.optimizer, lr)
@@ -76,20 +98,31 @@ class LocalBackend:
         return norm
 
     def gather(self, stats: TokenStats) -> TokenStats:
+        """The statistics of all ranks, on the CPU: the same on every rank, in a fixed order."""
         return stats
 
     def names(self) -> Names:
+        """How the policy's tensors correspond to those of the checkpoint that it was loaded from."""
         return self.master.names
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors under the model's names: weights in `model.dtype`, as they are published, and buffers.
+
+        One at a time, on `device`; every rank takes part.
+        """
         policy = self.models["policy"]
         yield from ((name, parameter.detach()) for name, parameter in policy.model.named_parameters())
         yield from policy.saved_buffers()
 
     def save_checkpoint(self, folder: Path, progress: Progress) -> Mapping[str, str]:
+        """Write model, optimizer, RNG and progress. Every rank takes part.
+
+        Returns, on rank 0, the SHA-256 by name of the files that were hashed during writing.
+        """
         return save_parameters(folder, held_parameters(self.master.model, self.optimizer), progress)
 
     def load_checkpoint(self, folder: Path, fetch: Fetch = all_there) -> Progress:
+        """Restore all of these bitwise, into a policy that was loaded before. `fetch`: see `load_parameters`."""
         progress = load_parameters(folder, held_parameters(self.master.model, self.optimizer), fetch)
         self._round()
         return progress

@@ -80,9 +80,8 @@ class SampleMeans:
     """
 
     def __init__(self, samples: int) -> None:
-        self.counts = torch.zeros(samples, dtype=torch.int64)
-        self.compared = torch.zeros(samples, dtype=torch.int64)  # tokens that measure the engines' agreement
-        self.sums = torch.zeros(len(_OF_SAMPLES), samples, dtype=torch.float64)
+        #: Of each sample: its tokens, those that measure the engines' agreement, and the sum of each row.
+        self.parts = torch.zeros(2 + len(_OF_SAMPLES), samples, dtype=torch.float64)
 
     def add(self, stats: TokenStats, measured: bool) -> None:
         """Add the tokens of some samples, contiguous per sample; the engines' agreement is NaN unless `measured`."""
@@ -94,29 +93,24 @@ class SampleMeans:
         sums = torch.from_numpy(np.add.reduceat(rows, starts, axis=1, dtype=np.float64))
         if not measured:
             sums[_GAP] = math.nan
-        self.counts.index_add_(0, samples, lengths)
-        self.compared.index_add_(0, samples, _compared(stats, starts, lengths))
-        self.sums.index_add_(1, samples, sums)
+        counts = torch.stack([lengths, _compared(stats, starts, lengths)])
+        self.parts.index_add_(1, samples, torch.cat([counts.double(), sums]))
 
     def of(self, samples: Int[Tensor, " n"]) -> TokenStats:
         """What has been added of these samples, for other ranks."""
-        parts = torch.cat([torch.stack([self.counts, self.compared]), self.sums])
-        return TokenStats(parts[:, samples], samples)
+        return TokenStats(self.parts[:, samples], samples)
 
     def place(self, stats: TokenStats) -> None:
         """Replace what is known of some samples by what ranks give `of` them."""
-        self.counts[stats.samples] = stats.values[0].long()
-        self.compared[stats.samples] = stats.values[1].long()
-        self.sums[:, stats.samples] = stats.values[2:]
+        self.parts[:, stats.samples] = stats.values
 
     def columns(self) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
         """Columns of `train_samples`. A sample without counted tokens gets ratio 1, gap NaN and otherwise zeros."""
-        counts = self.counts.repeat(len(_OF_SAMPLES), 1)
-        counts[_GAP] = self.compared
-        means = (self.sums / counts.clamp(min=1)).float()
-        found = dict(zip(_OF_SAMPLES, means, strict=True))
-        found["sample_ratio"] = torch.where(self.counts > 0, found["sample_ratio"], 1.0)
-        found["sample_logprob_gap"] = torch.where(self.compared > 0, found["sample_logprob_gap"], math.nan)
+        tokens, compared, *sums = self.parts
+        counts = {name: compared if name == "sample_logprob_gap" else tokens for name in _OF_SAMPLES}
+        found = {name: (sum_ / counts[name].clamp(min=1)).float() for name, sum_ in zip(_OF_SAMPLES, sums, strict=True)}
+        found["sample_ratio"] = torch.where(tokens > 0, found["sample_ratio"], 1.0)
+        found["sample_logprob_gap"] = torch.where(compared > 0, found["sample_logprob_gap"], math.nan)
         return {name: column.numpy() for name, column in found.items()}
 
 

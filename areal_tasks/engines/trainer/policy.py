@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from areal_tasks.data.batching import Layout
 from areal_tasks.engines.names import Names, stored_names
 from areal_tasks.engines.trainer.backend import Scores, TokenLoss
-from areal_tasks.engines.trainer.forward import DeviceLayout, token_scores
+from areal_tasks.engines.trainer.forward import token_scores
 from areal_tasks.engines.trainer.head import HeadTask, TokenHead
 from areal_tasks.engines.trainer.shares import Share, empty_model, fill, replace_parameters, share_of, with_memory
 from schemas.recipe.sections import Trainer
@@ -55,7 +56,7 @@ class Policy(nn.Module):
 
     def forward(
         self,
-        layout: DeviceLayout,
+        layout: Layout,
         temperature: float,
         weights: Float[Tensor, " T"] | None = None,
         loss: TokenLoss | None = None,
@@ -76,7 +77,7 @@ class Policy(nn.Module):
         """The buffers that belong to the checkpoint; whole on every rank."""
         return ((name, self.model.get_buffer(name)) for name in self.names.buffers)
 
-    def _logits(self, layout: DeviceLayout) -> Float[Tensor, "T V"]:
+    def _logits(self, layout: Layout) -> Float[Tensor, "T V"]:
         """Logits at the positions that predict counted tokens only, all at once: for models without a plain head.
 
         The positions are picked right before the output layer, so whatever the model does to its logits afterwards
@@ -174,12 +175,12 @@ def decoder_layers(policy: Policy) -> list[nn.Module]:
     return [module for module in policy.model.modules() if type(module).__name__ in names]
 
 
-def _inputs(layout: DeviceLayout) -> dict[str, Any]:
+def _inputs(layout: Layout) -> dict[str, Any]:
     packed = {} if layout.bounds is None else {"cu_seq_lens_q": layout.bounds, "max_length_q": layout.longest}
     return {"input_ids": layout.input_ids, "position_ids": layout.position_ids, "use_cache": False, **packed}
 
 
-def _picked(hidden: Float[Tensor, "R L H"], layout: DeviceLayout) -> Float[Tensor, "T H"]:
+def _picked(hidden: Float[Tensor, "R L H"], layout: Layout) -> Float[Tensor, "T H"]:
     picked: Tensor = _Pick.apply(hidden.flatten(0, 1), layout.predictors)  # type: ignore[no-untyped-call]
     return picked
 

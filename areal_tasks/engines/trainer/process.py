@@ -1,24 +1,43 @@
-"""The trainer as a process, or as one of several (see `ranks`)."""
+"""The trainer as a process, or as one of several (see `ranks`). Rank 0 serves its HTTP API: /health and `COMMANDS`.
+
+One worker thread runs the commands in order of arrival, so a retry waits for the original; /health is answered at
+once. Commands that need only weights that the trainer keeps (`KEPT`) run concurrently, in another thread of rank 0.
+Errors are JSON: {"error": "..."}.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
 import sys
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from threading import Thread
+from typing import Any, Final
 
 import torch
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.routing import Route
 
-from areal_tasks.engines.service import ServiceSpec, exit_with_reason, read_spec, register, serve
-from areal_tasks.engines.trainer.app import make_app
-from areal_tasks.engines.trainer.commands import COMMANDS, Command
-from areal_tasks.engines.trainer.group import Group, GroupBroken
-from areal_tasks.engines.trainer.ranks import cpu_threads, join
+from areal_tasks.engines.service import ServiceSpec, endpoint, exit_with_reason, read_spec, register, serve
+from areal_tasks.engines.trainer.commands import COMMANDS, Command, Health, Message
+from areal_tasks.engines.trainer.fencing import Fence, StaleCommand, Superseded
+from areal_tasks.engines.trainer.group import Group, GroupBroken, text_of
+from areal_tasks.engines.trainer.ranks import cpu_threads, end_group, join
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.engines.trainer.settings import read_settings
+from areal_tasks.store.backend import Unavailable
+from schemas.errors import UserError
 
-__all__ = ["main", "make_app"]  # the inline launcher takes `make_app` from here
 log = logging.getLogger(__name__)
+
+#: Commands that rank 0 runs alone, concurrently with others, if the trainer keeps the weights of their version.
+KEPT: Final = frozenset({"publish", "send"})
 
 
 def main() -> None:
@@ -50,6 +69,99 @@ def _follow(spec: ServiceSpec, group: Group) -> None:
 
 
 def _parsed(text: str) -> Command:
-    """A command as `app` passes it on."""
+    """A command as rank 0 passes it on."""
     name, _, body = text.partition(" ")
     return COMMANDS[name].model_validate_json(body)
+
+
+# ── rank 0 ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_app(spec: ServiceSpec, group: Group | None = None) -> Starlette:
+    """The application of the trainer that `spec` describes, with nothing loaded. With a `group`, this is its rank 0."""
+    queue = _CommandQueue(Trainer(spec, group))
+
+    async def health(_request: Request) -> Health:
+        return queue.trainer.health(queue.waiting > 0)
+
+    def obeying(kind: type[Command]) -> Callable[[Request], Awaitable[Message]]:
+        async def obey(request: Request) -> Message:
+            return await queue.run(kind.model_validate_json(await request.body()))
+
+        return obey
+
+    handlers = {name: (obeying(kind), ["POST"]) for name, kind in COMMANDS.items()} | {"health": (health, ["GET"])}
+    routes = [Route(f"/{name}", endpoint(one, _status, _text), methods=how) for name, (one, how) in handlers.items()]
+    return Starlette(routes=routes)
+
+
+class _CommandQueue:
+    """Accepts commands; the trainer runs them one at a time, all in one thread, in order of arrival.
+
+    One thread, because torch keeps a thread pool for each calling thread. That thread itself sets the pool's size:
+    results depend on it bitwise, and settings made in other threads do not reach it.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.group = trainer.group
+        self.gate: Fence[None] = Fence()
+        self.gate.admit(trainer.fence.owner)
+        self.kept_thread = ThreadPoolExecutor(1, "kept")
+        self.thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (cpu_threads(trainer.settings.trainer),))
+        self.waiting = 0
+
+    @cached_property
+    def broken(self) -> asyncio.Future[Exception]:
+        """The group's future of that name in the event loop; one for all commands, since each is kept by the group."""
+        return asyncio.wrap_future(self.group.broken)
+
+    async def run(self, command: Command) -> Message:
+        """The answer to `command`. Raises Superseded at once for a superseded owner, even if other commands wait."""
+        self.gate.admit(command.owner)
+        self.waiting += 1
+        alone = command.name in KEPT and self.trainer.snapshot.version == command.version
+        thread, obey = (self.kept_thread, self._obey_alone) if alone else (self.thread, self._obey)
+        try:
+            work = asyncio.get_running_loop().run_in_executor(thread, obey, command)
+            both: set[asyncio.Future[Any]] = {work, self.broken}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if self.broken.done():
+                raise self.broken.result()
+            return await work
+        finally:
+            self.waiting -= 1
+
+    def _obey(self, command: Command) -> Message:
+        self.gate.admit(command.owner)  # again: refuses what a superseded owner has queued, on all ranks
+        text = f"{command.name} {command.for_ranks()}"
+        try:
+            return self.group.lead(text, lambda: self.trainer.run(command), self.trainer.state)
+        except GroupBroken as error:
+            Thread(target=end_group, args=(self.group, error), daemon=True).start()
+            raise
+        finally:
+            self.trainer.clear()  # all ranks have ended the command by now
+
+    def _obey_alone(self, command: Command) -> Message:
+        """Run a command on this rank only: its copy of the weights is complete and locked meanwhile."""
+        self.gate.admit(command.owner)
+        with self.trainer.snapshot.lock:
+            if self.trainer.snapshot.version != command.version:
+                raise StaleCommand(f"version {command.version} is no longer kept")
+            return self.trainer.run(command)
+
+
+#: The HTTP status of each error (`TrainerClient` reads it). Any other error is 500: this process failed internally, and
+#: its state is no longer reliable.
+STATUSES: Final = ((Superseded, 403), (StaleCommand, 409), (ValidationError, 422), (Unavailable, 503), (UserError, 400))
+
+
+def _status(error: Exception) -> int:
+    if isinstance(error, GroupBroken) and error.by_user:
+        return 400
+    return next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
+
+
+def _text(error: Exception) -> str:
+    return f"malformed command: {error}" if isinstance(error, ValidationError) else text_of(error)

@@ -20,9 +20,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from areal_tasks.data.batching import LayoutKind, Sequences, among, lay_out, make_sequences, micro_batches
-from areal_tasks.engines.trainer.backend import Backend, Which
-from areal_tasks.engines.trainer.forward import Ahead, background_thread, staged
+from areal_tasks.engines.trainer.backend import Which
+from areal_tasks.engines.trainer.forward import ahead, background_thread, staged
 from areal_tasks.engines.trainer.learner import Rows, Work, passes_of_rank, samples_of
+from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.ranks import gather_on_first
 from areal_tasks.engines.trainer.reading import places_of_rank
 from areal_tasks.engines.trainer.rows import LEAST_COMPARED, TEXT, make_table
@@ -106,7 +107,7 @@ class Scoring:
 
 
 def score(
-    backend: Backend, mine: Sequences, passes: list[Rows], how: Scoring, work: Work
+    backend: LocalBackend, mine: Sequences, passes: list[Rows], how: Scoring, work: Work
 ) -> Float[Tensor, " N"] | None:
     """On the first rank: logprobs of the counted tokens of all samples, 0 at the others. Elsewhere none.
 
@@ -121,7 +122,7 @@ def score(
     return gather_on_first(flat, places, int(mine.lengths.sum()), rank, world)
 
 
-def score_part(backend: Backend, part: Part, trainer: Trainer, work: Work) -> Float[Tensor, " N"] | None:
+def score_part(backend: LocalBackend, part: Part, trainer: Trainer, work: Work) -> Float[Tensor, " N"] | None:
     """On the first rank: logprobs of the tokens of a part under the policy. Elsewhere none."""
     rank, world = backend.rank, backend.world
     micro = micro_batches(part.lengths, trainer.micro_batch_tokens, trainer.layout, world)
@@ -130,12 +131,12 @@ def score_part(backend: Backend, part: Part, trainer: Trainer, work: Work) -> Fl
     return score(backend, mine, passes, Scoring("policy", TEMPERATURE, trainer.layout), work)
 
 
-def _score(backend: Backend, here: Sequences, mine: list[Rows], how: Scoring, work: Work) -> Float[Tensor, " n"]:
+def _score(backend: LocalBackend, here: Sequences, mine: list[Rows], how: Scoring, work: Work) -> Float[Tensor, " n"]:
     """Logprobs of the counted tokens that are here, 0 at the others, by this rank's passes."""
     scores, places = [torch.zeros(0, device=backend.device)], [torch.zeros(0, dtype=torch.int64)]
     layouts = (staged(lay_out(here, rows, how.layout), backend.device) for rows in mine)
     with background_thread(backend.device) as thread:
-        for number, (rows, layout) in enumerate(zip(mine, Ahead(layouts, thread), strict=False), 1):
+        for number, (rows, layout) in enumerate(zip(mine, ahead(layouts, thread), strict=False), 1):
             found = backend.score(layout, how.temperature, how.which, number == len(mine))
             scores.append(found.logprobs)
             places.append(layout.where)

@@ -1,4 +1,4 @@
-"""Runs the trainer's commands, on every rank of a trainer group; only rank 0 listens (see `app`)."""
+"""Runs the trainer's commands, on every rank of a trainer group; only rank 0 listens (see `process`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pyarrow as pa
 import torch
 
 from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.trainer.backend import Backend, Fetch, Progress
+from areal_tasks.engines.trainer.backend import Fetch, Progress
 from areal_tasks.engines.trainer.checkpoint import METADATA
 from areal_tasks.engines.trainer.commands import (
     Checkpoint,
@@ -66,22 +66,16 @@ from schemas.manifest import FileRef, TableRef, WeightsRef
 log = logging.getLogger(__name__)
 
 
-def make_backend(settings: Settings) -> Backend:
+def make_backend(settings: Settings) -> LocalBackend:
     """The backend that the recipe names, as a rank of the process group that this process has joined.
 
     Raises:
         UserError: DeepSpeed is not installed.
     """
-    if settings.trainer.backend == "fsdp2":
-        return Fsdp2Backend(settings.trainer, settings.model)
-    if settings.trainer.backend == "deepspeed":
-        return _deepspeed(settings)
-    return LocalBackend(settings.trainer, settings.model)
-
-
-def _deepspeed(settings: Settings) -> Backend:
-    """DeepSpeed is optional, and imported only if a recipe names it."""
-    try:
+    made_by = {"local": LocalBackend, "fsdp2": Fsdp2Backend}.get(settings.trainer.backend)
+    if made_by is not None:
+        return made_by(settings.trainer, settings.model)
+    try:  # it is optional, and imported only if a recipe names it
         from areal_tasks.engines.trainer.deepspeed_backend import DeepSpeedBackend
     except ModuleNotFoundError as error:
         raise UserError(f"trainer.backend: deepspeed needs {error.name}; pip install 'arealflow[deepspeed]'") from error
@@ -98,7 +92,7 @@ class Change:
 
 
 class Trainer:
-    """The state that commands act on. Not thread-safe: `app` runs one command at a time (but see `KEPT` there)."""
+    """The state that commands act on. Not thread-safe: `process` runs one command at a time (but see `KEPT` there)."""
 
     def __init__(self, spec: ServiceSpec, group: Group | None = None) -> None:
         self.group = group or Group()

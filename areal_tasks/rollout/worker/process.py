@@ -1,7 +1,7 @@
-"""The process of a rollout worker and its HTTP API.
+"""The process of a rollout worker: its state and operations, behind an HTTP API.
 
-/begin, /orders, /serving, /busy, /news, /write, /flush, /leave, /close, and /end, which ends the process. Errors are
-JSON, {"error": "..."}; the status tells their kind (`areal_tasks.rollout.orders.STATUSES`).
+The method of `Worker` of its name handles a request (`REQUESTS`). Errors are JSON, {"error": "..."}; the status tells
+their kind (`areal_tasks.rollout.orders.STATUSES`).
 """
 
 from __future__ import annotations
@@ -10,63 +10,72 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
+import psutil
 from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from areal_tasks.engines.access import Access
+from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.ends import Detokenizer, Ends
 from areal_tasks.engines.lifeline import DUTIES
-from areal_tasks.engines.service import ServiceSpec, exit_with_reason, read_spec, serve
+from areal_tasks.engines.models import describing_files, load_tokenizer
+from areal_tasks.engines.service import ServiceSpec, endpoint, exit_with_reason, read_spec, serve
 from areal_tasks.engines.sharing import Serving
-from areal_tasks.rollout.orders import STATUSES, Begin, Orders, Part
-from areal_tasks.rollout.worker.service import WorkerService
-
-log = logging.getLogger(__name__)
+from areal_tasks.rewards.pool import VerifierPool
+from areal_tasks.rollout.filters import load_function
+from areal_tasks.rollout.judging import Judge, judged_with
+from areal_tasks.rollout.orders import (
+    STATUSES,
+    Begin,
+    Down,
+    Event,
+    Known,
+    LeaseOver,
+    Leaving,
+    News,
+    Orders,
+    Part,
+    Written,
+)  # fmt: skip
+from areal_tasks.rollout.prompts import PROMPT_COLUMNS, prompt_of_group, workflow_context
+from areal_tasks.rollout.spooling import Writer
+from areal_tasks.rollout.worker.apart import IsolatedWorkflow
+from areal_tasks.rollout.worker.groups import Groups
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.shards import read_table
+from areal_tasks.workflows import SingleTurn, load_workflow
+from schemas.manifest import WeightsRef
+from schemas.recipe.derived import interruption, judges_groups
+from schemas.recipe.recipe import RlhfRecipe
 
 FAREWELL_SECONDS: Final = 60.0  # to write finished groups when the flow is gone
+HEARTBEAT_SECONDS: Final = 1.0  # without events, after which a long poll is answered
 
-Handler = Callable[[Request], Awaitable[Any]]
+#: The requests, and what the body of each is; None: it has none.
+REQUESTS: Final[Mapping[str, type[BaseModel] | None]] = {
+    "begin": Begin,
+    "orders": Orders,
+    "serving": Serving,
+    "news": Known,
+    "write": Part,
+    **dict.fromkeys(("busy", "flush", "leave", "close", "end")),
+}
 
 
 def make_app(spec: ServiceSpec) -> Starlette:
     """The HTTP application of a worker that has no orders yet."""
-    worker = WorkerService(spec)
-
-    async def begin(request: Request) -> None:
-        await worker.begin(Begin.model_validate_json(await request.body()))
-
-    async def orders(request: Request) -> None:
-        worker.apply(Orders.model_validate_json(await request.body()))
-
-    async def serving(request: Request) -> None:
-        await worker.follow(Serving.model_validate_json(await request.body()))
-
-    async def busy(request: Request) -> dict[str, int]:
-        return worker.busy()
-
-    async def news(request: Request) -> BaseModel:
-        return await worker.news(int(request.query_params["known"]))
-
-    async def write(request: Request) -> BaseModel:
-        return await worker.write(Part.model_validate_json(await request.body()))
-
-    async def flush(request: Request) -> None:
-        await worker.flush()
-
-    async def leave(request: Request) -> None:
-        worker.leave()
-
-    async def close(request: Request) -> None:
-        await worker.close()
-
-    async def end(request: Request) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+    worker = Worker(spec)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -79,29 +88,24 @@ def make_app(spec: ServiceSpec) -> Starlette:
             DUTIES.remove(duty)
             await worker.close()
 
-    handlers: tuple[Handler, ...] = (begin, orders, serving, busy, news, write, flush, leave, close, end)
-    routes = [Route(f"/{handler.__name__}", _endpoint(handler), methods=["POST"]) for handler in handlers]
+    routes = [
+        Route(f"/{name}", endpoint(_handler(getattr(worker, name), body), _status), methods=["POST"])
+        for name, body in REQUESTS.items()
+    ]
     return Starlette(routes=routes, lifespan=lifespan)
 
 
-def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(request: Request) -> Response:
-        try:
-            found = await handler(request)
-        except Exception as error:
-            return _failure(error)
-        if isinstance(found, BaseModel):
-            return Response(found.model_dump_json(), media_type="application/json")
-        return JSONResponse(found)
+def _handler(
+    method: Callable[..., Awaitable[Any]], body: type[BaseModel] | None
+) -> Callable[[Request], Awaitable[Any]]:
+    async def handle(request: Request) -> Any:
+        return await (method() if body is None else method(body.model_validate_json(await request.body())))
 
-    return endpoint
+    return handle
 
 
-def _failure(error: Exception) -> Response:
-    status = next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
-    if status == 500:
-        log.error("a request failed", exc_info=error)
-    return JSONResponse({"error": str(error) or type(error).__name__}, status)
+def _status(error: Exception) -> int:
+    return next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
 
 
 def main() -> None:
@@ -112,3 +116,145 @@ def main() -> None:
     with exit_with_reason():
         spec = read_spec()
         serve(make_app(spec), spec)
+
+
+class Worker:
+    """The worker of one service. Use within one event loop; `close()` when done."""
+
+    def __init__(self, spec: ServiceSpec) -> None:
+        self._spec = spec
+        self._store = open_store(spec.store_url)
+        self._client: InferenceClient | None = None
+        self._groups: Groups | None = None
+        self._resources = AsyncExitStack()  # of the groups
+        self._events: list[Event] = []  # that the flow may not have received
+        self._known = 0  # number of events that the flow has received
+        self._news = asyncio.Event()
+        self._beginning = asyncio.Lock()
+
+    async def begin(self, order: Begin) -> None:
+        """Be ready to generate groups with these settings, and forget earlier groups."""
+        async with self._beginning:
+            await self.close()
+            self._events, self._known = [], 0
+            recipe = RlhfRecipe.model_validate(order.recipe)
+            with suppress(FileNotFoundError):  # on another machine; code that is needed from there is then missed
+                os.chdir(order.folder)
+            workflow = load_workflow(recipe.workflow.name, recipe.workflow.arguments)
+            prompts = await asyncio.to_thread(read_table, self._store, order.prompts, PROMPT_COLUMNS)
+            tokenizer = None
+            if not isinstance(workflow, SingleTurn):  # which never blocks, and needs no tokenizer
+                tokenizer = await asyncio.to_thread(self._tokenizer, order.model)
+                workflow = IsolatedWorkflow(workflow, recipe.workflow.blocked_seconds)
+            self._client = await self._new_client(order, recipe, tokenizer)
+            judge = self._judge(recipe) if judges_groups(recipe) else None
+            if isinstance(workflow, IsolatedWorkflow):
+                self._resources.callback(workflow.close)
+            self._groups = Groups(
+                workflow,
+                workflow_context(recipe, recipe.rollout, recipe.rollout.group_size, self._client, tokenizer),
+                partial(prompt_of_group, prompts, seed=recipe.seed, order=order.order),
+                recipe.rollout,
+                Writer(self._store, self._spec.run, self._spec.owner, order.made_with),
+                self.report,
+                judge,
+            )
+
+    async def _new_client(self, order: Begin, recipe: RlhfRecipe, tokenizer: Any) -> InferenceClient:
+        ends = Ends(frozenset(order.end_tokens), await asyncio.to_thread(self._detokenizer, order, tokenizer))
+        client = InferenceClient(
+            [],
+            Access(order.server_token, order.server_authority),
+            recipe.inference,
+            order.patience_seconds,
+            lambda: ends,
+            interruption(recipe),
+        )
+        self._resources.push_async_callback(client.close)
+        client.report = lambda url, reason: self.report(Down(url=url, reason=reason))
+        await client.follow(order.serving)
+        return client
+
+    def _judge(self, recipe: RlhfRecipe) -> Judge:
+        """Verifies samples for the recipe's filters and its workflow."""
+        pool, filters = VerifierPool(recipe.reward), recipe.rollout.filters
+        self._resources.push_async_callback(asyncio.to_thread, pool.close)
+        return Judge(pool.verify, judged_with(recipe), filters, load_function(filters), recipe.rollout.group_seconds)
+
+    def _detokenizer(self, order: Begin, tokenizer: Any) -> Detokenizer:
+        if tokenizer is None and order.tokenizer:  # avoids the import of transformers
+            from tokenizers import Tokenizer
+
+            return Detokenizer(SimpleNamespace(backend_tokenizer=Tokenizer.from_str(order.tokenizer)))
+        return Detokenizer(tokenizer or self._tokenizer(order.model))
+
+    def _tokenizer(self, model: WeightsRef) -> Any:
+        with tempfile.TemporaryDirectory(prefix="arealflow-worker-") as folder:
+            return load_tokenizer(describing_files(self._store, model, Path(folder) / "model"))
+
+    def report(self, event: Event) -> None:
+        """Have the flow receive this event."""
+        self._events.append(event)
+        self._news.set()
+
+    async def news(self, after: Known) -> News:
+        """The events after those that are known; waits `HEARTBEAT_SECONDS` for one if there are none."""
+        self._check_memory(self._begun())
+        del self._events[: after.known - self._known]
+        self._known = after.known
+        self._news.clear()
+        if not self._events:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), HEARTBEAT_SECONDS)
+        return News(events=tuple(self._events))
+
+    def _check_memory(self, groups: Groups) -> None:
+        limit = groups.limits.worker_memory_mb
+        if limit and not groups.leaving and psutil.Process().memory_info().rss > limit * 1e6:
+            groups.leave()
+            self.report(Leaving())
+
+    async def orders(self, orders: Orders) -> None:
+        """Begin the groups of new leases, and drop those whose leases are over."""
+        self._begun().apply(orders)
+
+    async def serving(self, serving: Serving) -> None:
+        """From now on generate on these servers only."""
+        self._begun()
+        assert self._client is not None
+        await self._client.follow(serving)
+
+    async def busy(self) -> dict[str, int]:
+        """Requests in flight, by server address."""
+        servers = self._client.servers if self._client is not None else []
+        return dict(Counter({server.url: server.requests for server in servers if server.requests}))
+
+    async def write(self, part: Part) -> Written:
+        """Write a part of an iteration."""
+        return await self._begun().write(part)
+
+    async def flush(self) -> None:
+        """Write finished groups to the store."""
+        await self._begun().flush()
+
+    async def leave(self) -> None:
+        """Write finished groups to the store at once from now on."""
+        self._begun().leave()
+
+    async def end(self) -> None:
+        """End the process."""
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    async def close(self) -> None:
+        """Abandon running groups, write finished ones to the store, and disconnect from the servers."""
+        self._news.set()  # answers a pending long poll, without which the process cannot end
+        if self._groups is not None:
+            await self._groups.close()
+        self._groups = None
+        await self._resources.aclose()
+        self._client = None
+
+    def _begun(self) -> Groups:
+        if self._groups is None:
+            raise LeaseOver("this worker has no orders yet")
+        return self._groups
