@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import torch
+from torch import Tensor
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer.backend import Backend, Fetch, Progress
@@ -62,6 +63,7 @@ from areal_tasks.store.shards import write_table
 from areal_tasks.store.under_way import LEDGER
 from schemas.errors import UserError, shown
 from schemas.manifest import FileRef, TableRef, WeightsRef
+from schemas.recipe.sections import Trainer as TrainerSettings
 
 log = logging.getLogger(__name__)
 
@@ -296,10 +298,16 @@ class Trainer:
         self.progress = learned.progress
         tables = {"train_steps": learned.train_steps, "train_samples": learned.train_samples}
         if learner.settings.max_lag is not None:
-            scores = None if part is None else score_part(self.backend, part, learner.settings.trainer, Work(0))
-            tables["scored"] = scored_table(part, version + 1, scores)
+            tables["scored"] = scored_table(part, version + 1, self._scored(part, learner.settings.trainer))
         self._make_room()
         return Change(learned.metrics, tables, {})
+
+    def _scored(self, part: Part | None, settings: TrainerSettings) -> Tensor | None:
+        """On rank 0: logprobs of the part's tokens."""
+        if part is None:
+            return None
+        self.work = Work(len(part.input_ids))
+        return score_part(self.backend, part, settings, self.work)
 
     def _write_tables(self, prefix: str, tables: Mapping[str, pa.Table]) -> dict[str, TableRef]:
         return {name: write_table(self.store, prefix, name, table) for name, table in tables.items()}
