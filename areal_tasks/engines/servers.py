@@ -208,7 +208,8 @@ class Servers:
 
         Raises:
             ServiceFailed: no server is left, and `launcher.restarts` are used up.
-            ServerDown: a client `generates` in it, and all its servers were restarted on other weights than it wants.
+            ServerDown: a client `generates` in it, or is about to, and only the trainer has the weights that it wants;
+                no thread gives them: servers were restarted on others, or a transfer has failed.
         """
 
         def heartbeats() -> dict[str, Heartbeat]:
@@ -228,8 +229,8 @@ class Servers:
         try:
             self._tend()
             self.workers.tend()
-            if generates is not None and self._ready and generates.stuck:
-                raise ServerDown("the servers were restarted on older weights and have to be given the current ones")
+            if generates is not None and (self._ready or self.external) and generates.stuck:
+                raise ServerDown("the servers hold older weights and have to be given the current ones")
         finally:
             self._lock.release()
 
