@@ -20,7 +20,7 @@ from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.external import external_servers, external_token
-from areal_tasks.engines.handover import Transport, name_of, write_weights
+from areal_tasks.engines.handover import Transport, name_of, sending_ranks, write_weights
 from areal_tasks.engines.holding import Holder
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.proof import Proof, is_proven
@@ -358,11 +358,13 @@ class Servers:
 
     def _send_command(self, version: int, urls: Sequence[str], held: Sequence[str]) -> Send:
         ranks = self.recipe.inference.tensor_parallel  # type: ignore[union-attr]
+        beside = dict(zip(self.names, sending_ranks(self.transport, self.placement), strict=False))
+        rank_at = {url: beside.get(self.supervisor.name_at(url), 0) for url in urls}
         return Send(
             owner=self.run.owner,
             version=version,
             transport=self.transport,
-            receivers=tuple(Receiver(url=url, ranks=ranks) for url in urls),
+            receivers=tuple(Receiver(url=url, ranks=ranks, trainer_rank=rank_at[url]) for url in urls),
             leaving=tuple(Receiver(url=url, ranks=ranks) for url in held),
             token=self.supervisor.access.token,
             authority=self.supervisor.access.authority,
