@@ -44,7 +44,7 @@ def choose_transport(recipe: Recipe, placement: Placement, external: bool) -> Tr
 
 
 _NEEDS: Final = {
-    "tensor": "every server must run on the trainer's first GPU and on no other",
+    "tensor": "every server must run on one of the trainer's GPUs and on no other",
     "nccl": "every server needs GPUs that neither the trainer's first rank nor another server uses",
 }
 
@@ -53,13 +53,20 @@ def _possible(placement: Placement, external: bool) -> list[Transport]:
     """The transports that the placement allows, fastest first."""
     found: list[Transport] = []
     if placement.trainer and placement.servers and not external:
-        first = placement.trainer[0]
         used = [gpu for server in placement.servers for gpu in server]
-        if set(used) == {first} and len(used) == len(placement.servers):
+        if None not in map(placement.trainer_rank, range(len(placement.servers))):
             found.append("tensor")
-        elif first not in used and len(set(used)) == len(used):
+        if placement.trainer[0] not in used and len(set(used)) == len(used):
             found.append("nccl")
     return [*found, "store"]
+
+
+def sending_ranks(transport: Transport, placement: Placement) -> tuple[int, ...]:
+    """For each server the rank of the trainer whose weights it reads on their GPU; none with another transport."""
+    if transport != "tensor":
+        return ()
+    ranks = map(placement.trainer_rank, range(len(placement.servers)))
+    return tuple(rank for rank in ranks if rank is not None)
 
 
 def _between_machines(recipe: RlhfRecipe, external: bool) -> list[Transport]:

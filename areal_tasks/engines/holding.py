@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Coroutine, Iterator, Set
 from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol, TypeVar
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.handover import name_of
@@ -12,11 +13,19 @@ from areal_tasks.engines.server import Server
 from areal_tasks.engines.weights_source import WeightsSource
 from schemas.manifest import WeightsRef
 
+T = TypeVar("T")
+
+
+class Tending(Protocol):
+    """`Servers.call`."""
+
+    def __call__(self, work: Coroutine[Any, Any, T], /, *, generates: InferenceClient | None = None) -> T: ...
+
 
 class Holder:
     """`client`: of the server that is held. `run` runs a client's coroutines; `call` also tends the servers."""
 
-    def __init__(self, run: Call, call: Call) -> None:
+    def __init__(self, run: Call, call: Tending) -> None:
         self.client: InferenceClient | None = None
         self._run = run
         self._call = call
@@ -28,9 +37,9 @@ class Holder:
         """Inside, the client `own` has a server of `pool` for itself, with `ref`. Afterwards `own` is closed.
 
         Raises:
-            ServerDown: no server is healthy, or this one has ended.
+            ServerDown: this server has ended, or all others lack weights that only the trainer has and is not sending.
         """
-        server, current = self._call(pool.hold(name_of(ref)))
+        server, current = self._call(pool.hold(name_of(ref)), generates=pool)
         with ExitStack() as stack:
             stack.callback(self._end, pool, server, own)
             stack.callback(source.fetched.close)

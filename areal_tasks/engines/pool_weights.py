@@ -78,6 +78,9 @@ class UpdatedPool(ServerPool):
 
         If it does, requests in flight end on it. Otherwise it has none left: it can be given other, older weights.
 
+        Waits while healthy servers get the target weights. If only the trainer has these, and no thread sends them,
+        that has no end: the caller looks whether the pool is `stuck`, as while it generates.
+
         Raises:
             ServerDown: none is healthy.
         """

@@ -20,7 +20,7 @@ from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.external import external_servers, external_token
-from areal_tasks.engines.handover import Transport, name_of, write_weights
+from areal_tasks.engines.handover import Transport, name_of, sending_ranks, write_weights
 from areal_tasks.engines.holding import Holder
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.proof import Proof, is_proven
@@ -208,7 +208,8 @@ class Servers:
 
         Raises:
             ServiceFailed: no server is left, and `launcher.restarts` are used up.
-            ServerDown: a client `generates` in it, and all its servers were restarted on other weights than it wants.
+            ServerDown: a client `generates` in it, or is about to, and only the trainer has the weights that it wants;
+                no thread gives them: servers were restarted on others, or a transfer has failed.
         """
 
         def heartbeats() -> dict[str, Heartbeat]:
@@ -228,8 +229,8 @@ class Servers:
         try:
             self._tend()
             self.workers.tend()
-            if generates is not None and self._ready and generates.stuck:
-                raise ServerDown("the servers were restarted on older weights and have to be given the current ones")
+            if generates is not None and (self._ready or self.external) and generates.stuck:
+                raise ServerDown("the servers hold older weights and have to be given the current ones")
         finally:
             self._lock.release()
 
@@ -357,11 +358,13 @@ class Servers:
 
     def _send_command(self, version: int, urls: Sequence[str], held: Sequence[str]) -> Send:
         ranks = self.recipe.inference.tensor_parallel  # type: ignore[union-attr]
+        beside = dict(zip(self.names, sending_ranks(self.transport, self.placement), strict=False))
+        rank_at = {url: beside.get(self.supervisor.name_at(url), 0) for url in urls}
         return Send(
             owner=self.run.owner,
             version=version,
             transport=self.transport,
-            receivers=tuple(Receiver(url=url, ranks=ranks) for url in urls),
+            receivers=tuple(Receiver(url=url, ranks=ranks, trainer_rank=rank_at[url]) for url in urls),
             leaving=tuple(Receiver(url=url, ranks=ranks) for url in held),
             token=self.supervisor.access.token,
             authority=self.supervisor.access.authority,

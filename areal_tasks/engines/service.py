@@ -66,6 +66,7 @@ class ServiceSpec(BaseModel):
     folder: ModelFolder | None = None  # what a server starts on, as version 0, while the store has no weights
     node: int = 0  # the number of its machine, of a trainer on several
     gpus: tuple[str, ...] = ()  # the GPUs it may use, as in CUDA_VISIBLE_DEVICES; empty: none is assigned
+    sending: tuple[int, ...] = ()  # the trainer's ranks whose weights servers read on their GPUs
     gpu_users: int = 1  # services that share its most crowded GPU, itself included
     address: str = HOST  # of the interface that it listens on
     tls: str = ""  # a folder with the key and the certificate that it shows; empty: it speaks plain HTTP

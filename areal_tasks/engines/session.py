@@ -14,7 +14,7 @@ from typing import Any, Final
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from areal_tasks.engines.ends import Detokenizer, Ends, end_tokens
-from areal_tasks.engines.handover import choose_transport
+from areal_tasks.engines.handover import choose_transport, sending_ranks
 from areal_tasks.engines.models import describing_files, load_tokenizer
 from areal_tasks.engines.servers import Servers
 from areal_tasks.engines.service import ModelFolder, ServiceSpec, spec_of
@@ -176,8 +176,10 @@ class Engines:
     def _start_trainer(self, start: Callable[..., None]) -> None:
         """Start the trainer by this method of the supervisor."""
         assert not isinstance(self.recipe, EvaluateRecipe)
+        sending = sending_ranks(self.servers.transport, self.servers.placement)
+        placed: dict[str, Any] = {"gpus": self.servers.placement.trainer, "sending": sending}
         for node, name in enumerate(self.actor.names):
-            spec = spec_of(self.run, self.recipe, name, node=node, gpus=self.servers.placement.trainer)
+            spec = spec_of(self.run, self.recipe, name, node=node, **placed)
             settings, needs = self.recipe.trainer, trainer_needs(self.recipe)
             start(MODULES[TRAINER], spec, settings.threads, needs, group=TRAINER)
 

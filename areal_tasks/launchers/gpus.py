@@ -30,6 +30,11 @@ class Placement:
         """Whether the server has a GPU in common with the trainer."""
         return bool(set(self.servers[server]) & set(self.trainer)) if self.servers else False
 
+    def trainer_rank(self, server: int) -> int | None:
+        """The trainer's rank on a server's only GPU; None if the server has several, or another one."""
+        gpus = self.servers[server] if self.servers else ()
+        return self.trainer.index(gpus[0]) if len(gpus) == 1 and gpus[0] in self.trainer else None
+
     def users(self, server: int) -> int:
         """How many services use the server's most shared GPU, itself included; 1 without GPUs."""
         services = [set(self.trainer), *map(set, self.servers)]

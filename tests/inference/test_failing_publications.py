@@ -16,6 +16,7 @@ from test_damaged_weights import weights
 from waiting import wait_until
 
 from areal_tasks.engines import server_pool
+from areal_tasks.engines.handover import name_of
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import Command, Publish, Written
@@ -164,6 +165,25 @@ def test_a_server_that_has_loaded_another_attempt_loads_what_is_in_force(
         assert loaders[1].version == 4
         assert publish(engines, author, 4) != first
         loaders[1].broken_health = False
+        check(engines, loaders)
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_a_server_is_not_waited_for_where_no_thread_gives_the_weights_that_all_lack(
+    tmp_path: Path, external: bool
+) -> None:
+    """All are healthy, and what they hold is unknown. The stage that wants one is repeated, and gives them weights."""
+    with running(tmp_path) as (engines, loaders, _):
+        servers = engines.servers
+        client, ref = servers.inference(), servers.serving
+        assert ref is not None
+        servers.call(client.forget_versions())
+        if external:
+            servers._ready, servers.external = [], client.healthy()
+        holding = client.hold(name_of(ref))
+        with pytest.raises(ServerDown, match="have to be given the current ones"):
+            servers.call(holding, generates=client)
+        assert client.stuck and len(client.healthy()) == 2 and not client.held()
         check(engines, loaders)
 
 

@@ -12,6 +12,7 @@ from aiohttp import web
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import Command, Publish, Send, Sent, Written
+from areal_tasks.launchers.gpus import Placement
 from areal_tasks.launchers.supervisor import Ready
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.objects.files import upload
@@ -98,6 +99,30 @@ def test_one_of_two_that_fails_is_ended_and_the_other_goes_on(engines: Engines, 
     assert len(engines.servers.serve(UNWRITTEN, trainer)) == 1  # type: ignore[arg-type]
     assert engines.supervisor.end_of == [bad.url]  # type: ignore[attr-defined]
     assert engines.servers.inference().healthy() == [good.url]
+
+
+def test_each_is_sent_the_weights_of_the_rank_on_its_gpu(
+    engines: Engines, trainer: Trainer, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of them are left."""
+    first, second = begin(2)
+    servers = engines.servers
+    servers.recipe = load_recipe("gsm8k", ["inference.servers=2", "trainer.ranks=2"])
+    servers.transport, servers.placement = "tensor", Placement(("0", "1"), (("1",), ("0",)))
+    names = {first.url: "inference-0", second.url: "inference-1"}
+    monkeypatch.setattr(engines.supervisor, "name_at", names.__getitem__)
+    asked, send = list[Send](), trainer.send
+
+    def watched(command: Send) -> Sent:
+        asked.append(command)
+        return send(command)
+
+    monkeypatch.setattr(trainer, "send", watched)
+    trainer.lost = {first.url}
+    servers.serve(UNWRITTEN, trainer)  # type: ignore[arg-type]
+    ranks = [{one.url: one.trainer_rank for one in command.receivers} for command in asked]
+    assert ranks[0] == {first.url: 1, second.url: 0}
+    assert ranks[-1] == {second.url: 0}, "to prove that they arrive"
 
 
 def test_when_all_fail_the_next_ones_are_handed_the_weights_again(

@@ -354,6 +354,53 @@ def test_a_service_that_is_ended_while_it_starts_is_stopped_once_it_has(
     assert [handle.code for handle in handles] == [-15]
 
 
+@pytest.mark.parametrize("leaves", ["the service", "the run"])
+def test_a_start_that_never_returns_is_not_waited_for_and_ends_what_it_yields_later(
+    scripted: tuple[Supervisor, Scripted], monkeypatch: pytest.MonkeyPatch, leaves: str
+) -> None:
+    supervisor, launcher = scripted
+    monkeypatch.setattr(starts, "in_background", in_background)
+    monkeypatch.setattr(starts.Starting.__init__, "__defaults__", (0.1,))
+    accepted, start, handles = threading.Event(), launcher.start, list[Ended]()
+
+    def queued(job: Job) -> Ended:
+        assert accepted.wait(LIMIT)
+        handles.append(start(job))
+        return handles[-1]
+
+    monkeypatch.setattr(launcher, "start", queued)
+    supervisor.join(MODULE, spec(supervisor.store, "three"))
+    if leaves == "the service":
+        supervisor.retire("three")
+    else:
+        supervisor.__exit__()
+    assert not handles, "the start still waits"
+    accepted.set()
+    wait_until(lambda: [handle.code for handle in handles] == [-15], "the end of what has started")
+
+
+def test_a_start_that_never_returns_is_made_again_once_it_was_to_be_stopped(
+    scripted: tuple[Supervisor, Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a service whose group begins again."""
+    supervisor, launcher = scripted
+    monkeypatch.setattr(starts, "in_background", in_background)
+    monkeypatch.setattr(starts.Starting.__init__, "__defaults__", (0.1,))
+    accepted, start = threading.Event(), launcher.start
+
+    def queued(job: Job) -> Ended:
+        assert job.spec.restart or accepted.wait(LIMIT)
+        return start(job)
+
+    monkeypatch.setattr(launcher, "start", queued)
+    supervisor.join(MODULE, spec(supervisor.store, "three"))
+    three = supervisor.services["three"]
+    supervisor._stop(three, "another of its group has ended", grace_seconds=0.0)
+    wait_until(lambda: Ready("http://three/1", 1) in supervisor.look(["one", "three"]), "its next start")
+    assert not three.failures, "the cluster was away"
+    accepted.set()
+
+
 def test_between_two_starts_without_a_store_is_the_longest_pause(scripted: tuple[Supervisor, Scripted]) -> None:
     supervisor, launcher = scripted
     launcher.ends = AWAY

@@ -12,7 +12,7 @@ from stage_driver import ITERATIONS, digests_of, drive, store_in, tiny
 from waiting import LIMIT
 
 from areal_tasks.engines import session
-from areal_tasks.engines.handover import choose_transport
+from areal_tasks.engines.handover import choose_transport, sending_ranks
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import Command, Publish, Send, Sent, Written
 from areal_tasks.engines.trainer_client import TrainerClient
@@ -35,14 +35,32 @@ from schemas.recipe.recipe import Recipe, RlhfRecipe
 SHARED = Placement(("0",), (("0",), ("0",)))
 APART = Placement(("0",), (("1",), ("2", "3")))
 MIXED = Placement(("0",), (("0",), ("1",)))
+EACH = Placement(("2", "0"), (("0",), ("2",), ("0",)))
+ONE_OVER_BOTH = Placement(("0", "1"), (("0", "1"),))
+SECOND = Placement(("0", "1"), (("1",),))
 
 
 @pytest.mark.parametrize(
     ("placement", "external", "expected"),
-    [(SHARED, False, "tensor"), (APART, False, "nccl"), (MIXED, False, "store"), (Placement(), True, "store")],
+    [
+        (SHARED, False, "tensor"),
+        (EACH, False, "tensor"),
+        (SECOND, False, "tensor"),
+        (APART, False, "nccl"),
+        (MIXED, False, "store"),
+        (ONE_OVER_BOTH, False, "store"),
+        (EACH, True, "store"),
+        (Placement(), True, "store"),
+    ],
 )
 def test_auto_takes_the_fastest_that_the_placement_allows(placement: Placement, external: bool, expected: str) -> None:
     assert choose_transport(load_recipe("gsm8k"), placement, external) == expected
+
+
+def test_a_server_gets_weights_of_the_rank_on_its_gpu() -> None:
+    assert sending_ranks("tensor", EACH) == (1, 0, 1)
+    assert sending_ranks("tensor", SHARED) == (0, 0)
+    assert sending_ranks("store", EACH) == sending_ranks("nccl", APART) == ()
 
 
 def test_a_transport_that_the_placement_forbids_is_refused_with_the_reason() -> None:
@@ -74,7 +92,7 @@ def test_versions_are_written_at_the_interval_at_the_end_and_where_they_are_eval
 PLACEMENTS = [
     ("0", "", "tensor"),
     ("0,1", "", "nccl"),
-    ("0,1", "trainer.ranks=2 inference.servers=2 inference.gpus=[0,1]", "store"),
+    ("0,1", "trainer.ranks=2 inference.servers=2 inference.gpus=[0,1]", "tensor"),
     ("0,1,2,3", "trainer.ranks=2 inference.servers=2", "nccl"),
     ("0,1,2,3", "trainer.ranks=2 inference.tensor_parallel=2", "nccl"),
     ("0,1,2,3,4,5,6,7", "trainer.ranks=4 inference.servers=4", "nccl"),

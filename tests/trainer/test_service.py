@@ -131,6 +131,24 @@ def test_tables_that_could_not_be_written_are_written_by_the_retry(
     assert torch.equal(weights, _weights(trainer))
 
 
+def test_the_trainer_shows_how_much_of_what_servers_have_to_score_it_has_scored(
+    rlhf: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rlhf.recipe = rlhf_recipe(rollout={"max_head_offpolicyness": 1}, trainer={"micro_batch_tokens": 16})
+    trainer, seen = rlhf.trainer(), list[tuple[int, int]]()
+    score = trainer.backend.score
+
+    def watched(*given: Any) -> Any:
+        health = trainer.health(True)
+        seen.append((health.done, health.of))
+        return score(*given)
+
+    monkeypatch.setattr(trainer.backend, "score", watched)
+    trainer.train(_grpo(rlhf, 0))
+    assert len(set(seen)) > 2 and seen[0] == (0, len(LENGTHS)) and seen == sorted(seen), seen
+    assert (trainer.work.done, trainer.work.of) == (len(LENGTHS), len(LENGTHS))
+
+
 def test_servers_have_to_score_what_the_new_weights_make_of_the_batch_if_it_is_too_old(rlhf: World) -> None:
     """They are given the trainer's scores, at temperature 1, whatever the recipe's; not once enough is recent."""
     rlhf.recipe = rlhf_recipe(rollout={"max_head_offpolicyness": 1}, algorithm={"minibatches": 1})

@@ -1,4 +1,6 @@
-"""A server that takes broadcast weights as SGLang does, over gloo: `receiver.py TOKEN [ADDRESS]`; prints its port.
+"""A server that takes weights as SGLang does, by gloo or from the memory of another process.
+
+`receiver.py TOKEN [ADDRESS]` prints its port.
 
 Told to by `/fail`, it dies at the next weights, or answers 500 without taking them.
 
@@ -8,8 +10,11 @@ sender's way of joining is checked against them and not against itself.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle
+import re
 import sys
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -40,6 +45,14 @@ def receive(body: dict[str, Any]) -> None:
     HELD["version"] = body["weight_version"]
 
 
+def take(body: dict[str, Any]) -> None:
+    """As SGLang's only rank: map the tensors and copy them. The names of shared memory tell which process made them."""
+    data = base64.b64decode(body["serialized_named_tensors"][0])
+    HELD["makers"] = sorted(set(re.findall(r"/torch_(\d+)_", data.decode(errors="ignore"))))
+    HELD["tensors"] = {name: tensor.float().tolist() for name, tensor in pickle.loads(data)}
+    HELD["version"], HELD["flushes"] = body["weight_version"], body["flush_cache"]
+
+
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -60,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
         elif HELD["fails"] == "500":
             self.answer(500, {"error": "out of order"})
         elif self.path == "/update_weights_from_tensor":
-            HELD["version"] = body["weight_version"]
+            take(body)
             self.answer(200, {"success": True})
         else:
             receive(body)

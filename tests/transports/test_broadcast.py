@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import io
 import os
 import subprocess
 import sys
@@ -20,13 +22,15 @@ import torch
 import torch.distributed as dist
 from listeners import beyond_loopback, listening
 from torch.distributed import distributed_c10d as c10d
+from torch.multiprocessing import reductions
 from waiting import LIMIT, wait_until
 from warm_processes import Popen
 
 from areal_tasks.engines.ports import group_interface
+from areal_tasks.engines.trainer import transport
 from areal_tasks.engines.trainer.commands import Receiver, Send
 from areal_tasks.engines.trainer.ranks import lead
-from areal_tasks.engines.trainer.transport import Sender, Unanswered, WeightTransferRejected
+from areal_tasks.engines.trainer.transport import Sender, Unanswered, WeightTransferRejected, handles_of
 
 TOKEN = "secret"
 UPDATE = "/update_weights_from_distributed"
@@ -139,11 +143,24 @@ def test_a_server_that_fails_by_itself_has_refused_nothing(urls: list[str]) -> N
 def test_on_a_shared_gpu_one_that_fails_does_not_keep_the_weights_from_the_others(
     failing: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("synchronize", "ipc_collect"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    gone = Sender(unused).send(weights(0.5), sending(failing, 7).model_copy(update={"transport": "tensor"}))
-    assert list(gone) == failing[:1]
-    assert held_by(failing[1])["version"] == "7"
+    monkeypatch.setattr(torch.multiprocessing, "get_sharing_strategy", lambda: "file_system")
+    command = sending(failing, 7).model_copy(update={"transport": "tensor"})
+    tensors = weights(0.5)
+    assert list(Sender(unused).send(tensors, command, [handles_of(tensors)])) == failing[:1]
+    held = held_by(failing[1])
+    assert held["version"] == "7" and held["makers"] == [str(os.getpid())]
+    assert held["tensors"] == {n: t.float().tolist() for n, t in weights(0.5).items()}
+
+
+def test_handles_name_the_only_gpu_that_a_server_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its first, on whichever of the trainer's GPUs the tensor is. There is none here: torch's part is played."""
+    given = (torch.Tensor, (2,), (1,), 0, "storage", torch.float32, 2, "handle")
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda _: (reductions.rebuild_cuda_tensor, given))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    rebuild, arguments = transport._Handles(io.BytesIO()).reducer_override(torch.zeros(2))
+    named = dict(zip(inspect.signature(rebuild).parameters, arguments, strict=False))
+    assert named["storage_device"] == 0 and named["storage_handle"] == "handle"
+    assert tuple(arguments) == (*given[:6], 0, *given[7:])
 
 
 def test_the_group_of_before_is_left_by_all_that_stay(urls: list[str]) -> None:

@@ -92,6 +92,7 @@ class Receiver(Message):
 
     url: str
     ranks: int = Field(1, ge=1)
+    trainer_rank: int = Field(0, ge=0, description="tensor: the rank of the trainer on its GPU")
 
 
 class Send(Command):

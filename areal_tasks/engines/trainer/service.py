@@ -53,7 +53,7 @@ from areal_tasks.engines.trainer.rows import logprobs_table
 from areal_tasks.engines.trainer.scoring import Part, Scoring, read_part, score, score_part, scored_table
 from areal_tasks.engines.trainer.settings import Settings, read_settings
 from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, copy_description, largest_difference, remove_weights
-from areal_tasks.engines.trainer.transport import Sender
+from areal_tasks.engines.trainer.transport import Sender, handles_of
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.objects.files import common_folder, local_file, materialise, read_weights, upload
 from areal_tasks.store.objects.local import unusable
@@ -109,6 +109,8 @@ class Trainer:
         self.initial = spec.weights
         self.has_reference = False
         self.snapshot = Snapshot(DTYPES[self.settings.model.dtype])
+        self.sending = spec.sending
+        self.handles: list[str] = []  # of the snapshots of all ranks, if any of them is `sending`
         self.sender = Sender(functools.partial(end_group, self.group), address=spec.address)
 
     def run(self, command: Command) -> Message:
@@ -189,7 +191,7 @@ class Trainer:
         started = time.perf_counter()
         with self._kept(command) as snapshot:
             gathered = time.perf_counter()
-            gone = self.sender.send(snapshot.tensors, command) if self.backend.rank == 0 else {}
+            gone = self.sender.send(snapshot.tensors, command, self.handles) if self.backend.rank == 0 else {}
         ended = time.perf_counter()
         log.info(
             "weights %d: gathered in %.3f s, sent in %.3f s", command.version, gathered - started, ended - gathered
@@ -290,7 +292,10 @@ class Trainer:
         self.progress = learned.progress
         tables = {"train_steps": learned.train_steps, "train_samples": learned.train_samples}
         if learner.settings.max_lag is not None:
-            scores = None if part is None else score_part(self.backend, part, learner.settings.trainer, Work(0))
+            scores = None
+            if part is not None:
+                self.work = Work(len(part.input_ids))
+                scores = score_part(self.backend, part, learner.settings.trainer, self.work)
             tables["scored"] = scored_table(part, version + 1, scores)
         self._make_room()
         return Change(learned.metrics, tables, {})
@@ -338,12 +343,23 @@ class Trainer:
         return tuple(sorted([*files, *described.result()], key=lambda file: file.path))
 
     def _keep(self, version: int) -> None:
-        """Gather the policy's full weights as they are published, once per version; every rank takes part."""
+        """Gather the policy's full weights as they are published, once per version; every rank takes part.
+
+        The first rank keeps them, and those whose GPU servers share.
+        """
         if self.snapshot.version == version:
             return
         self.fence.expect(version)
-        held, keep = self.backend.named_weights(), self.backend.rank == 0
-        self.snapshot.take(version, self.backend.names().to_checkpoint(held) if keep else held, keep)
+        held, shares = self.backend.named_weights(), self.backend.rank in self.sending
+        keep = shares or self.backend.rank == 0
+        with self.snapshot.lock:
+            self.handles = self._of_ranks("")  # no server reads those of another rank while the first has the lock
+            self.snapshot.take(version, self.backend.names().to_checkpoint(held) if keep else held, keep)
+            self.handles = self._of_ranks(handles_of(self.snapshot.tensors) if shares else "")
+
+    def _of_ranks(self, handles: str) -> list[str]:
+        """The handles of all ranks, which are on one machine if any of them is `sending`."""
+        return self.group.from_ranks_here(handles) if self.sending else []
 
     @contextmanager
     def _kept(self, command: Command) -> Iterator[Snapshot]:

@@ -1,13 +1,14 @@
 """Sends the policy's weights to SGLang servers without the store: as tensors on a shared GPU, or by NCCL.
 
 Only the description of the tensors passes through HTTP; the servers read or receive the weights themselves. SGLang's
-side of both is its `/update_weights_from_tensor` and `/update_weights_from_distributed`. Requests go to all servers at
-once, and the trainer does its own part meanwhile.
+side of both is its `/update_weights_from_tensor` and `/update_weights_from_distributed`. Rank 0 sends the requests, to
+all servers at once, and does its own part meanwhile. On a shared GPU a server reads the tensors of the rank there.
 """
 
 from __future__ import annotations
 
 import base64
+import inspect
 import logging
 import sys
 import threading
@@ -22,7 +23,8 @@ from typing import Any, Final
 import httpx
 import torch
 import torch.distributed as dist
-import torch.multiprocessing  # makes ForkingPickler share CUDA memory
+from torch import Tensor
+from torch.multiprocessing import reductions  # makes ForkingPickler share CUDA memory
 
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.ports import HOST, probe_port
@@ -35,6 +37,8 @@ log = logging.getLogger(__name__)
 TIMEOUT_SECONDS: Final = 120.0
 GRACE_SECONDS: Final = 10.0  # for servers that may be waiting for a failed one
 STUCK_SECONDS: Final = 20.0  # for the trainer's own part after a server failed
+#: Which argument of the function that maps shared CUDA memory is the GPU's number.
+DEVICE: Final = [*inspect.signature(reductions.rebuild_cuda_tensor).parameters].index("storage_device")
 REMEDY: Final = "see its log; inference.transport=store sends the weights another way"
 
 Gone = dict[str, str]  # from the address of a server that failed to the reason
@@ -77,16 +81,17 @@ class Sender:
         self.name = ""
         self.members: tuple[Receiver, ...] = ()
 
-    def send(self, tensors: Named, command: Send) -> Gone:
+    def send(self, tensors: Named, command: Send, handles: Sequence[str] = ()) -> Gone:
         """Send `tensors` to every receiver as weights version `command.version`; returns the receivers that failed.
 
-        All others then hold that version. A broadcast reaches all receivers or none.
+        All others then hold that version. A broadcast reaches all receivers or none. With `tensor` each server gets the
+        `handles` of the rank on its GPU, which holds the same tensors.
 
         Raises:
             WeightTransferRejected: a server refused, and none failed otherwise.
         """
         if command.transport == "tensor":
-            return send_handles(tensors, command)
+            return send_handles(handles, command)
         return self._broadcast(tensors, command)
 
     def _broadcast(self, tensors: Named, command: Send) -> Gone:
@@ -195,16 +200,30 @@ class Sender:
             group.abort()
 
 
-def send_handles(tensors: Named, command: Send) -> Gone:
-    """Have the receivers map and copy `tensors`, which are on the GPU that they share with this process."""
-    torch.cuda.synchronize()  # other processes do not wait for this one's streams
-    handles = base64.b64encode(bytes(ForkingPickler.dumps(list(tensors.items())))).decode()
-    bodies = [_update(command, serialized_named_tensors=[handles] * r.ranks) for r in command.receivers]
+class _Handles(ForkingPickler):
+    """Pickles CUDA tensors as handles for a process that sees only the GPU that they are on, as its first."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.is_cuda):
+            return NotImplemented
+        rebuild, arguments = reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
+        return rebuild, (*arguments[:DEVICE], 0, *arguments[DEVICE + 1 :])
+
+
+def handles_of(tensors: Named) -> str:
+    """With what a server on the same GPU maps `tensors`, once all that was queued for them is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # other processes do not wait for this one's streams
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+    return base64.b64encode(bytes(_Handles.dumps(list(tensors.items())))).decode()
+
+
+def send_handles(handles: Sequence[str], command: Send) -> Gone:
+    """Have each receiver map and copy the tensors of the rank on its GPU; `handles` are those of all ranks."""
+    bodies = [_update(command, serialized_named_tensors=[handles[r.trainer_rank]] * r.ranks) for r in command.receivers]
     calls = post_all(command, "/update_weights_from_tensor", bodies)
     wait(calls.values())
-    gone = failed(calls, None)
-    torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-    return gone
+    return failed(calls, None)
 
 
 def _description(tensors: Named, command: Send, group: str) -> dict[str, Any]:
