@@ -26,7 +26,7 @@ from areal_tasks.stages.preflight import check_code, check_engines, check_inputs
 from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.fork import Origin, read_fork
-from areal_tasks.store.history.journal import append
+from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.runs import Run, open_run
 from flows.background import ServiceLogs, System
 from flows.credentials import take_s3_keys
@@ -161,7 +161,7 @@ def settings(values: Mapping[str, Any]) -> str:
 @contextmanager
 def logged(run: Run, flow_run_id: str) -> Iterator[None]:
     """Write to the run's log how this start of the flow begins and, unless it is killed, how it ends."""
-    note = partial(append, run.store, run.name, prefect_flow_run_id=flow_run_id)
+    note = partial(append_log, run.store, run.name, prefect_flow_run_id=flow_run_id)
     note("started" if run.owner == 1 else "resumed", standing(run))
     if (newest := run.segments[-1]).n and newest.provenance.owner == run.owner:
         note("extended", {"owner": run.owner, "segment": newest.n, "from_iteration": newest.from_iteration})

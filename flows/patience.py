@@ -2,7 +2,7 @@
 
 A restart has new services and a new owner, and reuses what is committed. A store that is unreachable at the flow run's
 first request is more likely a mistake, and reported immediately. A start whose iteration an earlier start has committed
-(`Behind`) is restarted in the same way.
+(`HeadMoved`) is restarted in the same way.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from prefect.runtime import flow_run
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.store.backend import Unavailable
-from areal_tasks.store.runs import Behind
+from areal_tasks.store.runs import HeadMoved
 
 T = TypeVar("T")
 
-AWAY: Final = (Unavailable, TrainerDown, ServerDown, Behind)
+AWAY: Final = (Unavailable, TrainerDown, ServerDown, HeadMoved)
 #: How long a flow retries without committing an iteration.
 WAIT_SECONDS: Final = 600.0
 LONGEST_PAUSE_SECONDS: Final = 15.0

@@ -19,7 +19,7 @@ from prefect import get_run_logger
 from areal_tasks.stages.jobs import IterationResult
 from areal_tasks.store.backend import Store, StoreError
 from areal_tasks.store.commit import find_record
-from areal_tasks.store.history.journal import append
+from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.paths import service
 from areal_tasks.store.runs import Run
 from schemas.manifest import ServiceRecord, StageManifest
@@ -66,7 +66,7 @@ class Startup:
         details = {name: round(seconds, 3) for name, seconds in found.items()}
         get_run_logger().info("%s", describe(details))
         try:
-            append(run.store, run.name, ACTION, details, prefect_flow_run_id=flow_run_id)
+            append_log(run.store, run.name, ACTION, details, prefect_flow_run_id=flow_run_id)
         except StoreError as error:  # a missing log record must not fail the run
             get_run_logger().warning("the run's log could not be written: %s", error)
 

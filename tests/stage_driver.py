@@ -26,7 +26,7 @@ from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.objects.local import LocalBackend
-from areal_tasks.store.opening import find_stored
+from areal_tasks.store.opening import read_stored_run
 from areal_tasks.store.runs import Run, load_run, open_run
 from schemas.recipe.load import parse_recipe
 from schemas.recipe.recipe import Recipe
@@ -95,8 +95,8 @@ def drive(
 ) -> Run:
     """Bring a run to its end, in this process; its store is that of `folder` unless another one is named."""
     store = store or store_in(folder)
-    stored = find_stored(store, name)
-    recipe, _ = stored.continued(recipe)
+    stored = read_stored_run(store, name)
+    recipe, _ = stored.recipe_to_continue(recipe)
     run = open_run(store, name, recipe, origin=origin, segments=segments, stored=stored)
     with Engines(run, recipe, folder / "logs", generates=not run.record.counterfactual) as engines:
         loop_of(run)(run, recipe, engines, retrying(execute))()

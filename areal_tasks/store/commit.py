@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 
 from pydantic import ValidationError
 
-from areal_tasks.store.backend import Exists, Missing, Newer, Store, StoreError, damaged
+from areal_tasks.store.backend import Exists, Missing, NewerSchema, Store, StoreError, damaged
 from schemas.manifest import SCHEMA_VERSION, Claimed, StoredRecord, is_sealed, seal_holds
 
 R = TypeVar("R", bound=StoredRecord)
@@ -101,10 +101,10 @@ def decode(store: Store, path: str, model: type[R], data: bytes) -> R:
         record = model.parse(data)
     except ValidationError as error:
         if (version := _schema_version(data)) > SCHEMA_VERSION:
-            raise Newer(store.uri(path), version, SCHEMA_VERSION) from error
+            raise NewerSchema(store.uri(path), version, SCHEMA_VERSION) from error
         raise StoreError(_explain(store.uri(path), error)) from error
     if record.schema_version > SCHEMA_VERSION:  # its fields may be the same and mean something else
-        raise Newer(store.uri(path), record.schema_version, SCHEMA_VERSION)
+        raise NewerSchema(store.uri(path), record.schema_version, SCHEMA_VERSION)
     if (is_sealed(data) or record.schema_version > 1) and not seal_holds(data):
         raise StoreError(f"{store.uri(path)} is damaged (its seal does not hold): bytes were altered. {_RESTORE}")
     return record

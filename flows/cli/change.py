@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.changes import ask, find_change, last_change, waiting_changes
+from areal_tasks.store.changes import find_change, last_change, pending_changes, request_change
 from areal_tasks.store.history.journal import read_log
-from areal_tasks.store.record_tables import goes_on
+from areal_tasks.store.record_tables import may_be_running
 from areal_tasks.store.runs import Run, load_run
 from flows.cli.output import AsJson, RunName, StoreUrl, show
 from schemas.errors import UserError
@@ -31,7 +31,7 @@ def change(run: RunName, fields: Fields = None, store: StoreUrl = "", as_json: A
         show_live(there, as_json)
         return
     check_changeable(there)
-    running = goes_on(there)
+    running = may_be_running(there)
     first = there.committed + (2 if running else 0)
     if first >= planned(there):
         raise UserError(f"run {run} has no iteration left in which a change would be in force; resume it with more")
@@ -69,9 +69,9 @@ def request(run: Run, fields: Sequence[str]) -> Change:
     """
     asked = None
     while asked is None:  # else another change has just been asked for, with which this one may not agree
-        waiting = list(waiting_changes(run.store, run.name, run.segments))
+        waiting = list(pending_changes(run.store, run.name, run.segments))
         values = changes_of(newest(run, waiting), fields)
-        asked = ask(run.store, run.name, last_change(run.segments) + len(waiting) + 1, values)
+        asked = request_change(run.store, run.name, last_change(run.segments) + len(waiting) + 1, values)
     return asked
 
 
@@ -86,7 +86,7 @@ def outcome(run: str, change: Change, first: int, running: bool) -> str:
 def show_live(run: Run, as_json: bool) -> None:
     """Print what may change with its values, and the changes so far with the first iteration of each."""
     check_changeable(run)
-    waiting = list(waiting_changes(run.store, run.name, run.segments))
+    waiting = list(pending_changes(run.store, run.name, run.segments))
     values = live_values(newest(run, waiting))
     made = {s.change.n: (s.change, str(s.from_iteration)) for s in run.segments if s.change}
     refused = refusals(run)

@@ -19,7 +19,7 @@ from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.record_tables import read_owners
 from areal_tasks.store.runs import Run
-from areal_tasks.store.waits import standing_waits
+from areal_tasks.store.waits import current_waits
 from flows.cli.inspect import next_recipe
 from flows.cli.output import show
 from schemas.errors import UserError
@@ -95,7 +95,7 @@ def standing_owner(run: Run) -> OwnerRecord | None:
 
 def running_rows(run: Run, recipe: Recipe, owner: int) -> list[dict[str, Any]]:
     """The services of a start of the flow: on which machine each runs, starts, or what it waits for."""
-    waits = record.waits if (record := standing_waits(run)) else ()
+    waits = record.waits if (record := current_waits(run)) else ()
     why, gpus = {wait.at: wait.says for wait in waits}, placed_gpus(run, owner)
     asked = dict.fromkeys(service_needs(recipe, bool(external_servers())), 0)
     starts = sorted((asked | newest_starts(run, owner)).items())

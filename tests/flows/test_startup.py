@@ -109,7 +109,7 @@ def test_a_store_that_refuses_the_line_does_not_end_the_run(
     def refuse(*arguments: Any, **more: Any) -> None:
         raise StoreError("the disk is full")
 
-    monkeypatch.setattr(startup, "append", refuse)
+    monkeypatch.setattr(startup, "append_log", refuse)
     Startup()(run, NOTHING, [])
     assert "the run's log could not be written: the disk is full" in caplog.messages
 

@@ -22,8 +22,9 @@ from areal_tasks.report.page import Payload, make_report
 from areal_tasks.report.tokens import texts_of
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.history.journal import append
-from areal_tasks.store.runs import list_runs, open_run
+from areal_tasks.store.history.journal import append_log
+from areal_tasks.store.run_list import list_runs
+from areal_tasks.store.runs import open_run
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
 from schemas.tables import TABLES
@@ -237,7 +238,7 @@ def test_a_part_of_a_character_is_shown_as_bytes(tmp_path: Path) -> None:
 
 def test_facts_of_an_unfinished_run(store: Store) -> None:
     run = make_run(store, "a", [rows(0)])
-    append(store, "a", "tagged", {"tag": "best"})
+    append_log(store, "a", "tagged", {"tag": "best"})
     found = report_of(store, "a")[0]
     assert found["state"] == "Unfinished: 1 of 3 iterations are committed."
     facts = dict(found["facts"])

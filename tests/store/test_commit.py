@@ -70,7 +70,7 @@ def faults() -> Faults:
 def faulty(s3: S3Server, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     with faulty_proxy(s3.endpoint, faults) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        monkeypatch.setattr(s3_module, "PATIENCE_SECONDS", 0.0)
+        monkeypatch.setattr(s3_module, "RETRY_SECONDS", 0.0)
         yield open_store(f"s3://{BUCKET}/{uuid.uuid4().hex}")
 
 

@@ -1,4 +1,4 @@
-"""The append-only log of a run: who ran, cancelled, changed, forked, replayed or removed what.
+"""The append-only log of a run: users and times of starts, ends, changes, forks, replays and removals.
 
 Each line has the digest of the line before it: `arealflow audit` finds a line that was altered or removed.
 """
@@ -23,10 +23,10 @@ from schemas.manifest import ACTIONS, LogRecord
 Details = Mapping[str, bool | int | float | str]
 
 
-def append(
+def append_log(
     store: Store, run: str, action: str, details: Details | None = None, *, prefect_flow_run_id: str = ""
 ) -> LogRecord:
-    """Add a line to the log of `run`; returns it. Several processes may do so at once.
+    """Add a line to the log of `run`; returns it. Several processes may do so concurrently.
 
     Raises:
         ValueError: `action` is none of `schemas.manifest.ACTIONS`.
@@ -36,11 +36,12 @@ def append(
         raise ValueError(f"unknown action {action!r}: a log records {', '.join(ACTIONS)}")
 
     def line(n: int) -> LogRecord:
+        """The line if its number is `n`: it has the digest of the line before."""
         return LogRecord(
             n=n,
             attempt=new_attempt(),
             action=action,
-            user=user(),
+            user=current_user(),
             host=socket.gethostname(),
             time=now(),
             pid=os.getpid(),
@@ -71,7 +72,7 @@ def log_digest(store: Store, run: str, n: int) -> str:
         return ""
 
 
-def user() -> str:
+def current_user() -> str:
     """The user who runs this process: name, or number if there is no name."""
     try:
         return getpass.getuser()
