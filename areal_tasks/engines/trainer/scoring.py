@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from areal_tasks.data.batching import LayoutKind, Sequences, among, lay_out, make_sequences, micro_batches
+from areal_tasks.data.batching import LayoutKind, Sequences, in_whole_batch, make_layout, make_sequences, micro_batches
 from areal_tasks.engines.trainer.backend import Backend, Which
 from areal_tasks.engines.trainer.forward import Ahead, background_thread, staged
 from areal_tasks.engines.trainer.learner import Rows, Work, passes_of_rank, samples_of
@@ -55,7 +55,7 @@ class Part:
         tokens = torch.tensor([token for ids, _ in own for token in ids], dtype=torch.int32)
         masks = [torch.arange(len(ids)) >= first for ids, first in own]
         counted = torch.cat([torch.zeros(0, dtype=torch.bool), *masks])
-        return among(make_sequences(tokens, counted, self.lengths[rows]), rows, self.lengths)
+        return in_whole_batch(make_sequences(tokens, counted, self.lengths[rows]), rows, self.lengths)
 
 
 def read_part(files: Sequence[Path], most: int) -> Part:
@@ -133,7 +133,7 @@ def score_part(backend: Backend, part: Part, trainer: Trainer, work: Work) -> Fl
 def _score(backend: Backend, here: Sequences, mine: list[Rows], how: Scoring, work: Work) -> Float[Tensor, " n"]:
     """Logprobs of the counted tokens that are here, 0 at the others, by this rank's passes."""
     scores, places = [torch.zeros(0, device=backend.device)], [torch.zeros(0, dtype=torch.int64)]
-    layouts = (staged(lay_out(here, rows, how.layout), backend.device) for rows in mine)
+    layouts = (staged(make_layout(here, rows, how.layout), backend.device) for rows in mine)
     with background_thread(backend.device) as thread:
         for number, (rows, layout) in enumerate(zip(mine, Ahead(layouts, thread), strict=False), 1):
             found = backend.score(layout, how.temperature, how.which, number == len(mine))
