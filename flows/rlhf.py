@@ -11,7 +11,7 @@ from areal_tasks.store.fork import Origin
 from flows.execute import execute, prepared
 from flows.patience import patiently
 from flows.sft import sft
-from schemas.recipe.load import first_name, warm_start
+from schemas.recipe.load import sft_run_name, warm_start
 from schemas.recipe.recipe import RlhfRecipe
 
 
@@ -39,5 +39,5 @@ def warm_started(recipe: RlhfRecipe, name: str, origin: Origin | None = None) ->
     first, warm = warm_start(recipe, name)
     if patiently(lambda _: check_inputs(recipe, name, origin)).origin:  # checks both runs, before the first
         return recipe
-    sft(first, run=first_name(name))
+    sft(first, run=sft_run_name(name))
     return warm

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.recipe.filters import REASONS
-from schemas.views import judged
+from schemas.views import reward_or_null
 
 DIGITS: Final = 5  # significant; a screen shows three
 
@@ -173,12 +173,13 @@ SELECT iteration AS x, avg(reward) AS reward, avg((verdict = 'correct')::int) AS
        quantile_cont(num_generated, 0.9) AS length_high, avg(truncated::int) AS truncated,
        avg((verdict = 'unparseable')::int) AS unparseable,
        avg((verdict IN ('timeout', 'error'))::int) AS unverified, avg((NOT kept)::int) AS dropped
-FROM (SELECT * REPLACE ({judged("scalars")}) FROM scalars) GROUP BY 1 ORDER BY 1"""
+FROM (SELECT * REPLACE ({reward_or_null("scalars")}) FROM scalars) GROUP BY 1 ORDER BY 1"""
 
 _GROUPS: Final = f"""
 SELECT iteration AS x, avg((spread = 0)::int) AS signal FROM (
   SELECT iteration, max(reward) - min(reward) AS spread
-  FROM (SELECT iteration, group_id, {judged("scalars")} FROM scalars) GROUP BY iteration, group_id HAVING count(*) > 1
+  FROM (SELECT iteration, group_id, {reward_or_null("scalars")} FROM scalars)
+  GROUP BY iteration, group_id HAVING count(*) > 1
 ) GROUP BY 1 ORDER BY 1"""
 
 _EVALUATIONS: Final = """

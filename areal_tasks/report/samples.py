@@ -20,7 +20,7 @@ from areal_tasks.store.shards import read_table
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, TableRef
 from schemas.tables import TABLES
-from schemas.views import judged
+from schemas.views import reward_or_null
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ ChosenSamples = dict[Key, list[str]]  # sample -> why it was chosen
 #: Query per table for the columns that the choices below use. A run has trained samples, evaluations, or both.
 _CANDIDATES: Final = {
     "scalars": f"SELECT iteration, -1 AS version, sample_id, group_id, sample_index, verdict,"
-    f" num_generated AS length, {judged('scalars')} FROM scalars",
+    f" num_generated AS length, {reward_or_null('scalars')} FROM scalars",
     "evaluate": "SELECT iteration, weights_version AS version, sample_id, group_id, sample_index, verdict,"
-    f" num_generated AS length, {judged('evaluate')} FROM evaluate",
+    f" num_generated AS length, {reward_or_null('evaluate')} FROM evaluate",
     "batch": "SELECT iteration, -1 AS version, sample_id, prompt_id AS group_id, 0 AS sample_index, '' AS verdict,"
     " num_tokens AS length, NULL::float AS reward FROM batch",
 }

@@ -14,7 +14,8 @@ from areal_tasks.engines.trainer.forward import one_thread
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns, tables_of
 from schemas.recipe.derived import same_policy
 from schemas.recipe.recipe import RlhfRecipe
-from schemas.recipe.sections import Grpo, Reward
+from schemas.recipe.sections import Reward
+from schemas.recipe.training import Grpo
 from schemas.tables import ADVANTAGE
 
 

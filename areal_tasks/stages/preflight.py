@@ -23,7 +23,7 @@ from areal_tasks.store.opening import StoredRun, read_stored_run
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import load_run
 from schemas.errors import UserError
-from schemas.recipe.load import first_name, warm_start
+from schemas.recipe.load import sft_run_name, warm_start
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 from schemas.recipe.sources import source_kind
 
@@ -101,7 +101,7 @@ def check_inputs(recipe: Recipe, name: str = "", origin: Origin | None = None) -
     recipe, kept = stored.recipe_to_continue(recipe)
     stored.check(recipe, origin)
     if first is not None:
-        check_inputs(first, first_name(name) if name else "")
+        check_inputs(first, sft_run_name(name) if name else "")
     if stored.record is None and origin is None:
         _check_sources(recipe, store, first is None)
     if not isinstance(recipe, SftRecipe):

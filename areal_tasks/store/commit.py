@@ -11,10 +11,10 @@ from typing import Final, TypeVar
 from pydantic import ValidationError
 
 from areal_tasks.store.backend import Exists, Missing, NewerSchema, Store, StoreError, damaged
-from schemas.manifest import SCHEMA_VERSION, Claimed, StoredRecord, is_sealed, seal_holds
+from schemas.manifest import SCHEMA_VERSION, ClaimedRecord, StoredRecord, is_sealed, seal_holds
 
 R = TypeVar("R", bound=StoredRecord)
-C = TypeVar("C", bound=Claimed)
+C = TypeVar("C", bound=ClaimedRecord)
 
 _RESTORE: Final = "Restore this file from a backup; every other iteration is unharmed."
 

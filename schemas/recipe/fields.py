@@ -74,7 +74,7 @@ def is_semantic(info: FieldInfo) -> bool:
 
 
 def is_live(info: FieldInfo) -> bool:
-    """Whether `arealflow set` may change the field of a run that goes on."""
+    """Whether `arealflow set` may change the field in a running run."""
     return bool(_extra(info).get("live"))
 
 

@@ -18,8 +18,8 @@ from pydantic_core import PydanticUndefined
 
 from schemas.recipe.checks import REFUSED_KEYS
 from schemas.recipe.fields import Section, former_name, former_values, is_live, is_semantic, nested_section
-from schemas.recipe.idle import IDLE
 from schemas.recipe.load import RECIPES
+from schemas.recipe.no_effect import NO_EFFECT
 from schemas.recipe.recipe import BaseRecipe
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "reference" / "recipe.md"
@@ -160,7 +160,7 @@ def _number(bound: Any) -> str:
 
 
 def _rules() -> str:
-    idle = [f"- `{row.field}` has no effect {row.when}." for row in IDLE]
+    idle = [f"- `{row.field}` has no effect {row.when}." for row in NO_EFFECT]
     refused = [f"- `{key}`: {reason}." for key, reason in REFUSED_KEYS.items()]
     head = "A field that differs from its default where it has no effect is an error, which says what to do instead:"
     return "\n".join(["## Settings without effect", "", head, "", *idle, "", "## Refused keys", "", *refused, ""])

@@ -17,7 +17,8 @@ from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe
 from schemas.recipe.recorded import keep_recorded, read_recorded
 from schemas.recipe.reference import _row
-from schemas.recipe.sections import Grpo, Rollout, ScratchModel
+from schemas.recipe.sections import Rollout, ScratchModel
+from schemas.recipe.training import Grpo
 
 
 class NewerGrpo(Grpo):

@@ -23,7 +23,7 @@ from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.rows import grpo_batch
 from areal_tasks.engines.trainer.settings import read_settings
-from schemas.recipe.sections import Trainer as TrainerSettings
+from schemas.recipe.training import Trainer as TrainerSettings
 from schemas.tables import VOLATILE
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from areal_tasks.engines.trainer.forward import to_device
 from areal_tasks.engines.trainer.head import HeadTask, TokenHead, accumulate, kernels, score_chunks
 from areal_tasks.engines.trainer.policy import PLAIN_HEADS, Policy, compiled, has_plain_head, prepare
 from schemas.errors import UserError
-from schemas.recipe.sections import Trainer
+from schemas.recipe.training import Trainer
 
 CPU = torch.device("cpu")
 VOCABULARY, HIDDEN = 11, 6

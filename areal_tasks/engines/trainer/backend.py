@@ -18,7 +18,7 @@ from torch import Tensor
 
 from areal_tasks.data.batching import Layout
 from areal_tasks.engines.names import Names
-from schemas.recipe.sections import Trainer
+from schemas.recipe.training import Trainer
 
 Which = Literal["policy", "reference"]
 

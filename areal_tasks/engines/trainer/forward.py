@@ -15,7 +15,7 @@ from torch import Tensor
 
 from areal_tasks.data.batching import Layout
 from areal_tasks.engines.trainer.backend import Scores
-from schemas.recipe.sections import Trainer
+from schemas.recipe.training import Trainer
 
 
 @dataclass(frozen=True)

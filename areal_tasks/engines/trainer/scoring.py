@@ -27,7 +27,7 @@ from areal_tasks.engines.trainer.ranks import gather_on_first
 from areal_tasks.engines.trainer.reading import places_of_rank
 from areal_tasks.engines.trainer.rows import LEAST_COMPARED, TEXT, make_table
 from areal_tasks.store.shards import read_files
-from schemas.recipe.sections import Trainer
+from schemas.recipe.training import Trainer
 from schemas.tables import TABLES
 
 #: Tokens of a sample that are scored, so that several samples are, and the logits of few positions take memory.

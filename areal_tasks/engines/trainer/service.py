@@ -60,7 +60,7 @@ from areal_tasks.store.objects.files import common_folder, local_file, materiali
 from areal_tasks.store.objects.local import unusable
 from areal_tasks.store.parallel import concurrently, parallel
 from areal_tasks.store.shards import write_table
-from schemas.errors import UserError, shown
+from schemas.errors import UserError, listed
 from schemas.manifest import FileRef, TableRef, WeightsRef
 
 log = logging.getLogger(__name__)
@@ -381,7 +381,7 @@ class Trainer:
         files = read_weights(self.store, ref).files
         named = {file.path.removeprefix(f"{common_folder(files)}/"): file for file in files}
         if lacking := set(names or ()) - named.keys():
-            raise UserError(f"{self.store.uri(ref.path)} does not name files that are needed: {shown(lacking)}")
+            raise UserError(f"{self.store.uri(ref.path)} does not name files that are needed: {listed(lacking)}")
         wanted = files if names is None else [named[name] for name in names]
         return materialise(self.store, wanted, into, verify=True)
 
