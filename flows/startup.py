@@ -38,7 +38,7 @@ def mark(what: str) -> None:
     _marks.append((what, time.time()))
 
 
-def flow_begins(nested: bool) -> None:
+def start_timing(nested: bool) -> None:
     """A flow begins, `nested` in another or not. The first is timed from the process's start, later ones from now."""
     if _flows and not nested:
         _marks.clear()
@@ -51,7 +51,7 @@ class Startup:
 
     def __init__(self) -> None:
         mark("checks")
-        self.began, self.before = _marks[0][1], between(_marks)
+        self.began, self.before = _marks[0][1], step_seconds(_marks)
         self.reported = False
         _marks.clear()
 
@@ -71,7 +71,7 @@ class Startup:
             get_run_logger().warning("the run's log could not be written: %s", error)
 
 
-def between(marks: Sequence[tuple[str, float]]) -> dict[str, float]:
+def step_seconds(marks: Sequence[tuple[str, float]]) -> dict[str, float]:
     """Seconds per step after the first mark; steps of equal name are summed."""
     found: dict[str, float] = {}
     for (_, before), (what, until) in pairwise(marks):

@@ -13,7 +13,7 @@ from areal_tasks.store.backend import StoreError
 from areal_tasks.store.runs import Run
 from areal_tasks.store.waits import waits_record, write_waits
 from flows.artifacts import Artifacts
-from flows.background import HURRIED_SECONDS, Background
+from flows.background import HURRIED_SECONDS, RepeatedWork
 from flows.observe import artifact_key
 from flows.pages import waits_page
 from schemas.manifest import Wait, WaitsRecord
@@ -25,7 +25,7 @@ FIRST_SECONDS: Final = 30.0
 LONGEST_SECONDS: Final = 300.0
 
 
-class Waits(Background):
+class Waits(RepeatedWork):
     """Use as a context around the loop. `clock` returns seconds, like the watchdog's."""
 
     seconds: ClassVar = 5.0

@@ -202,9 +202,8 @@ class _Plan:
         if back([torch.empty_like(self.every[name], device="meta") for name in held]).keys() != set(renamed):
             raise UserError(
                 f"transformers converts {listed(stored)} of the checkpoint to {listed(held)}, and cannot "
-                "do the reverse, "
-                "so new weights could not be published under the checkpoint's names. Is the checkpoint complete? "
-                "model.path must be a complete one, with the usual names of its model family"
+                "do the reverse, so new weights could not be published under the checkpoint's names. Is the checkpoint "
+                "complete? model.path must be a complete one, with the usual names of its model family"
             )
         return Group(stored, tuple(self.tied[name] for name in held), forth, back, (held, renamed))
 

@@ -1,4 +1,4 @@
-"""`arealflow set`: changes what a run may change while it goes on."""
+"""`arealflow set`: changes live recipe fields of a running run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def change(run: RunName, fields: Fields = None, store: StoreUrl = "", as_json: A
 
 
 def check_changeable(run: Run) -> None:
-    """UserError for a run that changes with none of its recipes."""
+    """UserError for a replay, and for a run without a recipe yet."""
     if run.record.kind == "replay":
         raise UserError(f"run {run.name} is a replay, which has the recipes of {run.record.parent}: fork it instead")
     if not run.segments:
@@ -53,8 +53,8 @@ def planned(run: Run) -> int:
     return int(run.segments[-1].recipe.get("schedule", {}).get("iterations", 1))
 
 
-def newest(run: Run, waiting: Sequence[Change] = ()) -> Recipe:
-    """The recipe of the run, after all changes that were asked for."""
+def newest_recipe(run: Run, waiting: Sequence[Change] = ()) -> Recipe:
+    """The recipe of the run with all requested changes."""
     recipe = parse_recipe(read_recorded(run.segments[-1].recipe), run.name)
     for one in waiting:
         recipe = with_values(recipe, one.values)
@@ -62,7 +62,7 @@ def newest(run: Run, waiting: Sequence[Change] = ()) -> Recipe:
 
 
 def request(run: Run, fields: Sequence[str]) -> Change:
-    """Ask the run's flow for a change, after those that were asked for before.
+    """Request a change of the run's flow, after those that were requested before.
 
     Raises:
         UserError: see `changes_of`.
@@ -70,13 +70,13 @@ def request(run: Run, fields: Sequence[str]) -> Change:
     asked = None
     while asked is None:  # else another change has just been asked for, with which this one may not agree
         waiting = list(pending_changes(run.store, run.name, run.segments))
-        values = changes_of(newest(run, waiting), fields)
+        values = changes_of(newest_recipe(run, waiting), fields)
         asked = request_change(run.store, run.name, last_change(run.segments) + len(waiting) + 1, values)
     return asked
 
 
 def outcome(run: str, change: Change, first: int, running: bool) -> str:
-    """What follows from a change, as a sentence."""
+    """The message after a request: from which iteration on the change applies."""
     values = ", ".join(f"{path}={json.dumps(value)}" for path, value in change.values.items())
     if not running:
         return f"run {run} is not running: {values} from its next start on"
@@ -84,10 +84,10 @@ def outcome(run: str, change: Change, first: int, running: bool) -> str:
 
 
 def show_live(run: Run, as_json: bool) -> None:
-    """Print what may change with its values, and the changes so far with the first iteration of each."""
+    """Print the live fields with their values, and the changes so far with the first iteration of each."""
     check_changeable(run)
     waiting = list(pending_changes(run.store, run.name, run.segments))
-    values = live_values(newest(run, waiting))
+    values = live_values(newest_recipe(run, waiting))
     made = {s.change.n: (s.change, str(s.from_iteration)) for s in run.segments if s.change}
     refused = refusals(run)
     others = [*refused.keys() - made.keys(), *(one.n for one in waiting)]
@@ -108,7 +108,7 @@ def refusals(run: Run) -> dict[int, str]:
 
 
 def change_row(change: Change, state: str) -> dict[str, Any]:
-    """A change as a table row; `state`: from which iteration on it is in force, or why it is not."""
+    """A change as a table row; `state`: the iteration from which it applies, or why it does not."""
     return {
         "n": change.n,
         "who": f"{change.user}@{change.host}",

@@ -1,4 +1,4 @@
-"""`arealflow audit` and `log`: whether a run is what was written, who signed it, and who did what to it."""
+"""`arealflow audit` and `log`: the integrity of a run, its signatures, and its log."""
 
 from __future__ import annotations
 

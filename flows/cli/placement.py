@@ -79,14 +79,14 @@ def machines_of(recipe: Recipe) -> list[Machine]:
 def run_placement(run: Run, changes: Sequence[str], as_json: bool) -> None:
     """Print where the services of a run are; if its flow has ended, where they would run if it began again."""
     recipe = next_recipe(run, changes)
-    if (owner := standing_owner(run)) is None:
+    if (owner := running_owner(run)) is None:
         plan_placement(recipe, as_json)
         return
     title = f"run {run.name}, start {owner.n} of its flow, on {owner.host} since {owner.started[:19]} UTC"
     show(running_rows(run, recipe, owner.n), as_json, title)
 
 
-def standing_owner(run: Run) -> OwnerRecord | None:
+def running_owner(run: Run) -> OwnerRecord | None:
     """The newest start of the run's flow, unless the run's log says that it has ended."""
     owners = read_owners(run)
     ended = {line.details.get("owner") for line in read_log(run.store, run.name) if line.action in ENDINGS}
@@ -121,6 +121,7 @@ def placed_gpus(run: Run, owner: int) -> dict[str, str]:
 def running_row(
     run: Run, owner: int, start: tuple[str, int], gpus: Mapping[str, str], why: Mapping[str, str]
 ) -> dict[str, Any]:
+    """A service as a row. `start`: its name and number of restarts; `why`: by service, what it waits for."""
     name, restart = start
     service = find_record(run.store, paths.service(run.name, owner, name, restart), ServiceRecord)
     node = find_record(run.store, paths.node(run.name, owner, name, restart), NodeRecord)
