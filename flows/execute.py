@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,6 +39,7 @@ from flows.waits import Waits
 from schemas.errors import UserError
 from schemas.recipe.load import parse_recipe
 from schemas.recipe.recipe import BaseRecipe, Recipe
+from schemas.recipe.recorded import overrides_text
 
 R = TypeVar("R", bound=BaseRecipe)
 
@@ -125,9 +125,9 @@ def _start(
     if origin is not None:
         log.info("run %s is %s", name, origin)
     if kept := checked.kept:
-        log.info("run %s keeps its recorded values, whose defaults have changed since: %s", name, settings_text(kept))
+        log.info("run %s keeps its recorded values, whose defaults have changed since: %s", name, overrides_text(kept))
     if changed := checked.stored.changed:
-        log.info("run %s keeps what `arealflow set` has changed: %s", name, settings_text(changed))
+        log.info("run %s keeps what `arealflow set` has changed: %s", name, overrides_text(changed))
     services = Engines(run, recipe, logs_folder(), generates=not run.record.counterfactual)
     budget.progressed()
 
@@ -151,11 +151,6 @@ def _start(
         pauses.on_stopping = loop.hold
         loop()
     return {"run": name, "store": store.url, "iterations": run.committed}
-
-
-def settings_text(values: Mapping[str, Any]) -> str:
-    """Fields and values in the form of overrides: `algorithm.minibatches=2, …`."""
-    return ", ".join(f"{path}={json.dumps(value)}" for path, value in values.items())
 
 
 @contextmanager

@@ -73,16 +73,10 @@ def progress_text(run: Run, head: IterationCommit | None) -> str:
     """The run's progress in iterations."""
     if head is None:
         return "Nothing is committed yet: there are no curves and no samples to show."
-    planned, done = planned_iterations(run), head.iteration + 1
-    if planned and done < planned:
-        return f"Unfinished: {done} of {planned} iterations are committed."
+    done = head.iteration + 1
+    if run.planned and done < run.planned:
+        return f"Unfinished: {done} of {run.planned} iterations are committed."
     return f"Finished: {done} {'iteration' if done == 1 else 'iterations'}."
-
-
-def planned_iterations(run: Run) -> int:
-    """The iterations in the recipe; 0 if it has no such field."""
-    recipe = run.segments[-1].recipe if run.segments else {}
-    return int(recipe.get("schedule", {}).get("iterations", 0))
 
 
 def _facts(run: Run, head: IterationCommit | None, makers: Mapping[str, Sequence[str]]) -> Table:
@@ -92,7 +86,7 @@ def _facts(run: Run, head: IterationCommit | None, makers: Mapping[str, Sequence
         ["flow", run.record.flow],
         ["seed", str(run.record.seed)],
         ["created", f"{utc_text(made.committed)} on {made.host}"],
-        ["code", ", ".join(unique([made.code_version, *makers.get("code_version", ())]))],
+        ["code", ", ".join(dict.fromkeys([made.code_version, *makers.get("code_version", ())]))],
     ]
     if head is not None:
         rows += [
@@ -144,13 +138,8 @@ def differences(runs: Sequence[Mapping[str, Any]]) -> Table:
     if len(runs) < 2:
         return []
     recipes = [run["recipe"] for run in runs]
-    fields = unique([field for recipe in recipes for field in recipe])
+    fields = dict.fromkeys(field for recipe in recipes for field in recipe)
     rows = [[field, *(recipe.get(field, UNSET) for recipe in recipes)] for field in fields]
     differing = [row for row in rows if len(set(row[1:])) > 1]
     names = ["field", *(run["name"] for run in runs)]
     return [names, *sorted(differing, key=lambda row: UNSET in row)]  # fields that all runs have come first
-
-
-def unique(values: Sequence[str]) -> list[str]:
-    """Each value once, in order of first occurrence."""
-    return list(dict.fromkeys(values))

@@ -16,7 +16,7 @@ from areal_tasks.store import paths
 from areal_tasks.store.catalog import Catalog
 from areal_tasks.store.changes import describe
 from areal_tasks.store.commit import read_record
-from areal_tasks.store.history.journal import read_log
+from areal_tasks.store.history.journal import end_of_start, read_log
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import now, utc
 from areal_tasks.store.runs import Run
@@ -99,9 +99,7 @@ def read_owners(run: Run) -> list[OwnerRecord]:
 def may_be_running(run: Run) -> bool:
     """Whether the last start of the flow may be running: the log has no end of it, and its process, if here, runs."""
     owner = last_owner(run.store, run.name)
-    if not owner or any(
-        line.action in ENDINGS and line.details.get("owner") == owner for line in read_log(run.store, run.name)
-    ):
+    if not owner or end_of_start(run.store, run.name, owner) is not None:
         return False
     record = read_record(run.store, paths.owner(run.name, owner), OwnerRecord)
     return record.host != socket.gethostname() or is_running(record.pid)

@@ -41,13 +41,13 @@ def _summary(store: Store, name: str) -> RunSummary:
         head = run.head()
     except UserError as error:  # one damaged run does not hide the others
         return RunSummary(name, problem=str(error))
-    recipe, origin = run.segments[-1].recipe if run.segments else {}, origin_of(run.record)
+    origin = origin_of(run.record)
     return RunSummary(
         name=name,
         flow=run.record.flow,
         created=run.record.provenance.committed,
         iterations=0 if head is None else head.iteration + 1,
-        planned=recipe.get("schedule", {}).get("iterations", 0),
+        planned=run.planned,
         kind=origin.kind if origin else "",
         parent=run.record.parent,
         forked_at=origin.iteration if origin else None,

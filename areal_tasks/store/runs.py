@@ -127,6 +127,12 @@ class Run:
         head = self.head()
         return 0 if head is None else head.iteration + 1
 
+    @property
+    def planned(self) -> int:
+        """The iterations in the newest recipe; 0 if it has no such field."""
+        recipe = self.segments[-1].recipe if self.segments else {}
+        return int(recipe.get("schedule", {}).get("iterations", 0))
+
     def run_of_iteration(self, k: int) -> Run:
         """The run that has or will have made iteration `k`: this one, or the run it was forked from."""
         return self.parent.run_of_iteration(k) if k < self.first and self.parent is not None else self

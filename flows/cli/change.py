@@ -19,7 +19,7 @@ from schemas.manifest import Change
 from schemas.recipe.live import changes_of, live_values
 from schemas.recipe.load import parse_recipe
 from schemas.recipe.recipe import Recipe
-from schemas.recipe.recorded import read_recorded, with_values
+from schemas.recipe.recorded import overrides_text, read_recorded, with_values
 
 Fields = Annotated[list[str] | None, typer.Argument(help="section.field=value …; none: what may change, and changes.")]
 
@@ -33,7 +33,7 @@ def change(run: RunName, fields: Fields = None, store: StoreUrl = "", as_json: A
     check_changeable(there)
     running = may_be_running(there)
     first = there.committed + (2 if running else 0)
-    if first >= planned(there):
+    if first >= (there.planned or 1):  # an evaluation has one iteration and no schedule
         raise UserError(f"run {run} has no iteration left in which a change would be in force; resume it with more")
     asked = request(there, fields)
     answer = {"run": run, "change": asked.n, "values": asked.values, "from_iteration": first, "running": running}
@@ -46,11 +46,6 @@ def check_changeable(run: Run) -> None:
         raise UserError(f"run {run.name} is a replay, which has the recipes of {run.record.parent}: fork it instead")
     if not run.segments:
         raise UserError(f"run {run.name} has not begun: give the values with its recipe")
-
-
-def planned(run: Run) -> int:
-    """The iterations of the run."""
-    return int(run.segments[-1].recipe.get("schedule", {}).get("iterations", 1))
 
 
 def newest_recipe(run: Run, waiting: Sequence[Change] = ()) -> Recipe:
@@ -77,7 +72,7 @@ def request(run: Run, fields: Sequence[str]) -> Change:
 
 def outcome(run: str, change: Change, first: int, running: bool) -> str:
     """The message after a request: from which iteration on the change applies."""
-    values = ", ".join(f"{path}={json.dumps(value)}" for path, value in change.values.items())
+    values = overrides_text(change.values)
     if not running:
         return f"run {run} is not running: {values} from its next start on"
     return f"run {run}: {values} from iteration {first} on, or a later one if iteration {first - 2} ends at this moment"
@@ -113,6 +108,6 @@ def change_row(change: Change, state: str) -> dict[str, Any]:
         "n": change.n,
         "who": f"{change.user}@{change.host}",
         "when": change.time[:19],
-        "what": ", ".join(f"{path}={json.dumps(value)}" for path, value in change.values.items()),
+        "what": overrides_text(change.values),
         "from iteration": state,
     }

@@ -15,7 +15,7 @@ from areal_tasks.launchers.gpus import assigned, place_recipe, visible_gpus
 from areal_tasks.launchers.placement import propose, service_needs
 from areal_tasks.store import paths
 from areal_tasks.store.commit import find_record
-from areal_tasks.store.history.journal import read_log
+from areal_tasks.store.history.journal import end_of_start, read_log
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.record_tables import read_owners
 from areal_tasks.store.runs import Run
@@ -23,7 +23,7 @@ from areal_tasks.store.waits import current_waits
 from flows.cli.inspect import next_recipe
 from flows.cli.output import show
 from schemas.errors import UserError
-from schemas.manifest import ENDINGS, NodeRecord, OwnerRecord, ServiceRecord
+from schemas.manifest import NodeRecord, OwnerRecord, ServiceRecord
 from schemas.recipe.recipe import Recipe
 
 #: A record of a service's start: its name, and the number of the start.
@@ -89,8 +89,7 @@ def run_placement(run: Run, changes: Sequence[str], as_json: bool) -> None:
 def running_owner(run: Run) -> OwnerRecord | None:
     """The newest start of the run's flow, unless the run's log says that it has ended."""
     owners = read_owners(run)
-    ended = {line.details.get("owner") for line in read_log(run.store, run.name) if line.action in ENDINGS}
-    return owners[-1] if owners and owners[-1].n not in ended else None
+    return owners[-1] if owners and end_of_start(run.store, run.name, owners[-1].n) is None else None
 
 
 def running_rows(run: Run, recipe: Recipe, owner: int) -> list[dict[str, Any]]:

@@ -12,13 +12,13 @@ from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import find_record, read_record
 from areal_tasks.store.evaluations import pending_evaluation
-from areal_tasks.store.history.journal import read_log
+from areal_tasks.store.history.journal import end_of_start
 from areal_tasks.store.objects.inventory import Entry, entries, store_time
 from areal_tasks.store.reachable import attempts_of, history, named_weights, reachable
 from areal_tasks.store.runs import Run, load_run, run_names
 from areal_tasks.store.search import last_present
 from areal_tasks.store.weights import read_tags
-from schemas.manifest import ENDINGS, IterationCommit, Reference, RunRecord, StageManifest, WeightsManifest, WeightsRef
+from schemas.manifest import IterationCommit, Reference, RunRecord, StageManifest, WeightsManifest, WeightsRef
 
 #: A reference is written before its child is created: for this long, it counts although the child does not exist.
 REFERENCE_SECONDS: Final = 3600.0
@@ -79,8 +79,7 @@ class RunFiles:
     @cached_property
     def ended(self) -> bool:
         """Whether the log says that the last start of the flow has ended. A start that is killed logs nothing."""
-        lines = read_log(self.store, self.name)
-        return any(line.action in ENDINGS and line.details.get("owner") == self.owner for line in lines)
+        return end_of_start(self.store, self.name, self.owner) is not None
 
     @cached_property
     def may_write(self) -> bool:
