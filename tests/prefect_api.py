@@ -1,4 +1,4 @@
-"""Asks a Prefect server, which may take its time on a busy machine."""
+"""Requests to a Prefect server, with a limit for busy machines, and the task runs of a flow run."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from areal_tasks.store.runs import Run, load_run, open_run
 from schemas.recipe.load import parse_recipe
 from schemas.recipe.recipe import Recipe
 
-#: Every process below a driver carries this in its environment: the folder it works in.
+#: Environment variable of every process below a driver: the folder it works in.
 MARK = "AREAL_TEST_RUN"
 GROUPS, ITERATIONS = 4, 3
 
@@ -115,7 +115,7 @@ def finished(folder: Path, name: str, recipe: Recipe) -> Run:
 
 
 def retrying(execute: Execute) -> Execute:
-    """As the flow's tasks do: an engine that is gone may come back."""
+    """`execute` with retries while an engine is down, as in the flow's tasks."""
 
     def attempt(job: Job) -> Built:
         end = time.monotonic() + LIMIT
@@ -125,7 +125,7 @@ def retrying(execute: Execute) -> Execute:
             except (TrainerDown, ServerDown):
                 if time.monotonic() > end:
                     raise
-            time.sleep(PAUSE)  # as tasks do: a process that is killed may take a moment to be gone
+            time.sleep(PAUSE)  # as tasks do: a killed process may take a moment to end
 
     def run(jobs: Sequence[Job]) -> list[Built]:
         return [attempt(job) for job in jobs]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from s3_server import BUCKET, S3Server
 from stage_driver import Digests, digests, drive, finished, start_driver, store_in, tiny
-from waiting import meet
+from waiting import rendezvous
 from warm_processes import Process
 
 from areal_tasks.store import paths
@@ -284,7 +284,7 @@ def test_a_run_at_work_beside_gc_ends_with_the_same_bits(tmp_path: Path, expecte
 
 def fork(folders: list[Path]) -> None:
     for folder in folders:
-        meet(folder, "both")
+        rendezvous(folder, "both")
         try:
             open_run(store_in(folder), "child", short(), origin=Origin("r", 2))
             outcome = "forked"
@@ -297,7 +297,7 @@ def sweep(folders: list[Path]) -> None:
     for folder in folders:
         store = store_in(folder)
         found = plan_removals(store, NEWEST)
-        meet(folder, "both")
+        rendezvous(folder, "both")
         remove_planned(store, found)
 
 

@@ -11,7 +11,7 @@ import pytest
 from faulty_proxy import ERROR_403, ERROR_409, ERROR_500, HANG_UP, Faults, faulty_proxy
 from s3_server import BUCKET, S3Server
 from store_builders import commit_stage, manifest, table
-from waiting import meet
+from waiting import rendezvous
 from warm_processes import Process
 
 from areal_tasks.store import paths
@@ -44,7 +44,7 @@ def _race(url: str, folder: Path, seed: int) -> None:
         rows = table("verify", iteration=k, seed=seed)
         mine = manifest(store, "race", k, "verify", {"verify": rows}, key="the-same-key")
         path = paths.stage_manifest("race", k, "verify", mine.key)
-        meet(folder, f"round-{k}")
+        rendezvous(folder, f"round-{k}")
         there, won = commit_once(store, path, mine)
         assert won == (there.attempt == mine.attempt)
         assert read_table(store, there.tables["verify"]).equals(rows) == won
