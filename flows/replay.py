@@ -46,14 +46,14 @@ def replay(
     """
     begin_flow()
     load_s3_keys(store)
-    there, name = load_run(open_store(store), original), run or f"{original}-{flow_run.get_name() or 'replay'}"
+    loaded, name = load_run(open_store(store), original), run or f"{original}-{flow_run.get_name() or 'replay'}"
     origin = Origin(original, at, "replay", not on_policy, start, until)
-    segments = replay_segments(there, origin, name, split_overrides(overrides))
+    segments = replay_segments(loaded, origin, name, split_overrides(overrides))
     recipe = segments[-1][1]
     check_engines(recipe)
     check_code(recipe)
     result = execute(recipe, name, origin, segments)
-    comparison = compare_replay(there.store, name)
+    comparison = compare_replay(loaded.store, name)
     show(name, origin, comparison)
     return result | {"comparison": [asdict(section) for section in comparison]}
 

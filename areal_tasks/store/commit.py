@@ -37,10 +37,10 @@ def commit_once(store: Store, path: str, record: C) -> tuple[C, bool]:
         store.create(path, record.encode())
         return record, True
     except Exists:
-        there = decode(store, path, type(record), store.read(path))
+        existing = decode(store, path, type(record), store.read(path))
     except StoreError as error:
-        there = _read_back(store, path, record, error)
-    return there, there.attempt == record.attempt
+        existing = _read_back(store, path, record, error)
+    return existing, existing.attempt == record.attempt
 
 
 def append_record(store: Store, path: Callable[[int], str], n: int, make: Callable[[int], C]) -> C:

@@ -190,14 +190,14 @@ def write_reference(store: Store, parent: str, child: str, iteration: int, kind:
     record = Reference(
         child=child, iteration=iteration, attempt=new_attempt(), kind=kind, provenance=make_provenance(0, now())
     )
-    there, _ = commit_once(store, paths.reference(parent, child), record)
-    if there.iteration < iteration:
+    existing, _ = commit_once(store, paths.reference(parent, child), record)
+    if existing.iteration < iteration:
         raise UserError(
-            f"Run {parent!r} keeps only the iterations before {there.iteration} for a child {child!r} that never "
+            f"Run {parent!r} keeps only the iterations before {existing.iteration} for a child {child!r} that never "
             f"started, and this one needs those before {iteration}. Choose another name (run=NAME)."
         )
     store.make_durable(paths.reference(parent, child))
-    return there
+    return existing
 
 
 def log_child(store: Store, child: str, origin: Origin, prefect_flow_run_id: str) -> None:

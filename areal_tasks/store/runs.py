@@ -160,15 +160,15 @@ class Run:
         self.check_owner()
         if commit.previous != self.digest_before(commit.iteration):
             raise ValueError(f"commit of iteration {commit.iteration} does not name the commit before it")
-        there, mine = commit_once(self.store, paths.iteration_commit(self.name, commit.iteration), commit)
+        existing, mine = commit_once(self.store, paths.iteration_commit(self.name, commit.iteration), commit)
         self.store.make_durable(paths.iteration_commit(self.name, commit.iteration))
-        if not mine and there.provenance.owner < self.owner and self.is_current_owner():
+        if not mine and existing.provenance.owner < self.owner and self.is_current_owner():
             raise HeadMoved(
-                f"Iteration {there.iteration} of run {self.name!r} was committed by an earlier start of it."
+                f"Iteration {existing.iteration} of run {self.name!r} was committed by an earlier start of it."
             )
         if not mine:
-            raise self._superseded(f"owner {there.provenance.owner} has committed iteration {commit.iteration}")
-        return there
+            raise self._superseded(f"owner {existing.provenance.owner} has committed iteration {commit.iteration}")
+        return existing
 
     def segment_at(self, k: int) -> Segment:
         """The recipe segment in force at iteration `k`."""
@@ -329,9 +329,9 @@ def _attach_to_parent(store: Store, child: str, origin: Origin) -> Run:
     check_iteration(parent, origin.iteration)
     loaded = check_first_start(parent, origin)  # before the reference is written
     needed = origin.iteration if origin.kind == "fork" else parent.committed
-    there = write_reference(store, origin.parent, child, needed, origin.kind)
+    existing = write_reference(store, origin.parent, child, needed, origin.kind)
     check_run_kept(store, origin.parent)
-    commits = parallel(parent.commit, commits_needed(origin, there.iteration))
+    commits = parallel(parent.commit, commits_needed(origin, existing.iteration))
     check_all_kept(store, [*loaded, *(ref for commit in commits for ref in commit.stored)])
     return parent
 
@@ -373,5 +373,5 @@ def _with_segment(run: Run, first: int, recipe: BaseRecipe, change: Change | Non
         change=change,
         provenance=make_provenance(run.owner, now()),
     )
-    there, _ = commit_once(run.store, paths.segment(run.name, segment.n), segment)
-    return replace(run, segments=(*run.segments, there))
+    existing, _ = commit_once(run.store, paths.segment(run.name, segment.n), segment)
+    return replace(run, segments=(*run.segments, existing))

@@ -65,10 +65,10 @@ def append_groups(
     record = _record("groups", start, n, owner).model_copy(
         update={"attempt": attempt, "finished": finished, "rejected": rejected, "tables": tables or {}}
     )
-    there, mine = commit_once(store, paths.spool_record(run, start, n), record)
-    if not mine and there.kind == "closed":
-        raise StartClosed(f"start {start} of the spool of run {run!r} was ended by owner {there.provenance.owner}")
-    return there
+    existing, mine = commit_once(store, paths.spool_record(run, start, n), record)
+    if not mine and existing.kind == "closed":
+        raise StartClosed(f"start {start} of the spool of run {run!r} was ended by owner {existing.provenance.owner}")
+    return existing
 
 
 def read_start(store: Store, run: str, start: int, first: int = 0) -> list[SpoolRecord]:

@@ -215,13 +215,13 @@ def _write_tag(store: Store, run: str, name: str, ref: WeightsRef, action: str) 
         user=current_user(),
         provenance=make_provenance(0, now()),
     )
-    there, mine = commit_once(store, paths.tag(run, name), tag)
-    if (there.version, there.weights_attempt) != (ref.version, ref.attempt):
+    existing, mine = commit_once(store, paths.tag(run, name), tag)
+    if (existing.version, existing.weights_attempt) != (ref.version, ref.attempt):
         raise UserError(
-            f"The tag {name!r} of run {run!r} is version {there.version} already, and tags are not moved: "
+            f"The tag {name!r} of run {run!r} is version {existing.version} already, and tags are not moved: "
             "choose another name."
         )
     if mine:
         append_log(store, run, action, {"tag": name, "version": ref.version, "weights_attempt": ref.attempt})
     check_kept(store, ref)  # `gc` has seen the tag, or has left its tombstone before
-    return there
+    return existing

@@ -26,16 +26,16 @@ Fields = Annotated[list[str] | None, typer.Argument(help="section.field=value �
 
 def change(run: RunName, fields: Fields = None, store: StoreUrl = "", as_json: AsJson = False) -> None:
     """Change a run that goes on: servers, workers, pace, η, batch, …; in force from the iteration after next."""
-    there = load_run(open_store(store), run)
+    loaded = load_run(open_store(store), run)
     if not fields:
-        show_live(there, as_json)
+        show_live(loaded, as_json)
         return
-    check_changeable(there)
-    running = may_be_running(there)
-    first = there.committed + (2 if running else 0)
-    if first >= (there.planned or 1):  # an evaluation has one iteration and no schedule
+    check_changeable(loaded)
+    running = may_be_running(loaded)
+    first = loaded.committed + (2 if running else 0)
+    if first >= (loaded.planned or 1):  # an evaluation has one iteration and no schedule
         raise UserError(f"run {run} has no iteration left in which a change would be in force; resume it with more")
-    asked = request(there, fields)
+    asked = request(loaded, fields)
     answer = {"run": run, "change": asked.n, "values": asked.values, "from_iteration": first, "running": running}
     typer.echo(json.dumps(answer, indent=1) if as_json else outcome(run, asked, first, running))
 

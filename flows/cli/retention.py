@@ -48,18 +48,18 @@ def weights(
     if what not in _WORDS or len(given) != _WORDS[what]:
         raise UserError(f"arealflow weights {run}: {' '.join([what, *given])!r} should be one of: {_USAGE}")
     place = open_store(store)
-    there = load_run(place, run)
+    loaded = load_run(place, run)
     if what == "list":
-        show([_version_row(version, as_json) for version in list_weights(there)], as_json, f"weights of {run}")
+        show([_version_row(version, as_json) for version in list_weights(loaded)], as_json, f"weights of {run}")
     elif what == "export":
-        _export(there, given[0], Path(given[1]))
+        _export(loaded, given[0], Path(given[1]))
     elif what == "compare":
-        show(_compared(there, *given), as_json, f"{run}: version {given[0]} and version {given[1]}")
+        show(_compared(loaded, *given), as_json, f"{run}: version {given[0]} and version {given[1]}")
     elif what == "tag":
-        made = tag_weights(place, run, given[1], find_weights(there, given[0]))
+        made = tag_weights(place, run, given[1], find_weights(loaded, given[0]))
         typer.echo(f"version {made.version} of {run} is {made.tag!r}, and safe from gc")
     else:
-        kept = protect_weights(place, run, find_weights(there, given[0]))
+        kept = protect_weights(place, run, find_weights(loaded, given[0]))
         typer.echo(f"version {kept.version} of {run} is safe from gc")
 
 

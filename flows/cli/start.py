@@ -165,12 +165,12 @@ def fork(
 ) -> None:
     """Continue a run from an iteration as a new run, with or without changes; earlier history is shared, not copied."""
     name, changes = run_and_changes(overrides)
-    there = load_run(open_store(store), parent)
-    check_forkable(there, at)
-    recipe, origin = parse_recipe(parent_values(there, at), parent, changes), Origin(parent, at)
+    loaded = load_run(open_store(store), parent)
+    check_forkable(loaded, at)
+    recipe, origin = parse_recipe(parent_values(loaded, at), parent, changes), Origin(parent, at)
     name = name or child_name(f"{parent}-at-{at}", changes)
-    if not there.store.exists(run_record(name)):
-        check_first_start(there, origin)  # the flow checks it too, some seconds later
+    if not loaded.store.exists(run_record(name)):
+        check_first_start(loaded, origin)  # the flow checks it too, some seconds later
     check_start(recipe, name, origin)
 
     typer.echo(f"run {name} is {origin}{changes_text(changes)}", err=as_json)
@@ -211,7 +211,7 @@ def replay(
 ) -> None:
     """Build only the stages that a change affects again, keeping the recorded rollouts; compare with the original."""
     name, changes = run_and_changes(overrides)
-    there = load_run(open_store(store), run)
+    loaded = load_run(open_store(store), run)
     origin = Origin(run, at, "replay", not on_policy, start, until)
     settings = [
         *changes,
@@ -220,7 +220,7 @@ def replay(
         *(["on policy"] if on_policy else []),
     ]
     name = name or child_name(f"{run}-{start}", settings)
-    check_replay(there, origin, name, changes)
+    check_replay(loaded, origin, name, changes)
 
     typer.echo(f"run {name} is {origin}{changes_text(changes)}", err=as_json)
     result = call_flow(
@@ -232,16 +232,16 @@ def replay(
         until=until,
         at=at,
         on_policy=on_policy,
-        store=there.store.url,
+        store=loaded.store.url,
     )
     print_comparison(result | origin_values(origin), as_json)
 
 
-def check_replay(there: Run, origin: Origin, name: str, changes: Sequence[str]) -> None:
+def check_replay(loaded: Run, origin: Origin, name: str, changes: Sequence[str]) -> None:
     """UserError unless the flow can start this replay."""
     from areal_tasks.stages.replay import replay_segments  # here: it imports torch, as the flow does
 
-    check_start(replay_segments(there, origin, name, changes)[-1][1], name, origin)
+    check_start(replay_segments(loaded, origin, name, changes)[-1][1], name, origin)
 
 
 def print_comparison(result: dict[str, Any], as_json: bool) -> None:

@@ -66,8 +66,8 @@ def sign(store: Store, name: str, root: str, iterations: int, key_file: Path) ->
     """
     key, lines = _key(key_file, private=True), log_length(store, name)
     public = key.public_key().public_bytes_raw().hex()
-    if there := _covering(store, name, root, public):
-        return there, False
+    if existing := _covering(store, name, root, public):
+        return existing, False
     unsigned = Signature(
         root=root,
         iteration=iterations - 1,
@@ -81,10 +81,10 @@ def sign(store: Store, name: str, root: str, iterations: int, key_file: Path) ->
         provenance=make_provenance(0, now()),
     )
     signed = unsigned.model_copy(update={"signature": key.sign(_message(name, unsigned)).hex()})
-    there, mine = commit_once(store, paths.signature(name, public[:16], f"{root[:16]}-{lines}"), signed)
+    existing, mine = commit_once(store, paths.signature(name, public[:16], f"{root[:16]}-{lines}"), signed)
     if mine:
-        append_log(store, name, "signed", {"root": root, "iteration": there.iteration, "public_key": public})
-    return there, mine
+        append_log(store, name, "signed", {"root": root, "iteration": existing.iteration, "public_key": public})
+    return existing, mine
 
 
 def _covering(store: Store, name: str, root: str, public: str) -> Signature | None:
